@@ -1,7 +1,7 @@
-"""A made-up chain whose stages are run step by step, byte by byte: the oracle of the memory models.
+"""A synthetic chain whose stages are run step by step, byte by byte: the oracle of the memory models.
 
-A layer keeps `saved` between forward and backward (another amount at the front of a stage than behind its neighbour),
-and needs `forward` and `backward` bytes more while it works. A stage also holds its input for the whole microbatch.
+A layer keeps `saved` between forward and backward (the first layer of a stage another amount than a later one), and
+needs `forward` and `backward` bytes more while it runs. A stage also holds its input for the whole microbatch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class MadeUp:
 
 
 def random_chain(rng: random.Random, num_layers: int) -> tuple[list[MadeUp], list[int]]:
-    """Layers, and the bytes that cross cut 0 .. L."""
+    """Return random layers, and the bytes that cross each cut 0 .. L."""
     high = rng.choice([8, 10**9])
-    # More bytes while at work than a layer in front could keep: then a pair's peak tells of its second layer.
+    # A layer may need more bytes at work than the layer before it keeps: then the second layer sets the pair's peak.
     layers = [
         MadeUp(rng.randrange(high), rng.randrange(high), rng.randrange(high), rng.randrange(high), rng.randrange(high))
         for _ in range(num_layers)
@@ -34,7 +34,7 @@ def random_chain(rng: random.Random, num_layers: int) -> tuple[list[MadeUp], lis
 
 
 def run_stage(layers: list[MadeUp], boundaries: list[int], first: int, end: int) -> tuple[int, int, int]:
-    """(peak, static, saved) of one microbatch through layers first .. end-1 and back."""
+    """Return (peak, static, saved) bytes of one microbatch's forward and backward through layers first .. end-1."""
     static = sum(layer.static for layer in layers[first:end])
     live = peak = static + boundaries[first]
     kept = [layers[first].saved_in_front, *(layer.saved_behind for layer in layers[first + 1 : end])]
@@ -49,7 +49,7 @@ def run_stage(layers: list[MadeUp], boundaries: list[int], first: int, end: int)
 
 
 def profile_of(layers: list[MadeUp], boundaries: list[int], device: str = "cuda") -> Profile:
-    """What profiling the chain with one microbatch in flight would give."""
+    """Return the profile that profiling the chain with one microbatch in flight would give."""
     rows = []
     for first, end in stage_runs(len(layers)):
         peak, static, saved = run_stage(layers, boundaries, first, end)
@@ -72,4 +72,4 @@ def profile_of(layers: list[MadeUp], boundaries: list[int], device: str = "cuda"
 
 
 SHORT = Profile(layers=(LayerProfile("a", 5), LayerProfile("b", 6, 2), LayerProfile("c", 4, 1)))
-"""M_i and M_a alone."""
+"""A profile with M_i and M_a alone."""

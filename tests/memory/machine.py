@@ -1,7 +1,7 @@
-"""A rank's memory carried out storage by storage: the oracle of the fold.
+"""Simulates the memory of a rank storage by storage: the oracle of the fold.
 
-Every tensor is a storage with a size; a rank holds what any of its graphs, kept inputs, buffers and unconfirmed
-messages refer to, each storage once. Actions run layer by layer, receives and sends one by one as the executor does.
+Every tensor is a storage with a size. A rank holds every storage that its graphs, kept inputs, buffers and unconfirmed
+messages refer to, each once. Actions run layer by layer, receives and sends one by one, as in the executor.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Storage = tuple[str, int, int]
 """("act" or "grad", microbatch, cut), ("inner", "hidden", "tail", "noted" or "statistics", microbatch, layer), ("sum",
 block, layer)."""
 WORK, BARE = 50, 20
-"""Bytes that every layer needs while it works, with a graph or a backward, and without."""
+"""Bytes that every layer needs while it runs: with a graph or in a backward, and without a graph."""
 AGAIN, AWAY = 1000, 2000
-"""Added to the microbatch of a tensor that is made again, and of one that comes back from the host tier."""
+"""Added to the microbatch of a recomputed tensor, and of a tensor that comes back from the host tier."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Layers with parameters, and the bytes that a graph keeps inside them: those that autograd's hooks see, and hidden
-    ones; whether it saves their inputs and outputs as well; and the statistics that a forward leaves.
+    """Layers with parameters. Per layer: the bytes that its graph saves inside it (inner: visible to autograd's hooks;
+    hidden: not), whether the graph also saves its input and output, and the statistics that a forward leaves.
 
-    tail: what the graph of a layer keeps behind its last parameters. noted: gradients that its input half notes,
-    besides that of its input or output (`notes`).
+    tail: bytes that the graph of a layer saves behind its last parameters. noted: gradients that the layer's input half
+    keeps, besides the gradient of its input or output (`notes`).
     """
 
     static: list[int]
@@ -51,7 +51,7 @@ class Model:
 
     @classmethod
     def random(cls, draw: random.Random, size: int, even: bool, scale: int = 1) -> Model:
-        """`even`: all cuts are alike, so that what pairs of layers tell is exact for any range."""
+        """Draw a model. even: all cuts have the same size, so that pairs of layers determine any range exactly."""
         cut = draw.randrange(1, 30) * scale
         return cls(
             [draw.randrange(500) * scale for _ in range(size)],
@@ -73,14 +73,16 @@ class Model:
         return sum(sizes[kind][place] for kind, _, place in set(storages))
 
     def stays(self, storages: Iterable[Storage]) -> set[Storage]:
-        """Those of a graph that offloading leaves on the device: what the loss reads, and what is hidden."""
+        """Return the storages of a graph that offloading leaves on the device: the loss's input and hidden ones."""
         last = len(self.static)
-        return {one for one in storages if one[0] == "hidden" or (one[0] == "act" and one[2] == last)}
+        return {
+            storage for storage in storages if storage[0] == "hidden" or (storage[0] == "act" and storage[2] == last)
+        }
 
 
 @dataclass
 class Rank:
-    """What one rank refers to. `peak` is the most since it was last set to 0; `host` what is in the host tier."""
+    """Storages that one rank refers to. peak: most bytes since it was last set to 0. host: those in the host tier."""
 
     model: Model
     layers: Sequence[int]
@@ -97,50 +99,51 @@ class Rank:
     # -- one call of a stage
 
     def forward(self, key: object, mb: int, first: int, end: int, graph: bool, enters: bool = True) -> None:
-        """Layers first .. end-1; the input is held by whoever calls. The output is left in holding["out"].
+        """Run layers first .. end-1. The caller holds the input; the output is left in holding["out"].
 
-        enters: the graph holds its input also where no layer saves it.
+        enters: the graph holds its input even if no layer saves it.
         """
-        own = self.holding.setdefault(key, set())
+        saved = self.holding.setdefault(key, set())
         for layer in range(first, end):
             ends = [self.act(key, mb, cut, first) for cut in (layer, layer + 1)]
             if graph:
-                own |= self._kept(key, mb, layer, first, enters)
+                saved |= self._kept(key, mb, layer, first, enters)
                 if self.model.keeps_output[layer]:
-                    own.add(ends[1])
+                    saved.add(ends[1])
             self.note(ends, WORK if graph else BARE)
         self.holding["out"] = {ends[1]}
 
     def _kept(self, key: object, mb: int, layer: int, first: int, enters: bool) -> set[Storage]:
-        """What the graph of layers from `first` on keeps of one of them, its output apart."""
-        found: set[Storage] = {("inner", mb, layer), ("hidden", mb, layer), ("tail", mb, layer)}
+        """Return the storages of one layer that a graph starting at `first` keeps, without the layer's output."""
+        saved: set[Storage] = {("inner", mb, layer), ("hidden", mb, layer), ("tail", mb, layer)}
         if self.model.keeps_input[layer] or (enters and layer == first):
-            found.add(self.act(key, mb, layer, first))
-        return found
+            saved.add(self.act(key, mb, layer, first))
+        return saved
 
     def act(self, key: object, mb: int, cut: int, first: int) -> Storage:
-        """The tensor at a cut: made again, or back from the host tier, it is another storage."""
+        """Return the tensor at a cut. Recomputed, or back from the host tier, it is another storage."""
         input_version, version = self.versions.get(key, (0, 0))
         return "act", mb + (input_version if cut == first else version), cut
 
     def backward(self, key: object, mb: int, first: int, end: int, block: int, enters: bool = True) -> None:
-        """The same layers back; the gradient of the output is held by whoever calls and stays until the end."""
+        """Run the backward of the layers. The caller holds the gradient of the output until the end."""
         for layer in range(end - 1, first - 1, -1):
             self.holding.setdefault("sums", set()).add(("sum", block, layer))
             self.note({("grad", mb, layer)} if layer else (), WORK)
             before = range(first, layer)
-            kept = {self.act(key, mb, one + 1, first) for one in before if self.model.keeps_output[one]}
-            self.holding[key] = kept.union(*(self._kept(key, mb, one, first, enters) for one in before))
+            kept = {self.act(key, mb, earlier + 1, first) for earlier in before if self.model.keeps_output[earlier]}
+            self.holding[key] = kept.union(*(self._kept(key, mb, earlier, first, enters) for earlier in before))
         del self.holding[key]
         self.holding["out"] = {("grad", mb, first)} if first else set()
 
     def input_half(self, key: object, mb: int, first: int, end: int) -> None:
-        """The gradients of the inputs; the graph stays but for its end, and gradients are noted. As `backward`."""
+        """Compute the gradients of the inputs, as `backward`. The graph stays but for its end; gradients are noted."""
         noted, last = set[Storage](), len(self.model.static)
         self.note()
-        kept = {one for one in self.holding[key] if (one[0], one[2]) != ("act", last)}  # with the loss
+        # the last activation is freed with the loss
+        kept = {storage for storage in self.holding[key] if (storage[0], storage[2]) != ("act", last)}
         self.holding[key] = kept
-        if not first:  # no gradient enters: all is left for the other half
+        if not first:  # the first stage needs no input gradient: all work is left for the weight half
             self.holding[key] = kept | {("grad", mb, end)}
             self.holding["out"] = set()
             return
@@ -148,11 +151,11 @@ class Rank:
             noted |= {("noted", mb, layer), *(("grad", mb, layer + side) for side in self.model.notes[layer])}
             self.note({("grad", mb, layer), *noted} if layer else noted, WORK)
         gone = ("tail", end - 1), ("act", end)
-        self.holding[key] = noted.union(one for one in kept if (one[0], one[2]) not in gone)
+        self.holding[key] = noted.union(storage for storage in kept if (storage[0], storage[2]) not in gone)
         self.holding["out"] = {("grad", mb, first)} if first else set()
 
     def weight_half(self, key: object, mb: int, first: int, end: int, block: int) -> None:
-        """The gradients of the parameters; what was held goes at the end."""
+        """Compute the gradients of the parameters; the graph is freed at the end."""
         if not first:
             self.holding["seed"] = {("grad", mb, end)}
             self.backward(key, mb, first, end, block)
@@ -165,7 +168,7 @@ class Rank:
 
 
 def profile_of(model: Model, device: str) -> Profile:
-    """What estimating the model says: runs of single layers and of pairs, and what each action takes."""
+    """Return the profile that estimating the model gives: runs of single layers and of pairs, with bytes per action."""
     rows, size = [], len(model.static)
     for first, end in stage_runs(size):
         layers, last = range(first, end), end == size
@@ -173,8 +176,8 @@ def profile_of(model: Model, device: str) -> Profile:
         static = sum(model.static[layer] for layer in layers)
 
         def most(rank: Rank = rank, before: int = 0) -> int:
-            found, rank.peak = rank.peak - before, 0
-            return found
+            rise, rank.peak = rank.peak - before, 0
+            return rise
 
         def level(rank: Rank = rank) -> int:
             rank.peak = 0
@@ -190,7 +193,7 @@ def profile_of(model: Model, device: str) -> Profile:
         forward = most(rank, began)
         del rank.holding["in"]
         graph = set(rank.holding["graph"])
-        whole, stays = model.bytes(graph), model.stays(graph)
+        graph_bytes, stays = model.bytes(graph), model.stays(graph)
         moved = graph - stays - (set() if model.keeps_input[first] else {("act", 0, first)})
         shared = 0 if last else model.bytes(rank.holding["graph"] & rank.holding["out"])
         rank.holding["out"] = set() if last else {("grad", 0, end)}
@@ -210,17 +213,17 @@ def profile_of(model: Model, device: str) -> Profile:
             rank.holding["seed"] = rank.holding["out"]
             rank.input_half("graph", 0, first, end)
             inputs = most(rank, began)
-            noted = model.bytes(one for one in rank.holding["graph"] if one[0] in ("noted", "grad"))
+            noted = model.bytes(storage for storage in rank.holding["graph"] if storage[0] in ("noted", "grad"))
             rank.holding |= {"seed": set(), "out": set()}
             began, held = level(), model.bytes(rank.holding["graph"])
             rank.weight_half("graph", 0, first, end, 0)
             halves[number] = most(rank, began)
         made = sum(model.gradients[layer] for layer in layers)
-        statistics, saved = sum(model.statistics[layer] for layer in layers), whole - sum(model.hidden[first:end])
-        parts = statistics, whole, model.bytes(moved), model.bytes(stays)
+        statistics, saved = sum(model.statistics[layer] for layer in layers), graph_bytes - sum(model.hidden[first:end])
+        parts = statistics, graph_bytes, model.bytes(moved), model.bytes(stays)
         split = inputs, halves[1], halves[0], noted, model.cuts[end] * (not first or 1 in model.notes[end - 1])
         actions = ActionBytes(forward, bare, backward, first_backward, 0, made, shared, *parts, *split)
-        peak = static + made + statistics + max(forward + model.cuts[first], backward + whole)
+        peak = static + made + statistics + max(forward + model.cuts[first], backward + graph_bytes)
         rows.append(
             Observation(
                 (first, end), device, 1, [1], peak, static_bytes=static + made, saved_bytes=saved,
@@ -237,29 +240,29 @@ def profile_of(model: Model, device: str) -> Profile:
 
 
 class Machine:
-    """One rank at work; `bytes` gets the most of every action, and what was there while a message was let go."""
+    """Runs one rank. `bytes` gets the peak of every action, with messages that are freed just before it."""
 
     def __init__(
         self, model: Model, stages: Sequence[PlanStage], units: Units, rows: Sequence[Sequence[Action]], rank: int
     ) -> None:
         self.model, self.stages, self.units = model, stages, units
-        own = [stage.layers[0] for stage in stages if stage.ranks == (rank,)]
-        self.rank = Rank(model, [layer for piece in own for layer in range(*piece)])
+        layer_ranges = [stage.layers[0] for stage in stages if stage.ranks == (rank,)]
+        self.rank = Rank(model, [layer for layer_range in layer_ranges for layer in range(*layer_range)])
         self.graph = stage_graph(stages, units)
         lowered = lower(rows, graph=self.graph)
         self.program, self.known = lowered.programs[rank], acknowledgements(lowered, rank)
-        self.again = {(one.stage, one.microbatch) for row in rows for one in row if one.kind == "R"}
+        self.again = {(action.stage, action.microbatch) for row in rows for action in row if action.kind == "R"}
         self.ready: set[tuple[int, int]] = set()
         self.copies: list[object] = []
         self.bytes: list[int] = []
         self.host_bytes = 0
 
     def run(self, ahead: int, ahead_bytes: int, one_memory: bool) -> None:
-        """The whole program; receives are posted so far ahead."""
-        pending = deque(item for item in self.program if isinstance(item, Recv))
+        """Run the program. ahead, ahead_bytes: limits of the receives that are posted in advance."""
+        pending = deque(instruction for instruction in self.program if isinstance(instruction, Recv))
         posted: dict[Message, int] = {}
-        under_way: dict[int, deque[object]] = {}
-        confirmed: dict[int, int] = {}
+        sends: dict[int, deque[object]] = {}
+        acked: dict[int, int] = {}
         holding, let_go = self.rank.holding, 0
 
         def post() -> None:
@@ -273,33 +276,33 @@ class Machine:
                 holding["buffer", message] = {self.storage(message)}
 
         post()
-        for item in self.program:
-            if isinstance(item, Recv):
-                holding["buffer", item.message] = {self.storage(item.message)}
-                posted.pop(item.message, None)
+        for instruction in self.program:
+            if isinstance(instruction, Recv):
+                holding["buffer", instruction.message] = {self.storage(instruction.message)}
+                posted.pop(instruction.message, None)
                 post()
                 before = self.level()
-                while confirmed.get(item.peer, 0) < self.known[item.message] and under_way.get(item.peer):
-                    holding.pop(under_way[item.peer].popleft(), None)
-                    confirmed[item.peer] = confirmed.get(item.peer, 0) + 1
+                while acked.get(instruction.peer, 0) < self.known[instruction.message] and sends.get(instruction.peer):
+                    holding.pop(sends[instruction.peer].popleft(), None)
+                    acked[instruction.peer] = acked.get(instruction.peer, 0) + 1
                 let_go += before - self.level()
-            elif isinstance(item, SendInstruction):
-                key = "send", item.message
-                kept = holding.pop(("buffer", item.message))
+            elif isinstance(instruction, SendInstruction):
+                key = "send", instruction.message
+                kept = holding.pop(("buffer", instruction.message))
                 if one_memory:
                     holding[key] = kept
-                under_way.setdefault(item.peer, deque()).append(key)
+                sends.setdefault(instruction.peer, deque()).append(key)
             else:
                 began, self.rank.peak = self.level() + let_go, 0
-                self.act(item, self.copy_waited(item))
+                self.act(instruction, self.copy_waited(instruction))
                 self.bytes.append(max(self.rank.peak, began))
                 let_go = 0
 
     def level(self) -> int:
-        kept, self.rank.peak = self.rank.peak, 0
+        peak, self.rank.peak = self.rank.peak, 0
         self.rank.note()
-        found, self.rank.peak = self.rank.peak, kept
-        return found
+        held_bytes, self.rank.peak = self.rank.peak, peak
+        return held_bytes
 
     def storage(self, message: Message) -> Storage:
         stage, call = message.downstream
@@ -307,28 +310,32 @@ class Machine:
         return kind, self.graph.microbatches[stage][call], self.stages[stage].layers[0][0]
 
     def copy_waited(self, action: Action) -> list[object]:
-        """The copies that are waited for at the end of this action: those of the O before it."""
+        """Return the copies that this action waits for at its end: those of the O before it."""
         if action.kind in "OL":
             return []
-        done, self.copies = self.copies, []
-        return done
+        copies, self.copies = self.copies, []
+        return copies
 
     def segments(self, number: int, call: int) -> list[tuple[int, int, str]]:
-        """(first, end, kind) of the parts of a stage that are treated alike in this call."""
+        """Return (first, end, kind) of each part of a stage that has one memory action in this call."""
         first, end = self.stages[number].layers[0]
-        own = [one for one in self.program if isinstance(one, Action) and one.stage == number and one.kind in "FRBIW"]
-        place = next(place for place, one in enumerate(own) if (one.kind, one.microbatch) == ("F", call))
+        actions = [
+            action
+            for action in self.program
+            if isinstance(action, Action) and action.stage == number and action.kind in "FRBIW"
+        ]
+        place = next(place for place, action in enumerate(actions) if (action.kind, action.microbatch) == ("F", call))
         away = Action(number, "O", call) in self.program
-        whole = own[place + 1] in (Action(number, "B", call), Action(number, "I", call)) and not away
-        found, reached = [], first
-        for one in self.stages[number].memory or ():
-            found += [(reached, one.first, "")] if reached < one.first else []
-            kind = one.kind
-            if whole:  # nothing leaves, and the last part of the stage keeps its graph
-                kind = "recompute" if "recompute" in kind and one.end < end else ""
-            found.append((one.first, one.end, kind))
-            reached = one.end
-        return [*found, (reached, end, "")] if reached < end else found
+        backward_follows = actions[place + 1] in (Action(number, "B", call), Action(number, "I", call)) and not away
+        parts, reached = [], first
+        for interval in self.stages[number].memory or ():
+            parts += [(reached, interval.first, "")] if reached < interval.first else []
+            kind = interval.kind
+            if backward_follows:  # nothing is offloaded, and the last part of the stage keeps its graph
+                kind = "recompute" if "recompute" in kind and interval.end < end else ""
+            parts.append((interval.first, interval.end, kind))
+            reached = interval.end
+        return [*parts, (reached, end, "")] if reached < end else parts
 
     def act(self, action: Action, waited: list[object]) -> None:
         number, call, rank = action.stage, action.microbatch, self.rank
@@ -336,18 +343,18 @@ class Machine:
         holding, mb = rank.holding, self.graph.microbatches[number][call]
         parts = self.segments(number, call)
         keys = {part: (number, call, part[0]) for part in parts}
-        here, before = (number, call), next(iter(self.graph.upstream[number][call]), None)
-        after = next(iter(self.graph.downstream[number][call]), None)
-        offload = any(one == Action(number, "O", call) for one in self.program)
+        stage_call, upstream = (number, call), next(iter(self.graph.upstream[number][call]), None)
+        downstream = next(iter(self.graph.downstream[number][call]), None)
+        offload = any(instruction == Action(number, "O", call) for instruction in self.program)
         if action.kind == "F":
-            self._arrive(before, here, "activation")
+            self._arrive(upstream, stage_call, "activation")
             layers = range(parts[0][0], parts[-1][1])
             holding.setdefault("statistics", set()).update(("statistics", mb, layer) for layer in layers)
             for part in parts:
                 first, end, kind = part
                 holding["in"] = {("act", mb, first)}
                 if first == parts[0][0]:
-                    holding.pop(("buffer", before and Message("activation", before, here)), None)
+                    holding.pop(("buffer", upstream and Message("activation", upstream, stage_call)), None)
                 if "recompute" in kind:
                     holding[keys[part]] = {("act", mb, first)}
                     if "offload" in kind and not offload:
@@ -363,8 +370,8 @@ class Machine:
                         self._take_away(keys[part], kind)
             del holding["in"]
             out = holding.pop("out")
-            if after is not None:
-                holding["buffer", Message("activation", here, after)] = out
+            if downstream is not None:
+                holding["buffer", Message("activation", stage_call, downstream)] = out
             rank.note()
         elif action.kind == "O":
             for part in parts:
@@ -389,11 +396,11 @@ class Machine:
         elif action.kind in "BI":
             self._bring_back(parts, keys, offload)
             rank.note()
-            self._backward(parts, keys, mb, (here, before, after), action.kind == "I")
+            self._backward(parts, keys, mb, (stage_call, upstream, downstream), action.kind == "I")
         elif action.kind == "W":
             for part in reversed(parts):
                 rank.weight_half(keys[part], mb, *part[:2], mb // self.units.of_block)
-            self._end(parts, keys, here)
+            self._end(parts, keys, stage_call)
         for leaving in waited:
             holding.pop(leaving, None)
 
@@ -403,7 +410,7 @@ class Machine:
             self.rank.holding["buffer", None] = {("act", mb, self.stages[target[0]].layers[0][0])}
 
     def _take_away(self, key: tuple[int, int, int], kind: str) -> None:
-        """All that moves. What segments of one call share goes once where it goes together."""
+        """Offload the storages that move. Segments of one call that are copied together copy a shared storage once."""
         holding = self.rank.holding
         kept = holding.pop(key)
         holding["stays", key] = set() if "recompute" in kind else self.model.stays(kept)
@@ -412,10 +419,12 @@ class Machine:
         for (number, call, first), moved in self.rank.host.items():
             together = Action(number, "O", call) in self.program
             calls.setdefault((number, call, None if together else first), []).append(moved)
-        self.host_bytes = max(self.host_bytes, sum(self.model.bytes(set().union(*some)) for some in calls.values()))
+        self.host_bytes = max(
+            self.host_bytes, sum(self.model.bytes(set().union(*storages)) for storages in calls.values())
+        )
 
     def _bring_back(self, parts: list, keys: dict, together: bool) -> None:  # type: ignore[type-arg]
-        """Whatever of the call is away, as other tensors; a copy that has not been waited for is waited for first."""
+        """Load the call's offloaded storages, as new tensors; wait first for copies that are under way."""
         holding = self.rank.holding
         for place, part in enumerate(parts):
             key = keys[part]
@@ -436,10 +445,10 @@ class Machine:
         del holding["in"], holding["out"]
 
     def _backward(self, parts: list, keys: dict, mb: int, ends: tuple, half: bool) -> None:  # type: ignore[type-arg]
-        here, before, after = ends
+        stage_call, upstream, downstream = ends
         rank, holding = self.rank, self.rank.holding
         block = mb // self.units.of_block
-        buffer = ("buffer", after and Message("gradient", here, after))
+        buffer = ("buffer", downstream and Message("gradient", stage_call, downstream))
         for part in reversed(parts):
             first, end, kind = part
             if "recompute" in kind and keys[part] not in self.ready:
@@ -451,24 +460,24 @@ class Machine:
             holding.pop(buffer, None)
             holding["seed"] = holding.pop("out")
         gradient = holding.pop("seed")
-        if before is not None:
-            holding["buffer", Message("gradient", before, here)] = gradient
+        if upstream is not None:
+            holding["buffer", Message("gradient", upstream, stage_call)] = gradient
         if not half:
-            self._end(parts, keys, here)
+            self._end(parts, keys, stage_call)
 
-    def _end(self, parts: list, keys: dict, here: tuple[int, int]) -> None:  # type: ignore[type-arg]
-        """After the last backward of a call."""
+    def _end(self, parts: list, keys: dict, stage_call: tuple[int, int]) -> None:  # type: ignore[type-arg]
+        """Clean up after the last backward of a call."""
         for part in parts:
             self.rank.host.pop(keys[part], None)
             self.rank.versions.pop(keys[part], None)
-        calls = self.graph.microbatches[here[0]]
-        block = calls[here[1]] // self.units.of_block
-        served = [one // self.units.of_block for one in calls]
-        if here[1] + 1 == len(calls) or served[here[1] + 1] != served[here[1]]:
-            self._close(here[0], block, served[0])
+        microbatches = self.graph.microbatches[stage_call[0]]
+        block = microbatches[stage_call[1]] // self.units.of_block
+        blocks = [mb // self.units.of_block for mb in microbatches]
+        if stage_call[1] + 1 == len(microbatches) or blocks[stage_call[1] + 1] != blocks[stage_call[1]]:
+            self._close(stage_call[0], block, blocks[0])
 
     def _close(self, number: int, block: int, oldest: int) -> None:
-        """A block's sums are added to the oldest block's where no other rank holds the layer."""
+        """Add a block's gradient sums to the oldest block's where no other rank holds the layer."""
         for layer in range(*self.stages[number].layers[0]):
             ranks = {stage.ranks for stage in self.stages if layer in range(*stage.layers[0])}
             if block != oldest and len(ranks) == 1:

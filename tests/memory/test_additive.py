@@ -1,4 +1,4 @@
-"""M_p(l, m) = M_i(l) + sum of M_a, and what it does not describe."""
+"""M_p(l, m) = M_i(l) + sum of M_a, and the runs that the equation does not describe."""
 
 from __future__ import annotations
 

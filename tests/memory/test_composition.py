@@ -1,4 +1,4 @@
-"""Stages composed of single and pair runs, beside stages run step by step."""
+"""Stages composed of single and pair runs, compared with stages run step by step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_range_equals_a_run_of_it() -> None:
 
 
 def test_the_sum_of_maxima_is_above_the_maximum_of_sums() -> None:
-    """What CAPSlog's model adds is never there at one time: its error on a stage of one wide layer among thin ones."""
+    """CAPSlog's model adds bytes that are never held at one time: its error on a stage with two wide layers."""
     layers, _ = random_chain(random.Random(0), 6)
     wide = [dataclasses.replace(layer, saved_in_front=10, saved_behind=10, forward=0, backward=0) for layer in layers]
     wide[1] = dataclasses.replace(wide[1], backward=100)
@@ -68,7 +68,7 @@ def test_rows_of_the_wanted_condition_are_taken_where_there_are_several() -> Non
     both = dataclasses.replace(profile, observations=(*others, *profile.observations[1:], profile.observations[0]))
     assert {row.memory_action for row in observed(both, "m", "recompute")[1]} == {"recompute"}
     assert {row.memory_action for row in observed(both, "m", "none")[1]} == {"none"}
-    # An incomplete set is passed over.
+    # An incomplete set is ignored.
     lacking = dataclasses.replace(profile, observations=(*others, *profile.observations[1:]))
     assert {row.memory_action for row in observed(lacking, "m", "recompute")[1]} == {"none"}
 

@@ -1,4 +1,4 @@
-"""What a stage holds over time, against courses worked out by hand and against the schedules' own memory models."""
+"""Bytes of a stage over time, compared with courses computed by hand and with the schedules' memory models."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def test_two_stages_with_recomputation_and_inputs_on_the_device() -> None:
 def test_the_course_of_a_folded_rank() -> None:
     schedule = parse_csv("0F0,0F1,0B0,0B1")
     row = simulate(schedule, StageSeconds([1.0], [2.0])).actions[0]
-    found = RankFold((110, 120, 125, 115), 130, between_bytes=(10, 20, 30, 21, 11))
+    rank_fold = RankFold((110, 120, 125, 115), 130, between_bytes=(10, 20, 30, 21, 11))
     course = [(0.0, 10), (0.0, 110), (1.0, 120), (2.0, 125), (4.0, 115), (6.0, 11), (6.0, 130)]
-    assert fold_course(row, found) == course
-    assert peak_of(course) == found.peak_bytes
+    assert fold_course(row, rank_fold) == course
+    assert peak_of(course) == rank_fold.peak_bytes
     late = dataclasses.replace(row[3], start_seconds=5.0, end_seconds=7.0)
     update = TimedAction(0, Action(0, "U"), 9.0, 10.0)
-    assert fold_course([*row[:3], late, update], found)[4:] == [(4.0, 21), (5.0, 115), (7.0, 11), (9.0, 130)]
+    assert fold_course([*row[:3], late, update], rank_fold)[4:] == [(4.0, 21), (5.0, 115), (7.0, 11), (9.0, 130)]
 
 
 def _profile(recompute: bool) -> Profile:
-    """Four layers whose runs were estimated on CUDA: singles and pairs, every part another number."""
+    """Return a CUDA estimate of four layers: runs of singles and pairs, each field with another number."""
     action = "recompute" if recompute else "none"
     runs = []
     for first, end in [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (1, 3), (2, 4)]:
@@ -101,9 +101,9 @@ def test_the_courses_peak_where_the_memory_model_says(schedule: str, recompute: 
         assert not isinstance(parts, str)
         actions = make_schedule(schedule, len(stages), 6, recompute=recompute)
         timeline = simulate(actions, StageSeconds([1.0] * len(stages), [2.0] * len(stages)))
-        found = [peak_of(course) for course in memory_courses(timeline.actions, actions, parts)]
+        peaks = [peak_of(course) for course in memory_courses(timeline.actions, actions, parts)]
         model = MEMORY_MODELS[schedule].stage_costs(profile, run).peaks([0, *cuts])
-        assert found == model, stages
+        assert peaks == model, stages
 
 
 def test_a_profile_of_sums_uses_the_additive_peak() -> None:
@@ -111,9 +111,9 @@ def test_a_profile_of_sums_uses_the_additive_peak() -> None:
         LayerProfile("a", 900, None, 500, 100, boundary_bytes=40),
         LayerProfile("b", 700, 150, 50, 100, boundary_bytes=0),
     )
-    found = stage_memory(Profile(layers), [(0, 2)], RunShape(stage_inputs="device"))
+    single_stage = stage_memory(Profile(layers), [(0, 2)], RunShape(stage_inputs="device"))
     # M_i + M_a = 1050; a bare forward: the largest of 900 - 500 and 700 - 50, at most what the whole stage needs.
-    assert found == [StageMemory(550, 200, 500, 500, 0)]
+    assert single_stage == [StageMemory(550, 200, 500, 500, 0)]
     parts = stage_memory(Profile(layers), [(0, 1), (1, 2)], RunShape(stage_inputs="device"))
     assert not isinstance(parts, str)
     assert [part.input_bytes for part in parts] == [0, 40]

@@ -1,4 +1,4 @@
-"""The fold of a rank's list beside the same list carried out storage by storage, and beside its closed forms."""
+"""The fold of a rank's list, compared with running the list storage by storage and with closed forms."""
 
 from __future__ import annotations
 
@@ -38,45 +38,54 @@ SPLIT = [("zb-h1", False), ("zb-h1", True)]
 
 
 def intervals(draw: random.Random, first: int, end: int, kinds: Sequence[str]) -> tuple[MemoryInterval, ...]:
-    """Some of the layers, in parts of any length."""
+    """Draw intervals that cover some of the layers, of any length."""
     places = sorted({first, end, *(draw.randrange(first, end + 1) for _ in range(2))})
     parts = [MemoryInterval(*part, draw.choice(kinds)) for part in pairwise(places)]
     return tuple(part for part in parts if draw.random() < 0.6)
 
 
 def with_copies(draw: random.Random, rows: Schedule) -> Schedule:
-    """The lists with an O behind the F of some calls, and an L before their R or B."""
-    found = []
+    """Return the lists with an O after the F of some calls, and an L before their R or B."""
+    schedule = []
     for row in rows:
         row = list(row)
-        calls = [(one.stage, one.microbatch) for one in row if one.kind == "F"]
+        calls = [(action.stage, action.microbatch) for action in row if action.kind == "F"]
         for stage, call in calls:
-            own = {one.kind: place for place, one in enumerate(row) if (one.stage, one.microbatch) == (stage, call)}
-            last = own.get("R", own.get("B", own.get("I")))
+            places = {
+                action.kind: place
+                for place, action in enumerate(row)
+                if (action.stage, action.microbatch) == (stage, call)
+            }
+            last = places.get("R", places.get("B", places.get("I")))
             assert last is not None
-            if draw.random() < 0.5 and last - own["F"] > 1:
-                there = draw.randrange(own["F"] + 1, last + 1)
-                row.insert(there, Action(stage, "O", call))
-                row.insert(draw.randrange(there + 1, last + 2), Action(stage, "L", call))
-        found.append(row)
-    return found
+            if draw.random() < 0.5 and last - places["F"] > 1:
+                offload_place = draw.randrange(places["F"] + 1, last + 1)
+                row.insert(offload_place, Action(stage, "O", call))
+                row.insert(draw.randrange(offload_place + 1, last + 2), Action(stage, "L", call))
+        schedule.append(row)
+    return schedule
 
 
 def plan_of(
     draw: random.Random, size: int, kinds: Sequence[str], schedules: Sequence[tuple[str, bool]]
 ) -> tuple[list[PlanStage], Units, Schedule]:
-    """Stages of any shape with intervals of these kinds, and the lists of one of the schedules."""
+    """Draw stages of any shape with intervals of these kinds, and the lists of one of the schedules."""
     blocks = draw.choice([1, 2, 4])
     layout = random_layout(draw.randrange(1 << 30), size, blocks, draw.randint(1, 3))
     stages = [
-        PlanStage(((one.first, one.end),), (one.rank,), one.blocks, memory=intervals(draw, one.first, one.end, kinds))
-        for one in layout.stages
+        PlanStage(
+            ((stage.first, stage.end),),
+            (stage.rank,),
+            stage.blocks,
+            memory=intervals(draw, stage.first, stage.end, kinds),
+        )
+        for stage in layout.stages
     ]
     units = Units(8, 1, blocks)
     name, recompute = draw.choice(schedules)
     rows = schedule_of(name, stage_graph(stages, units), recompute)
-    again = [any("recompute" in one.kind for one in stage.memory or ()) for stage in stages]
-    rows = [[one for one in row if one.kind != "R" or again[one.stage]] for row in rows]
+    again = [any("recompute" in interval.kind for interval in stage.memory or ()) for stage in stages]
+    rows = [[action for action in row if action.kind != "R" or again[action.stage]] for row in rows]
     return stages, units, with_copies(draw, rows) if "offload" in kinds else rows
 
 
@@ -86,9 +95,9 @@ def plan_of(
 def test_every_position_of_random_plans(
     device: str, schedules: Sequence[tuple[str, bool]], even: bool, kinds: Sequence[str]
 ) -> None:
-    """Exact where pairs of layers tell all about longer ranges, and never too low where they do not, or where what
-    leaves the device shares storages with what stays. Of split backwards pairs do not tell which gradients of longer
-    ranges are the same.
+    """The fold is exact where pairs of layers determine longer ranges. It is never too low where they do not, or where
+    offloaded tensors share storages with tensors that stay. With split backwards, pairs do not tell which gradients of
+    longer ranges are the same.
     """
     draw = random.Random(f"{device} {even}")
     exact = even and "offload" not in kinds and schedules is SCHEDULES
@@ -97,19 +106,19 @@ def test_every_position_of_random_plans(
         size = draw.randrange(2, 7)
         model = Model.random(draw, size, even, draw.choice([1, 20_000]))
         stages, units, rows = plan_of(draw, size, kinds, schedules)
-        found = fold(profile_of(model, device), stages, units, rows, KEEP)
-        for rank, one in enumerate(found):
+        rank_folds = fold(profile_of(model, device), stages, units, rows, KEEP)
+        for rank, rank_fold in enumerate(rank_folds):
             machine = Machine(model, stages, units, rows, rank)
             machine.run(traffic.POSTED_AHEAD, traffic.POSTED_AHEAD_BYTES, device == "cpu")
             if exact:
-                assert list(one.bytes) == machine.bytes
-            for place, (ours, real) in enumerate(zip(one.bytes, machine.bytes, strict=True)):
+                assert list(rank_fold.bytes) == machine.bytes
+            for place, (ours, real) in enumerate(zip(rank_fold.bytes, machine.bytes, strict=True)):
                 assert ours >= real, (rank, rows[rank][place])
-            assert one.host_bytes == machine.host_bytes
-            assert one.peak_bytes >= max(machine.bytes, default=0)
+            assert rank_fold.host_bytes == machine.host_bytes
+            assert rank_fold.peak_bytes >= max(machine.bytes, default=0)
             if schedules is SPLIT:
-                assert max(one.bytes, default=0) <= 1.06 * max(machine.bytes, default=0)
-            equal += [ours == real for ours, real in zip(one.bytes, machine.bytes, strict=True)]
+                assert max(rank_fold.bytes, default=0) <= 1.06 * max(machine.bytes, default=0)
+            equal += [ours == real for ours, real in zip(rank_fold.bytes, machine.bytes, strict=True)]
     assert sum(equal) >= ((0.65 if schedules is SPLIT else 0.85) if even else 0.0) * len(equal)
 
 
@@ -128,14 +137,14 @@ def test_a_profile_that_does_not_tell_the_halves_is_refused_with_what_to_do() ->
 
 @pytest.mark.parametrize("text", ["0F0 0F1 0O0 0O1 0L0 0L1 0B0 0B1", "0F0 0O0 0F1 0L0 0O1 0L1 0B0 0B1"])
 def test_a_load_that_follows_its_offload_waits_for_it(text: str) -> None:
-    """Until then both copies of what leaves were counted: 19 % too much on a rank of the benchmark."""
+    """Both copies of the offloaded tensors used to be counted: 19 % too much on a rank of the benchmark."""
     model = Model.random(random.Random(5), 2, True)
     stages = [PlanStage(((0, 2),), (0,), memory=(MemoryInterval(0, 2, "offload"),))]
     rows = from_strings([text.split()])
     machine = Machine(model, stages, Units(2, 1, 1), rows, 0)
     machine.run(traffic.POSTED_AHEAD, traffic.POSTED_AHEAD_BYTES, True)
-    (found,) = fold(profile_of(model, "cpu"), stages, Units(2, 1, 1), rows, KEEP)
-    assert list(found.bytes) == machine.bytes
+    (rank_fold,) = fold(profile_of(model, "cpu"), stages, Units(2, 1, 1), rows, KEEP)
+    assert list(rank_fold.bytes) == machine.bytes
 
 
 def test_what_travels_in_a_step_and_what_is_there_between_actions() -> None:
@@ -144,13 +153,13 @@ def test_what_travels_in_a_step_and_what_is_there_between_actions() -> None:
     rows = from_strings([[f"0{kind}{call}" for call in range(3) for kind in "FOLB"]])
     machine = Machine(model, stages, Units(3, 1, 1), rows, 0)
     machine.run(traffic.POSTED_AHEAD, traffic.POSTED_AHEAD_BYTES, True)
-    (found,) = fold(profile_of(model, "cpu"), stages, Units(3, 1, 1), rows, KEEP)
-    assert found.moved_bytes == 3 * machine.host_bytes == 3 * found.host_bytes > 0
-    assert len(found.between_bytes) == len(rows[0]) + 1
-    assert all(a <= b for a, b in zip(found.between_bytes[:-1], found.bytes, strict=True))
+    (rank_fold,) = fold(profile_of(model, "cpu"), stages, Units(3, 1, 1), rows, KEEP)
+    assert rank_fold.moved_bytes == 3 * machine.host_bytes == 3 * rank_fold.host_bytes > 0
+    assert len(rank_fold.between_bytes) == len(rows[0]) + 1
+    assert all(a <= b for a, b in zip(rank_fold.between_bytes[:-1], rank_fold.bytes, strict=True))
     static, gradients, statistics = sum(model.static), sum(model.gradients), sum(model.statistics)
-    assert found.between_bytes[0] == static + model.cuts[0]  # the first call's input has been loaded
-    assert found.between_bytes[-1] == static + gradients + 3 * statistics
+    assert rank_fold.between_bytes[0] == static + model.cuts[0]  # the first call's input has been loaded
+    assert rank_fold.between_bytes[-1] == static + gradients + 3 * statistics
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -159,8 +168,8 @@ def test_what_travels_in_a_step_and_what_is_there_between_actions() -> None:
 def test_the_models_of_schedules_are_its_closed_forms(
     name: str, recompute: bool, stage_inputs: str, device: str
 ) -> None:
-    """On CUDA to the byte. On the CPU a stage that peaks before its first backward holds all that it has sent so far,
-    which the closed form does not count (`memory/inflight`); no difference has another reason.
+    """Equal to the byte on CUDA. On the CPU a stage that peaks before its first backward holds all outputs that it has
+    sent so far, which the closed form does not count (`memory/inflight`). There is no other cause of a difference.
     """
     draw = random.Random(f"{name} {recompute} {stage_inputs} {device}")
     for _ in range(15):
@@ -170,9 +179,9 @@ def test_the_models_of_schedules_are_its_closed_forms(
         run = RunShape(count, name, recompute, stage_inputs)
         closed = MEMORY_MODELS[name].stage_costs(profile, run).peaks(firsts)
         plan = Plan.of_cuts(size, firsts, schedule=name, num_microbatches=count)
-        found = [one.peak_bytes for one in fold_plan(profile, plan, run)]
+        peaks = [rank_fold.peak_bytes for rank_fold in fold_plan(profile, plan, run)]
         limits = in_flight_limits(name, len(firsts), count)
-        for stage, (ours, theirs) in enumerate(zip(found, closed, strict=True)):
+        for stage, (ours, theirs) in enumerate(zip(peaks, closed, strict=True)):
             end = [*firsts[1:], size][stage]
             unconfirmed = limits[stage] - waiting(run, len(firsts), True)[stage].outputs
             more = unconfirmed * cuts[end] if device == "cpu" else 0
@@ -187,7 +196,7 @@ def test_one_live_graph_is_the_composition() -> None:
         run = RunShape(4, "varuna", True, "host")
         plan = Plan.of_cuts(len(layers), firsts, schedule="varuna", num_microbatches=4)
         composed = MEMORY_MODELS["composition"].stage_costs(profile, run).peaks(firsts)
-        assert [one.peak_bytes for one in fold_plan(profile, plan, run)] == composed
+        assert [rank_fold.peak_bytes for rank_fold in fold_plan(profile, plan, run)] == composed
 
 
 def test_ten_thousand_actions_take_milliseconds() -> None:
@@ -197,9 +206,9 @@ def test_ten_thousand_actions_take_milliseconds() -> None:
     took = []
     for _ in range(3):
         began = time.process_time()
-        found = fold(profile, stages, Units(5000, 1, 1), rows, KEEP)
-        took.append((time.process_time() - began) / len(found))
-    assert len(found[0].bytes) == 10_000
+        rank_folds = fold(profile, stages, Units(5000, 1, 1), rows, KEEP)
+        took.append((time.process_time() - began) / len(rank_folds))
+    assert len(rank_folds[0].bytes) == 10_000
     assert min(took) <= 0.02
 
 

@@ -1,4 +1,4 @@
-"""The memory model of inference, against its equation written out for every stage."""
+"""The memory model of inference, compared with its equation for every stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS, SHARED = 6, (1, 2, 5)
 
 
 def drawn(seed: int, **conditions: object) -> Profile:
-    """Weights below 1,000, of which layers 1, 2 and 5 share 70 bytes; transients and caches below 500."""
+    """Draw a profile: weights below 1,000 (layers 1, 2 and 5 share 70 bytes), transients and caches below 500."""
     rng = random.Random(seed)
     weights = [rng.randrange(100, 1000) for _ in range(LAYERS)]
     rows = []
@@ -27,9 +27,11 @@ def drawn(seed: int, **conditions: object) -> Profile:
         rows.append(
             Observation((first, end), "cpu", 2, {}, static + rng.randrange(500), static_bytes=static, saved_bytes=0)
         )
-    known = {PURPOSE: "inference", "microbatch_size": 2, CACHE_BYTES: [rng.randrange(500) for _ in range(LAYERS)]}
+    defaults = {PURPOSE: "inference", "microbatch_size": 2, CACHE_BYTES: [rng.randrange(500) for _ in range(LAYERS)]}
     layers = layers_of_runs([f"l{n}" for n in range(LAYERS)], rows)
-    return Profile(layers, conditions=known | conditions, shared=(SharedParameter("w", 70, SHARED),), observations=rows)
+    return Profile(
+        layers, conditions=defaults | conditions, shared=(SharedParameter("w", 70, SHARED),), observations=rows
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))

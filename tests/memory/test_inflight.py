@@ -1,4 +1,4 @@
-"""What waits in flight under each schedule, beside the schedule's own actions carried out one by one."""
+"""Graphs and inputs in flight under each schedule, compared with running the schedule's actions one by one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SCHEDULES = [("gpipe", False), ("gpipe", True), ("1f1b", False), ("1f1b", True),
 
 
 def held_beside_the_one_at_work(name: str, recompute: bool, stages: int, microbatches: int) -> list[tuple[int, int]]:
-    """The most graphs and the most inputs of other microbatches while a stage builds or consumes a graph."""
+    """Return the most graphs and inputs of other microbatches held while a stage builds or consumes a graph."""
     schedule = make_schedule(name, stages, microbatches, recompute=recompute)
     keeping = graph_keeping_forwards(schedule)
-    found = []
+    most_held = []
     for stage, actions in enumerate(schedule):
         graphs: set[int] = set()
         inputs: set[int] = set()
@@ -40,8 +40,8 @@ def held_beside_the_one_at_work(name: str, recompute: bool, stages: int, microba
                 (graphs if with_graph else inputs).add(microbatch)
         assert not graphs
         assert not inputs
-        found.append((most[0], most[1]))
-    return found
+        most_held.append((most[0], most[1]))
+    return most_held
 
 
 @pytest.mark.parametrize(("name", "recompute"), SCHEDULES)
@@ -52,7 +52,7 @@ def test_as_many_wait_as_the_schedule_leaves_waiting(name: str, recompute: bool)
         true = held_beside_the_one_at_work(name, recompute, stages, microbatches)
         if name == "1f1b" or (name, recompute) == ("gpipe", False):
             assert predicted == true, (stages, microbatches)
-        # The last stage differentiates at once and never has an input waiting; elsewhere limits may not be reached.
+        # The last stage runs each backward at once, so no input waits; other stages may stay below their limits.
         for stage, (graphs, inputs) in enumerate(predicted):
             assert graphs == true[stage][0]
             assert true[stage][1] <= inputs <= true[stage][1] + 1, (stages, microbatches, stage)
@@ -142,7 +142,7 @@ def test_missing_boundaries_are_named() -> None:
 
 def test_a_model_describes_its_own_schedule() -> None:
     for name in ("gpipe", "1f1b", "varuna"):
-        for other in ("gpipe", "1f1b", "varuna"):
-            gap = MEMORY_MODELS[name].gap(RunShape(None, other, False, "device"))
-            assert (gap is None) == (name == other)
-            assert gap is None or f"use memory model '{other}'" in gap
+        for schedule in ("gpipe", "1f1b", "varuna"):
+            gap = MEMORY_MODELS[name].gap(RunShape(None, schedule, False, "device"))
+            assert (gap is None) == (name == schedule)
+            assert gap is None or f"use memory model '{schedule}'" in gap

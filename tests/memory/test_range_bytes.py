@@ -1,7 +1,7 @@
-"""What libraries of a device keep, such as cuBLAS's workspaces: once per rank, in every count of bytes.
+"""Lasting bytes of device libraries, such as cuBLAS's workspaces: once per rank, in every count of bytes.
 
-The closed forms counted it where the layer at work had it, or once more for every layer that has it behind one that has
-not; the fold and the planners of memory intervals left it out.
+The closed forms counted them only if the running layer had them, or again for every such layer behind a layer without;
+the fold and the planners of memory intervals left them out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTHING = ActionBytes(0, 0, 0, 0, 0, 0)
 
 
 def with_lasting(profile: Profile, sizes: list[int]) -> Profile:
-    """The profile of runs that leave so much, by layer, and a pair what the larger of both does."""
+    """Return the profile with lasting bytes: `sizes` by layer; a pair keeps the larger of its two."""
     rows = []
     for row in profile.observations:
         kept = max(sizes[slice(*row.layers)])
@@ -48,14 +48,14 @@ def test_the_closed_forms_count_it_once_for_a_stage() -> None:
         plain = chains.profile_of(*chains.random_chain(draw, size))
         for model in ("additive", "composition", "1f1b"):
             costs, run = MEMORY_MODELS[model].stage_costs, RunShape(4, "1f1b")
-            before, after = (costs(one, run) for one in (plain, with_lasting(plain, sizes)))
+            before, after = (costs(profile, run) for profile in (plain, with_lasting(plain, sizes)))
             for first, end in ranges(size):
                 more = after.stage_bytes(first, end, 0, 2) - before.stage_bytes(first, end, 0, 2)
                 assert more == max(sizes[first:end]), (model, sizes, first, end)
 
 
 def test_the_fold_and_the_choice_of_intervals_count_it_once_for_a_rank() -> None:
-    """A rank of two stages has it once; the choice of intervals knows one stage."""
+    """A rank of two stages counts the lasting bytes once; the choice of intervals sees one stage."""
     draw = random.Random("ranks")
     for _ in range(20):
         sizes = [draw.choice([0, 40, 1000]) for _ in range(6)]
@@ -63,30 +63,33 @@ def test_the_fold_and_the_choice_of_intervals_count_it_once_for_a_rank() -> None
         stages = [PlanStage(((0, 2),), (0,)), PlanStage(((2, 4),), (1,)), PlanStage(((4, 6),), (0,))]
         units, run = Units(4, 1, 1), RunShape(4, "1f1b", False)
         rows = scheduled("1f1b", stages, stage_graph(stages, units), run)
-        before, after = (fold(one, stages, units, rows, run) for one in (plain, with_lasting(plain, sizes)))
-        more = [two.peak_bytes - one.peak_bytes for one, two in zip(before, after, strict=True)]
+        before, after = (fold(profile, stages, units, rows, run) for profile in (plain, with_lasting(plain, sizes)))
+        more = [
+            lasting_fold.peak_bytes - plain_fold.peak_bytes
+            for plain_fold, lasting_fold in zip(before, after, strict=True)
+        ]
         assert more == [max(*sizes[:2], *sizes[4:]), max(sizes[2:4])]
-        bytes_of, bytes_with = (RangeBytes(one, RANKS, False) for one in (plain, with_lasting(plain, sizes)))
+        bytes_of, bytes_with = (RangeBytes(profile, RANKS, False) for profile in (plain, with_lasting(plain, sizes)))
         for first, end in ranges(6):
             rise = stage_bytes(bytes_with, first, end, (), 2) - stage_bytes(bytes_of, first, end, (), 2)
             assert rise == max(sizes[first:end])
 
 
 def test_a_profile_of_peaks_alone_is_as_before() -> None:
-    """M_i and M_a of the paper hold it already, and so do the peaks of rows that tell no actions."""
+    """M_i and M_a of the paper contain the lasting bytes already, as do the peaks of rows without action_bytes."""
     plain = chains.profile_of(*chains.random_chain(random.Random(5), 5))
     sums = MEMORY_MODELS["additive"].stage_costs(plain, RunShape())
     for first, end in ranges(5):
         added = sum(layer.added_bytes or 0 for layer in plain.layers[first + 1 : end])
         assert sums.stage_bytes(first, end) == plain.layers[first].isolated_bytes + added
-    told = with_lasting(plain, [7] * 5)
-    silent = tuple(dataclasses.replace(row, action_bytes=None) for row in told.observations[:1])
-    mixed = dataclasses.replace(told, observations=(*silent, *told.observations[1:]))
+    profile = with_lasting(plain, [7] * 5)
+    silent = tuple(dataclasses.replace(row, action_bytes=None) for row in profile.observations[:1])
+    mixed = dataclasses.replace(profile, observations=(*silent, *profile.observations[1:]))
     assert RangeBytes(mixed, RANKS, True).resident([0]) == plain.observations[0].static_bytes
 
 
 def test_a_profile_file_says_it_where_it_is_known() -> None:
     plain = machine.profile_of(machine.Model.random(random.Random(1), 3, True), "cuda")
     assert "lasting_bytes" not in str(plain.to_json())
-    told = with_lasting(plain, [8, 0, 8])
-    assert Profile.from_json(told.to_json()) == told
+    profile = with_lasting(plain, [8, 0, 8])
+    assert Profile.from_json(profile.to_json()) == profile

@@ -1,4 +1,4 @@
-"""The ranges of layers that fit some bytes, beside the matrices of the costs they come from."""
+"""The ranges of layers that fit a limit of bytes, compared with the matrices of their costs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ RUNS = [("gpipe", False), ("gpipe", True), ("1f1b", False), ("1f1b", True), ("va
 
 
 def check(costs: StageCosts, ranges: Ranges, stages: int, searched: int, most: int) -> int:
-    """Holds the ranges to the first `searched` stages of the matrices; how many ranges the matrices have."""
-    asked = [costs.matrix(stage, stages) for stage in range(searched)]
-    found = list(zip(ranges.firsts.tolist(), ranges.ends.tolist(), strict=True))
-    assert found == sorted(set(found))
+    """Check the ranges against the matrices of the first `searched` stages; return how many ranges those have."""
+    matrices = [costs.matrix(stage, stages) for stage in range(searched)]
+    pairs = list(zip(ranges.firsts.tolist(), ranges.ends.tolist(), strict=True))
+    assert pairs == sorted(set(pairs))
     assert np.all(ranges.firsts < ranges.ends)
-    wanted = np.logical_or.reduce([matrix <= most for matrix in asked])
-    assert {(int(first), int(end)) for first, end in np.argwhere(wanted)} <= set(found)
-    chosen = slice(len(found) // 3, len(found))
-    for stage, matrix in enumerate(asked):
-        expected = [matrix[place] for place in found[chosen]]
+    fitting = np.logical_or.reduce([matrix <= most for matrix in matrices])
+    assert {(int(first), int(end)) for first, end in np.argwhere(fitting)} <= set(pairs)
+    chosen = slice(len(pairs) // 3, len(pairs))
+    for stage, matrix in enumerate(matrices):
+        expected = [matrix[pair] for pair in pairs[chosen]]
         assert ranges.bytes(stage, chosen).tolist() == expected
-    return int(np.count_nonzero(wanted))
+    return int(np.count_nonzero(fitting))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -43,8 +43,8 @@ def test_ranges_are_those_of_the_matrices(name: str, recompute: bool, device: st
         run = RunShape(6, "varuna" if name == "composition" else name, recompute, "device")
         costs = MEMORY_MODELS[name].stage_costs(profile_of(layers, boundaries, device), run)
         stages = rng.randrange(1, size + 1)
-        every = costs.matrix(0, stages)
-        most = int(rng.choice(every[every < NEVER]))
+        matrix = costs.matrix(0, stages)
+        most = int(rng.choice(matrix[matrix < NEVER]))
         ranges = ranges_within(costs, stages, most)
         kept += check(costs, ranges, stages, stages, most)
         dropped += size * (size + 1) // 2 - len(ranges.firsts)

@@ -1,4 +1,4 @@
-"""What a stage with direct routes sees of a profile's tensors, by hand.
+"""Tensors of a profile as a stage with direct routes sees them, by hand.
 
     0 -> a -> 1 -> b -> 2 -> c -> 3 -> d -> 4 -> e -> loss (5)
 
@@ -23,16 +23,16 @@ TENSORS = (
 
 
 def seen(*layers: int) -> tuple[dict[str, tuple[int | None, tuple[int, ...]]], list[int], list[int]]:
-    found = StageTensors.of(TENSORS, layers, 5)
+    stage_tensors = StageTensors.of(TENSORS, layers, 5)
     return (
-        {one.name: (one.writer, one.readers) for one in found.tensors},
-        found.gradient.tolist(),
-        found.added.tolist(),
+        {tensor.name: (tensor.writer, tensor.readers) for tensor in stage_tensors.tensors},
+        stage_tensors.gradient.tolist(),
+        stage_tensors.added.tolist(),
     )
 
 
 def test_a_stage_that_only_hands_on() -> None:
-    """Both gradients of a from elsewhere wait until layer 1 has made its own; those of b are added before layer 1."""
+    """Both received gradients of a wait until layer 1 has computed its own; those of b are added before layer 1."""
     tensors, gradient, added = seen(0, 1)
     assert tensors == {"x": (None, (0,)), "a": (0, (1, 2)), "b": (1, (2,)), "mask": (0, (2,)), "dead end": (1, (2,))}
     assert gradient == [0, 10, 20 + 200 + 5, 0, 0, 0]
@@ -45,7 +45,7 @@ def test_a_stage_that_reads_a_tensor_twice_has_two_gradients_of_it() -> None:
         "a": (None, (3, 4)), "b": (None, (4,)), "c": (None, (3,)), "d": (3, (4,)), "e": (4, (5,)), "mask": (None, (4,)),
         "dead end": (None, (3,)),
     }  # fmt: skip
-    # 5: of e. 4: of d, a and b. 3 and before: one more of a, c and the dead end
+    # layer 5: gradient of e; 4: of d, a and b; 3 and before: a second one of a, and those of c and the dead end
     assert gradient == [*[20 + 100 + 1000 + 5] * 4, 10 + 100 + 10000, 100000]
     assert added == [0] * 5
     assert StageTensors.of(TENSORS, [3, 4], 5).gone(3, 5) == 0
@@ -53,15 +53,15 @@ def test_a_stage_that_reads_a_tensor_twice_has_two_gradients_of_it() -> None:
 
 
 def test_what_goes_over_each_pair_of_stages() -> None:
-    """One gradient per reader, and what is handed on over the same pairs. The dead end reaches the loss through 3."""
+    """Each reader sends one gradient, over the same pairs as the tensor. The dead end reaches the loss through 3."""
     first, middle, last = frozenset({0, 1}), frozenset({2}), frozenset({3, 4})
-    found = Handed.of(TENSORS, [(first, middle), (first, last), (middle, last)], 5)
-    assert found.activations == [100, 10 + 100 + 7 + 5, 1000]
-    assert found.gradients == [100, 2 * 10 + 100 + 5, 1000]
-    assert sorted(found.together) == sorted([(10 + 7 + 5, (1,)), (100, (0, 1)), (1000, (2,))])
+    link_bytes = Handed.of(TENSORS, [(first, middle), (first, last), (middle, last)], 5)
+    assert link_bytes.activations == [100, 10 + 100 + 7 + 5, 1000]
+    assert link_bytes.gradients == [100, 2 * 10 + 100 + 5, 1000]
+    assert sorted(link_bytes.together) == sorted([(10 + 7 + 5, (1,)), (100, (0, 1)), (1000, (2,))])
 
 
 def test_gradients_come_back_only_from_where_the_loss_is_reached() -> None:
     tensors = (*TENSORS[:1], TensorRecord("a", 10, True, 0, (1, 2)), TensorRecord("b", 1, True, 1, (3,)))
-    found = Handed.of(tensors, [(frozenset({0}), frozenset({1})), (frozenset({0}), frozenset({2}))], 3)
-    assert found.gradients == [10, -1], "nothing reads what layer 2 makes"
+    link_bytes = Handed.of(tensors, [(frozenset({0}), frozenset({1})), (frozenset({0}), frozenset({2}))], 3)
+    assert link_bytes.gradients == [10, -1], "nothing reads what layer 2 makes"

@@ -1,4 +1,4 @@
-"""The models of 1F1B beside the peaks of whole multi-rank training runs, by the same meter."""
+"""Memory models compared with the peaks of real training runs, measured in the same way."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def observe(communicator: Communicator, recompute: bool) -> list[Observation]:
-    """The runs of a profile. Dummy tokens are all alike, and what is left of their differences is slow to multiply."""
+    """Return the runs of a profile. Dummy tokens are all equal; their differences are denormals, slow to multiply."""
     torch.set_flush_denormal(True)
     return trim_all(communicator, Megabytes(), stage_runs(7), SIZE, recompute)[0]
 
 
 def real_peak(communicator: Communicator, recompute: bool) -> int:
-    """This rank's peak in the second step of an ordinary training run under 1F1B."""
+    """Return this rank's peak in the second step of an ordinary training run under 1F1B."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
@@ -78,22 +78,22 @@ def real_peak(communicator: Communicator, recompute: bool) -> int:
 
 
 def test_1f1b_meets_the_peaks_of_a_real_pipeline(pool: WorkerPool) -> None:
-    """Profiled without recomputation, which is what the rows are the least like a single microbatch under."""
+    """The profile is made without recomputation, where rows differ most from a run of a single microbatch."""
     rows: list[Observation] = pool.run(observe, 2, False)[MEASURED_RANK]
     layers = layers_of_runs([str(number) for number in range(7)], rows)
     profile = Profile(layers=layers, source="measured", conditions={"stage_inputs": "host"}, observations=tuple(rows))
     for recompute in (False, True):
         real = pool.run(real_peak, len(CUTS), recompute)
         predicted = MEMORY_MODELS["1f1b"].stage_costs(profile, RunShape(MICROBATCHES, "1f1b", recompute)).peaks(CUTS)
-        errors = [found / true - 1 for found, true in zip(predicted, real, strict=True)]
+        errors = [model_peak / true_peak - 1 for model_peak, true_peak in zip(predicted, real, strict=True)]
         assert max(map(abs, errors[1:])) < 0.002, (recompute, errors)
-        # Stage 0, nearly frozen, peaks in a forward, and before its first gradient no output is confirmed: on the CPU
-        # it may hold all that it sends ahead.
+        # Stage 0, nearly frozen, peaks in a forward. Before its first gradient no output is confirmed, so on the CPU
+        # it may hold all outputs sent so far.
         ahead = 3 * (rows[1].boundary_out_bytes or 0)
         assert -ahead <= predicted[0] - real[0] <= 0.002 * real[0], (recompute, errors)
 
 
-# -- one rank that trains for real
+# -- one rank in a real training run
 
 
 def trained(
@@ -104,8 +104,8 @@ def trained(
     size: int,
     communicator: Communicator | None = None,
 ) -> tuple[PipelineEngine, int]:
-    """A rank of a layout (the only one, without a communicator) after two steps with microbatches of so many samples,
-    and its peak in the second.
+    """Train a rank of a layout (the only one, if no communicator is given) for two steps with microbatches of `size`
+    samples; return its engine and its peak in the second step.
     """
     group = communicator or Communicator(0, 1, 0, 1)  # type: ignore[arg-type]
     ready, count = Ready(tier=tier), options.num_microbatches
@@ -118,7 +118,7 @@ def trained(
     return engine, probe.peak_bytes
 
 
-# -- moments that wait in the host tier
+# -- moments in the host tier
 
 
 class Wide(Workload):
@@ -155,7 +155,7 @@ OTHER_TYPES = [
 def test_waiting_moments_are_in_rehearsal_and_fold(types: dict[str, Any], away: tuple[tuple[int, int], ...]) -> None:
     size, count, workload, cpu = 2, 2, Wide(), torch.device("cpu")
     memory = (MemoryInterval(0, 5, "recompute"),)
-    moments = tuple(MemoryInterval(*one, "host") for one in away)
+    moments = tuple(MemoryInterval(*layers, "host") for layers in away)
     stages = (PlanStage(((0, 5),), (0,), memory=memory, moments=moments),)
     options = EngineOptions(count, "gpipe", **types)
     layout, tier = Layout(stages), HostTier(cpu)
@@ -164,13 +164,13 @@ def test_waiting_moments_are_in_rehearsal_and_fold(types: dict[str, Any], away: 
     (rehearsed,) = rehearse_layout(StageEstimator(workload, conditions), layout, options)
     run, units = RunShape(count, "gpipe"), Units(count, 1, 1)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
-    (found,) = fold(estimate_workload(workload, conditions), stages, units, rows, run)
-    assert found.peak_bytes == pytest.approx(peak, rel=0.01)
+    (rank_fold,) = fold(estimate_workload(workload, conditions), stages, units, rows, run)
+    assert rank_fold.peak_bytes == pytest.approx(peak, rel=0.01)
     assert rehearsed.peak_bytes == pytest.approx(peak, rel=0.002)
-    there = [layer for layer in engine.layers if layer.index in stages[0].moments_away]
-    values = [one for layer in there for one in layer.values.values()]
-    waiting = [size for one in values for size in options.recipe.kept(one).values() if size >= 512]
-    assert found.host_bytes == tier.peak_bytes == sum(waiting)
+    offloaded = [layer for layer in engine.layers if layer.index in stages[0].moments_away]
+    tensors = [tensor for layer in offloaded for tensor in layer.values.values()]
+    waiting = [size for tensor in tensors for size in options.recipe.kept(tensor).values() if size >= 512]
+    assert rank_fold.host_bytes == tier.peak_bytes == sum(waiting)
 
 
 def peak_of_shares(communicator: Communicator, layout: Layout, options: EngineOptions) -> int:
@@ -181,51 +181,54 @@ def peak_of_shares(communicator: Communicator, layout: Layout, options: EngineOp
 @pytest.mark.parametrize(
     ("types", "elsewhere"),
     [
-        *(({}, one) for one in [((), ()), (((0, 2),), ((2, 5),)), (((3, 4),), ()), ((), ((0, 5),))]),
+        *(({}, elsewhere) for elsewhere in [((), ()), (((0, 2),), ((2, 5),)), (((3, 4),), ()), ((), ((0, 5),))]),
         (ROUNDED, (((0, 2),), ((2, 5),))),
     ],
 )
 def test_moments_that_another_replica_keeps_are_in_rehearsal_and_fold(
     pool: WorkerPool, types: dict[str, Any], elsewhere: tuple[tuple[tuple[int, int], ...], ...]
 ) -> None:
-    """Two replicas of the whole model; the values that travel after the update are beside no gradients."""
-    moments = [tuple(MemoryInterval(*one, "replica") for one in own) for own in elsewhere]
+    """Two replicas of the whole model. No gradients exist while the updated values are sent."""
+    moments = [tuple(MemoryInterval(*layers, "replica") for layers in ranges) for ranges in elsewhere]
     memory = (MemoryInterval(0, 5, "recompute"),)
-    stages = tuple(PlanStage(((0, 5),), (i,), (i,), memory=memory, moments=own) for i, own in enumerate(moments))
+    stages = tuple(
+        PlanStage(((0, 5),), (i,), (i,), memory=memory, moments=replica_moments)
+        for i, replica_moments in enumerate(moments)
+    )
     layout, options = Layout(stages, 2), EngineOptions(4, "gpipe", num_blocks=2, **types)
     real = pool.run(peak_of_shares, 2, layout, options)
     workload, conditions = Wide(), RunConditions(microbatch_size=2, **types)
     rehearsed = rehearse_layout(StageEstimator(workload, conditions), layout, options)
     run, units = RunShape(4, "gpipe", num_blocks=2), Units(4, 2, 2)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
-    found = fold(estimate_workload(workload, conditions), stages, units, rows, run)
-    assert [one.peak_bytes for one in rehearsed] == pytest.approx(real, rel=0.002)
-    assert [one.peak_bytes for one in found] == pytest.approx(real, rel=0.01)
-    assert [one.host_bytes for one in found] == [0, 0]
+    rank_folds = fold(estimate_workload(workload, conditions), stages, units, rows, run)
+    assert [rehearsal.peak_bytes for rehearsal in rehearsed] == pytest.approx(real, rel=0.002)
+    assert [rank_fold.peak_bytes for rank_fold in rank_folds] == pytest.approx(real, rel=0.01)
+    assert [rank_fold.host_bytes for rank_fold in rank_folds] == [0, 0]
 
 
 @pytest.mark.parametrize("away", [(), ((0, 2),), ((0, 5),)])
 def test_a_gpu_updates_all_parameters_together_which_is_in_the_fold(away: tuple[tuple[int, int], ...]) -> None:
-    """Square roots of all second moments at once: the peak of a step of few activations, which the fold had 3 % too
-    low.
+    """The square roots of all second moments exist at once. They are the peak of a step with few activations, which
+    the fold had 3 % too low.
     """
-    moments = tuple(MemoryInterval(*one, "host") for one in away)
+    moments = tuple(MemoryInterval(*layers, "host") for layers in away)
     stages = (PlanStage(((0, 5),), (0,), memory=(MemoryInterval(0, 5, "recompute"),), moments=moments),)
     workload, conditions = Wide(), RunConditions(microbatch_size=2, device="cuda")
     (rehearsed,) = rehearse_layout(StageEstimator(workload, conditions), Layout(stages), EngineOptions(2, "gpipe"))
     run, units = RunShape(2, "gpipe"), Units(2, 1, 1)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
     profile = estimate_workload(workload, conditions)
-    (found,) = fold(profile, stages, units, rows, run)
+    (rank_fold,) = fold(profile, stages, units, rows, run)
     most = max(size for _, size in rehearsed.course)  # without the libraries' workspaces
-    needed = found.peak_bytes - lasting(profile.observations).max()
+    needed = rank_fold.peak_bytes - lasting(profile.observations).max()
     assert -0.002 <= needed / most - 1 <= 0.15
     assert away or needed == pytest.approx(most, rel=0.001)
-    assert away or found.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.001)
+    assert away or rank_fold.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.001)
 
 
 class Tied(Workload):
-    """An embedding that the last of five layers uses again."""
+    """Chain of five layers; the last one shares the weight of the embedding."""
 
     name = "tied"
 
@@ -259,30 +262,32 @@ class Transposed(nn.Module):
 def test_what_is_kept_of_a_shared_parameter_is_folded_once(
     types: dict[str, Any], away: tuple[tuple[int, int], ...]
 ) -> None:
-    """Whatever it is; the fold took two moments of float32 from the second use, also where there were fewer."""
+    """For any optimizer state. The fold subtracted two float32 moments for the second use even if there were fewer."""
     if "precision" in types and Quirks("cpu").half:
         pytest.skip("oneDNN's float16 products are not modelled")
     workload, conditions = Tied(), RunConditions(microbatch_size=2, **types)
-    moments = tuple(MemoryInterval(*one, "host") for one in away)
+    moments = tuple(MemoryInterval(*layers, "host") for layers in away)
     stages = (PlanStage(((0, 5),), (0,), memory=(MemoryInterval(0, 5, "recompute"),), moments=moments),)
     options, run, units = EngineOptions(2, "gpipe", **types), RunShape(2, "gpipe"), Units(2, 1, 1)
     (rehearsed,) = rehearse_layout(StageEstimator(workload, conditions), Layout(stages), options)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
-    (found,) = fold(estimate_workload(workload, conditions), stages, units, rows, run)
+    (rank_fold,) = fold(estimate_workload(workload, conditions), stages, units, rows, run)
     course = dict(rehearsed.course)
-    assert found.bytes[-1] == pytest.approx(course["0B1"], rel=0.001)
-    assert found.end_bytes >= 0.999 * course["update"]
+    assert rank_fold.bytes[-1] == pytest.approx(course["0B1"], rel=0.001)
+    assert rank_fold.end_bytes >= 0.999 * course["update"]
     if away:
         chain = workload.build_chain()
-        kept = (size for one in chain.named_parameters().values() for size in options.recipe.kept(one).values())
-        assert found.host_bytes == pytest.approx(sum(size for size in kept if size >= 512), rel=0.001)
+        kept = (
+            size for parameter in chain.named_parameters().values() for size in options.recipe.kept(parameter).values()
+        )
+        assert rank_fold.host_bytes == pytest.approx(sum(size for size in kept if size >= 512), rel=0.001)
 
 
-# -- what autograd's hooks do not see
+# -- tensors that autograd's hooks do not see
 
 
 class Again(nn.Module):
-    """Checkpoints itself: torch keeps its input, which the hooks see, and a state of the random numbers."""
+    """Layer that checkpoints itself: torch keeps its input, which the hooks see, and the random state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +303,7 @@ class Again(nn.Module):
 
 
 class Hidden(Workload):
-    """Layers with states of random numbers and running statistics, and a loss that saves as much as a layer."""
+    """Layers with random states and running statistics, and a loss that saves as much as a layer."""
 
     name = "hidden"
 
@@ -319,8 +324,8 @@ class Hidden(Workload):
 
 @pytest.mark.parametrize("kinds", [(), ("offload",), ("recompute", "offload"), ("offload", "recompute+offload")])
 def test_what_autograd_does_not_show_is_in_rehearsal_and_fold(kinds: tuple[str, ...]) -> None:
-    """States of random numbers were in neither, and the fold took the loss's own tensors for offloaded ones: the host
-    tier was folded 2.8 times too high, the device 10 % too low.
+    """Neither counted random states, and the fold counted the loss's own tensors as offloaded: the host tier was 2.8
+    times too high, the device 10 % too low.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -334,6 +339,6 @@ def test_what_autograd_does_not_show_is_in_rehearsal_and_fold(kinds: tuple[str, 
     assert rehearsed.peak_bytes == pytest.approx(peak, rel=0.002)
     run, units = RunShape(count, "gpipe", False), Units(count, 1, 1)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
-    (found,) = fold(estimate_workload(workload, conditions), stages, units, rows, run)
-    assert -0.001 <= found.peak_bytes / peak - 1 <= 0.01
-    assert found.host_bytes == tier.peak_bytes
+    (rank_fold,) = fold(estimate_workload(workload, conditions), stages, units, rows, run)
+    assert -0.001 <= rank_fold.peak_bytes / peak - 1 <= 0.01
+    assert rank_fold.host_bytes == tier.peak_bytes

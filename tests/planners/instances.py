@@ -1,4 +1,4 @@
-"""Random statistics for planner tests, and the answers by exhaustive search."""
+"""Random statistics for planner tests, and all cut lists for exhaustive search."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from varuna_capslog.memory.costs import StageCosts, full_matrix, peaks_of
 
 
 def exhaustive(costs: StageCosts, devices: int) -> Iterator[list[int]]:
-    """Every cut list into `devices` stages."""
-    for rest in itertools.combinations(range(1, costs.num_layers), devices - 1):
-        yield [0, *rest]
+    """Yield every cut list with `devices` stages."""
+    for inner_cuts in itertools.combinations(range(1, costs.num_layers), devices - 1):
+        yield [0, *inner_cuts]
 
 
 def peaks(isolated: list[int], added: list[int], cuts: list[int]) -> list[int]:
-    """Stage peaks by the plain sum of the paper's equation."""
+    """Return the stage peaks by the plain sum of the paper's equation."""
     bounds = [*cuts, len(isolated)]
     return [isolated[l] + sum(added[l + 1 : m]) for l, m in itertools.pairwise(bounds)]
 
 
 def statistics(rng: random.Random, kind: str, num_layers: int) -> tuple[list[int], list[int]]:
-    """M_i and M_a (0 for layer 0) of one kind.
+    """Draw M_i and M_a (0 for layer 0) of one kind.
 
     any: independent; negative: some M_a below 0; ties: tiny numbers; monotone: a stage's peak never falls when a layer
-    joins it at either end (M_a >= 0 and M_i(l+1) <= M_i(l) + M_a(l+1)).
+    is added at either end (M_a >= 0 and M_i(l+1) <= M_i(l) + M_a(l+1)).
     """
     high = rng.choice([3, 5]) if kind == "ties" else rng.choice([12, 1000, 10**11])
     isolated = [rng.randrange(high) for _ in range(num_layers)]
@@ -48,7 +48,7 @@ def statistics(rng: random.Random, kind: str, num_layers: int) -> tuple[list[int
 def instances(
     rng: random.Random, kind: str, count: int, most: int, least: int = 1
 ) -> Iterator[tuple[list[int], list[int], AdditiveCosts, int]]:
-    """M_i, M_a, their costs and a number of devices, for chains of `least` to `most` layers."""
+    """Yield M_i, M_a, their costs and a number of devices, for chains of `least` to `most` layers."""
     for _ in range(count):
         num_layers = rng.randrange(least, most + 1)
         devices = rng.randrange(1, num_layers + 1)
@@ -75,7 +75,7 @@ class TableCosts:
 
 
 def table(rng: random.Random, kind: str, num_layers: int, position_free: bool) -> TableCosts:
-    """Bytes of one kind for every number of stages (of full-size chains for 24 stages alone).
+    """Draw bytes of one kind for every number of stages (for chains of over 24 layers only for 24 stages).
 
     any: independent; ties: tiny numbers; growing: more layers take more, late stages take less; falling: more layers
     may take less.

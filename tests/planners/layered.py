@@ -1,4 +1,4 @@
-"""Chains of plain numbers for planners that treat layers, with bytes that anybody can add up."""
+"""Synthetic chains for planners that choose a memory action per layer, with bytes that are plain sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from varuna_capslog.plans.parts import MemoryInterval
 
 @dataclass(frozen=True)
 class Numbers:
-    """Per layer: weights, and of each microbatch in flight what the layer saves, and what it takes only at work."""
+    """Bytes per layer: weights, saved bytes of each microbatch in flight, and work bytes while the layer runs."""
 
     weights: Sequence[int]
     saved: Sequence[int]
@@ -24,13 +24,13 @@ class Numbers:
     in_flight: Sequence[int]
 
     def peak(self, stage: int, first: int, end: int, intervals: tuple[MemoryInterval, ...]) -> int:
-        kinds = {layer: one.kind for one in intervals for layer in range(one.first, one.end)}
+        kinds = {layer: interval.kind for interval in intervals for layer in range(interval.first, interval.end)}
         less = {"recompute": self.freed, "offload": self.moved}
         held = [self.saved[n] - (less[kinds[n]][n] if n in kinds else 0) for n in range(first, end)]
         return sum(self.weights[first:end]) + self.in_flight[stage] * sum(held)
 
     def once(self, first: int, end: int) -> int:
-        """Lines 6 to 9 of DawnPiper's Algorithm 2 over these layers."""
+        """Return the peak of lines 6 to 9 of DawnPiper's Algorithm 2 over these layers."""
         current = most = 0
         for layer in range(first, end):
             current += self.weights[layer] + self.saved[layer] + self.work[layer]
@@ -52,12 +52,12 @@ def chain_of(
     moved: Sequence[int] | None = None,
     **more: Any,
 ) -> Layerwise:
-    """Where nothing is said, backwards take twice as long as forwards, and layers have no weights and free nothing."""
+    """Build a chain. By default backwards take twice as long as forwards; layers have no weights and free nothing."""
     none = [0] * len(saved)
     numbers = Numbers(weights or none, saved, work or none, freed or none, moved or none, in_flight)
     return Layerwise(
         forward,
-        backward or [2 * one for one in forward],
+        backward or [2 * seconds for seconds in forward],
         numbers.freed,
         numbers.moved,
         in_flight,
@@ -70,7 +70,7 @@ def chain_of(
 
 
 def random_chain(dice: random.Random, stages: int) -> Layerwise:
-    """Whole numbers of seconds and bytes, few enough that ties occur."""
+    """Draw a chain with whole seconds and bytes, small enough that ties occur."""
     size = dice.randint(stages, stages + 8)
     saved = [dice.randint(1, 12) for _ in range(size)]
     weights = [dice.randint(0, 4) for _ in range(size)]
@@ -84,8 +84,8 @@ def random_chain(dice: random.Random, stages: int) -> Layerwise:
         backward=[float(dice.randint(1, 9)) for _ in range(size)],
         weights=weights,
         work=[dice.randint(0, 5) for _ in range(size)],
-        freed=[max(0, one - dice.randint(0, 4)) for one in saved],
-        moved=[max(0, one - dice.randint(0, 4)) for one in saved],
+        freed=[max(0, layer_bytes - dice.randint(0, 4)) for layer_bytes in saved],
+        moved=[max(0, layer_bytes - dice.randint(0, 4)) for layer_bytes in saved],
         transfer=[float(dice.choice([0, 0, 30])) for _ in range(size + 1)],
         host_bandwidth=dice.choice([None, 0.5, 1.0, 2.0, 8.0]),
         copies_beside=dice.random() < 0.7,

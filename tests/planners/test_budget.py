@@ -1,4 +1,4 @@
-"""The planner `budget` beside every cut list with every choice of memory intervals, played and folded."""
+"""The planner `budget`, compared with every cut list and every choice of memory intervals, simulated and folded."""
 
 from __future__ import annotations
 
@@ -29,40 +29,49 @@ from varuna_capslog.schedules import RunShape, StageGraph, backwards_at_once, ma
 def timed(draw: random.Random, size: int) -> Profile:
     profile = profile_of(Model.random(draw, size, even=True, scale=20_000), "cuda")
     layers = [
-        replace(one, forward_seconds=draw.randrange(1, 40) * UNIT, backward_seconds=draw.randrange(1, 40) * UNIT)
-        for one in profile.layers
+        replace(layer, forward_seconds=draw.randrange(1, 40) * UNIT, backward_seconds=draw.randrange(1, 40) * UNIT)
+        for layer in profile.layers
     ]
     return replace(profile, layers=tuple(layers), source="measured")
 
 
 def choices(first: int, end: int, kinds: Sequence[str]) -> list[Intervals]:
-    return [some for some in all_choices(first, end) if all(one.kind in kinds for one in some)]
+    return [intervals for intervals in all_choices(first, end) if all(interval.kind in kinds for interval in intervals)]
 
 
 def all_cuts(size: int, devices: int) -> Iterator[tuple[int, ...]]:
-    return ((0, *rest) for rest in itertools.combinations(range(1, size), devices - 1))
+    return ((0, *inner_cuts) for inner_cuts in itertools.combinations(range(1, size), devices - 1))
 
 
 def step_of(
     profile: Profile, cuts: Sequence[int], memory: Sequence[Intervals], run: RunShape, link: Link | None = None
 ) -> float:
     bounds = [*cuts, profile.num_layers]
-    stages = [PlanStage(((bounds[rank], bounds[rank + 1]),), (rank,), memory=own) for rank, own in enumerate(memory)]
-    found = simulate_plan(
+    stages = [
+        PlanStage(((bounds[rank], bounds[rank + 1]),), (rank,), memory=intervals)
+        for rank, intervals in enumerate(memory)
+    ]
+    simulation = simulate_plan(
         profile, Plan(profile.num_layers, tuple(stages), Units(run.microbatches, 1, 1), run.schedule), link=link
     )
-    return found.step_seconds
+    return simulation.step_seconds
 
 
 def as_backwards(profile: Profile, cuts: Sequence[int], memory: Sequence[Intervals], run: RunShape) -> float:
-    """The step where what runs again is a part of the backwards; the last stage keeps its last segment."""
+    """Return the step seconds with reruns counted in the backwards; the last stage keeps its last segment."""
     again = [
-        sum(profile.layers[at].forward_seconds or 0 for one in own for at in range(one.first, one.end))
-        for own in (*memory[:-1], [one for one in memory[-1] if one.end < profile.num_layers])
+        sum(
+            profile.layers[at].forward_seconds or 0
+            for interval in intervals
+            for at in range(interval.first, interval.end)
+        )
+        for intervals in (*memory[:-1], [interval for interval in memory[-1] if interval.end < profile.num_layers])
     ]
     bounds = itertools.pairwise((*cuts, profile.num_layers))
     forward, backward = (
-        np.array([sum(getattr(one, f"{name}_seconds") for one in profile.layers[first:end]) for first, end in bounds])
+        np.array(
+            [sum(getattr(layer, f"{name}_seconds") for layer in profile.layers[first:end]) for first, end in bounds]
+        )
         for name, bounds in zip(("forward", "backward"), itertools.tee(bounds), strict=True)
     )
     links = np.zeros((1, len(cuts) - 1))
@@ -74,50 +83,53 @@ def as_backwards(profile: Profile, cuts: Sequence[int], memory: Sequence[Interva
 
 @pytest.mark.parametrize("seed", range(25))
 def test_no_choice_that_fits_is_faster(seed: int) -> None:
-    """For limits from what the smallest choice takes to what keeping everything takes. Of stages with more microbatches
-    than they have in flight the search knows the bytes exactly, but for messages.
+    """Limits go from the bytes of the smallest choice to those of keeping everything. If a stage has more microbatches
+    than it has in flight, the search knows its bytes exactly, except for messages.
     """
     draw = random.Random(seed)
     size, devices = draw.choice([(3, 2), (4, 2), (4, 3), (5, 2)])
     profile, run = timed(draw, size), RunShape(draw.randrange(5, 7), "1f1b", num_blocks=1)
     free, kept = Layerwise.of_profile(profile, run, devices), replace(run, recompute=False)
     options = {
-        (stage, first, end): [(own, free.peak(stage, first, end, own)) for own in choices(first, end, ("recompute",))]
+        (stage, first, end): [
+            (intervals, free.peak(stage, first, end, intervals)) for intervals in choices(first, end, ("recompute",))
+        ]
         for cuts in all_cuts(size, devices)
         for stage, (first, end) in enumerate(itertools.pairwise((*cuts, size)))
     }
-    sizes = sorted({most for some in options.values() for _, most in some})
+    sizes = sorted({most for stage_options in options.values() for _, most in stage_options})
     for usable in (sizes[0] - 1, *draw.sample(sizes, 3), sizes[-1]):
         best = None
         for cuts in all_cuts(size, devices):
             places = enumerate(itertools.pairwise((*cuts, size)))
             fitting = [
-                [own for own, most in options[stage, first, end] if most <= usable] for stage, (first, end) in places
+                [intervals for intervals, most in options[stage, first, end] if most <= usable]
+                for stage, (first, end) in places
             ]
             for memory in itertools.product(*fitting):
                 step = as_backwards(profile, cuts, memory, kept)
                 best = step if best is None else min(best, step)
-        found = budget_stages(Layerwise.of_profile(profile, run, devices, [usable] * devices))
+        stages = budget_stages(Layerwise.of_profile(profile, run, devices, [usable] * devices))
         if best is None:
-            assert any(one.lack for one in found)
+            assert any(stage.lack for stage in stages)
             continue
-        assert not any(one.lack for one in found)
-        cuts, memory = [one.first for one in found], [one.intervals for one in found]
+        assert not any(stage.lack for stage in stages)
+        cuts, memory = [stage.first for stage in stages], [stage.intervals for stage in stages]
         assert as_backwards(profile, cuts, memory, kept) == pytest.approx(best, rel=1e-9)
         assert step_of(profile, cuts, memory, run) <= best * (1 + 1e-9), "an R may run while its rank waits"
 
 
 def test_offloading_where_copies_have_a_price() -> None:
-    """Without one nothing is offloaded; with a high bandwidth it costs nothing, with a low one recomputing is less."""
+    """Nothing is offloaded without a host bandwidth. High bandwidths make copies free; at low ones reruns cost less."""
     profile, run = timed(random.Random(3), 4), RunShape(4, "1f1b", num_blocks=1)
     kept = Layerwise.of_profile(profile, run, 2)
     usable = [kept.peak(0, 0, 1, ()) - 1, kept.peak(1, 1, 4, ())]
 
     def kinds(link: Link | None) -> tuple[float, set[str]]:
-        found = budget_stages(Layerwise.of_profile(profile, run, 2, usable, link))
-        assert not any(one.lack for one in found)
-        step = step_of(profile, [one.first for one in found], [one.intervals for one in found], run, link)
-        return step, {own.kind for one in found for own in one.intervals}
+        stages = budget_stages(Layerwise.of_profile(profile, run, 2, usable, link))
+        assert not any(stage.lack for stage in stages)
+        step = step_of(profile, [stage.first for stage in stages], [stage.intervals for stage in stages], run, link)
+        return step, {interval.kind for stage in stages for interval in stage.intervals}
 
     without, fast, slow = kinds(None), kinds(Link(host_bandwidth=1e15)), kinds(Link(host_bandwidth=1.0))
     assert not any("offload" in kind for kind in without[1] | slow[1])
@@ -129,15 +141,15 @@ def test_the_plan_is_judged_by_its_ranks_and_keeps_within_the_budget() -> None:
     profile = timed(draw, 6)
     last = None
     for part in range(4, 21):
-        most = max(one.bytes or 0 for one in plan(profile, 3, "budget", run=run).ranks)
-        found = plan(profile, 3, "budget", capacity=most * part // 20, run=run)
-        assert found.memory_model == RANKS
-        if not found.fits:
-            assert found.shortfall is not None
+        most = max(rank.bytes or 0 for rank in plan(profile, 3, "budget", run=run).ranks)
+        budget_plan = plan(profile, 3, "budget", capacity=most * part // 20, run=run)
+        assert budget_plan.memory_model == RANKS
+        if not budget_plan.fits:
+            assert budget_plan.shortfall is not None
             assert last is None, "a larger budget fits as well"
             continue
-        assert all((one.bytes or 0) <= most * part // 20 for one in found.ranks)
-        step = simulate_plan(profile, found).step_seconds
+        assert all((rank.bytes or 0) <= most * part // 20 for rank in budget_plan.ranks)
+        step = simulate_plan(profile, budget_plan).step_seconds
         assert last is None or step <= last * (1 + 1e-9), "more memory never makes the step longer"
         last = step
     assert last is not None
@@ -145,54 +157,54 @@ def test_the_plan_is_judged_by_its_ranks_and_keeps_within_the_budget() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_long_chain_is_cut_at_some_places_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine layers as if they were many: what is found fits, is no faster than with all places, and keeps to them."""
+    """PLACES is set to 4 for nine layers: stages use only these places, and are no faster than with all places."""
     profile, run = timed(random.Random(seed), 9), RunShape(4, "1f1b")
     free = plan(profile, 2, "budget", run=run)
     assert free.peak_bytes is not None
     usable = [int(0.6 * free.peak_bytes)] * 2
     full = Layerwise.of_profile(profile, run, 2, usable)
-    every = BudgetSearch(full)
-    assert every.borders is None
+    full_search = BudgetSearch(full)
+    assert full_search.borders is None
     monkeypatch.setattr("varuna_capslog.planners.budget.PLACES", 4)
     search = BudgetSearch(full)
     assert search.borders is not None
     assert {0, 9} < search.borders
     assert len(search.borders) <= 5
-    found, best = search.stages(full), every.stages(full)
-    assert found is not None
+    stages, best = search.stages(full), full_search.stages(full)
+    assert stages is not None
     assert best is not None
-    assert {border for one in found for border in (one.first, one.end)} <= search.borders
-    used = {border for one in found for part in one.intervals for border in (part.first, part.end)}
+    assert {border for stage in stages for border in (stage.first, stage.end)} <= search.borders
+    used = {border for stage in stages for interval in stage.intervals for border in (interval.first, interval.end)}
     assert used <= search.borders
-    if not any(one.lack for one in found):
-        assert not any(one.lack for one in best)
-    assert search.bound_seconds(full) <= every.bound_seconds(full) * (1 + 1e-9)
+    if not any(stage.lack for stage in stages):
+        assert not any(stage.lack for stage in best)
+    assert search.bound_seconds(full) <= full_search.bound_seconds(full) * (1 + 1e-9)
     outside = next(cut for cut in range(1, 9) if cut not in search.borders)
     assert search.cheapest(full, 0, 0, outside, 1e12) is None
-    assert every.cheapest(full, 0, 0, outside, 1e12) is not None
+    assert full_search.cheapest(full, 0, 0, outside, 1e12) is not None
 
 
 def test_what_every_list_of_a_schedule_that_always_recomputes_has_in_common() -> None:
-    """Whichever stages recompute: as many calls in flight as where none does, and at most the last call is at once. The
-    bound of `BudgetSearch` counts on it.
+    """For any choice of recomputing stages, at least as many calls are in flight as without recomputation, and at most
+    the last call runs its backward at once. The bound of `BudgetSearch` relies on it.
     """
     for stages, count in itertools.product(range(1, 5), (1, 2, 3, 4, 5, 7, 9, 16)):
-        graph, known = StageGraph.line(stages, count), make_schedule("varuna", stages, count, recompute=False)
+        graph, kept_rows = StageGraph.line(stages, count), make_schedule("varuna", stages, count, recompute=False)
         for again in itertools.product((False, True), repeat=stages):
             for stage, row in enumerate(schedule_of("varuna", graph, again)):
-                assert in_flight_of(row)[0] >= in_flight_of(known[stage])[0]
+                assert in_flight_of(row)[0] >= in_flight_of(kept_rows[stage])[0]
                 at_once = {call for _, call in backwards_at_once(row)}
                 assert len(at_once) == count if stage == stages - 1 else at_once <= {count - 1}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_cuts_of_stages_that_keep_everything_are_played_in_the_order_of_their_schedule(seed: int) -> None:
-    """The story: cuts under varuna were those that are fastest under 1F1B; where messages take as long as layers, its
-    steps are up to 16 % shorter with cuts of its own.
+    """Cuts under varuna used to be the fastest ones under 1F1B. If messages take as long as layers, varuna's steps are
+    up to 16 % shorter with cuts for its own schedule.
     """
     draw = random.Random(seed)
     profile, run = timed(draw, 6), RunShape(6, "varuna", num_blocks=1)
-    link = Link(bandwidth=2.0 * max(one.boundary_bytes or 0 for one in profile.layers) / UNIT / 20)
+    link = Link(bandwidth=2.0 * max(layer.boundary_bytes or 0 for layer in profile.layers) / UNIT / 20)
     chain = Layerwise.of_profile(profile, run, 3, None, link)
     costs = resolve(AUTO, profile, replace(run, schedule="1f1b", recompute=False))[1]
     steps = {cuts: step_of(profile, cuts, [()] * 3, run, link) for cuts in all_cuts(6, 3)}

@@ -1,5 +1,5 @@
-"""CAPSlog's search beside exhaustive search and a literal reading of its two algorithms; its tie-breaker beside a
-literal recursion, and beside `capslog` and `exact`.
+"""CAPSlog's search, compared with exhaustive search and with a literal version of its two algorithms; its tie-breaker,
+compared with a literal recursion, `capslog` and `exact`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from varuna_capslog.planners.exact import exact_cuts
 
 
 def fill_first(isolated: list[int], added: list[int], devices: int, threshold: int) -> list[int]:
-    """Devices 0 .. G-2 are filled in turn, at least one layer each and one left for each that follows."""
+    """Fill devices 0 .. G-2 in turn: at least one layer each, and one layer left for each later device."""
     cuts = [0]
     for device in range(devices - 1):
         end = cuts[-1] + 1
@@ -29,7 +29,7 @@ def fill_first(isolated: list[int], added: list[int], devices: int, threshold: i
 
 
 def literal(isolated: list[int], added: list[int], devices: int) -> list[int] | None:
-    """Algorithm 1 with a memory capacity that everything fits."""
+    """Run Algorithm 1 with unlimited memory capacity."""
     low, high, recommended = 0, sum(isolated) + sum(abs(part) for part in added), None
     while low <= high:
         threshold = (low + high) // 2
@@ -60,18 +60,18 @@ def test_same_stages_as_the_literal_algorithm_at_full_size() -> None:
 
 @pytest.mark.parametrize("kind", ["any", "negative", "ties"])
 def test_always_a_fill_first_answer(kind: str) -> None:
-    """Without monotone statistics it may miss the best; what it recommends is what fill-first gives for its peak."""
+    """Without monotone statistics it may miss the best cuts, but its cuts are those of fill-first for its peak."""
     rng = random.Random(f"capslog {kind}")
     worse = 0
     for isolated, added, costs, devices in instances(rng, kind, 1000, 9):
         cuts = capslog_cuts(costs, devices)
         assert len(cuts) == devices
         peak = max(peaks(isolated, added, cuts))
-        # With a negative M_a a stage may rise above its final peak on the way, so any reached threshold may be the one.
+        # With a negative M_a a stage may exceed its final peak while it is filled, so any reached threshold may count.
         reached = {costs.stage_bytes(l, m) for l in range(len(added)) for m in range(l + 1, len(added) + 1)}
         thresholds = sorted(bytes for bytes in reached if bytes >= peak) if kind == "negative" else [peak]
         assert any(fill_first(isolated, added, devices, bytes) == cuts for bytes in thresholds), (isolated, added)
-        worse += peak > min(max(peaks(isolated, added, other)) for other in exhaustive(costs, devices))
+        worse += peak > min(max(peaks(isolated, added, candidate)) for candidate in exhaustive(costs, devices))
     assert 0 < worse < 800
 
 
@@ -82,7 +82,7 @@ def test_misses_the_best_cut_of_the_counterexample() -> None:
 
 
 def test_last_device_takes_the_rest() -> None:
-    """Algorithm 2 as printed runs past the last layer or makes one stage too many; its text rules."""
+    """Algorithm 2 as printed runs past the last layer or makes one stage too many; the paper's text is followed."""
     costs = AdditiveCosts.of_statistics([1, 1, 1, 1, 1], [None, 1, 1, 1, 1])
     assert capslog_cuts(costs, 2) == [0, 3]
     assert capslog_cuts(costs, 5) == [0, 1, 2, 3, 4]
@@ -100,7 +100,7 @@ def test_ten_thousand_layers() -> None:
 
 
 def recursion(isolated: list[int], added: list[int], devices: int) -> list[int]:
-    """Plan, fix the highest stage, plan what lies before it and what lies behind it; lists are sliced, not indexed."""
+    """Plan, fix the stage with the highest peak, then plan the layers before it and behind it, on sliced lists."""
     if devices == 0:
         return []
     cuts = literal(isolated, added, devices)
@@ -125,9 +125,9 @@ def test_tie_breaker_equals_the_literal_recursion_where_peaks_grow_at_both_ends(
         devices = rng.randrange(1, num_layers + 1)
         isolated, added = statistics(rng, "monotone", num_layers)
         costs = AdditiveCosts.of_statistics(isolated, added)
-        found = capslog_tb_cuts(costs, devices)
-        assert found == recursion(isolated, added, devices), (isolated, added, devices)
-        changed += found != capslog_cuts(costs, devices)
+        cuts = capslog_tb_cuts(costs, devices)
+        assert cuts == recursion(isolated, added, devices), (isolated, added, devices)
+        changed += cuts != capslog_cuts(costs, devices)
     assert changed > 50
 
 
@@ -147,7 +147,7 @@ def test_tie_breaker_lies_between_capslog_and_exact(kind: str) -> None:
 
 
 def test_a_part_keeps_its_place_in_the_pipeline() -> None:
-    """Costs that depend on the place: the same cuts as with additive costs where the place makes no difference."""
+    """Costs by stage position give the same cuts as additive costs if the position makes no difference."""
     rng = random.Random("placed tie-breaker")
     differs = 0
     for _, _, costs, devices in instances(rng, "monotone", 100, 8, least=2):

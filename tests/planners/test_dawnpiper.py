@@ -1,4 +1,4 @@
-"""DawnPiper's partition: worked examples, its two algorithms read line by line, and its theorem against all cuts."""
+"""DawnPiper's partition: worked examples, its two algorithms line by line, and its theorem against all cuts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 
 
 def cuts(stages: list[StageChoice]) -> list[int]:
-    return [one.first for one in stages]
+    return [stage.first for stage in stages]
 
 
 # -- the balanced cuts
 
 
 def test_the_balanced_cuts_of_nine_equal_layers_on_two_devices() -> None:
-    """Equation (2): 2 M_1 = M_2, so a third of the bytes in front; and half of the seconds, rounded up to a layer."""
+    """Equation (2): 2 M_1 = M_2, so a third of the bytes in stage 0; and half of the seconds, rounded up to a layer."""
     chain = chain_of([1.0] * 9, [2] * 9, [2, 1])
     assert memory_balanced(chain, 0, 9, (0, 0, 1)) == 3
     assert compute_balanced(chain, 0, 9, (0, 0, 1)) == 5
@@ -39,7 +39,7 @@ def test_under_gpipe_all_stages_keep_as_many_microbatches() -> None:
 
 
 def algorithm_2(numbers: Numbers, depth: int) -> dict[int, int]:
-    """Printed lines 1 to 18, x from 1; M_G is what all layers reach, for the reason that the planner's page gives."""
+    """Run printed lines 1 to 18, x from 1. M_G is the peak of all layers; the planner's page gives the reason."""
     nodes = range(len(numbers.saved))
     x, cur_mem, peak_mem, total = 1, 0, 0, 0.0
     for i in range(depth):
@@ -70,7 +70,7 @@ def test_algorithm_2_line_by_line(seed: int) -> None:
     rho = algorithm_2(Numbers(*columns, columns[0], columns[0], []), depth)
     for stage in range(1, depth):
         expected = rho.get(stage, size) + 1
-        # every stage before it, and behind it, has a layer
+        # every stage before and behind it has a layer
         expected = max(stage, min(expected, size - (depth - stage)))
         assert memory_balanced(chain, 0, size, (0, stage - 1, depth - 1)) == expected
 
@@ -81,46 +81,46 @@ def test_algorithm_2_line_by_line(seed: int) -> None:
 def test_without_a_limit_the_seconds_are_balanced() -> None:
     chain = chain_of([3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0], [1] * 8, [4, 3, 2, 1])
     assert cuts(dawnpiper_stages(chain)) == [0, 1, 4, 7]
-    assert all(not one.intervals for one in dawnpiper_stages(chain))
+    assert all(not stage.intervals for stage in dawnpiper_stages(chain))
 
 
 def test_the_walk_goes_from_balanced_seconds_to_balanced_bytes() -> None:
-    """Nine layers of 3 s and 2 bytes, two microbatches in flight in front: cuts 5, 4 and 3 need 20, 16 and 12 bytes
-    there, and take 15, 15 and 18 s. Running a layer again takes 1 s and frees a byte of each microbatch.
+    """Nine layers of 3 s and 2 bytes, two microbatches in flight in stage 0: cuts 5, 4 and 3 need 20, 16 and 12 bytes
+    there, and take 15, 15 and 18 s. Recomputing a layer takes 1 s and frees one byte of each microbatch.
 
-    At 18 bytes cut 5 takes 16 s with a layer that runs again, and cut 4 fits as it is, where the walk ends. At 15 bytes
-    cut 4 runs a layer again beside the 15 s behind it.
+    At 18 bytes cut 5 takes 16 s with one recomputed layer; cut 4 fits without, and the walk ends there. At 15 bytes
+    stage 0 of cut 4 recomputes one layer, and the stage behind it takes 15 s.
     """
     for usable, first_cut, seconds, again in ((20, 5, 15.0, 0), (18, 4, 15.0, 0), (16, 4, 15.0, 0), (15, 4, 15.0, 1)):
         chain = chain_of([1.0] * 9, [2] * 9, [2, 1], [usable] * 2, freed=[1] * 9)
-        found = dawnpiper_stages(chain)
-        assert cuts(found) == [0, first_cut]
-        assert max(one.seconds for one in found) == seconds
-        assert sum(len(one.intervals) for one in found) == again
+        stages = dawnpiper_stages(chain)
+        assert cuts(stages) == [0, first_cut]
+        assert max(stage.seconds for stage in stages) == seconds
+        assert sum(len(stage.intervals) for stage in stages) == again
 
 
 def test_one_stage_is_treated_by_itself() -> None:
     chain = chain_of([1.0] * 4, [2] * 4, [1], [7], freed=[1] * 4)
-    (found,) = dawnpiper_stages(chain)
-    assert (found.first, found.end, len(found.intervals), found.seconds, found.lack) == (0, 4, 1, 13.0, 0)
+    (stage,) = dawnpiper_stages(chain)
+    assert (stage.first, stage.end, len(stage.intervals), stage.seconds, stage.lack) == (0, 4, 1, 13.0, 0)
 
 
 def test_of_three_stages_the_first_is_cut_off_first() -> None:
-    """Layers of 9, 6, 6 and 6 s: a third of 27 s is reached behind layer 0, half of the other 18 s behind layer 2. The
-    printed middle would cut 18 s off first, which are reached behind layer 2, and half of these 21 s behind layer 1."""
+    """Layers of 9, 6, 6 and 6 s: a third of 27 s is reached behind layer 0, half of the other 18 s behind layer 2. With
+    the printed middle 18 s would be cut off first, reached behind layer 2, and half of these 21 s behind layer 1."""
     chain = chain_of([3.0, 2.0, 2.0, 2.0], [1] * 4, [3, 2, 1])
     assert cuts(dawnpiper_stages(chain)) == [0, 1, 3]
 
 
 def test_where_nothing_fits_what_lacks_least_is_the_answer() -> None:
-    found = dawnpiper_stages(chain_of([1.0] * 9, [2] * 9, [2, 1], [5] * 2, freed=[1] * 9))
-    assert cuts(found) == [0, 3]
-    assert [one.lack for one in found] == [1, 1]
+    stages = dawnpiper_stages(chain_of([1.0] * 9, [2] * 9, [2, 1], [5] * 2, freed=[1] * 9))
+    assert cuts(stages) == [0, 3]
+    assert [stage.lack for stage in stages] == [1, 1]
 
 
 def test_cuts_that_many_tensors_cross_are_passed_over() -> None:
     """The walk goes over cuts 6, 5 and 4, which take 22, 21 and 24 s. A mask crosses all of them; only cut 6, and then
-    only cut 4, has one tensor besides."""
+    only cut 4, has a single other tensor."""
     crossing = [frozenset({"mask", "x", "skip"})] * 13
 
     def walked(crossing: list[frozenset[str]] | None) -> list[int]:
@@ -130,7 +130,7 @@ def test_cuts_that_many_tensors_cross_are_passed_over() -> None:
     assert walked(None) == [0, 5]
     for cut in (6, 4):
         assert walked([*crossing[:cut], frozenset({"mask", "y"}), *crossing[cut + 1 :]]) == [0, cut]
-    # where every cut has several all count
+    # if every cut has several tensors, all cuts count
     assert walked(crossing) == [0, 5]
     assert walked([frozenset({"mask", "x", "skip", f"own {cut}", f"other {cut}"}) for cut in range(13)]) == [0, 5]
 
@@ -141,30 +141,30 @@ Found = tuple[int, float, list[StageChoice]]
 
 
 class Printed:
-    """AdjacentPartition and BiPar as printed, with a case for one and three stages, and lack for what does not fit."""
+    """AdjacentPartition and BiPar as printed, plus cases for one and three stages and for stages that lack memory."""
 
     def __init__(self, chain: Layerwise) -> None:
         self.chain, self.depth = chain, chain.stages
 
-    def walk(self, nodes: range, left: int, mid: int, right: int) -> list[int]:
-        share = [1 / self.chain.in_flight[x - 1] for x in range(left, right + 1)]
+    def walk(self, nodes: range, first_sid: int, mid: int, last_sid: int) -> list[int]:
+        share = [1 / self.chain.in_flight[x - 1] for x in range(first_sid, last_sid + 1)]
         total = self.chain.seconds(nodes[0], nodes[-1] + 1)
-        behind = range(nodes[0] + mid - left + 1, nodes[-1] + 2 - (right - mid))
-        even = (mid - left + 1) / (right - left + 1)
+        behind = range(nodes[0] + mid - first_sid + 1, nodes[-1] + 2 - (last_sid - mid))
+        even = (mid - first_sid + 1) / (last_sid - first_sid + 1)
         rho_cb = next(
             (cut for cut in behind if self.chain.seconds(nodes[0], cut) >= total * even * (1 - 1e-9)), behind[-1]
         )
-        whole, begin, rho_mb = self.chain.once(nodes[0], nodes[-1] + 1), nodes[0], behind[-1]
-        for x in range(left, mid + 1):
-            target = whole * share[x - left] / sum(share)
+        node_bytes, begin, rho_mb = self.chain.once(nodes[0], nodes[-1] + 1), nodes[0], behind[-1]
+        for x in range(first_sid, mid + 1):
+            target = node_bytes * share[x - first_sid] / sum(share)
             ends = [n + 1 for n in nodes if n >= begin and self.chain.once(begin, n + 1) >= target * (1 - 1e-9)]
             begin = ends[0] if ends else nodes[-1] + 1
         rho_mb = min(max(begin, behind[0]), behind[-1])
         return sorted(range(min(rho_cb, rho_mb), max(rho_cb, rho_mb) + 1), key=lambda cut: abs(cut - rho_cb))
 
     def mem_opt(self, sid: int, begin: int, end: int) -> Found:
-        one = treated_stage(self.chain, sid - 1, begin, end)
-        return one.lack, one.seconds, [one]
+        stage = treated_stage(self.chain, sid - 1, begin, end)
+        return stage.lack, stage.seconds, [stage]
 
     def adjacent(self, nodes: range, sid: int) -> Found:
         par_dict = {}
@@ -172,33 +172,33 @@ class Printed:
             ends = (nodes[0], rho), (rho, nodes[-1] + 1)
             free = [self.chain.peak(sid - 1 + n, *ends[n], ()) <= self.chain.usable[sid - 1 + n] for n in (0, 1)]
             if not par_dict and all(free):  # lines 3 to 5
-                return 0, max(self.chain.seconds(*one) for one in ends), [
-                    StageChoice(*one, (), self.chain.seconds(*one), 0) for one in ends
+                return 0, max(self.chain.seconds(*bounds) for bounds in ends), [
+                    StageChoice(*bounds, (), self.chain.seconds(*bounds), 0) for bounds in ends
                 ]  # fmt: skip
             par_dict[rho] = self.joined(self.mem_opt(sid, *ends[0]), self.mem_opt(sid + 1, *ends[1]))
             if all(free):
                 break
-        return min(par_dict.values(), key=lambda one: one[:2])
+        return min(par_dict.values(), key=lambda candidate: candidate[:2])
 
-    def joined(self, one: Found, other: Found) -> Found:
-        return max(one[0], other[0]), max(one[1], other[1]), one[2] + other[2]
+    def joined(self, front: Found, back: Found) -> Found:
+        return max(front[0], back[0]), max(front[1], back[1]), front[2] + back[2]
 
-    def bi_par(self, nodes: range, left: int, right: int) -> Found:
-        if left == right:
-            return self.mem_opt(left, nodes[0], nodes[-1] + 1)
-        if right - left == 1:
-            return self.adjacent(nodes, left)
-        mid = left if right - left == 2 else (left + right) // 2
+    def bi_par(self, nodes: range, first_sid: int, last_sid: int) -> Found:
+        if first_sid == last_sid:
+            return self.mem_opt(first_sid, nodes[0], nodes[-1] + 1)
+        if last_sid - first_sid == 1:
+            return self.adjacent(nodes, first_sid)
+        mid = first_sid if last_sid - first_sid == 2 else (first_sid + last_sid) // 2
         par_dict = {}
-        for rho in self.walk(nodes, left, mid, right):
+        for rho in self.walk(nodes, first_sid, mid, last_sid):
             halves = (
-                self.bi_par(range(nodes[0], rho), left, mid),
-                self.bi_par(range(rho, nodes[-1] + 1), mid + 1, right),
+                self.bi_par(range(nodes[0], rho), first_sid, mid),
+                self.bi_par(range(rho, nodes[-1] + 1), mid + 1, last_sid),
             )
             par_dict[rho] = self.joined(*halves)
-            if not par_dict[rho][0] and not any(one.intervals for one in par_dict[rho][2]):
+            if not par_dict[rho][0] and not any(stage.intervals for stage in par_dict[rho][2]):
                 break
-        return min(par_dict.values(), key=lambda one: one[:2])
+        return min(par_dict.values(), key=lambda candidate: candidate[:2])
 
 
 @pytest.mark.parametrize("seed", range(240))
@@ -243,7 +243,7 @@ def test_equal_layers_on_two_devices_get_the_best_cut_and_choice_of_the_range(si
     chain = chain_of([1.0] * size, [2] * size, [2, 1], [usable] * 2, freed=[1] * size)
 
     def cheapest(stage: int, first: int, end: int) -> float:
-        """Of every set of layers that run again."""
+        """Return the fewest seconds of a stage over all sets of recomputed layers."""
         best = float("inf")
         for again in itertools.product((0, 1), repeat=end - first):
             if chain.in_flight[stage] * (2 * (end - first) - sum(again)) <= usable:
@@ -253,9 +253,9 @@ def test_equal_layers_on_two_devices_get_the_best_cut_and_choice_of_the_range(si
     # half of the seconds, and a third of the bytes, both rounded up to a layer
     named = range(-(-size // 3), -(-size // 2) + 1)
     best = min(max(cheapest(0, 0, cut), cheapest(1, cut, size)) for cut in named)
-    found = dawnpiper_stages(chain)
+    stages = dawnpiper_stages(chain)
     if best == float("inf"):
-        assert any(one.lack for one in found)
+        assert any(stage.lack for stage in stages)
     else:
-        assert max(one.seconds for one in found) == best
-        assert not any(one.lack for one in found)
+        assert max(stage.seconds for stage in stages) == best
+        assert not any(stage.lack for stage in stages)

@@ -1,4 +1,4 @@
-"""The exact planner beside exhaustive search, for additive costs and for costs of any form."""
+"""The exact planner, compared with exhaustive search, for additive costs and for costs of any form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.schedules import RunShape
 
 KINDS = ["any", "ties", "growing", "falling"]
-"""Of tables: costs of any form."""
+"""Kinds of tables, for costs of any form."""
 
 
 @pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])
@@ -38,7 +38,7 @@ def test_equals_exhaustive_search_with_its_tie_break(kind: str) -> None:
 def test_splitting_the_search_changes_nothing(
     kind: str, seconds_per_cell: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is done only where there is much to search, and as long as it pays, is done always and to the end here."""
+    """Steps that are for large searches only, and only as long as they pay off, always run to the end here."""
     monkeypatch.setattr(evenness, "_MANY", 0)
     monkeypatch.setattr(evenness, "_SECONDS_PER_CELL", seconds_per_cell)
     rng = random.Random(f"even {kind}")
@@ -77,11 +77,11 @@ def test_peaks_that_are_not_told_apart_cost_evenness_but_never_the_peak(monkeypa
     rng = random.Random("lumped")
     uneven = 0
     for isolated, added, costs, devices in instances(rng, "ties", 400, 8):
-        found = sorted(peaks(isolated, added, exact_cuts(costs, devices)), reverse=True)
+        stage_peaks = sorted(peaks(isolated, added, exact_cuts(costs, devices)), reverse=True)
         best = min(sorted(peaks(isolated, added, cuts), reverse=True) for cuts in exhaustive(costs, devices))
-        assert found[0] == best[0]
-        assert found.count(found[0]) == best.count(best[0])
-        uneven += found != best
+        assert stage_peaks[0] == best[0]
+        assert stage_peaks.count(stage_peaks[0]) == best.count(best[0])
+        uneven += stage_peaks != best
     assert uneven > 0
 
 
@@ -107,7 +107,7 @@ def test_one_stage_and_one_layer_per_stage() -> None:
 
 @pytest.mark.parametrize("kind", ["any", "negative", "ties"])
 def test_devices_that_differ(kind: str) -> None:
-    """Where some cut list fits, one that fits comes out, the best of those; where none does, the smallest peak."""
+    """The best cut list that fits is returned; if none fits, the one with the smallest peak."""
     rng = random.Random(f"capacities {kind}")
     fitting = 0
     for isolated, added, costs, devices in instances(rng, kind, 800, 7):
@@ -148,7 +148,7 @@ def test_fewest_devices_equals_exhaustive_search(kind: str) -> None:
 
 
 def by_sorted_tuples(costs: StageCosts, devices: int) -> list[int]:
-    """The same answer by a plain dynamic program over sorted tuples of peaks and cut lists."""
+    """Return the best cut list by a plain dynamic program over sorted tuples of peaks and cut lists."""
     best: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {costs.num_layers: ((), ())}
     for stage in reversed(range(devices)):
         best = {
@@ -174,7 +174,7 @@ def test_equals_a_plain_dynamic_program_at_full_size(kind: str) -> None:
 
 
 def test_many_equal_stages_do_not_outweigh_one_larger_stage() -> None:
-    """Fourteen stages of 5 come before one of 6 with thirteen of 2: a count must not carry into the next peak's digit.
+    """Fourteen stages of 5 beat one of 6 and thirteen of 2: a count must not carry into the next peak's digit.
 
     Layer 0 stands alone at 9. Of the rest, stages that begin at odd layers and end before odd layers cost 5, and only a
     stage of 6 leads to the cheap ones that begin at even layers.
@@ -195,7 +195,7 @@ def best(costs: StageCosts, lists: list[list[int]]) -> list[int]:
 
 
 def fitting(costs: StageCosts, capacities: list[int], lists: Iterable[list[int]]) -> list[list[int]]:
-    """The cut lists whose stages fit devices of these capacities."""
+    """Return the cut lists whose stages fit devices of these capacities."""
     return [
         cuts for cuts in lists if all(used <= size for used, size in zip(costs.peaks(cuts), capacities, strict=True))
     ]
@@ -209,7 +209,7 @@ def fitting(costs: StageCosts, capacities: list[int], lists: Iterable[list[int]]
 def test_costs_of_any_form_equal_exhaustive_search_with_its_tie_break(
     settings: dict[str, int], kind: str, position_free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where what is done only for large instances is done always."""
+    """Also with settings where steps for large instances always run."""
     for name, value in settings.items():
         monkeypatch.setattr(exact, name, value)
     rng = random.Random(f"general {kind} {position_free}")
@@ -225,7 +225,7 @@ def test_costs_of_any_form_equal_exhaustive_search_with_its_tie_break(
 def test_what_waits_in_flight_is_searched_part_by_part(
     schedule: str, recompute: bool, settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory models of schedules; parts below 0, which no profile should have, must not hide a range."""
+    """For memory models of schedules. Negative parts, which no profile should have, must not hide a range."""
     for name, value in settings.items():
         monkeypatch.setattr(exact, name, value)
     rng = random.Random(f"in flight {schedule}")
@@ -255,7 +255,7 @@ def test_what_waits_in_flight_is_searched_part_by_part(
 @pytest.mark.parametrize("position_free", [True, False])
 @pytest.mark.parametrize("kind", ["any", "ties"])
 def test_devices_that_differ_with_costs_of_any_form(kind: str, position_free: bool) -> None:
-    """Where some cut list fits, one that fits comes out, the best of those; where none does, the smallest peak."""
+    """The best cut list that fits is returned; if none fits, the one with the smallest peak."""
     rng = random.Random(f"general capacities {kind}")
     fitted = 0
     for _ in range(300):
@@ -267,14 +267,14 @@ def test_devices_that_differ_with_costs_of_any_form(kind: str, position_free: bo
         capacities = [rng.randrange(1, 2 * top + 2) for _ in range(devices)]
         fits = fitting(costs, capacities, everything)
         fitted += bool(fits)
-        # Equal capacities change nothing, whether or not they are kept to.
+        # Equal capacities do not change the result, whether or not it fits them.
         expected = best(costs, (fits if len(set(capacities)) > 1 else []) or everything)
         assert exact_cuts(costs, devices, capacities) == expected, (costs.entries, capacities)
     assert 50 < fitted < 270
 
 
 def test_loose_capacities_leave_long_ranges_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the 20,100 ranges of 200 equal layers, those longer than a stage of the even split are not weighed."""
+    """Only ranges up to the length of a stage of the even split are searched, of 20,100 for 200 equal layers."""
     weighed: list[int] = []
     search = exact._with_smallest_peak
 
@@ -301,9 +301,9 @@ def test_fewest_devices_with_costs_of_any_form(position_free: bool) -> None:
             for devices in range(1, costs.num_layers + 1)
             if any(max(costs.peaks(cuts)) <= capacity for cuts in exhaustive(costs, devices))
         ]
-        found = fewest_devices(costs, capacity)
-        assert found == (counts[0] if counts else None), (costs.entries, capacity)
-        answers.add(found)
+        fewest = fewest_devices(costs, capacity)
+        assert fewest == (counts[0] if counts else None), (costs.entries, capacity)
+        answers.add(fewest)
     assert {None, 1, 2, 3} <= answers
 
 
@@ -316,7 +316,7 @@ def test_costs_of_any_form_equal_a_plain_dynamic_program(kind: str) -> None:
 
 
 def test_a_costly_layer_goes_where_little_waits() -> None:
-    """Under 1F1B the same layers weigh less on late stages: a search that takes stages as equal gives 42, not 18."""
+    """Under 1F1B the same layers need fewer bytes on late stages; a search that ignores this finds 42, not 18."""
     saved = [2, 2, 2, 8, 8, 8]
     entries = {
         (stage, 3, first, end): (3 - stage) * sum(saved[first:end])

@@ -1,4 +1,4 @@
-"""torchgpipe's balance: the bound of its proof, and its steps read a second time."""
+"""torchgpipe's balance: the bound of its proof, and a second implementation of its steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from varuna_capslog.schedules import DEFAULT_RUN
 
 
 def read_again(sequence: list[int], count: int) -> list[list[int]]:
-    """The proof's steps on lists of elements."""
-    edges = [len(sequence) * one // count for one in range(count + 1)]
+    """Run the proof's steps on lists of elements."""
+    edges = [len(sequence) * i // count for i in range(count + 1)]
     blocks = [sequence[a:b] for a, b in pairwise(edges)]
     top = max(sequence)
     while True:
-        p = max(range(count), key=lambda one: (sum(blocks[one]), one))
+        p = max(range(count), key=lambda i: (sum(blocks[i]), i))
         while True:
             least = min(map(sum, blocks))
             if max(map(sum, blocks)) <= least + top:
                 return blocks
-            q = min((one for one in range(count) if sum(blocks[one]) == least), key=lambda one: (abs(one - p), one))
+            q = min((i for i in range(count) if sum(blocks[i]) == least), key=lambda i: (abs(i - p), i))
             h = q - 1 if p < q else q + 1
             if p < q:
                 blocks[q].insert(0, blocks[h].pop())

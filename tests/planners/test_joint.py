@@ -1,4 +1,4 @@
-"""Pipelines, stages and shares of microbatches together: against every composition, order, cut list and share."""
+"""Joint plans of pipelines, stages and shares, compared with every composition, order, cut list and share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LINKS = (None, Link(100.0, 0.01), Link(None, 0.2), Blocking(100.0, 0.01, copy_ba
 
 
 def fleet_of(*arguments: Any, **options: Any) -> JointPlan:
-    """A fleet that fits; the arguments are those of `best_fleet`."""
+    """Return `best_fleet` of the arguments; the fleet must fit."""
     fleet = best_fleet(*arguments, **options)
     assert isinstance(fleet, JointPlan)
     return fleet
@@ -52,20 +52,20 @@ def equal_layers(count: int, size: int = 10, seconds: float = 1.0, microbatch_si
 
 
 def compositions(ranks: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Every way to part ranks into groups."""
+    """Yield every partition of the ranks into groups."""
     if not ranks:
         yield []
         return
-    for rest in compositions(ranks[1:]):
-        yield [[ranks[0]], *rest]
-        for place in range(len(rest)):
-            yield [*rest[:place], [ranks[0], *rest[place]], *rest[place + 1 :]]
+    for groups in compositions(ranks[1:]):
+        yield [[ranks[0]], *groups]
+        for place in range(len(groups)):
+            yield [*groups[:place], [ranks[0], *groups[place]], *groups[place + 1 :]]
 
 
 def best_by_trying_all(
     profile: Profile, devices: list[Device], microbatches: int, blocks: int, schedule: str, link: Link | None
 ) -> float:
-    """The shortest step of any fleet, inf where none fits."""
+    """Return the shortest step seconds of any fleet, inf if none fits."""
     parameters = profile.column("parameter_bytes")
     isolated, added = profile.column("isolated_bytes"), profile.column("added_bytes")
 
@@ -107,23 +107,23 @@ def best_by_trying_all(
     return best
 
 
-def check(profile: Profile, devices: list[Device], found: JointPlan, blocks: int) -> None:
-    """What every answer keeps to: each device in one stage or idle, whole blocks, memory, and a valid plan."""
-    plan = found.plan
+def check(profile: Profile, devices: list[Device], fleet: JointPlan, blocks: int) -> None:
+    """Check a fleet: each device is in one stage or idle, blocks are whole, stages fit, and the plan is valid."""
+    plan = fleet.plan
     assert Plan.from_json(plan.to_json()) == plan
     ranks = [rank for stage in plan.stages for rank in stage.ranks]
-    assert sorted([*ranks, *found.idle]) == list(range(len(devices)))
+    assert sorted([*ranks, *fleet.idle]) == list(range(len(devices)))
     assert plan.units.blocks == blocks
-    for one, (path, served) in zip(found.pipelines, plan.paths().items(), strict=True):
-        assert len(served) == one.blocks > 0
+    for pipeline, (path, served) in zip(fleet.pipelines, plan.paths().items(), strict=True):
+        assert len(served) == pipeline.blocks > 0
         assert served == list(range(served[0], served[-1] + 1))
         stages = [plan.stages[number] for number in path]
-        assert tuple(stage.ranks[0] for stage in stages) == one.devices
-        assert tuple(stage.layers[0][0] for stage in stages) == one.cuts
-        for stage, rank in zip(stages, one.devices, strict=True):
+        assert tuple(stage.ranks[0] for stage in stages) == pipeline.devices
+        assert tuple(stage.layers[0][0] for stage in stages) == pipeline.cuts
+        for stage, rank in zip(stages, pipeline.devices, strict=True):
             capacity = devices[rank].capacity
             assert capacity is None or (stage.bytes or 0) <= capacity
-    assert found.step_seconds == max(one.step_seconds for one in found.pipelines)
+    assert fleet.step_seconds == max(pipeline.step_seconds for pipeline in fleet.pipelines)
 
 
 def test_no_fleet_is_more_than_one_percent_faster_and_none_beats_the_bound() -> None:
@@ -136,18 +136,18 @@ def test_no_fleet_is_more_than_one_percent_faster_and_none_beats_the_bound() -> 
         blocks = rng.choice([1, 2, 3])
         microbatches = blocks * rng.choice([1, 2])
         schedule, link = rng.choice(["varuna", "1f1b"]), rng.choice(LINKS)
-        found = best_fleet(profile, devices, microbatches, blocks, RunShape(schedule=schedule), link=link)
+        fleet = best_fleet(profile, devices, microbatches, blocks, RunShape(schedule=schedule), link=link)
         best = best_by_trying_all(profile, devices, microbatches, blocks, schedule, link)
-        if not isinstance(found, JointPlan):
+        if not isinstance(fleet, JointPlan):
             assert best == float("inf")
             unfit += 1
             continue
-        check(profile, devices, found, blocks)
-        assert found.bound_seconds is not None
-        assert found.bound_seconds <= best * (1 + 1e-9)
-        assert best * (1 - 1e-9) <= found.step_seconds <= best * 1.01
-        worse += found.step_seconds > best * (1 + 1e-9)
-        mixed += len({len(one.devices) for one in found.pipelines}) > 1
+        check(profile, devices, fleet, blocks)
+        assert fleet.bound_seconds is not None
+        assert fleet.bound_seconds <= best * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= fleet.step_seconds <= best * 1.01
+        worse += fleet.step_seconds > best * (1 + 1e-9)
+        mixed += len({len(pipeline.devices) for pipeline in fleet.pipelines}) > 1
     assert unfit >= 3
     assert mixed >= 3
     assert worse == 0
@@ -159,37 +159,37 @@ def test_both_orders_of_two_devices_are_tried() -> None:
     for _ in range(60):
         profile = chain(rng, 5)
         devices = [Device(50, 1.0), Device(50, 0.5)]
-        found = fleet_of(profile, devices, 3, 1)
-        assert found.step_seconds == pytest.approx(
+        fleet = fleet_of(profile, devices, 3, 1)
+        assert fleet.step_seconds == pytest.approx(
             best_by_trying_all(profile, devices, 3, 1, "varuna", None), rel=0.005
         )
 
 
 def test_seven_is_three_and_four() -> None:
-    """Twelve layers of which five fit a device, seven devices: neither 7 nor 3 + 3 is as fast as 3 + 4."""
+    """Seven devices, five of the twelve layers fit each: neither 7 nor 3 + 3 devices are as fast as 3 + 4."""
     profile = equal_layers(12)
-    found = fleet_of(profile, [Device(50)] * 7, 14)
-    check(profile, [Device(50)] * 7, found, 14)
-    assert sorted(len(one.devices) for one in found.pipelines) == [3, 4]
-    assert found.idle == ()
-    shares = {len(one.devices): one.blocks for one in found.pipelines}
+    fleet = fleet_of(profile, [Device(50)] * 7, 14)
+    check(profile, [Device(50)] * 7, fleet, 14)
+    assert sorted(len(pipeline.devices) for pipeline in fleet.pipelines) == [3, 4]
+    assert fleet.idle == ()
+    shares = {len(pipeline.devices): pipeline.blocks for pipeline in fleet.pipelines}
     assert shares == {3: 6, 4: 8}
 
 
 @pytest.mark.parametrize("number", range(2, 14))
 def test_any_number_of_devices_is_used_whole(number: int) -> None:
     profile = equal_layers(12)
-    found = fleet_of(profile, [Device(80)] * number, 24)
-    check(profile, [Device(80)] * number, found, 24)
-    assert found.idle == ()
+    fleet = fleet_of(profile, [Device(80)] * number, 24)
+    check(profile, [Device(80)] * number, fleet, 24)
+    assert fleet.idle == ()
     fewer = best_fleet(profile, [Device(80)] * (number - 1), 24)
-    assert found.step_seconds is not None
-    assert not isinstance(fewer, JointPlan) or found.step_seconds <= fewer.step_seconds * 1.005
+    assert fleet.step_seconds is not None
+    assert not isinstance(fewer, JointPlan) or fleet.step_seconds <= fewer.step_seconds * 1.005
 
 
 def test_a_slow_device_gets_fewer_layers_or_microbatches() -> None:
-    found = fleet_of(equal_layers(8, size=1), [Device(100, 1.0), Device(100, 0.25)], 10)
-    assert {one.devices: one.blocks for one in found.pipelines} == {(0,): 8, (1,): 2}
+    fleet = fleet_of(equal_layers(8, size=1), [Device(100, 1.0), Device(100, 0.25)], 10)
+    assert {pipeline.devices: pipeline.blocks for pipeline in fleet.pipelines} == {(0,): 8, (1,): 2}
     one_pipeline = fleet_of(equal_layers(8, size=1), [Device(7, 1.0), Device(7, 0.25)], 10)
     (pipeline,) = one_pipeline.pipelines
     layers = np.diff([*pipeline.cuts, 8])
@@ -213,13 +213,13 @@ def test_waiting_blocks_count_as_memory() -> None:
     rows = [LayerProfile("a", 10, parameter_bytes=3, forward_seconds=1.0, backward_seconds=1.0)]
     profile = Profile(tuple(rows))
     two = fleet_of(profile, [Device(13)] * 2, 4)
-    assert [one.blocks for one in two.pipelines] == [2, 2]
+    assert [pipeline.blocks for pipeline in two.pipelines] == [2, 2]
     assert two.plan.peak_bytes == 13
-    # the runs of such a profile had the gradients of a second block, which were counted again
+    # runs of such a profile contain the gradients of a second block, which used to be counted again
     profiled = Profile(tuple(rows), conditions={"accumulation_blocks": 4})
     assert fleet_of(profiled, [Device(13)] * 2, 4).plan.peak_bytes == 10
     single = fleet_of(profile, [Device(12)] * 2, 4)
-    assert (single.blocks, [one.blocks for one in single.pipelines]) == (2, [1, 1])
+    assert (single.blocks, [pipeline.blocks for pipeline in single.pipelines]) == (2, [1, 1])
     refused = solve(Problem.of(profile, 2, 12, RunShape(4, num_blocks=4)), "joint")
     assert refused.fits is False
     assert refused.shortfall is not None
@@ -246,25 +246,25 @@ def test_does_not_fit_names_the_shortfall() -> None:
 def test_many_kinds_of_devices_are_taken_for_fewer() -> None:
     rng = random.Random(2)
     devices = [Device(rng.randint(60, 100), rng.uniform(0.5, 1)) for _ in range(14)]
-    found = fleet_of(equal_layers(12), devices, 16)
-    check(equal_layers(12), devices, found, 16)
-    assert found.bound_seconds is None, "weaker kinds were planned for, so it would be no bound"
-    assert found.idle == ()
+    fleet = fleet_of(equal_layers(12), devices, 16)
+    check(equal_layers(12), devices, fleet, 16)
+    assert fleet.bound_seconds is None, "weaker kinds were planned for, so it would be no bound"
+    assert fleet.idle == ()
 
 
 def test_a_large_fleet_of_two_kinds() -> None:
     profile = equal_layers(12)
     devices = [Device(40), Device(60, 0.6)] * 64
-    found = fleet_of(profile, devices, 256, 64)
-    check(profile, devices, found, 64)
-    assert found.step_seconds is not None
-    assert found.bound_seconds is not None
-    assert len(found.idle) <= 2
-    assert found.step_seconds <= 1.3 * found.bound_seconds
+    fleet = fleet_of(profile, devices, 256, 64)
+    check(profile, devices, fleet, 64)
+    assert fleet.step_seconds is not None
+    assert fleet.bound_seconds is not None
+    assert len(fleet.idle) <= 2
+    assert fleet.step_seconds <= 1.3 * fleet.bound_seconds
 
 
 def test_a_large_fleet_is_close_to_its_relaxation() -> None:
-    """The whole-number program of 1,000 devices: what is composed is a fleet, and near what fractions would do."""
+    """The integer program for 1,000 devices gives a valid fleet, close to the fractional relaxation."""
     rng = np.random.default_rng(3)
     sizes = np.array([(a, b) for a in range(8) for b in range(8) if a + b], dtype=np.int64)
     speed = sizes @ np.array([1.0, 0.6]) * rng.uniform(0.8, 1.0, len(sizes))
@@ -302,14 +302,14 @@ def test_mistakes_are_named(change: dict[str, object], message: str) -> None:
 
 
 def test_one_device_is_a_plan_of_one_stage() -> None:
-    found = fleet_of(equal_layers(4), [Device(40)], 8)
-    (pipeline,) = found.pipelines
-    assert (pipeline.cuts, pipeline.blocks, found.step_seconds) == ((0,), 8, 4 * 3.0 * 8)
+    fleet = fleet_of(equal_layers(4), [Device(40)], 8)
+    (pipeline,) = fleet.pipelines
+    assert (pipeline.cuts, pipeline.blocks, fleet.step_seconds) == ((0,), 8, 4 * 3.0 * 8)
     assert asking.plan(equal_layers(4), 1, capacity=40).fits
 
 
 def test_what_lies_beside_training_counts_against_the_capacities_and_is_no_part_of_the_plans_bytes() -> None:
-    """As if every layer held that much more."""
+    """The fleet is the same as if every layer held so many more bytes."""
     dice = random.Random(12)
     fitting = 0
     for _ in range(40):
@@ -325,16 +325,16 @@ def test_what_lies_beside_training_counts_against_the_capacities_and_is_no_part_
         ]
         devices = [Device(dice.choice([None, 40, 60, 90])) for _ in range(dice.randint(1, 6))]
         run = RunShape(8, num_blocks=dice.choice([1, 2, 4]), microbatch_size=1)
-        found = best_fleet_of_run(profile, devices, run, "additive", beside=beside)
+        fleet = best_fleet_of_run(profile, devices, run, "additive", beside=beside)
         same = best_fleet(
             dataclasses.replace(profile, layers=tuple(heavier)), devices, 8, run.num_blocks, run, "additive"
         )
-        assert isinstance(found, JointPlan) == isinstance(same, JointPlan)
-        if not isinstance(found, JointPlan) or not isinstance(same, JointPlan):
+        assert isinstance(fleet, JointPlan) == isinstance(same, JointPlan)
+        if not isinstance(fleet, JointPlan) or not isinstance(same, JointPlan):
             continue
         fitting += 1
-        assert (found.step_seconds, found.pipelines) == (same.step_seconds, same.pipelines)
-        for ours, theirs in zip(found.plan.stages, same.plan.stages, strict=True):
+        assert (fleet.step_seconds, fleet.pipelines) == (same.step_seconds, same.pipelines)
+        for ours, theirs in zip(fleet.plan.stages, same.plan.stages, strict=True):
             (first, end), size = ours.layers[0], theirs.bytes
             assert size is not None
             assert (ours.layers, ours.ranks, ours.blocks) == (theirs.layers, theirs.ranks, theirs.blocks)

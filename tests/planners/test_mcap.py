@@ -1,4 +1,4 @@
-"""mCAP's recommenders beside the exact planner, and beside the rule read literally."""
+"""mCAP's recommenders, compared with the exact planner and with a literal version of the rule."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from varuna_capslog.profiles.record import LayerProfile, Profile
 
 
 def by_rounds(isolated: list[int], added: list[int], devices: int) -> list[int]:
-    """Brute force and the tie-break rule as their text goes: leave out the highest device, compare the others' peak."""
+    """Run brute force and the tie-break rule as the text says: drop the highest device, compare the others' peak."""
     costs = AdditiveCosts.of_statistics(isolated, added)
     race = [(cuts, peaks(isolated, added, cuts)) for cuts in exhaustive(costs, devices)]
     for _ in range(devices):
-        lowest = min(max(left) for _, left in race)
-        race = [(cuts, left) for cuts, left in race if max(left) == lowest]
-        for _, left in race:
-            left.remove(max(left))
+        lowest = min(max(stage_peaks) for _, stage_peaks in race)
+        race = [(cuts, stage_peaks) for cuts, stage_peaks in race if max(stage_peaks) == lowest]
+        for _, stage_peaks in race:
+            stage_peaks.remove(max(stage_peaks))
     return min(cuts for cuts, _ in race)
 
 
@@ -39,9 +39,9 @@ def test_brute_force_follows_the_rule_and_equals_exact(kind: str, block: int, mo
     monkeypatch.setattr(mcap, "_BLOCK", block)
     rng = random.Random(f"mcap {kind}")
     for isolated, added, costs, devices in instances(rng, kind, 150, 9):
-        found = mcap_bf_cuts(costs, devices)
-        assert found == by_rounds(isolated, added, devices), (isolated, added, devices)
-        assert found == exact_cuts(costs, devices)
+        cuts = mcap_bf_cuts(costs, devices)
+        assert cuts == by_rounds(isolated, added, devices), (isolated, added, devices)
+        assert cuts == exact_cuts(costs, devices)
 
 
 @pytest.mark.parametrize("kind", ["any", "negative", "ties"])
@@ -54,7 +54,7 @@ def test_brute_force_equals_exact_over_hundreds_of_thousands(kind: str) -> None:
 
 @dataclass(frozen=True)
 class PlacedCosts:
-    """Bytes that depend on the stage's place; `table[stage][first][end]`."""
+    """Bytes that depend on the stage's position; `table[stage][first][end]`."""
 
     num_layers: int
     table: list[list[list[int]]]
@@ -106,14 +106,14 @@ def test_refuses_what_would_take_too_long_unless_told(monkeypatch: pytest.Monkey
 def test_bayesian_optimisation_repeats_itself_and_is_no_better_than_brute_force() -> None:
     pytest.importorskip("skopt", reason="scikit-optimize, the extra `bo`, is not installed")
     costs = AdditiveCosts.of_statistics(*statistics(random.Random(5), "any", 12))
-    found = mcap_bo_cuts(costs, 4, seed=1, calls=34)
-    assert found == mcap_bo_cuts(costs, 4, seed=1, calls=34)
-    assert found[0] == 0
-    assert len(found) == 4
-    assert sorted(set(found)) == found
+    cuts = mcap_bo_cuts(costs, 4, seed=1, calls=34)
+    assert cuts == mcap_bo_cuts(costs, 4, seed=1, calls=34)
+    assert cuts[0] == 0
+    assert len(cuts) == 4
+    assert sorted(set(cuts)) == cuts
     drawn = [max(costs.peaks(mcap_bo_cuts(costs, 4, seed=seed, calls=1))) for seed in range(6)]
     best = max(costs.peaks(mcap_bf_cuts(costs, 4)))
-    assert best <= max(costs.peaks(found)) < max(drawn)
+    assert best <= max(costs.peaks(cuts)) < max(drawn)
 
 
 def test_shares_of_what_is_left() -> None:

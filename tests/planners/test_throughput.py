@@ -1,4 +1,4 @@
-"""The fastest cut list within a memory cap, and the front of peak against step time, against every cut list."""
+"""The fastest cut list within a memory cap and the front of peak and step time, compared with every cut list."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ def test_no_cut_list_that_fits_is_faster() -> None:
         speeds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(stages)]
         lists = list(cut_lists(profile.num_layers, stages))
         if capacities is not None:
-            lists = [one for one in lists if all(np.array(costs.peaks(one)) <= capacities)]
-        found = fastest_cuts(costs, seconds_of(profile, link), run, stages, capacities, speeds)
+            lists = [cuts for cuts in lists if all(np.array(costs.peaks(cuts)) <= capacities)]
+        fastest = fastest_cuts(costs, seconds_of(profile, link), run, stages, capacities, speeds)
         if not lists:
-            assert found is None
+            assert fastest is None
             unfit += 1
             continue
-        assert found is not None
-        assert list(found.cuts) in lists
+        assert fastest is not None
+        assert list(fastest.cuts) in lists
         best = best_by_trying_all(profile, costs, run, lists, link, speeds)
-        assert found.step_seconds == pytest.approx(best)
-        assert found.peak_bytes == max(costs.peaks(found.cuts))
-        proven += found.proven
+        assert fastest.step_seconds == pytest.approx(best)
+        assert fastest.peak_bytes == max(costs.peaks(fastest.cuts))
+        proven += fastest.proven
     assert unfit > 10
     assert proven > 100
 
@@ -88,20 +88,20 @@ def test_the_bound_holds_where_the_beam_is_too_narrow_to_find_the_best() -> None
     worse = 0
     for _ in range(120):
         profile, costs, run, stages, link = instance(rng, most_layers=10)
-        found = fastest_cuts(costs, seconds_of(profile, link), run, stages, width=1)
-        assert found is not None
+        fastest = fastest_cuts(costs, seconds_of(profile, link), run, stages, width=1)
+        assert fastest is not None
         lists = list(cut_lists(profile.num_layers, stages))
         best = best_by_trying_all(profile, costs, run, lists, link, [1.0] * stages)
-        assert found.bound_seconds <= best * (1 + 1e-9)
-        assert found.step_seconds >= best * (1 - 1e-9)
-        if found.proven:
-            assert found.step_seconds == pytest.approx(best)
-        worse += found.step_seconds > best * 1.0001
+        assert fastest.bound_seconds <= best * (1 + 1e-9)
+        assert fastest.step_seconds >= best * (1 - 1e-9)
+        if fastest.proven:
+            assert fastest.step_seconds == pytest.approx(best)
+        worse += fastest.step_seconds > best * 1.0001
     assert worse > 0, "nothing was left out, so the bound was never needed"
 
 
 def uneven() -> Profile:
-    """Six layers: the first two are slow and small, the last four quick and large."""
+    """Return six layers: the first two are slow and small, the last four fast and large."""
     rows = [(4.0, 1), (4.0, 1), (1.0, 10), (1.0, 10), (1.0, 10), (1.0, 10)]
     layers = [
         LayerProfile(f"l{i}", size, size if i else None, forward_seconds=time, backward_seconds=2 * time)
@@ -146,15 +146,15 @@ def test_equally_fast_lists_are_told_apart_by_their_peak() -> None:
 
 
 def test_more_microbatches_make_an_even_split_worth_more() -> None:
-    """One microbatch visits the stages one after the other: any cut is as fast. Many fill the pipeline."""
+    """A single microbatch visits stage after stage, so all cuts are equally fast. Many fill the pipeline."""
     profile = chain(random.Random(5), 8)
     costs = AdditiveCosts.of_statistics([1] * 8, [0] + [0] * 7)
-    one, many = (fastest_cuts(costs, seconds_of(profile), RunShape(count, "1f1b", False), 3) for count in (1, 64))
-    assert one is not None
+    single, many = (fastest_cuts(costs, seconds_of(profile), RunShape(count, "1f1b", False), 3) for count in (1, 64))
+    assert single is not None
     assert many is not None
-    whole = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
-    assert one.step_seconds == pytest.approx(whole)
-    assert many.step_seconds < 0.7 * 64 * whole
+    total_seconds = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
+    assert single.step_seconds == pytest.approx(total_seconds)
+    assert many.step_seconds < 0.7 * 64 * total_seconds
 
 
 def test_what_the_profile_lacks_is_named() -> None:
@@ -168,21 +168,21 @@ def test_what_the_profile_lacks_is_named() -> None:
 
 
 def test_forty_eight_layers_on_twenty_four_devices_are_bounded() -> None:
-    """Too many for the beam: the answer says how far it could be from the best, and holds what it promises."""
+    """Too many layers for the beam: the result gives a bound on its distance from the best, and the bound holds."""
     profile = chain(random.Random(6), 48)
     costs = AdditiveCosts.of_statistics(profile.column("isolated_bytes"), profile.column("added_bytes"))
-    found = fastest_cuts(costs, seconds_of(profile), RunShape(8), 24, [60] * 24)
-    assert found is not None
-    assert max(costs.peaks(found.cuts)) <= 60
-    assert found.step_seconds == pytest.approx(simulated(profile, found.cuts, "varuna", 8, True))
-    assert found.bound_seconds <= found.step_seconds <= 1.5 * found.bound_seconds
+    fastest = fastest_cuts(costs, seconds_of(profile), RunShape(8), 24, [60] * 24)
+    assert fastest is not None
+    assert max(costs.peaks(fastest.cuts)) <= 60
+    assert fastest.step_seconds == pytest.approx(simulated(profile, fastest.cuts, "varuna", 8, True))
+    assert fastest.bound_seconds <= fastest.step_seconds <= 1.5 * fastest.bound_seconds
 
 
 # -- the front of peak against step time
 
 
 def front_by_trying_all(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Of (peak, step) those that no other has a smaller peak or step and neither larger; step times to 1e-9."""
+    """Return the Pareto-optimal (peak, step) points; step times are compared with tolerance 1e-9."""
     kept: list[tuple[int, float]] = []
     for peak, step in sorted(points):
         if not kept or step < kept[-1][1] * (1 - 1e-9):
@@ -203,17 +203,17 @@ def test_every_point_of_the_front_and_no_other() -> None:
         link = rng.choice([None, Link(20.0, 0.01)])
         capacities = [rng.randint(60, 150) for _ in range(stages)] if rng.random() < 0.5 else None
         lists = [
-            one
-            for one in cut_lists(layers, stages)
-            if capacities is None or all(np.array(costs.peaks(one)) <= capacities)
+            cuts
+            for cuts in cut_lists(layers, stages)
+            if capacities is None or all(np.array(costs.peaks(cuts)) <= capacities)
         ]
         expected = front_by_trying_all(
             [
                 (
-                    max(costs.peaks(one)),
-                    simulated(profile, one, run.schedule, run.num_microbatches, run.recompute, link),
+                    max(costs.peaks(cuts)),
+                    simulated(profile, cuts, run.schedule, run.num_microbatches, run.recompute, link),
                 )
-                for one in lists
+                for cuts in lists
             ]
         )
         front = pareto_front(costs, seconds_of(profile, link), run, stages, capacities)

@@ -1,4 +1,4 @@
-"""Random chains with seconds for tests of planners that weigh time, and the answers by trying everything."""
+"""Random chains with seconds for tests of planners that minimise time, and exhaustive oracles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from varuna_capslog.schedules import StageSeconds, make_schedule, simulate
 
 
 class Positional:
-    """Stage costs that depend on the place: the layers' bytes, and a share of them for every stage behind."""
+    """Stage costs that depend on the position: the layers' bytes, and waiting bytes for every stage behind."""
 
     position_free = False
 
@@ -35,13 +35,13 @@ class Positional:
 
 
 def cut_lists(num_layers: int, stages: int) -> Iterator[list[int]]:
-    """Every cut list."""
-    for rest in itertools.combinations(range(1, num_layers), stages - 1):
-        yield [0, *rest]
+    """Yield every cut list."""
+    for inner_cuts in itertools.combinations(range(1, num_layers), stages - 1):
+        yield [0, *inner_cuts]
 
 
 def chain(rng: random.Random, num_layers: int) -> Profile:
-    """A chain whose layers differ by orders of magnitude in time, memory and what crosses the cuts behind them."""
+    """Draw a chain whose layers differ by orders of magnitude in time, memory and boundary bytes."""
     layers = []
     for number in range(num_layers):
         forward = rng.choice([0.01, rng.random(), 5 * rng.random()])
@@ -54,7 +54,7 @@ def chain(rng: random.Random, num_layers: int) -> Profile:
                 boundary_bytes=rng.randint(1, 60),
                 forward_seconds=forward,
                 backward_seconds=forward * rng.uniform(1, 3),
-                # parts of any sum; one layer of four does not tell its halves
+                # halves of any sum; every fourth layer has none
                 input_seconds=None if number % 4 == 3 else 1.0 + number % 3,
                 weight_seconds=None if number % 4 == 3 else 2.0,
             )
@@ -71,7 +71,7 @@ def simulated(
     link: Link | None = None,
     speeds: Sequence[float] | None = None,
 ) -> float:
-    """Step seconds of one cut list by `schedules.simulate` and plain sums over the layers."""
+    """Return the step seconds of a cut list by `schedules.simulate` and plain sums over the layers."""
     ends = [*cuts[1:], profile.num_layers]
     speeds = speeds or [1.0] * len(cuts)
     forward, backward = (
@@ -87,7 +87,7 @@ def simulated(
     link = link or Link()
     sizes = [0, *(profile.layers[cut - 1].boundary_bytes or 0 for cut in cuts[1:])]
     actions = make_schedule(schedule, len(cuts), microbatches, recompute=recompute)
-    # The engine leaves out a forward of the last stage that a recomputation repeats.
+    # The engine skips a forward of the last stage that recomputation repeats.
     bare = [*forward[:-1], 0.0]
     timeline = simulate(
         actions,
@@ -97,12 +97,12 @@ def simulated(
             bare_forward=bare,
             transfer=[link.seconds(size) for size in sizes],
             handover=[link.handover_seconds(size) for size in sizes],
-            other={"I": inputs, "W": [whole - half for whole, half in zip(backward, inputs, strict=True)]},
+            other={"I": inputs, "W": [full - half for full, half in zip(backward, inputs, strict=True)]},
         ),
     )
     return timeline.step_seconds
 
 
 def seconds_of(profile: Profile, link: Link | None = None) -> LayerSeconds:
-    """The planners' form of a chain's seconds."""
+    """Return the chain's seconds as the planners use them."""
     return LayerSeconds.of_profile(profile, link)

@@ -1,4 +1,4 @@
-"""Attention of captured models of transformers in other ways: same weights, same results, no maps kept."""
+"""Attention variants in captured transformers models: same weights, same results, no attention maps saved."""
 
 from __future__ import annotations
 
@@ -49,21 +49,22 @@ def test_attention_of_captured_models_is_exact_in_float64(kind: str, variant: st
     chain = captured(kind)
     number = with_attention(chain)
     plain = chain.layers[number].module
-    other = copy.deepcopy(plain)
-    assert known_variants()[variant].rewrite(other) == 1
-    assert [name for name, _ in other.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert [type(one).__mro__[1] for one in other.modules() if isinstance(one, AttentionCore)] != []
+    rewritten = copy.deepcopy(plain)
+    assert known_variants()[variant].rewrite(rewritten) == 1
+    assert [name for name, _ in rewritten.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [type(module).__mro__[1] for module in rewritten.modules() if isinstance(module, AttentionCore)] != []
     assert known_variants()[variant].rewrite(chain.layers[0].module) is None
-    found = difference(plain, other, arguments(chain, number))
-    assert found.part <= (1e-6 if kind == "llama" else 1e-12), found  # Llama's own code takes softmax in float32
-    # a copy of the rewritten layer is rewritten too, and the plain one is still plain
-    assert difference(other, copy.deepcopy(other), arguments(chain, number)).part == 0
-    assert any(isinstance(one, AttentionCore) for one in copy.deepcopy(other).modules())
-    assert not any(isinstance(one, AttentionCore) for one in plain.modules())
+    deviation = difference(plain, rewritten, arguments(chain, number))
+    # Llama's own code computes the softmax in float32
+    assert deviation.part <= (1e-6 if kind == "llama" else 1e-12), deviation
+    # a copy of the rewritten layer is rewritten too, and the original layer is unchanged
+    assert difference(rewritten, copy.deepcopy(rewritten), arguments(chain, number)).part == 0
+    assert any(isinstance(module, AttentionCore) for module in copy.deepcopy(rewritten).modules())
+    assert not any(isinstance(module, AttentionCore) for module in plain.modules())
 
 
 def arguments(chain: Chain, number: int) -> list[Tensor]:
-    """What the layer reads, where half of the second sample is padding."""
+    """Return the inputs of layer `number`; half of the second sample is padding."""
     values: dict[str, Tensor] = {
         "input_ids": torch.randint(0, 32, (2, 12)),
         "attention_mask": (torch.arange(12) < torch.tensor([[12], [6]])).long(),
@@ -73,18 +74,18 @@ def arguments(chain: Chain, number: int) -> list[Tensor]:
         for layer in chain.layers[:number]:
             layer.module.eval()
             values.update(layer(values))
-    given = [
+    inputs = [
         values[name].double() if values[name].is_floating_point() else values[name]
         for name in chain.layers[number].reads
     ]
-    return [value.requires_grad_(position == 0) for position, value in enumerate(given)]
+    return [tensor.requires_grad_(position == 0) for position, tensor in enumerate(inputs)]
 
 
 def test_dropout_of_the_maps_is_kept() -> None:
     chain = captured("gpt2")
-    other = copy.deepcopy(chain.layers[with_attention(chain)].module)
-    known_variants()["chunked"].rewrite(other)
-    assert [one.rate for one in other.modules() if isinstance(one, AttentionCore)] == [0.1]
+    rewritten = copy.deepcopy(chain.layers[with_attention(chain)].module)
+    known_variants()["chunked"].rewrite(rewritten)
+    assert [module.rate for module in rewritten.modules() if isinstance(module, AttentionCore)] == [0.1]
 
 
 def test_another_softmax_stays() -> None:
@@ -99,12 +100,12 @@ def test_another_softmax_stays() -> None:
 
 
 def test_attention_of_a_model_that_was_captured_for_training_alone() -> None:
-    """Profilers capture no more than that, and found no attention there: dropout has no module then."""
+    """Profilers capture models for training alone. Dropout has no module then, and attention was not recognised."""
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.BertConfig(num_hidden_layers=2, attn_implementation="eager", **sizes)
     torch.manual_seed(0)
     model, ids = transformers.BertForMaskedLM(config), torch.randint(0, 32, (2, 12))
     chain = Chain.from_module(model, None, {"input_ids": ids}, evaluates=False)
-    other = copy.deepcopy(chain.layers[with_attention(chain)].module)
-    assert known_variants()["sdpa"].rewrite(other) == 1
-    assert [one.rate for one in other.modules() if isinstance(one, AttentionCore)] == [0.1]
+    rewritten = copy.deepcopy(chain.layers[with_attention(chain)].module)
+    assert known_variants()["sdpa"].rewrite(rewritten) == 1
+    assert [module.rate for module in rewritten.modules() if isinstance(module, AttentionCore)] == [0.1]

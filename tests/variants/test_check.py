@@ -1,4 +1,4 @@
-"""Differences of a rewritten layer, in its outputs and in each of its gradients."""
+"""Differences between a rewritten layer and the original, in its outputs and in each of its gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from varuna_capslog.variants.check import Difference, difference
 
 
 class _Layer(nn.Module):
-    """Two parameters and dropout; what it gets wrong is chosen."""
+    """Two linear layers with dropout; `wrong` names the fault to make."""
 
     def __init__(self, wrong: str = "", rate: float = 0.0) -> None:
         super().__init__()
@@ -39,9 +39,11 @@ class _Layer(nn.Module):
 def compared(wrong: str, rate: float = 0.0) -> Difference:
     torch.manual_seed(0)
     plain = _Layer(rate=rate)
-    other = copy.deepcopy(plain)
-    other.wrong = wrong
-    return difference(plain, other, [torch.randn(3, 4, requires_grad=True), torch.tensor([True, True, False, True])])
+    rewritten = copy.deepcopy(plain)
+    rewritten.wrong = wrong
+    return difference(
+        plain, rewritten, [torch.randn(3, 4, requires_grad=True), torch.tensor([True, True, False, True])]
+    )
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
@@ -62,19 +64,19 @@ def test_equal_layers_do_not_differ_with_dropout_either(rate: float) -> None:
 def test_what_differs_is_named_with_its_part_of_the_largest_value(
     wrong: str, what: str, least: float, most: float
 ) -> None:
-    found = compared(wrong)
-    assert least <= found.part <= most
-    assert found.what == what
+    deviation = compared(wrong)
+    assert least <= deviation.part <= most
+    assert deviation.what == what
 
 
 def test_a_layer_whose_output_lies_otherwise_in_memory_is_the_same() -> None:
-    """Gradients were drawn in the order of each output's memory, so that right layers were refused."""
+    """Output gradients were drawn in the memory order of each output, so correct layers were refused."""
 
     class Turned(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).contiguous(memory_format=torch.channels_last)
 
     plain = nn.Conv2d(3, 4, 3)
-    other = Turned(3, 4, 3)
-    other.load_state_dict(plain.state_dict())
-    assert difference(plain, other, [torch.randn(2, 3, 8, 8, requires_grad=True)]).part == 0
+    turned = Turned(3, 4, 3)
+    turned.load_state_dict(plain.state_dict())
+    assert difference(plain, turned, [torch.randn(2, 3, 8, 8, requires_grad=True)]).part == 0

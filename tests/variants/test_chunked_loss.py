@@ -1,4 +1,4 @@
-"""Cross entropy in chunks of rows, of logits and of a linear layer: equal to torch's in float64, and smaller."""
+"""Cross entropy in chunks of rows, of logits and of a linear layer: equal to torch's in float64, with less memory."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ CLASSES, WIDTH = 12, 4
 
 
 def found(loss: Callable[..., Tensor], logits: Tensor, classes: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-    """The loss and the gradient of 1.7 times it."""
-    given = logits.detach().clone().requires_grad_()
-    value = loss(given, classes, **more)
-    return value.detach(), torch.autograd.grad(1.7 * value, given)[0]
+    """Return the loss, and the gradient of 1.7 times the loss."""
+    leaf = logits.detach().clone().requires_grad_()
+    loss_value = loss(leaf, classes, **more)
+    return loss_value.detach(), torch.autograd.grad(1.7 * loss_value, leaf)[0]
 
 
 @pytest.mark.parametrize("hidden", [[], [0, 3, 6], list(range(7))])
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
 def test_it_is_torchs_own(hidden: list[int], rows: int) -> None:
-    """Rows that do not count, all of them too; one class of some rows is impossible."""
+    """Ignored rows, up to all of them, and rows with a class whose logit is -inf."""
     generator = torch.Generator().manual_seed(0)
     logits = 30 * torch.randn(7, CLASSES, dtype=torch.float64, generator=generator)
     classes = torch.randint(1, CLASSES, (7,), generator=generator)
     logits[:3, 0], classes[hidden] = -torch.inf, 0
     ours = found(chunked_cross_entropy, logits, classes, ignored=0, rows=rows)
     theirs = found(F.cross_entropy, logits, classes, ignore_index=0)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12, equal_nan=True)
+    for actual, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12, equal_nan=True)
     assert len(hidden) < 7 or (ours[0].isnan() and not ours[1].any())
 
 
 def test_logits_of_16_bits_are_added_up_in_32() -> None:
     logits, classes = torch.randn(300, CLASSES).bfloat16(), torch.arange(300) % CLASSES
-    value, gradient = found(chunked_cross_entropy, logits, classes)
-    expected, exact = found(F.cross_entropy, logits.double(), classes)
-    assert (value.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
-    torch.testing.assert_close(value.double(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradient.double(), exact, atol=1e-5, rtol=1e-2)
+    loss, gradient = found(chunked_cross_entropy, logits, classes)
+    exact_loss, exact_gradient = found(F.cross_entropy, logits.double(), classes)
+    assert (loss.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(loss.double(), exact_loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient.double(), exact_gradient, atol=1e-5, rtol=1e-2)
 
 
 class Model(nn.Module):
-    """kind: how the loss gets its logits."""
+    """Body and head with a cross-entropy loss. kind: how the loss gets its logits."""
 
     def __init__(self, kind: str, bias: bool = False) -> None:
         super().__init__()
@@ -81,26 +81,26 @@ def captured(kind: str, bias: bool = False, batch: int = 2) -> Chain:
 @pytest.mark.parametrize(("kind", "exact"), [("plain", 1e-12), ("cast", 1e-5), ("read", 1e-12), ("halved", 1e-12)])
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_loss_of_a_captured_model_goes_in_chunks(kind: str, exact: float, whole: bool) -> None:
-    """The graph of `cast` converts to float32, whatever the layer's type; that of `read` needs the logits itself, and
-    that of `halved` takes halves of their rows for rows.
+    """The graph of `cast` converts to float32, whatever the layer's type. The graph of `read` also uses the logits, and
+    the graph of `halved` splits each row of the logits into two rows.
     """
     layer = captured(kind, bias=kind == "plain").layers[-1]
-    plain, other = copy.deepcopy(layer.module).double(), copy.deepcopy(layer.module).double()
-    assert (chunked_loss(other), chunked_loss(other)) == (1, 0)
-    assert list(other.state_dict()) == list(plain.state_dict())
+    plain, chunked = copy.deepcopy(layer.module).double(), copy.deepcopy(layer.module).double()
+    assert (chunked_loss(chunked), chunked_loss(chunked)) == (1, 0)
+    assert list(chunked.state_dict()) == list(plain.state_dict())
     readers = {("loss", 0): (1,), ("logits", 0): (1,)}
-    leave_logits([other], [layer.writes], readers if whole else {("loss", 0): (1,)})
+    leave_logits([chunked], [layer.writes], readers if whole else {("loss", 0): (1,)})
     inputs = {"classes": torch.tensor([[1, 2, 3, 4, 5]] * 2)}
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
     arguments, place = [inputs.get(name, x) for name in layer.reads], layer.writes.index("logits")
-    assert difference(plain, other, arguments, unread=() if whole else [place]).part <= exact
-    made = dict(zip(layer.writes, other(*arguments), strict=True))
-    assert made["logits"].numel() == (120 if whole or kind in ("read", "halved") else 0)
+    assert difference(plain, chunked, arguments, unread=() if whole else [place]).part <= exact
+    outputs = dict(zip(layer.writes, chunked(*arguments), strict=True))
+    assert outputs["logits"].numel() == (120 if whole or kind in ("read", "halved") else 0)
 
 
 @pytest.mark.parametrize("outputs", [("loss",), ("loss", "logits")])
 def test_what_a_run_will_do_is_checked(outputs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits in chunks only where the chain gives none; what reads them is not compared then."""
+    """The logits are computed in chunks only if the chain does not return them; then their readers are not compared."""
     chain, ways = captured("plain"), list[bool]()
     chain = Chain(chain.layers, chain.inputs, outputs, chain.name)
     inputs = {"x": TensorSpec((2, 5, WIDTH), torch.float32), "classes": TensorSpec((2, 5), torch.int64)}
@@ -111,8 +111,8 @@ def test_what_a_run_will_do_is_checked(outputs: tuple[str, ...], monkeypatch: py
         return of(self, x, weight, *more)
 
     monkeypatch.setattr(_LinearLoss, "of", noting)
-    (one,) = check_variants(chain, {1: "chunked-loss"}, inputs)
-    assert not one.fault
+    (check,) = check_variants(chain, {1: "chunked-loss"}, inputs)
+    assert not check.fault
     assert set(ways) == {outputs == ("loss",)}
 
 
@@ -140,8 +140,8 @@ def test_probabilities_in_place_of_classes_have_the_plain_loss() -> None:
 
 
 def test_it_holds_the_gradient_alone_or_less() -> None:
-    """4 MiB of logits in four chunks; torch's own holds their log-softmax and two gradients at once, and a model whose
-    logits are made in chunks two of these.
+    """Takes 4 MiB of logits in four chunks. torch's loss holds their log-softmax and two gradients at once; a model
+    that computes its logits in chunks holds two chunks.
     """
     logits, classes = torch.randn(1024, 1024, requires_grad=True), torch.arange(1024)
     hidden, graph = torch.randn(1024, 16, requires_grad=True), torch.fx.Graph()

@@ -20,15 +20,15 @@ def layers() -> list[tuple[str, nn.Module]]:
     ]
 
 
-def kinds(found: list[tuple[str, nn.Module]]) -> list[type]:
-    return [type(module[0]) for _, module in found if isinstance(module, nn.Sequential)]
+def kinds(named_layers: list[tuple[str, nn.Module]]) -> list[type]:
+    return [type(module[0]) for _, module in named_layers if isinstance(module, nn.Sequential)]
 
 
 def test_the_last_pattern_that_matches_counts() -> None:
-    found = layers()
-    chosen = apply_variants(found, {"*": "chunked", "encoder.1": "sdpa"}, "close")
+    named_layers = layers()
+    chosen = apply_variants(named_layers, {"*": "chunked", "encoder.1": "sdpa"}, "close")
     assert chosen == {1: "chunked", 2: "sdpa", 3: "chunked"}
-    assert kinds(found) == [ChunkedAttention, SdpaAttention, ChunkedAttention]
+    assert kinds(named_layers) == [ChunkedAttention, SdpaAttention, ChunkedAttention]
 
 
 def test_a_layer_can_be_chosen_by_its_number() -> None:
@@ -61,9 +61,9 @@ def test_users_add_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(layer: nn.Module) -> int | None:
         return 1 if isinstance(layer, nn.Linear) else None
 
-    own = Variant("own", "loose", counted)
-    register(own)
-    register(own)
+    variant = Variant("own", "loose", counted)
+    register(variant)
+    register(variant)
     assert apply_variants(layers(), {"*": "own"}, "loose") == {0: "own"}
     with pytest.raises(CapslogError, match="numerics=close allows results within 1e-5 at most; set numerics=loose"):
         apply_variants(layers(), {"*": "own"}, "close")

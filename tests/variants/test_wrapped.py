@@ -1,4 +1,4 @@
-"""Layers in another memory format or type, or by other kernels: near the plain ones, and the same from outside."""
+"""Layers in another memory format or data type, or with other kernels: close to the plain layers, same interface."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class _Layer(nn.Module):
 def test_it_is_near_the_plain_layer(name: str) -> None:
     torch.manual_seed(0)
     plain = _Layer()
-    other = copy.deepcopy(plain)
-    assert known_variants()[name].rewrite(other) == 1
-    assert known_variants()[name].rewrite(other) == 0
-    assert list(other.state_dict()) == list(plain.state_dict())
-    given = [torch.rand(2, 8, 9, 7, requires_grad=True), torch.tensor(2.0)]
-    found = difference(plain, other, given)
-    assert 0 < found.part <= TOLERANCES[known_variants()[name].numerics]
-    for ours, expected in zip(copy.deepcopy(other)(*given), plain(*given), strict=True):
+    rewritten = copy.deepcopy(plain)
+    assert known_variants()[name].rewrite(rewritten) == 1
+    assert known_variants()[name].rewrite(rewritten) == 0
+    assert list(rewritten.state_dict()) == list(plain.state_dict())
+    inputs = [torch.rand(2, 8, 9, 7, requires_grad=True), torch.tensor(2.0)]
+    deviation = difference(plain, rewritten, inputs)
+    assert 0 < deviation.part <= TOLERANCES[known_variants()[name].numerics]
+    for ours, expected in zip(copy.deepcopy(rewritten)(*inputs), plain(*inputs), strict=True):
         assert (ours.stride(), ours.dtype) == (expected.stride(), expected.dtype)
     if name == "bfloat16":
-        assert (other.conv.weight.dtype, other(*given)[0].bfloat16().float().equal(other(*given)[0])) == (
+        assert (rewritten.conv.weight.dtype, rewritten(*inputs)[0].bfloat16().float().equal(rewritten(*inputs)[0])) == (
             torch.float32,
             True,
         )
     elif name == "channels-last":
-        assert other.seen[-1].is_contiguous(memory_format=torch.channels_last)
+        assert rewritten.seen[-1].is_contiguous(memory_format=torch.channels_last)
         assert not plain.seen[-1].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -55,12 +55,12 @@ def test_layers_without_a_place_for_it_stay() -> None:
     assert known_variants()["channels-last"].rewrite(nn.Linear(2, 2)) is None
     assert known_variants()["bfloat16"].rewrite(nn.LayerNorm(2)) is None
     assert known_variants()["onednn-off"].rewrite(nn.LayerNorm(2)) is None
-    # its statistics are collected by hooks
+    # the statistics of BatchNorm are collected by hooks
     assert known_variants()["compiled"].rewrite(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) is None
 
 
 class _Switch(torch.autograd.Function):
-    """Hands on x; notes whether oneDNN is on when it runs forward and backward."""
+    """Identity that notes whether oneDNN is enabled in its forward and its backward."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, notes: list[bool]) -> Tensor:
@@ -84,7 +84,7 @@ class _Noting(nn.Module):
 
 
 def test_onednn_is_off_while_the_layer_works_and_on_for_its_neighbours() -> None:
-    """Three layers of one graph; also where the layer raises, oneDNN is on behind it."""
+    """Three layers of one graph. oneDNN is enabled again after the layer, also if the layer raises."""
     layers = [_Noting() for _ in range(3)]
     known_variants()["onednn-off"].rewrite(layers[1])
     nn.Sequential(*layers)(torch.ones(1, 2, requires_grad=True)).sum().backward()
@@ -95,7 +95,7 @@ def test_onednn_is_off_while_the_layer_works_and_on_for_its_neighbours() -> None
 
 
 class _Failing(torch.autograd.Function):
-    """Hands on x, and raises in the backward, as an operator does that finds no memory."""
+    """Identity whose backward raises, like an operator that runs out of memory."""
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -114,19 +114,19 @@ class _Unlucky(nn.Linear):
 def test_onednn_is_on_again_when_the_engine_drops_a_step_that_broke_off_in_the_layers_backward() -> None:
     layer = _Unlucky(2, 2)
     known_variants()["onednn-off"].rewrite(layer)
-    taken = EngineLayer(0, Layer("unlucky", layer), torch.device("cpu"), "float32", {})
+    engine_layer = EngineLayer(0, Layer("unlucky", layer), torch.device("cpu"), "float32", {})
     try:
         with pytest.raises(RuntimeError, match="no memory"):
             layer(torch.ones(1, 2)).sum().backward()
         assert not torch.backends.mkldnn.enabled
-        taken.reset()
+        engine_layer.reset()
         assert torch.backends.mkldnn.enabled
     finally:
         torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
 
 
 def test_between_neighbours_with_channels_last_nothing_is_converted() -> None:
-    """Layers read x and write x and a second tensor; the second layer's x is read by the loss too."""
+    """Each layer reads x and writes x and a second tensor; the loss also reads the second layer's x."""
     torch.manual_seed(0)
     apart = [_Layer() for _ in range(3)]
     for layer in apart:
@@ -135,16 +135,16 @@ def test_between_neighbours_with_channels_last_nothing_is_converted() -> None:
     writes = [("x", "y")] * 3
     readers = {("x", 0): (1,), ("x", 1): (2, 3), ("x", 2): (3,), ("y", 2): (3,)}
     leave_layouts(together, writes, readers)
-    found = []
+    runs = []
     for layers in (apart, together):
         x, formats = torch.rand(2, 8, 9, 7, generator=torch.Generator().manual_seed(1)), []
         for layer in layers:
             x, y = layer(x, torch.tensor(2.0))
             formats.append(x.is_contiguous(memory_format=torch.channels_last))
-        found.append((formats, x, y))
-    assert [formats for formats, _, _ in found] == [[False] * 3, [True, False, False]]
-    assert torch.equal(found[0][1], found[1][1])
-    assert torch.equal(found[0][2], found[1][2])
-    # a plain reader gets what it always got
+        runs.append((formats, x, y))
+    assert [formats for formats, _, _ in runs] == [[False] * 3, [True, False, False]]
+    assert torch.equal(runs[0][1], runs[1][1])
+    assert torch.equal(runs[0][2], runs[1][2])
+    # a reader without channels-last gets a contiguous tensor, as before
     leave_layouts([together[0], nn.Identity(), together[2]], writes, readers)
     assert together[0](torch.rand(2, 8, 9, 7), torch.tensor(2.0))[0].is_contiguous()

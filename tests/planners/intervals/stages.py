@@ -1,4 +1,4 @@
-"""Random chains whose parts hold tensors together, and every choice of memory intervals of a stage."""
+"""Random chains whose parts share tensors, and every choice of memory intervals of a stage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
 from varuna_capslog.profiles.record import Profile, TensorRecord
 
 UNIT = 1 / 64
-"""Seconds of all layers are multiples of it, so that sums in any order are the same to the last bit."""
+"""Seconds of all layers are multiples of UNIT, so that sums in any order are equal to the last bit."""
 
 
 def random_profile(draw: random.Random, size: int) -> Profile:
-    """A chain: one of four without `tensors`, the others with some that several layers read; one of three frozen in
-    front."""
+    """Draw a chain: a quarter without `tensors`, the others with tensors that several layers read, and a third of these
+    with frozen first layers."""
     if draw.random() < 0.25:
         profile = chains.profile_of(*chains.random_chain(draw, size))
     else:
@@ -38,29 +38,30 @@ def random_profile(draw: random.Random, size: int) -> Profile:
     return replace(profile, layers=tuple(layers))
 
 
-def _tensors(draw: random.Random, size: int, given: Sequence[TensorRecord]) -> tuple[TensorRecord, ...]:
-    """With more of them, each read by up to three layers or the loss; no gradient where a frozen layer writes."""
-    found, scale = list(given), max(one.bytes for one in given)
+def _tensors(draw: random.Random, size: int, tensors: Sequence[TensorRecord]) -> tuple[TensorRecord, ...]:
+    """Add tensors, each read by up to three layers or the loss; tensors of frozen layers have no gradient."""
+    records, scale = list(tensors), max(tensor.bytes for tensor in tensors)
     for number in range(draw.randrange(4)):
         writer = draw.randrange(-1, size)
         count = min(size - writer, draw.randrange(1, 4))
         readers = tuple(sorted(draw.sample(range(writer + 1, size + 1), count)))
         with_gradient = writer >= 0 and draw.random() < 0.7
-        found.append(
+        records.append(
             TensorRecord(
                 f"more{number}", draw.randrange(1, 3 * scale), with_gradient, writer if writer >= 0 else None, readers
             )
         )
     frozen = draw.randrange(size) if draw.random() < 1 / 3 else 0
     return tuple(
-        replace(one, gradient=one.gradient and one.writer is not None and one.writer >= frozen) for one in found
+        replace(record, gradient=record.gradient and record.writer is not None and record.writer >= frozen)
+        for record in records
     )
 
 
 def random_handling(draw: random.Random, profile: Profile) -> Handling:
-    """Any list, and copies that take about as long as the layers."""
+    """Draw a handling for any kind of list, with copies that take about as long as the layers."""
     told = all(row.action_bytes is not None for row in profile.observations)
-    size = max(one.saved_bytes or 0 for one in profile.observations) + 1
+    size = max(row.saved_bytes or 0 for row in profile.observations) + 1
     return Handling(
         recomputed=draw.random() < 0.5,
         later=draw.random() < 0.5,
@@ -73,21 +74,21 @@ def random_handling(draw: random.Random, profile: Profile) -> Handling:
 
 
 def all_choices(first: int, end: int) -> Iterator[tuple[MemoryInterval, ...]]:
-    """Every kind and every border; pieces that are kept and touch are one piece."""
+    """Yield intervals of every kind with every border; adjacent kept pieces count as one piece."""
     if first == end:
         yield ()
         return
     for border in range(first + 1, end + 1):
-        for rest in all_choices(border, end):
+        for later in all_choices(border, end):
             for kind in INTERVAL_KINDS:
-                yield (MemoryInterval(first, border, kind), *rest)
-            if border == end or (rest and rest[0].first == border):
-                yield rest
+                yield (MemoryInterval(first, border, kind), *later)
+            if border == end or (later and later[0].first == border):
+                yield later
 
 
 @dataclass(frozen=True)
 class Choice:
-    """seconds of one call; bytes by the calls in flight, from 1."""
+    """A choice of intervals. seconds: per call. bytes: by the calls in flight, from 1."""
 
     seconds: float
     bytes: tuple[int, ...]
@@ -97,13 +98,17 @@ class Choice:
 def weighed(
     profile: Profile, ranges: RangeBytes, first: int, end: int, handling: Handling, in_flight: int
 ) -> list[Choice]:
-    """All choices of a stage, by `treated` and sums over the layers."""
+    """Return all choices of a stage, by `treated` and sums over the layers."""
     seconds = LayerSeconds.of_profile(profile)
-    own = sum((layer.forward_seconds or 0) + (layer.backward_seconds or 0) for layer in profile.layers[first:end])
-    found = []
+    layer_seconds = sum(
+        (layer.forward_seconds or 0) + (layer.backward_seconds or 0) for layer in profile.layers[first:end]
+    )
+    choices = []
     for intervals in all_choices(first, end):
-        one = treated(ranges, ((first, end),), intervals, handling.recomputed, handling.later, split=handling.split)
-        compute = own + again_seconds(ranges, seconds, first, end, intervals)
-        sizes = tuple(bytes_of(one, ranges, first, end, count + 1, handling) for count in range(in_flight))
-        found.append(Choice(float(combined_seconds(handling, compute, one.host)), sizes, intervals))
-    return found
+        treatment = treated(
+            ranges, ((first, end),), intervals, handling.recomputed, handling.later, split=handling.split
+        )
+        compute = layer_seconds + again_seconds(ranges, seconds, first, end, intervals)
+        sizes = tuple(bytes_of(treatment, ranges, first, end, count + 1, handling) for count in range(in_flight))
+        choices.append(Choice(float(combined_seconds(handling, compute, treatment.host)), sizes, intervals))
+    return choices

@@ -1,4 +1,4 @@
-"""The bytes of a stage beside the fold of a plan that has it, and what its seconds are."""
+"""The bytes of a stage, compared with the fold of a plan with this stage, and its seconds."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ KEEP = RunShape(recompute=False, schedule="1f1b")
 
 
 def lists(number: int, stages: int, in_flight: int, calls: int, handling: Handling) -> Schedule:
-    """One rank per stage: those in front run all forwards first, those behind every backward at once.
+    """Return the lists of one rank per stage. Earlier stages run all forwards first, later ones each backward at once.
 
-    Stage `number` has so many calls in flight.
+    in_flight: calls in flight of stage `number`.
     """
     rows = []
     for stage in range(stages):
@@ -50,7 +50,7 @@ def lists(number: int, stages: int, in_flight: int, calls: int, handling: Handli
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_the_fold_of_a_whole_plan_has_the_same_peak(later: bool, split: bool) -> None:
-    """To the byte, but for lists with an O or with split backwards, of which a stage alone knows less."""
+    """Equal to the byte, except for lists with an O or with split backwards, about which a stage alone knows less."""
     draw = random.Random(f"{later} {split}")
     for _ in range(60):
         size, blocks, in_flight = draw.randrange(3, 7), draw.choice([1, 2]), draw.randrange(2, 5)
@@ -62,18 +62,20 @@ def test_the_fold_of_a_whole_plan_has_the_same_peak(later: bool, split: bool) ->
         chosen = intervals(draw, first, end, INTERVAL_KINDS)
         stages = [PlanStage(((cuts[stage], cuts[stage + 1]),), (stage,)) for stage in range(3)]
         stages[number] = replace(stages[number], memory=chosen)
-        recomputed = any(one.recomputes for one in chosen)
-        handling = Handling(recomputed, later and any(one.offloads for one in chosen), split, waiting_blocks=blocks - 1)
+        recomputed = any(interval.recomputes for interval in chosen)
+        handling = Handling(
+            recomputed, later and any(interval.offloads for interval in chosen), split, waiting_blocks=blocks - 1
+        )
         rows = lists(number, 3, in_flight, calls, handling)
         folded = max(fold(ranges, stages, Units(calls, 1, blocks), rows, KEEP)[number].bytes)
-        found = stage_bytes(ranges, first, end, chosen, in_flight, handling)
-        assert folded <= found
+        peak_bytes = stage_bytes(ranges, first, end, chosen, in_flight, handling)
+        assert folded <= peak_bytes
         if not (handling.later or split):
-            assert folded == found
+            assert folded == peak_bytes
 
 
 def test_reruns_take_what_a_simulated_stage_takes() -> None:
-    """A call's forwards and backward in `planning.stage_seconds` are its own seconds and the reruns."""
+    """The forwards and backward of a call in `planning.stage_seconds` are its own seconds plus the reruns."""
     draw = random.Random(3)
     ended_with_the_loss = 0
     for _ in range(60):
@@ -83,15 +85,15 @@ def test_reruns_take_what_a_simulated_stage_takes() -> None:
         first = draw.randrange(size)
         end = draw.randrange(first + 1, size + 1)
         chosen = intervals(draw, first, end, ["recompute", "recompute+offload"])
-        if any(end < size and not ranges.carries[one.end] for one in chosen) or ranges.statistics(first, end):
+        if any(end < size and not ranges.carries[interval.end] for interval in chosen) or ranges.statistics(first, end):
             continue
         stage = stage_seconds(profile, [PlanStage(((first, end),), (0,), memory=chosen)])
         assert stage.recompute
         assert stage.bare_forward
         assert stage.backward_again
-        own = float(stage.forward[0] + stage.backward[0])
+        plain_seconds = float(stage.forward[0] + stage.backward[0])
         played = stage.bare_forward[0] + stage.recompute[0] + stage.backward_again[0]
-        assert again_seconds(ranges, seconds, first, end, chosen) == pytest.approx(played - own, abs=1e-12)
+        assert again_seconds(ranges, seconds, first, end, chosen) == pytest.approx(played - plain_seconds, abs=1e-12)
         ended_with_the_loss += bool(chosen) and chosen[-1].end == size
     assert ended_with_the_loss
 
@@ -100,14 +102,14 @@ def test_frozen_layers_do_not_run_again_and_statistics_need_the_first_forward() 
     model = replace(Model.random(random.Random(1), 3, True), statistics=[0, 0, 3])
     profile = profile_of(model, "cuda")
     layers = tuple(replace(layer, forward_seconds=1.0, backward_seconds=2.0) for layer in profile.layers)
-    tensors = tuple(replace(one, gradient=one.gradient and one.writer != 0) for one in profile.tensors)
+    tensors = tuple(replace(tensor, gradient=tensor.gradient and tensor.writer != 0) for tensor in profile.tensors)
     profile = replace(profile, layers=layers, tensors=tensors)
     ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
-    every = [MemoryInterval(layer, layer + 1, "recompute") for layer in range(3)]
-    assert [again_seconds(ranges, seconds, 0, 3, [one]) for one in every] == [0.0, 1.0, 1.0]
+    recomputed = [MemoryInterval(layer, layer + 1, "recompute") for layer in range(3)]
+    assert [again_seconds(ranges, seconds, 0, 3, [interval]) for interval in recomputed] == [0.0, 1.0, 1.0]
     without = profile_of(replace(model, statistics=[0, 0, 0]), "cuda")
     ranges = RangeBytes(replace(without, layers=layers), "ranks", True)
-    assert [again_seconds(ranges, seconds, 0, 3, [one]) for one in every] == [1.0, 1.0, 0.0]
+    assert [again_seconds(ranges, seconds, 0, 3, [interval]) for interval in recomputed] == [1.0, 1.0, 0.0]
 
 
 def test_copies_beside_the_computation_and_before_it() -> None:

@@ -1,4 +1,4 @@
-"""The search beside every choice of memory intervals of small random stages."""
+"""The search, compared with every choice of memory intervals of small random stages."""
 
 from __future__ import annotations
 
@@ -34,21 +34,25 @@ class Stage:
         self.fronts = IntervalFronts(self.ranges, seconds, self.handling, labels)
 
     def budgets(self, draw: random.Random, in_flight: int) -> list[int]:
-        """The least and the most that some choice takes, some between, and one below all."""
-        sizes = sorted({one.bytes[in_flight - 1] for one in self.choices})
+        """Return the least and the most bytes of any choice, some between, and a budget below all."""
+        sizes = sorted({choice.bytes[in_flight - 1] for choice in self.choices})
         return [sizes[0] - 1, sizes[0], sizes[-1], *draw.sample(sizes, min(3, len(sizes)))]
 
     def best(self, in_flight: int, budget: int) -> tuple[float, int] | None:
-        """Seconds and bytes of the cheapest choice."""
-        fit = [(one.seconds, one.bytes[in_flight - 1]) for one in self.choices if one.bytes[in_flight - 1] <= budget]
+        """Return the seconds and bytes of the cheapest choice."""
+        fit = [
+            (choice.seconds, choice.bytes[in_flight - 1])
+            for choice in self.choices
+            if choice.bytes[in_flight - 1] <= budget
+        ]
         return min(fit, default=None)
 
     def least(self, in_flight: int) -> int:
-        """The fewest bytes of any choice."""
-        return min(one.bytes[in_flight - 1] for one in self.choices)
+        """Return the fewest bytes of any choice."""
+        return min(choice.bytes[in_flight - 1] for choice in self.choices)
 
     def bytes_of(self, intervals: tuple[MemoryInterval, ...], in_flight: int) -> int:
-        """By `treated`."""
+        """Return the bytes of the stage by `stage_bytes`, which uses `treated`."""
         return stage_bytes(self.ranges, self.first, self.end, intervals, in_flight, self.handling)
 
 
@@ -62,16 +66,18 @@ def test_the_cheapest_of_all_choices(seed: int) -> None:
             assert stage.fronts.least_bytes(stage.first, stage.end, in_flight) == (least, least)
             for budget in stage.budgets(draw, in_flight):
                 best = stage.best(in_flight, budget)
-                found = stage.fronts.cheapest(stage.first, stage.end, in_flight, budget)
-                every, bounds = stage.fronts.seconds(in_flight, budget)
+                choice = stage.fronts.cheapest(stage.first, stage.end, in_flight, budget)
+                seconds, bounds = stage.fronts.seconds(in_flight, budget)
                 if best is None:
-                    assert found is None
-                    assert every[stage.first, stage.end] == bounds[stage.first, stage.end] == float("inf")
+                    assert choice is None
+                    assert seconds[stage.first, stage.end] == bounds[stage.first, stage.end] == float("inf")
                     continue
-                assert found is not None
-                assert (found.seconds, found.bytes) == best
-                assert found.bytes == stage.bytes_of(found.intervals, in_flight)
-                assert found.bound_seconds == every[stage.first, stage.end] == bounds[stage.first, stage.end] == best[0]
+                assert choice is not None
+                assert (choice.seconds, choice.bytes) == best
+                assert choice.bytes == stage.bytes_of(choice.intervals, in_flight)
+                assert (
+                    choice.bound_seconds == seconds[stage.first, stage.end] == bounds[stage.first, stage.end] == best[0]
+                )
 
 
 @pytest.mark.parametrize("labels", [1, 3, 8])
@@ -85,26 +91,28 @@ def test_fewer_labels_are_never_too_good_and_know_what_they_may_have_missed(labe
             assert bound_least <= stage.least(in_flight) <= found_least
             for budget in stage.budgets(draw, in_flight):
                 best = stage.best(in_flight, budget)
-                found = stage.fronts.cheapest(stage.first, stage.end, in_flight, budget)
+                choice = stage.fronts.cheapest(stage.first, stage.end, in_flight, budget)
                 bound = stage.fronts.seconds(in_flight, budget)[1][stage.first, stage.end]
                 assert best is None or bound <= best[0]
-                assert (found is None) == (found_least > budget)
-                if found is None:
+                assert (choice is None) == (found_least > budget)
+                if choice is None:
                     worse += best is not None
                     continue
                 assert best is not None
-                assert found.bytes == stage.bytes_of(found.intervals, in_flight) <= budget
-                assert (found.seconds, found.bytes) in [
-                    (one.seconds, one.bytes[in_flight - 1]) for one in stage.choices if one.intervals == found.intervals
+                assert choice.bytes == stage.bytes_of(choice.intervals, in_flight) <= budget
+                assert (choice.seconds, choice.bytes) in [
+                    (candidate.seconds, candidate.bytes[in_flight - 1])
+                    for candidate in stage.choices
+                    if candidate.intervals == choice.intervals
                 ]
-                assert found.bound_seconds == bound <= best[0] <= found.seconds
-                worse += found.seconds > best[0]
-    assert worse  # so few labels must miss something, or the bounds were not tried
+                assert choice.bound_seconds == bound <= best[0] <= choice.seconds
+                worse += choice.seconds > best[0]
+    assert worse  # with so few labels some choice must be missed, or the bounds were not tested
 
 
 @pytest.mark.parametrize("labels", [0, 2])
 def test_no_list_is_below_the_bound_of_what_a_rank_can_hold(labels: int) -> None:
-    """A waiting call may hold as little as stays of it on the device, and a step may count a part of the copies."""
+    """A waiting call may hold only its bytes that stay on the device, and a step may count only part of the copies."""
     draw, below = random.Random(labels), 0
     for _ in range(12):
         stage = Stage(draw, draw.choice(SIZES), labels)
@@ -122,7 +130,9 @@ def test_no_list_is_below_the_bound_of_what_a_rank_can_hold(labels: int) -> None
                     assert bound == usual
                 below += bound < usual
                 if copied[0]:
-                    half = stage.fronts.bounds(in_flight, budget, [one // 2 for one in copied], entering)
+                    half = stage.fronts.bounds(
+                        in_flight, budget, [layer_bytes // 2 for layer_bytes in copied], entering
+                    )
                     assert half[stage.first, stage.end] <= bound
     assert below
 
@@ -132,17 +142,17 @@ def test_moved_bytes_and_reruns_are_told() -> None:
     told = 0
     for _ in range(12):
         stage = Stage(draw, 3)
-        found = stage.fronts.cheapest(stage.first, stage.end, 2, stage.least(2))
-        assert found is not None
-        own = sum(
-            (one.forward_seconds or 0) + (one.backward_seconds or 0)
-            for one in stage.profile.layers[stage.first : stage.end]
+        choice = stage.fronts.cheapest(stage.first, stage.end, 2, stage.least(2))
+        assert choice is not None
+        layer_seconds = sum(
+            (layer.forward_seconds or 0) + (layer.backward_seconds or 0)
+            for layer in stage.profile.layers[stage.first : stage.end]
         )
         bandwidth = stage.handling.host_bandwidth
-        copies = 0.0 if bandwidth is None else 2 * found.moved_bytes / bandwidth
-        compute = own + found.again_seconds
-        assert found.seconds == (max(compute, copies) if stage.handling.copies_beside else compute + copies)
-        told += found.moved_bytes > 0
+        copies = 0.0 if bandwidth is None else 2 * choice.moved_bytes / bandwidth
+        compute = layer_seconds + choice.again_seconds
+        assert choice.seconds == (max(compute, copies) if stage.handling.copies_beside else compute + copies)
+        told += choice.moved_bytes > 0
     assert told
 
 

@@ -1,4 +1,4 @@
-"""Which of many points no other one is below, beside a comparison of all with all."""
+"""Undominated points, compared with a comparison of all pairs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from varuna_capslog.planners.intervals.labels import WHOLE, Kin, Labels, fewer, 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_undominated_points_and_those_that_stand_for_the_others(seed: int) -> None:
-    """Few values, so that many points are equal; more points than are compared at a time; points of other classes."""
+    """Few values, so that many points are equal; more points than one comparison takes; points of several classes."""
     draw = np.random.default_rng(seed)
     for count in (1, 7, 60, 700):
         points = draw.integers(0, draw.integers(2, 40), (count, draw.integers(1, 5))).astype(np.float64)
@@ -30,13 +30,13 @@ def test_undominated_points_and_those_that_stand_for_the_others(seed: int) -> No
 
 
 def test_a_label_that_stands_for_another_one_has_its_lower_numbers_less_its_outputs() -> None:
-    """What keeps its outputs adds less to the device with the next segment; its seconds and its host tier do not."""
+    """Keeping its outputs, a label adds fewer device bytes with the next segment, but equal seconds and host bytes."""
     names, numbers = Sums._fields, np.zeros(2, dtype=np.intp)
     values = np.array([[[6.0, 10.0]] * 2] * (1 + len(names)))
     labels = Labels(np.zeros((len(WHOLE), 2), dtype=np.intp), values, names)
     kin = Kin(numbers, np.array([False, True]), np.array([0.0, 5.0]), numbers)
-    found = fewer(labels, np.array([0, 0]), kin)
-    assert len(found) == 1
-    assert found.again.tolist() == found.sums.host.tolist() == found.sums.forward.tolist() == [[6.0], [6.0]]
-    for column in (found.sums.waits, found.sums.held, found.sums.back, found.sums.again):
+    kept = fewer(labels, np.array([0, 0]), kin)
+    assert len(kept) == 1
+    assert kept.again.tolist() == kept.sums.host.tolist() == kept.sums.forward.tolist() == [[6.0], [6.0]]
+    for column in (kept.sums.waits, kept.sums.held, kept.sums.back, kept.sums.again):
         assert column.tolist() == [[6.0], [5.0]]

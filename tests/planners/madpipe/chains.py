@@ -1,4 +1,4 @@
-"""Small random chains, and allocations weighed one by one: the oracles of MadPipe."""
+"""Small random chains, and a check of single allocations: the oracles of MadPipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Parts = list[tuple[int, int, bool]]
 
 
 def draw_chain(dice: random.Random, layers: int, devices: int) -> ChainCosts:
-    """Layers that differ widely, with activations that shrink for half of the chains, and a limit of bytes."""
+    """Draw layers that differ widely and a limit of bytes; in half of the chains activations shrink."""
     forward = [dice.choice([0.05, dice.uniform(0.1, 2.0)]) for _ in range(layers)]
     static, saved = ([float(dice.randrange(1, most)) for _ in range(layers)] for most in (5, 20))
     if dice.random() < 0.5:
@@ -23,7 +23,7 @@ def draw_chain(dice: random.Random, layers: int, devices: int) -> ChainCosts:
     pace = dice.choice([0.0, 0.02, 0.2])
     return ChainCosts(
         tuple(forward),
-        tuple(one * dice.uniform(1.0, 3.0) for one in forward),
+        tuple(seconds * dice.uniform(1.0, 3.0) for seconds in forward),
         tuple(static),
         tuple(saved),
         tuple(crossing),
@@ -34,19 +34,19 @@ def draw_chain(dice: random.Random, layers: int, devices: int) -> ChainCosts:
     )
 
 
-def plus(one: float, other: float, target: float) -> float:
-    """The (+) of Sec. 4.2.2."""
-    if ceiling(one / target) == ceiling((one + other) / target):
-        return one + other
-    return target * ceiling(one / target) + other
+def plus(delay: float, added: float, target: float) -> float:
+    """Return the (+) of Sec. 4.2.2."""
+    if ceiling(delay / target) == ceiling((delay + added) / target):
+        return delay + added
+    return target * ceiling(delay / target) + added
 
 
-def ceiling(value: float) -> int:
-    return math.ceil(value - 1e-9)
+def ceiling(ratio: float) -> int:
+    return math.ceil(ratio - 1e-9)
 
 
 def every_allocation(layers: int, normal: int) -> Iterator[Parts]:
-    """All stages, and all choices of special ones that leave at most so many normal ones."""
+    """Yield all stages with all choices of special stages that leave at most `normal` normal ones."""
     for count in range(1, layers + 1):
         for cuts in itertools.combinations(range(1, layers), count - 1):
             bounds = [0, *cuts, layers]
@@ -56,18 +56,18 @@ def every_allocation(layers: int, normal: int) -> Iterator[Parts]:
 
 
 def fits(costs: ChainCosts, parts: Parts, target: float, counting: str = "least") -> bool:
-    """Whether loads and bytes of an allocation are within their limits, stage by stage from the last."""
+    """Return True if the allocation's loads and bytes are within their limits; stages are checked from the last."""
     delay, load, held = 0.0, 0.0, 0.0
     usable = (costs.usable or math.inf) * (1 + 1e-9)
     for first, end, special in reversed(parts):
         seconds = sum(costs.forward[first:end]) + sum(costs.backward[first:end])
         in_flight, saved = ceiling((delay + seconds) / target), sum(costs.saved[first:end])
-        own = sum(costs.static[first:end]) + 2 * (costs.crossing[first] + costs.crossing[end])
+        stage_bytes = sum(costs.static[first:end]) + 2 * (costs.crossing[first] + costs.crossing[end])
         if special:
-            load, held = load + seconds, held + own + (in_flight - (counting != "most")) * saved
+            load, held = load + seconds, held + stage_bytes + (in_flight - (counting != "most")) * saved
             if held + (saved if counting == "least" else 0) > usable:
                 return False
-        elif own + in_flight * saved > usable:
+        elif stage_bytes + in_flight * saved > usable:
             return False
         wire = costs.transfer[first]
         if max(seconds, load, (1 + costs.shared) * wire) > target * (1 + 1e-9):

@@ -1,4 +1,4 @@
-"""MadPipe's stages against every allocation of small chains, and against its recursion, read as it is printed."""
+"""MadPipe's stages, compared with every allocation of small chains and with its recursion as printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOSE = 1.0011
 
 
 def printed_recursion(costs: ChainCosts, target: float) -> float:
-    """T(L, P - 1, 0, 0, 0) of Sec. 4.2.2, with C(k - 1) in V' as the text around the formula asks for it."""
+    """Return T(L, P - 1, 0, 0, 0) of Sec. 4.2.2, with C(k - 1) in V' as the text around the formula requires."""
     usable = (costs.usable or math.inf) * (1 + 1e-9)
 
     def period(layer: int, normal: int, busy: float, held: float, delay: float) -> float:
@@ -27,36 +27,36 @@ def printed_recursion(costs: ChainCosts, target: float) -> float:
             return busy
         best = math.inf
         for first in range(1, layer + 1):  # layers first .. layer, counted from 1
-            own = sum(costs.forward[first - 1 : layer]) + sum(costs.backward[first - 1 : layer])
-            in_flight = ceiling((delay + own) / target)
+            seconds = sum(costs.forward[first - 1 : layer]) + sum(costs.backward[first - 1 : layer])
+            in_flight = ceiling((delay + seconds) / target)
             link, wait = costs.link_load(first - 1), costs.delay(first - 1)
-            behind = plus(plus(delay, own, target), wait, target)
+            behind = plus(plus(delay, seconds, target), wait, target)
             if normal and costs.memory(first - 1, layer, in_flight) <= usable:
-                rest = period(first - 1, normal - 1, busy, held, behind)
-                best = min(best, max(own, link, rest))
+                earlier = period(first - 1, normal - 1, busy, held, behind)
+                best = min(best, max(seconds, link, earlier))
             more = held + costs.memory(first - 1, layer, in_flight - 1)
             if more <= usable:
-                rest = period(first - 1, normal, busy + own, more, behind)
-                best = min(best, max(busy + own, link, rest))
+                earlier = period(first - 1, normal, busy + seconds, more, behind)
+                best = min(best, max(busy + seconds, link, earlier))
         return best
 
     return period(costs.num_layers, costs.devices - 1, 0.0, 0.0, 0.0)
 
 
 def check_against_every_allocation(dice: random.Random) -> bool:
-    """Whether there was an allocation."""
+    """Check the best allocation of a random chain; return True if there is one."""
     layers, devices = dice.randrange(2, 9), dice.randrange(2, 5)
     costs, counting = draw_chain(dice, layers, devices), dice.choice(["least", "most", "printed"])
-    found = best_allocation(costs, counting)
-    every = list(every_allocation(layers, devices - 1))
-    if found is None:
+    allocation = best_allocation(costs, counting)
+    all_parts = list(every_allocation(layers, devices - 1))
+    if allocation is None:
         largest = sum(costs.forward) + sum(costs.backward) + 2 * sum(costs.transfer)
-        assert not any(fits(costs, parts, largest, counting) for parts in every)
+        assert not any(fits(costs, parts, largest, counting) for parts in all_parts)
         return False
-    parts = [(one.first, one.end, one.special) for one in found.stages]
-    assert parts in every
-    assert fits(costs, parts, found.period, counting)
-    assert not any(fits(costs, parts, found.period / CLOSE, counting) for parts in every)
+    parts = [(stage.first, stage.end, stage.special) for stage in allocation.stages]
+    assert parts in all_parts
+    assert fits(costs, parts, allocation.period, counting)
+    assert not any(fits(costs, parts, allocation.period / CLOSE, counting) for parts in all_parts)
     return True
 
 
@@ -70,35 +70,40 @@ def test_contiguous_ones_use_every_processor_as_a_normal_one() -> None:
     for _ in range(60):
         layers, devices = dice.randrange(2, 9), dice.randrange(2, 5)
         costs = draw_chain(dice, layers, devices)
-        found = best_allocation(costs, "none")
-        every = [one for one in every_allocation(layers, devices) if not any(special for _, _, special in one)]
-        if found is not None:
-            assert found.contiguous
-            assert not any(fits(costs, parts, found.period / CLOSE) for parts in every)
+        allocation = best_allocation(costs, "none")
+        all_parts = [
+            parts for parts in every_allocation(layers, devices) if not any(special for _, _, special in parts)
+        ]
+        if allocation is not None:
+            assert allocation.contiguous
+            assert not any(fits(costs, parts, allocation.period / CLOSE) for parts in all_parts)
         free = best_allocation(costs)
-        better += free is not None and (found is None or free.period < found.period / 1.05)
-    assert better > 10  # what the special processor is for
+        better += free is not None and (allocation is None or free.period < allocation.period / 1.05)
+    assert better > 10  # the gain of the special processor
 
 
 def test_the_countings_are_searched_together_with_the_same_answers() -> None:
     dice, several = random.Random(9), 0
     for _ in range(40):
         costs = draw_chain(dice, dice.randrange(2, 9), dice.randrange(1, 5))
-        found = weighed_allocations(costs)
+        allocations = weighed_allocations(costs)
         alone = {name: best_allocation(costs, name) for name in (WEIGHED if costs.devices > 1 else ("none",))}
-        periods = [one.period for one in alone.values() if one is not None]
-        assert bool(found) == bool(periods)
-        for name, one in found.items():
-            other = alone[name]
-            assert other is not None
-            assert one.period == pytest.approx(other.period, rel=2e-3)
-        assert min((one.period for one in found.values()), default=0) <= min(periods, default=0) * 1.001
-        several += len({one.stages for one in found.values()}) > 1
+        periods = [allocation.period for allocation in alone.values() if allocation is not None]
+        assert bool(allocations) == bool(periods)
+        for name, allocation in allocations.items():
+            single = alone[name]
+            assert single is not None
+            assert allocation.period == pytest.approx(single.period, rel=2e-3)
+        assert (
+            min((allocation.period for allocation in allocations.values()), default=0)
+            <= min(periods, default=0) * 1.001
+        )
+        several += len({allocation.stages for allocation in allocations.values()}) > 1
     assert several > 5
 
 
 def test_the_printed_recursion_has_the_same_smallest_period_for_any_target() -> None:
-    dice, known = random.Random(5), 0
+    dice, feasible = random.Random(5), 0
     for _ in range(60):
         costs = draw_chain(dice, dice.randrange(2, 7), dice.randrange(2, 4))
         work = sum(costs.forward) + sum(costs.backward)
@@ -107,21 +112,21 @@ def test_the_printed_recursion_has_the_same_smallest_period_for_any_target() -> 
         if period == math.inf:
             assert allocation_within(costs, target, 2 * work, counting="printed") is None
             continue
-        known += 1
-        found = allocation_within(costs, target, period * (1 + 1e-6), counting="printed")
-        assert found is not None
-        assert found.load(costs) <= period * (1 + 1e-5)
+        feasible += 1
+        allocation = allocation_within(costs, target, period * (1 + 1e-6), counting="printed")
+        assert allocation is not None
+        assert allocation.load(costs) <= period * (1 + 1e-5)
         assert allocation_within(costs, target, period * (1 - 1e-6), counting="printed") is None
-    assert known > 20
+    assert feasible > 20
 
 
 def test_algorithm_1_keeps_the_old_period_as_a_bound_where_nothing_fits_at_the_first() -> None:
-    """As printed the lower bound became infinite then, and no allocation was found."""
+    """In the printed algorithm the lower bound becomes infinite then, and no allocation is found."""
     costs = ChainCosts((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (4.0, 4.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0), 2, 4.0)
     assert allocation_within(costs, 2.0) is None
-    found = best_allocation(costs)
-    assert found is not None
-    assert found.period == pytest.approx(4.0, rel=1e-3)
+    allocation = best_allocation(costs)
+    assert allocation is not None
+    assert allocation.period == pytest.approx(4.0, rel=1e-3)
 
 
 def test_labels_that_are_many_are_thinned_and_lose_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,25 +138,25 @@ def test_labels_that_are_many_are_thinned_and_lose_little(monkeypatch: pytest.Mo
     assert exact is not None
     assert coarse is not None
     assert exact.period / CLOSE <= coarse.period <= 1.1 * exact.period
-    assert fits(costs, [(one.first, one.end, one.special) for one in coarse.stages], coarse.period)
+    assert fits(costs, [(stage.first, stage.end, stage.special) for stage in coarse.stages], coarse.period)
 
 
 def test_ranks_are_counted_as_they_appear_and_the_special_one_comes_back() -> None:
     costs = draw_chain(random.Random(0), 5, 3)
-    found = Allocation.of(costs, [(0, 1, False), (1, 2, True), (2, 4, False), (4, 5, True)])
-    assert [one.rank for one in found.stages] == [0, 1, 2, 1]
-    assert not found.contiguous
+    allocation = Allocation.of(costs, [(0, 1, False), (1, 2, True), (2, 4, False), (4, 5, True)])
+    assert [stage.rank for stage in allocation.stages] == [0, 1, 2, 1]
+    assert not allocation.contiguous
     busy = [sum(costs.forward[a:b]) + sum(costs.backward[a:b]) for a, b in ((0, 1), (2, 4))]
     busy.append(sum(costs.forward[k] + costs.backward[k] for k in (1, 4)))
-    assert found.period == pytest.approx(max([*busy, *map(costs.link_load, (1, 2, 4))]))
+    assert allocation.period == pytest.approx(max([*busy, *map(costs.link_load, (1, 2, 4))]))
 
 
 def rows(**missing: None) -> Profile:
-    known = {
+    fields = {
         "static_bytes": 16, "saved_bytes": 5, "boundary_bytes": 2, "parameter_bytes": 4,
         "forward_seconds": 1.0, "backward_seconds": 2.0,
     }  # fmt: skip
-    return Profile(tuple(LayerProfile(f"l{at}", 30, 9 if at else None, **known | missing) for at in range(3)))
+    return Profile(tuple(LayerProfile(f"l{at}", 30, 9 if at else None, **fields | missing) for at in range(3)))
 
 
 def test_a_profile_gives_what_the_devices_and_the_link_ask_for() -> None:

@@ -1,4 +1,4 @@
-"""Periodic schedules, played over many periods, against 1F1B* and against every choice of whole starts."""
+"""Periodic schedules, simulated over many periods, compared with 1F1B* and with every choice of whole starts."""
 
 from __future__ import annotations
 
@@ -19,43 +19,45 @@ PERIODS = 40
 
 
 def check(costs: ChainCosts, allocation: Allocation, pattern: Pattern) -> None:
-    """Plays the pattern: each microbatch in order, one operation at a time on each resource, and the bytes."""
+    """Simulate the pattern. Check the order of each microbatch, one operation at a time per resource, and the bytes."""
     runs: dict[tuple[object, ...], list[tuple[float, float, str]]] = {}
     begun: dict[tuple[str, int], float] = {}
     slack, ready = 1e-5 * pattern.period, 0.0
-    for one, start, shift in zip(pattern.operations, pattern.starts, pattern.shifts, strict=True):
+    for operation, start, shift in zip(pattern.operations, pattern.starts, pattern.shifts, strict=True):
         first = start + shift * pattern.period  # of microbatch 0
         assert first >= ready - slack
-        ready = begun[one.kind, one.stage] = first
-        ready += one.seconds
+        ready = begun[operation.kind, operation.stage] = first
+        ready += operation.seconds
         for number in range(PERIODS):
             at = first + number * pattern.period
-            runs.setdefault(one.resource, []).append((at, at + one.seconds, f"{one.kind}{one.stage}"))
+            runs.setdefault(operation.resource, []).append(
+                (at, at + operation.seconds, f"{operation.kind}{operation.stage}")
+            )
     for row in runs.values():
         row.sort()
         for (_, end, _), (start, _, _) in itertools.pairwise(row):
             assert start >= end - slack
-    for rank in {one.rank for one in allocation.stages}:
-        own = [number for number, one in enumerate(allocation.stages) if one.rank == rank]
+    for rank in {stage.rank for stage in allocation.stages}:
+        numbers = [number for number, stage in enumerate(allocation.stages) if stage.rank == rank]
         events = []
-        for number in own:
-            one = allocation.stages[number]
-            size = sum(costs.saved[one.first : one.end])
-            back = begun["B", number] + sum(costs.backward[one.first : one.end])
+        for number in numbers:
+            stage = allocation.stages[number]
+            size = sum(costs.saved[stage.first : stage.end])
+            back = begun["B", number] + sum(costs.backward[stage.first : stage.end])
             for microbatch in range(PERIODS):
                 events.append((round(begun["F", number] / pattern.period + microbatch, 5), 1, size))
                 events.append((round(back / pattern.period + microbatch, 5), 0, -size))
-        held = sum(sum(costs.static[one.first : one.end]) for one in (allocation.stages[at] for at in own))
-        for number, one in enumerate(allocation.stages[1:], 1):
-            ends = {allocation.stages[number - 1].rank, one.rank}
-            held += 2 * costs.crossing[one.first] * (len(ends) == 2 and rank in ends)
+        held = sum(sum(costs.static[stage.first : stage.end]) for stage in (allocation.stages[at] for at in numbers))
+        for number, stage in enumerate(allocation.stages[1:], 1):
+            ends = {allocation.stages[number - 1].rank, stage.rank}
+            held += 2 * costs.crossing[stage.first] * (len(ends) == 2 and rank in ends)
         for _, _, size in sorted(events):
             held += size
             assert held <= (costs.usable or math.inf) * (1 + 1e-6)
 
 
 def test_patterns_of_drawn_allocations_are_valid_and_no_shorter_than_their_loads() -> None:
-    dice, found = random.Random(1), 0
+    dice, checked = random.Random(1), 0
     for _ in range(50):
         layers, devices = dice.randrange(2, 9), dice.randrange(2, 5)
         costs = draw_chain(dice, layers, devices)
@@ -64,20 +66,22 @@ def test_patterns_of_drawn_allocations_are_valid_and_no_shorter_than_their_loads
         for microbatches in (None, 8):
             pattern = periodic_pattern(costs, allocation, microbatches)
             if pattern is not None:
-                found += 1
+                checked += 1
                 assert pattern.proven
                 assert pattern.period >= allocation.load(costs) * (1 - 1e-6)
                 check(costs, allocation, pattern)
-    assert found > 25
+    assert checked > 25
 
 
 def test_contiguous_stages_have_the_period_of_1f1b_star() -> None:
     """Proposition 1: the smallest T for which the groups of stages and messages fit."""
-    dice, found = random.Random(2), 0
+    dice, compared = random.Random(2), 0
     for _ in range(40):
         layers, devices = dice.randrange(2, 8), dice.randrange(2, 5)
         costs = dataclasses.replace(draw_chain(dice, layers, devices), shared=True)
-        parts = dice.choice([one for one in every_allocation(layers, devices) if not any(part[2] for part in one)])
+        parts = dice.choice(
+            [candidate for candidate in every_allocation(layers, devices) if not any(part[2] for part in candidate)]
+        )
         pattern = periodic_pattern(costs, Allocation.of(costs, parts))
         largest = sum(costs.forward) + sum(costs.backward) + 2 * sum(costs.transfer)
         if not fits(costs, parts, largest):
@@ -89,20 +93,20 @@ def test_contiguous_stages_have_the_period_of_1f1b_star() -> None:
             low, high = (low, middle) if fits(costs, parts, middle) else (middle, high)
         assert pattern is not None
         assert pattern.period == pytest.approx(high, rel=3e-4)
-        found += 1
-    assert found > 10
+        compared += 1
+    assert compared > 10
 
 
 def smallest_whole_period(costs: ChainCosts, allocation: Allocation, operations: tuple[Operation, ...]) -> int | None:
-    """The smallest whole period of all starts at whole seconds, each operation as soon as it then can be."""
-    longest = round(sum(one.seconds for one in operations))
+    """Return the smallest whole period over all starts at whole seconds, each operation as early as possible."""
+    longest = round(sum(operation.seconds for operation in operations))
     for period in range(math.ceil(allocation.load(costs) - 1e-9), longest + 1):
         for starts in itertools.product(range(period), repeat=len(operations) - 1):
             first, shifts, now = (0, *starts), list[int](), 0
-            for one, start in zip(operations, first, strict=True):
+            for operation, start in zip(operations, first, strict=True):
                 shift = max(0, -(-(now - start) // period))
                 shifts.append(shift)
-                now = start + shift * period + round(one.seconds)
+                now = start + shift * period + round(operation.seconds)
             pattern = Pattern(float(period), operations, tuple(map(float, first)), tuple(shifts), True)
             try:
                 check(costs, allocation, pattern)
@@ -113,9 +117,9 @@ def smallest_whole_period(costs: ChainCosts, allocation: Allocation, operations:
 
 
 def test_no_choice_of_whole_starts_gives_a_shorter_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three stages, the first and the last on one processor; with so little memory that some must wait."""
+    """Three stages, the first and the last on the same processor; memory is so small that some must wait."""
     monkeypatch.setattr("tests.planners.madpipe.test_pattern.PERIODS", 6)
-    dice, longer, found = random.Random(6), 0, 0
+    dice, longer, compared = random.Random(6), 0, 0
     for _ in range(16):
         seconds = [float(dice.randrange(1, 3)) for _ in range(3)]
         saved = tuple(float(dice.randrange(1, 4)) for _ in range(3))
@@ -127,18 +131,18 @@ def test_no_choice_of_whole_starts_gives_a_shorter_period(monkeypatch: pytest.Mo
         if pattern is None:
             continue
         check(costs, allocation, pattern)
-        whole = smallest_whole_period(costs, allocation, pattern.operations)
-        assert whole is not None
-        assert pattern.period <= whole * (1 + 2e-4)
-        assert pattern.period == pytest.approx(whole, rel=2e-4)
-        found += 1
+        whole_period = smallest_whole_period(costs, allocation, pattern.operations)
+        assert whole_period is not None
+        assert pattern.period <= whole_period * (1 + 2e-4)
+        assert pattern.period == pytest.approx(whole_period, rel=2e-4)
+        compared += 1
         longer += pattern.period > allocation.load(costs) * 1.01
-    assert found > 6
+    assert compared > 6
     assert longer > 1
 
 
 def test_the_solver_writes_nothing_to_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
-    """HiGHS has a line of its own for some of these, which would stand in the JSON of a command."""
+    """HiGHS prints a line for some of these allocations, which would end up in the JSON output of a command."""
     dice = random.Random(1)
     for _ in range(12):
         layers, devices = dice.randrange(2, 9), dice.randrange(2, 5)

@@ -1,4 +1,4 @@
-"""Small random graphs with costs, and stages weighed by what they are: the oracles of planners with replicas."""
+"""Small random graphs with costs, and the time of given stages: the oracles of planners with replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Stage = tuple[frozenset[int], int]
 def draw_costs(
     dice: random.Random, edges: Sequence[tuple[int, int]], layers: int, devices: int, limited: bool, link: Link
 ) -> GraphCosts:
-    """Costs of a graph, with a limit of bytes for half of those that may have one."""
+    """Draw the costs of a graph. limited: 70 % of the graphs get a limit of bytes."""
     static, saved = ([dice.randrange(1, 9) for _ in range(layers)] for _ in range(2))
     usable = dice.randrange(10, 5 * layers + 20) if limited and dice.random() < 0.7 else None
     cuts = [0, *(dice.randrange(1, 9) for _ in range(layers - 1)), 0]
@@ -26,7 +26,7 @@ def draw_costs(
         tuple(saved),
         tuple(dice.randrange(1, 9) for _ in range(layers)),
         tuple(cuts),
-        tuple((one, other, dice.randrange(1, 9)) for one, other in edges),
+        tuple((writer, reader, dice.randrange(1, 9)) for writer, reader in edges),
         devices,
         dice.choice([4, 6, 8]),
         usable,
@@ -36,12 +36,12 @@ def draw_costs(
 
 
 def draw_tree(dice: random.Random, layers: int, nested: bool = True) -> tuple[list[tuple[int, int]], list[int]]:
-    """Edges of a random series-parallel graph, and its sinks; layers are numbered in an order of the graph."""
+    """Draw the edges of a series-parallel graph, and its sinks; layers are numbered in topological order."""
     edges: list[tuple[int, int]] = []
     count = 0
 
     def build(size: int, sources: list[int], deep: int) -> list[int]:
-        """Layers behind those of `sources`; gives the last ones."""
+        """Add `size` layers behind `sources`; return the last ones."""
         nonlocal count
         while size:
             if size > 2 and deep and dice.random() < 0.6:
@@ -51,11 +51,11 @@ def draw_tree(dice: random.Random, layers: int, nested: bool = True) -> tuple[li
                 for _ in range(inside - width):
                     sizes[dice.randrange(width)] += 1
                 ends: list[int] = []
-                for one in sizes:
-                    ends += build(one, sources, deep - 1)
+                for branch_size in sizes:
+                    ends += build(branch_size, sources, deep - 1)
                 sources, size = ends, size - inside
             else:
-                edges.extend((one, count) for one in sources)
+                edges.extend((source, count) for source in sources)
                 sources, size, count = [count], size - 1, count + 1
         return sources
 
@@ -64,34 +64,37 @@ def draw_tree(dice: random.Random, layers: int, nested: bool = True) -> tuple[li
 
 
 def splits(devices: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Replicas of so many stages on at most so many devices."""
+    """Yield the replicas of `count` stages on at most `devices` devices."""
     if count == 0:
         yield ()
         return
     for first in range(1, devices - count + 2):
-        for rest in splits(devices - first, count - 1):
-            yield (first, *rest)
+        for later in splits(devices - first, count - 1):
+            yield (first, *later)
 
 
 def slowest(costs: GraphCosts, stages: Sequence[Stage]) -> float:
-    """GraphPipe's time per microbatch of the slowest stage; infinite where one does not fit.
+    """Return GraphPipe's time per microbatch of the slowest stage; infinite if a stage does not fit.
 
-    Stages behind one another by the edges; before several the larger numbers count.
+    Edges determine the order of stages. A stage with several followers takes their largest numbers.
     """
     stage_of = {layer: number for number, (layers, _) in enumerate(stages) for layer in layers}
     behind: dict[int, set[int]] = {number: set() for number in range(len(stages))}
     for writer, reader, _ in costs.edges:
         if stage_of[writer] != stage_of[reader]:
             behind[stage_of[writer]].add(stage_of[reader])
-    state: dict[int, tuple[int, int]] = {}
+    states: dict[int, tuple[int, int]] = {}
 
     def of(number: int) -> tuple[int, int]:
-        if number not in state:
-            size, others = stages[number][1], [of(other) for other in behind[number]]
-            in_flight, at_once = max((one[0] for one in others), default=0), max((one[1] for one in others), default=0)
-            needed = min(table_3_2(1, size, 1, at_once, in_flight), costs.microbatches) if others else size
-            state[number] = needed, max(size, at_once)
-        return state[number]
+        if number not in states:
+            size, later = stages[number][1], [of(reader) for reader in behind[number]]
+            in_flight, at_once = (
+                max((state[0] for state in later), default=0),
+                max((state[1] for state in later), default=0),
+            )
+            needed = min(table_3_2(1, size, 1, at_once, in_flight), costs.microbatches) if later else size
+            states[number] = needed, max(size, at_once)
+        return states[number]
 
     worst = 0.0
     for number, (layers, replicas) in enumerate(stages):

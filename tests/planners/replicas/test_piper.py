@@ -1,4 +1,4 @@
-"""Piper's dynamic program against every chain of downsets with every degree."""
+"""Piper's dynamic program, compared with every chain of downsets with every degree."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def draw_edges(dice: random.Random, layers: int) -> list[tuple[int, int]]:
     return sorted(dice.sample(pairs, dice.randrange(len(pairs) + 1))) if pairs else []
 
 
-def chains(left: frozenset[int], edges: list[tuple[int, int]]) -> Iterator[list[frozenset[int]]]:
-    """Every partition into stages in an order in which no stage reads from a later one."""
-    if not left:
+def chains(layers: frozenset[int], edges: list[tuple[int, int]]) -> Iterator[list[frozenset[int]]]:
+    """Yield every partition into ordered stages, where no stage reads from a later one."""
+    if not layers:
         yield []
         return
-    for count in range(1, len(left) + 1):
-        for chosen in combinations(sorted(left), count):
+    for count in range(1, len(layers) + 1):
+        for chosen in combinations(sorted(layers), count):
             stage = frozenset(chosen)
-            if not any(reader in stage and writer in left - stage for writer, reader in edges):
-                for rest in chains(left - stage, edges):
-                    yield [stage, *rest]
+            if not any(reader in stage and writer in layers - stage for writer, reader in edges):
+                for later in chains(layers - stage, edges):
+                    yield [stage, *later]
 
 
 def value(costs: GraphCosts, stages: list[frozenset[int]], degrees: tuple[int, ...]) -> float:
@@ -45,7 +45,7 @@ def value(costs: GraphCosts, stages: list[frozenset[int]], degrees: tuple[int, .
             return math.inf
         time = sum(costs.seconds[layer] for layer in stage)
         if costs.link.bandwidth is not None:
-            crossing = [size for one, other, size in costs.edges if (one in stage) != (other in stage)]
+            crossing = [size for writer, reader, size in costs.edges if (writer in stage) != (reader in stage)]
             time += sum(2 * costs.link.seconds(size) for size in crossing)
         size = sum(costs.parameters[layer] for layer in stage)
         exchange = (d - 1) * (size / (costs.link.bandwidth or math.inf) + costs.link.latency_seconds)
@@ -65,23 +65,23 @@ def test_nothing_in_its_search_space_has_a_faster_slowest_stage(link: Link) -> N
         for stages in chains(frozenset(range(layers)), edges):
             if len(stages) <= devices:
                 best = min(best, *(value(costs, stages, degrees) for degrees in splits(devices, len(stages))))
-        found = piper_stages(costs)
-        assert (found is None) == math.isinf(best)
-        if found is None:
+        plan = piper_stages(costs)
+        assert (plan is None) == math.isinf(best)
+        if plan is None:
             nothing += 1
             continue
-        sets, degrees = [frozenset(one.layers) for one in found], tuple(one.replicas for one in found)
+        sets, degrees = [frozenset(stage.layers) for stage in plan], tuple(stage.replicas for stage in plan)
         assert value(costs, sets, degrees) == pytest.approx(best)
     assert 20 < nothing < 200
 
 
 def test_a_stage_may_hold_parts_of_two_branches() -> None:
-    """Two towers of 2 + 1 layers and three devices: only a stage across the towers is as fast as a third of all."""
+    """Two towers with layers of 2 and 1 s on three devices: only a stage across both towers balances the seconds."""
     edges = ((0, 1, 1), (1, 4, 1), (2, 3, 1), (3, 4, 1))
     costs = GraphCosts((2.0, 1.0, 2.0, 1.0, 0.0), (2,) * 5, (0,) * 5, (0,) * 5, (0,) * 6, edges, 3, 1, usable=6)
-    found = piper_stages(costs)
-    assert found is not None
-    assert sorted(one.layers for one in found) == [(0,), (1, 3, 4), (2,)]
+    plan = piper_stages(costs)
+    assert plan is not None
+    assert sorted(stage.layers for stage in plan) == [(0,), (1, 3, 4), (2,)]
 
 
 def test_downsets_are_counted_and_too_many_are_refused() -> None:
