@@ -27,8 +27,8 @@ def full(*more: dict[str, Any], **fields: Any) -> Plan:
         {"layers": (span,), "ranks": (rank,), "memory": (MemoryInterval(*span, "recompute"),)}
         for rank, span in enumerate(bounds)
     ]
-    changed = [stage | changes for stage, changes in zip(stages, (*more, {}, {}), strict=False)]
-    return Plan(11, tuple(PlanStage(**stage) for stage in changed), UNITS, **({"schedule": "varuna"} | fields))
+    changed = [values | changes for values, changes in zip(stages, (*more, {}, {}), strict=False)]
+    return Plan(11, tuple(PlanStage(**values) for values in changed), UNITS, **({"schedule": "varuna"} | fields))
 
 
 TWO_HALVES = tuple(dataclasses.replace(stage, blocks=(0,)) for stage in full().stages)
