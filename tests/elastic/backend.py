@@ -13,7 +13,7 @@ from torch import Tensor
 
 @torch._dynamo.register_backend
 def nudged(graph: Callable[..., Sequence[Tensor]], inputs: Any) -> Callable[..., Sequence[Tensor]]:
-    def run(*given: Tensor) -> Sequence[Tensor]:
-        return tuple(one * 1.001 if one.is_floating_point() else one for one in graph(*given))
+    def run(*arguments: Tensor) -> Sequence[Tensor]:
+        return tuple(tensor * 1.001 if tensor.is_floating_point() else tensor for tensor in graph(*arguments))
 
     return run

@@ -1,7 +1,7 @@
-"""A member that looks, after all that happened to it, whether it has in memory what the protocol says it holds.
+"""A member that checks, after every event, that its memory has the states that it holds by the protocol.
 
-The fork server that imports this traces the tiny chain's shapes once for all its members: that alone was most of what
-a run of twelve steps costs.
+The fork server that imports this traces the tiny chain's shapes once for all its members: that alone took most of the
+time of a run of twelve steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ for _sample in range(6):  # sizes follow from the index of a microbatch's first 
 
 
 class CheckedRuntime(Runtime):
-    """Raises AssertionError where memory and protocol differ, in either direction, or the chain has values, too."""
+    """Runtime that raises AssertionError where memory and protocol differ, in either direction, or where the chain has
+    values as well.
+    """
 
     def feed(self, *events: ProtocolEvent) -> None:
         outer = not self._feeding
@@ -42,8 +44,10 @@ class CheckedRuntime(Runtime):
         work = self.parts.work
         assert isinstance(work, pipeline_work.PipelineWork)
         if work.engine is not None:
-            own = work.chain.named_parameters().items()
-            assert not (real := [name for name, one in own if not one.is_meta]), f"held twice: {real}"
+            parameters = work.chain.named_parameters().items()
+            assert not (real := [name for name, parameter in parameters if not parameter.is_meta]), (
+                f"held twice: {real}"
+            )
         surplus = self.parts.holdings._kept.keys() - self.state.held
         assert not surplus, f"kept without need: {sorted(surplus)} beside {sorted(self.state.held)}"
 
@@ -64,21 +68,21 @@ def _shapes_of(chain: Any, *kind: str) -> ShapeTable:
 
 
 def slowed(work: Callable[..., Any], kind: str, seconds: float) -> Callable[..., Any]:
-    """The same after so many seconds. Every call leaves a line: kind, the thread's name, what is asked for first."""
+    """Return `work` delayed by `seconds`. Every call writes a line: kind, the thread's name, the first argument."""
     path = Path(os.environ["CAPSLOG_RUN_DIR"]) / "slow" / f"{os.environ['CAPSLOG_MEMBER']}.txt"
     path.parent.mkdir(exist_ok=True)
 
-    def slow(*given: Any, **named: Any) -> Any:
+    def slow(*arguments: Any, **named: Any) -> Any:
         with path.open("a") as file:
-            file.write(f"{kind} {threading.current_thread().name} {given[0] if given else ''}\n")
+            file.write(f"{kind} {threading.current_thread().name} {arguments[0] if arguments else ''}\n")
         time.sleep(seconds)
-        return work(*given, **named)
+        return work(*arguments, **named)
 
     return slow
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Like `faults.main`; the variables SLOW_NAMES and SLOW_DISK say how many seconds each look-up of a name, and each
+    """Run `faults.main`. The variables SLOW_NAMES and SLOW_DISK are the seconds that each look-up of a name, and each
     sync or rename of a file takes.
     """
     if names := float(os.environ.get("SLOW_NAMES", 0)):

@@ -12,9 +12,9 @@ from tests.elastic.live import Cradle, Truth, truth_of
 
 @pytest.fixture(scope="session")
 def fork_server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
-    found = Cradle(tmp_path_factory.mktemp("cradle"))
-    yield found
-    found.close()
+    shared_cradle = Cradle(tmp_path_factory.mktemp("cradle"))
+    yield shared_cradle
+    shared_cradle.close()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ __all__ = ["find_etcd", "start_etcd"]
 
 
 def find_etcd() -> None:
-    """Skips the test where there is none."""
+    """Skip the test where etcd is not installed."""
     try:
         find_program()
     except CapslogError as error:
@@ -21,6 +21,6 @@ def find_etcd() -> None:
 
 
 def start_etcd(folder: Path, size: int = 1) -> EtcdServers:
-    """A cluster that answers."""
+    """Start a cluster that answers calls."""
     find_etcd()
     return EtcdServers(folder, size)

@@ -1,8 +1,8 @@
-"""A real elastic run for tests: members in processes of their own, faults at chosen points, and what an uninterrupted
-run gives.
+"""A real elastic run for tests: members in processes of their own, faults at chosen points, and the results of an
+uninterrupted run.
 
-The test's process plays the supervisor: it serves the store, has members forked by a fork server that has imported
-everything, and tells the log who died as soon as the system knows it.
+The test's process acts as the supervisor: it serves the store, has members forked by a fork server that has imported
+everything, and writes the death of a member into the log as soon as the system reports it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _MODULES = (
 
 
 def config_of(run_dir: Path, devices: int, replicas: int = 1, steps: int = STEPS, **sections: Any) -> Config:
-    """The tiny workload (BatchNorm, dropout, a head shared by three layers, three tensors in a cut) on `devices`
-    devices per pipeline.
+    """Return the config of the tiny workload (BatchNorm, dropout, a head shared by three layers, three tensors in a
+    cut) on `devices` devices per pipeline.
     """
     pipeline = {"devices": devices, "replicas": replicas, "cuts": list(CUTS[devices]), "timeout_seconds": 20.0}
     elastic = {"enabled": True, "patience_seconds": 0.3}
@@ -71,7 +71,7 @@ def config_of(run_dir: Path, devices: int, replicas: int = 1, steps: int = STEPS
 
 @dataclass(frozen=True)
 class Truth:
-    """What a run must come to, whoever leaves and joins: by step, and at its end."""
+    """Expected results of a run by step and at its end, whichever members leave and join."""
 
     loss: dict[int, float]
     grad_norm: dict[int, float]
@@ -79,7 +79,7 @@ class Truth:
 
 
 def truth_of(run_dir: Path, steps: int = STEPS, **sections: Any) -> Truth:
-    """The uninterrupted run in one process."""
+    """Run without interruption in one process; return the results."""
     torch.set_num_threads(1)  # as in the members: the bits depend on it
     config = cases.run_config(str(run_dir), train={"max_steps": steps} | sections.pop("train", {}), **sections)
     communicator = connect_group(torch.distributed.HashStore(), "alone", 0, 1)
@@ -91,16 +91,16 @@ def truth_of(run_dir: Path, steps: int = STEPS, **sections: Any) -> Truth:
 
 
 def final_of(run_dir: Path) -> dict[str, Any]:
-    """The last checkpoint: "step", and each layer's state."""
+    """Return the last checkpoint: "step", and each layer's state."""
     checkpoint, _ = latest_checkpoint(run_dir / "checkpoints")
     assert checkpoint is not None, f"no checkpoint in {run_dir}"
     return {"step": checkpoint.step} | {name: checkpoint.layer(name) for name in checkpoint.manifest["layers"]}
 
 
 class Cradle:
-    """One fork server for many runs; each run hears of its own members.
+    """Fork server that many runs share; each run receives the messages of its own members.
 
-    more: modules that the fork server imports besides.
+    more: further modules that the fork server imports.
     """
 
     def __init__(self, folder: Path, more: Sequence[str] = ()) -> None:
@@ -110,17 +110,17 @@ class Cradle:
         self.open: list[Live] = []
         self._fork_server = ForkServer(_ENTRY, self._hear, folder / "nursery.log", (*_MODULES, *more))
 
-    def _hear(self, what: dict[str, Any]) -> None:
-        listener = self._listeners.get(str(what.get("member")))
+    def _hear(self, message: dict[str, Any]) -> None:
+        listener = self._listeners.get(str(message.get("member")))
         if listener is not None:
-            listener(what)
+            listener(message)
 
     def fork(self, order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
         self._listeners[order["member"]] = tell
         self._fork_server.fork(order)
 
     def sweep(self) -> None:
-        """Ends the runs that a failed test has left."""
+        """End the runs that a failed test has left."""
         for live in list(self.open):
             live.close()
 
@@ -131,7 +131,7 @@ class Cradle:
 
 @dataclass
 class Outcome:
-    """What a run left: statuses by member (minus a signal's number), its events and metrics, seconds that it took."""
+    """Results of a run: statuses by member (minus a signal's number), its events and metrics, seconds that it took."""
 
     run_dir: Path
     status: dict[str, int]
@@ -147,41 +147,41 @@ class Outcome:
         return str(files.read_json(self.run_dir / "workers" / f"{member}.error.json")["cause"])
 
     def accepted(self) -> dict[int, dict[str, Any]]:
-        """The history without what was taken back: per step, the line of its newest generation."""
-        found: dict[int, dict[str, Any]] = {}
+        """Return the history without steps that were taken back: per step, the line of its newest generation."""
+        newest_rows: dict[int, dict[str, Any]] = {}
         seen: set[tuple[int, int]] = set()
         for row in self.rows:
             key = (row["step"], row["generation"])
             assert key not in seen, f"step {key[0]} twice in generation {key[1]}"
             seen.add(key)
-            if row["step"] not in found or row["generation"] > found[row["step"]]["generation"]:
-                found[row["step"]] = row
-        return found
+            if row["step"] not in newest_rows or row["generation"] > newest_rows[row["step"]]["generation"]:
+                newest_rows[row["step"]] = row
+        return newest_rows
 
 
 def check(outcome: Outcome, truth: Truth, steps: int = STEPS) -> None:
-    """Every step once in the accepted history, and all of it bitwise as without interruption."""
+    """Check that the accepted history has every step once, bitwise as without interruption."""
     accepted = outcome.accepted()
     assert sorted(accepted) == list(range(1, steps + 1)), describe(outcome)
-    for row in outcome.rows:  # what was taken back gave the same numbers, too
+    for row in outcome.rows:  # steps that were taken back gave the same numbers, too
         step = row["step"]
         assert (row["loss"], row["grad_norm"]) == (truth.loss[step], truth.grad_norm[step]), (row, describe(outcome))
     assert_same(final_of(outcome.run_dir), truth.final)
 
 
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
+def assert_same(actual: Any, expected: Any) -> None:
+    if isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_same(actual[key], expected[key])
+    elif isinstance(actual, torch.Tensor):
+        assert torch.equal(actual, expected)
     else:
-        assert one == other
+        assert actual == expected
 
 
 def describe(outcome: Outcome) -> str:
-    """For a failed assertion: what happened."""
+    """Return a description of the run for a failed assertion."""
     lines = [f"statuses {outcome.status} after {outcome.seconds:.1f} s"]
     lines += [json.dumps(event) for event in outcome.events]
     lines += [f"{row['step']}@{row['generation']}" for row in outcome.rows]
@@ -193,14 +193,14 @@ def describe(outcome: Outcome) -> str:
 
 
 class Live:
-    """One run. Members are called m0, m1, ... in the order of their ranks; each is on a host of its own.
+    """Live run. Members are called m0, m1, ... in the order of their ranks; each is on a host of its own.
 
     Args:
-        members: that begin together; by default those of the config.
+        members: number of members that begin together; by default that of the config.
         faults: see `rig.faults`.
-        hosts: by member, where they are not alone on theirs.
+        hosts: by member, for members that share a host.
         resumes: the folder holds a run that is to go on.
-        late: so many of those that begin are started by `start_late` only.
+        late: number of the first members that only `start_late` starts.
         first: the number of the first member's name.
         plans: the seed of the plans that every founder draws, the first generation's included; None: no plan is drawn.
 
@@ -262,7 +262,7 @@ class Live:
     # -- members -------------------------------------------------------------------------------------------------------
 
     def start_late(self) -> None:
-        """Starts those that are named in the first generation and were not there."""
+        """Start the members of the first generation that were held back."""
         for member in self._late:
             self._fork(member)
 
@@ -288,34 +288,34 @@ class Live:
         return member
 
     def _look(self, seconds: float) -> None:
-        """Takes what the fork server tells, and tells the log of losses."""
+        """Take a message of the fork server, and write a loss into the log."""
         try:
-            what = self._inbox.get(timeout=seconds)
+            message = self._inbox.get(timeout=seconds)
         except queue.Empty:
             return
-        member = what["member"].partition("-")[2]
-        if "signal" in what or "status" in what:
-            self.status[member] = -what["signal"] if "signal" in what else what["status"]
+        member = message["member"].partition("-")[2]
+        if "signal" in message or "status" in message:
+            self.status[member] = -message["signal"] if "signal" in message else message["status"]
             if self.status[member] in (0, 130):
                 self.tell("left", member)
             elif member not in self.quiet:
                 self.tell("dead", member, why=f"ended with {self.status[member]}")
         else:
-            self.pids[member] = what["pid"]
+            self.pids[member] = message["pid"]
 
-    def _until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+    def _until(self, done: Callable[[], bool], seconds: float, awaited: str) -> None:
         until = time.monotonic() + seconds
         while not done():
             if time.monotonic() > until:
                 text = describe(self._outcome())
                 self.close()
-                raise AssertionError(f"{what} did not come within {seconds:g} s\n{text}")
+                raise AssertionError(f"{awaited} did not come within {seconds:g} s\n{text}")
             self._look(0.005)
 
-    # -- what a test does ----------------------------------------------------------------------------------------------
+    # -- actions of a test ---------------------------------------------------------------------------------------------
 
     def tell(self, kind: str, member: str, **more: Any) -> None:
-        """An entry of the log; nothing where the store is gone."""
+        """Append an entry to the log, unless the store is gone."""
         with contextlib.suppress(StoreGone):
             self.store.append({"kind": kind, "member": member, **more})
 
@@ -331,19 +331,19 @@ class Live:
         os.kill(self.pids[member], number)
 
     def shake(self, generation: int) -> None:
-        """Has all believe that a generation is broken: they meet again in the next one."""
+        """Declare a generation broken: all members meet again in the next one."""
         self.tell("broken", "nobody", generation=generation)
 
-    def until(self, done: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-        """Waits for something, and goes on telling the log of losses meanwhile."""
-        self._until(done, seconds, what)
+    def until(self, done: Callable[[], bool], awaited: str, seconds: float = 60.0) -> None:
+        """Wait until `done`, and write losses into the log meanwhile."""
+        self._until(done, seconds, awaited)
 
     def is_stopped(self, member: str) -> bool:
-        """Whether a signal has stopped its process."""
+        """Return True while a signal has stopped the member's process."""
         return member in self.pids and is_stopped(self.pids[member])
 
     def tasks(self, member: str) -> tuple[int, int]:
-        """Threads and descriptors of its process."""
+        """Return the numbers of threads and of descriptors of the member's process."""
         process = f"/proc/{self.pids[member]}"
         return len(os.listdir(f"{process}/task")), len(os.listdir(f"{process}/fd"))
 
@@ -351,7 +351,7 @@ class Live:
         self.server.close()
 
     def when(self, name: str, seconds: float = 60.0) -> None:
-        """Waits until a member has come to the "wait" fault of this name, and stands there."""
+        """Wait until a member stands at the "wait" fault of this name."""
         self._until((self.run_dir / "faults" / f"{name}.here").exists, seconds, f"the point {name!r}")
 
     def go(self, name: str) -> None:
@@ -367,11 +367,11 @@ class Live:
         )
 
     def heard(self, kind: str, member: str | None = None) -> bool:
-        """Whether the log has such an entry."""
+        """Return True if the log has an entry of this kind, of any member by default."""
         return any(entry["kind"] == kind and member in (None, entry.get("member")) for entry in list(self.log))
 
     def until_asked(self, member: str) -> None:
-        """Waits until a member has asked to be let in."""
+        """Wait until a member has asked to join."""
         self._until(lambda: self.heard("ask", member) or member in self.status, 60.0, f"the wish of {member}")
         assert self.heard("ask", member), describe(self._outcome())
 
@@ -379,21 +379,21 @@ class Live:
         return self.store.read()
 
     def finish(self, seconds: float = 90.0) -> Outcome:
-        """Waits until all members have ended."""
+        """Wait until all members have ended; return the outcome."""
         self._until(lambda: len(self.status) == self._count - self._first, seconds, "the end of all members")
         outcome = self._outcome()
         self.close()
         return outcome
 
     def _outcome(self) -> Outcome:
-        found = [
+        lines = [
             files.read_jsonl(path) if path.exists() else []
             for path in (self.run_dir / "metrics.jsonl", self.run_dir / "events.jsonl")
         ]
-        return Outcome(self.run_dir, dict(self.status), time.monotonic() - self._began, *found)
+        return Outcome(self.run_dir, dict(self.status), time.monotonic() - self._began, *lines)
 
     def close(self) -> None:
-        """Kills whoever is left."""
+        """Kill the remaining members and close the store."""
         if self not in self._cradle.open:
             return
         self._cradle.open.remove(self)

@@ -24,10 +24,10 @@ from varuna_capslog.config.reading import dump_config
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = (sys.executable, "-c", "from varuna_capslog.cli import program; program()")
 CAPSLOG = "capslog"
-"""Instead of `PROGRAM` in a command of `Machines.start` that may be a fork."""
+"""Stands for `PROGRAM` in a command of `Machines.start` that may run as a fork."""
 Process = subprocess.Popen[bytes] | Fork
 LONG = 100000
-"""Steps of a run that somebody is to stop."""
+"""Steps of a run that the test stops."""
 
 
 def free_port() -> int:
@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 def write_config(folder: Path, devices: int = 2, steps: int = LONG, **elastic: Any) -> Path:
-    """The tiny workload's config file, with given cuts so that nothing is profiled; the run is in `folder`/run."""
+    """Write the tiny workload's config file, with given cuts so that nothing is profiled; the run is `folder`/run."""
     cuts = {1: [0], 2: [0, 5], 3: [0, 3, 8], 4: [0, 3, 6, 9]}[devices]
     config = cases.run_config(
         str(folder / "run"),
@@ -52,7 +52,7 @@ def write_config(folder: Path, devices: int = 2, steps: int = LONG, **elastic: A
 
 
 class Machines:
-    """Commands with a process group each, and the run's folder that they share."""
+    """Commands with a process group each, which share the run's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class Machines:
         return (self.folder / f"machine-{number}.log").read_text()
 
     def said(self) -> str:
-        """For a failed assertion."""
+        """Return output and events for a failed assertion."""
         events = [str(event)[:300] for event in self.events()]
         return "\n".join([self.text(number)[-3000:] for number in range(len(self.processes))] + events)
 
@@ -93,28 +93,28 @@ class Machines:
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         path = self.run_dir / "events.jsonl"
-        found = files.read_jsonl(path) if path.exists() else []
-        return [event for event in found if kind in (None, event["kind"])]
+        events = files.read_jsonl(path) if path.exists() else []
+        return [event for event in events if kind in (None, event["kind"])]
 
     def wait_for_steps(self, more: int) -> None:
-        """So many steps from now on."""
+        """Wait for this many further steps."""
         begin = len(self.rows())
         self.wait_for(lambda: len(self.rows()) >= begin + more, f"{more} steps after {begin}")
 
     def wait_for_members(self, *members: str) -> None:
-        """A generation of exactly these that has trained."""
+        """Wait until a generation of exactly these members has trained."""
         wanted = set(members)
-        what = f"a generation of {sorted(wanted)}"
-        self.wait_for(lambda: any(set(e["members"]) == wanted for e in self.events() if "members" in e), what)
+        awaited = f"a generation of {sorted(wanted)}"
+        self.wait_for(lambda: any(set(e["members"]) == wanted for e in self.events() if "members" in e), awaited)
 
-    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = 90.0) -> None:
+    def wait_for(self, condition: Callable[[], Any], awaited: str, seconds: float = 90.0) -> None:
         until = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < until, f"waited in vain for {what}:\n{self.said()}"
+            assert time.monotonic() < until, f"waited in vain for {awaited}:\n{self.said()}"
             time.sleep(0.02)
 
     def kill(self, process: Process) -> None:
-        """All of the machine at once."""
+        """Kill all processes of the machine at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(20)
@@ -126,7 +126,7 @@ class Machines:
             raise AssertionError(f"it does not end:\n{self.said()}") from None
 
     def check_losses(self, folder: Path) -> int:
-        """Holds every line of the history to an uninterrupted run; returns the last step."""
+        """Compare every line of the history with an uninterrupted run; return the last step."""
         rows = self.rows()
         last = max(row["step"] for row in rows)
         torch.set_num_threads(1)

@@ -1,9 +1,9 @@
 """Stand-ins for the metadata servers of AWS, Google Cloud and Azure, on a port of this machine.
 
-They hold to the protocols where a listener could get them wrong: tokens and headers that must be there, 404 before
-there is a notice, questions that hang until a value changes, a document whose incarnation grows, an approval that
-starts an event. A person or a test sets what they announce; `stop` and `start` again make an outage; `say_instead`
-makes nonsense.
+They follow the protocols in every point that a listener could get wrong: required tokens and headers, 404 before there
+is a notice, requests that hang until a value changes, a document whose incarnation grows, an approval that starts an
+event. A person or a test sets the announcements; `stop` and `start` simulate an outage; `say_instead` gives invalid
+answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["FakeAws", "FakeAzure", "FakeGcp", "MetadataServer", "Reply", "Reques
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked. Header names are in lower case; query parameters are decoded."""
+    """HTTP request. Header names are in lower case; query parameters are decoded."""
 
     method: str
     path: str
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What is answered; a Date is added."""
+    """HTTP answer; a Date is added."""
 
     status: int
     body: str = ""
@@ -46,7 +46,7 @@ class Reply:
 
 
 class MetadataServer:
-    """HTTP on 127.0.0.1, one thread per question. A context manager; `url` is its address.
+    """HTTP server on 127.0.0.1 with a thread per request. A context manager; `url` is its address.
 
     Args:
         wall: seconds since 1970 as the server sees them; its Date follows.
@@ -69,11 +69,11 @@ class MetadataServer:
         return f"http://{self.host}:{self.port}"
 
     def answer(self, request: Request) -> Reply:
-        """The cloud's own answer."""
+        """Return the cloud's regular answer."""
         raise NotImplementedError
 
     def say_instead(self, *replies: Reply, always: bool = False) -> None:
-        """Answer the next questions with these, or all questions with the first one; nothing: as usual again."""
+        """Answer the next requests with these replies, or all with the first; without replies answer as usual again."""
         with self.changed:
             self._always = replies[0] if always else None
             self._instead = [] if always else list(replies)
@@ -116,7 +116,7 @@ class MetadataServer:
             block_on_close = False
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a client that went away while its question hung
+                pass  # a client that went away while its request hung
 
         self._server = Server((self.host, self.port), Handler)
         self.port = self._server.server_address[1]
@@ -124,7 +124,7 @@ class MetadataServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Vanish: questions that hang are dropped, new ones refused. What is announced is kept for the next `start`."""
+        """Vanish: hanging requests are dropped, new ones refused. Announcements are kept for the next `start`."""
         if self._server is None or self._thread is None:
             return
         server, thread = self._server, self._thread
@@ -152,7 +152,7 @@ class MetadataServer:
         return self.answer(request)
 
     def _hang(self, until: Callable[[], bool], seconds: float) -> None:
-        """Wait, holding `changed`, until something is so, the time is over or the server stops (then: drop it)."""
+        """Wait, holding `changed`, until `until` is true or the time is over; drop the request if the server stops."""
         server = self._server
         self.changed.wait_for(lambda: until() or self._server is not server, seconds)
         if self._server is not server:
@@ -169,7 +169,7 @@ class FakeAws(MetadataServer):
         self._rebalance: str | None = None
 
     def interrupt(self, action: str = "terminate", seconds: float = 120.0) -> None:
-        """Announce that the instance goes in so many seconds."""
+        """Announce that the instance ends in `seconds`."""
         with self.changed:
             self._action = json.dumps({"action": action, "time": _iso(self.wall() + seconds)})
 
@@ -179,7 +179,7 @@ class FakeAws(MetadataServer):
             self._rebalance = json.dumps({"noticeTime": _iso(self.wall())})
 
     def forget_tokens(self) -> None:
-        """All tokens are invalid from now on."""
+        """Invalidate all tokens."""
         with self.changed:
             self._tokens.clear()
 
@@ -192,11 +192,11 @@ class FakeAws(MetadataServer):
                 return Reply(401, "Unauthorized")
             if request.method != "GET":
                 return Reply(405)
-            found = {
+            announced = {
                 "/latest/meta-data/spot/instance-action": self._action,
                 "/latest/meta-data/events/recommendations/rebalance": self._rebalance,
             }.get(request.path)
-            return Reply(404, "Not Found") if found is None else Reply(200, found)
+            return Reply(404, "Not Found") if announced is None else Reply(200, announced)
 
     def _token(self, request: Request) -> Reply:
         if request.method != "PUT":
@@ -212,14 +212,14 @@ class FakeAws(MetadataServer):
 
 
 class FakeGcp(MetadataServer):
-    """The metadata server of Compute Engine; questions may hang (`wait_for_change`, `last_etag`, `timeout_sec`)."""
+    """The metadata server of Compute Engine; requests may hang (`wait_for_change`, `last_etag`, `timeout_sec`)."""
 
     def __init__(self, wall: Callable[[], float] = time.time, host: str = "127.0.0.1", port: int = 0) -> None:
         super().__init__(wall, host, port)
         self._values = {"preempted": "FALSE", "maintenance-event": "NONE"}
 
     def set(self, key: str, value: str) -> None:
-        """Change `preempted` or `maintenance-event`; hanging questions are answered at once."""
+        """Change `preempted` or `maintenance-event`; hanging requests are answered at once."""
         with self.changed:
             self._values[key] = value
             self.changed.notify_all()
@@ -239,9 +239,9 @@ class FakeGcp(MetadataServer):
             if request.method != "GET" or key not in self._values:
                 return Reply(404, "", flavor)
             if request.query.get("wait_for_change", "").lower() == "true":
-                known = request.query.get("last_etag") or _etag(self._values[key])
+                known_etag = request.query.get("last_etag") or _etag(self._values[key])
                 seconds = float(request.query.get("timeout_sec", 3600.0))
-                self._hang(lambda: _etag(self._values[key]) != known, seconds)
+                self._hang(lambda: _etag(self._values[key]) != known_etag, seconds)
             value = self._values[key]
             return Reply(200, value, {**flavor, "ETag": _etag(value), "Content-Type": "application/text"})
 
@@ -251,7 +251,7 @@ class FakeAzure(MetadataServer):
 
     Args:
         machine: its name.
-        turn_on_seconds: from the first question to the first event that is told (in Azure up to two minutes).
+        turn_on_seconds: from the first request to the first event that is told (in Azure up to two minutes).
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class FakeAzure(MetadataServer):
     def schedule(
         self, kind: str = "Preempt", seconds: float = 30.0, machines: Sequence[str] | None = None, id: str | None = None
     ) -> str:
-        """Announce an event that begins in so many seconds; its id."""
+        """Announce an event that begins in `seconds`; return its id."""
         with self.changed:
             name = id or f"E{next(self._numbers):07d}"
             self._events[name] = {
@@ -292,13 +292,13 @@ class FakeAzure(MetadataServer):
             return name
 
     def begin(self, name: str) -> None:
-        """The event starts: its status changes and it has no time any more."""
+        """Start the event: its status changes and its time is removed."""
         with self.changed:
             self._events[name].update(EventStatus="Started", NotBefore="")
             self._incarnation += 1
 
     def end(self, name: str) -> None:
-        """The event is over, or withdrawn: it is in the document no more."""
+        """Remove an event that is over or withdrawn from the document."""
         with self.changed:
             del self._events[name]
             self._incarnation += 1

@@ -1,7 +1,7 @@
-"""What can happen to a run, each as a function that makes it happen and looks at what came of it.
+"""Scenarios of a run: functions that cause a fault or a change and check the outcome.
 
 The tests run a few, `benchmarks/morph/faults/` all of them. A scenario returns its outcome, or None where its fault
-does not exist (a point that this member never comes to).
+does not exist (a point that this member never reaches).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ IN_A_CHANGE = {
     "abort": 1, "founding": 1, "founded": 1, "adopted": 2, "gathered": 2, "send": 1, "received": 1, "install": 2,
     "installed": 2, "prepare": 1, "shadow sent": 1, "prepared": 1, "serve": 1, "farewell": 1,
 }  # fmt: skip
-"""Point of a change -> how often a member of the first generation has come to it when the first change does."""
+"""Point of a change -> number of times that a member of the first generation reaches it, up to the first change."""
 ADOPTED_BY_A_NEWCOMER = 2
-"""A newcomer adopts the generation that it finds, as one outside, and then the one that lets it in."""
+"""A newcomer first adopts the generation that it finds, of which it is no member, and then the one that admits it."""
 
 
 def ended(outcome: Outcome, *lost: str) -> bool:
-    """Whether these were killed, and all others ended well."""
+    """True if the members in `lost` were killed and all others ended with status 0."""
     return all(status == (-9 if member in lost else 0) for member, status in outcome.status.items())
 
 
 def kill_in_a_step(devices: int, replicas: int, member: str, point: str, **elastic: Any) -> Scenario:
-    """A member is killed at this point of step 5."""
+    """Return the scenario in which a member is killed at this point of step 5."""
 
     def scenario(cradle: Cradle, truth: Truth, folder: Path) -> Outcome | None:
         config = config_of(folder, devices, replicas, elastic=elastic)
@@ -53,11 +53,11 @@ def kill_in_a_step(devices: int, replicas: int, member: str, point: str, **elast
 
 
 def kill_in_a_change(cause: str, member: str, point: str, devices: int = 3, **elastic: Any) -> Scenario:
-    """A member is killed at this point of a change.
+    """Return the scenario in which a member is killed at this point of a change.
 
     Args:
-        cause: "leave" (m1), "crash" (of m2) or "join" (of the next one).
-        devices: of four, some send and receive layers when one leaves; of three, each layer's copy lies well already.
+        cause: "leave" (m1), "crash" (of m2) or "join" (of the next member).
+        devices: with four, some send and receive layers when a member leaves; with three, the copies are in place.
     """
 
     def scenario(cradle: Cradle, truth: Truth, folder: Path) -> Outcome | None:
@@ -88,8 +88,8 @@ def kill_in_a_change(cause: str, member: str, point: str, devices: int = 3, **el
 
 
 def crash_then_join(cradle: Cradle, folder: Path, **sections: Any) -> Truth:
-    """One of two is killed in step 3; a newcomer, who asks in step 5, takes layers over in a later one. All is as in
-    one process. Returns what that one has computed.
+    """Kill one of two members in step 3; a newcomer asks to join in step 5 and takes layers over in a later step. The
+    results equal those of one process, which are returned.
     """
     steps = 10
     truth = truth_of(folder / "alone", steps, **sections)
@@ -106,7 +106,9 @@ def crash_then_join(cradle: Cradle, folder: Path, **sections: Any) -> Truth:
 
 
 def kill_several_at_once(redundancy: int, *members: str, **sections: Any) -> Scenario:
-    """Several of four die in the same step: no settled step is lost where the copies cover it, else all begin anew."""
+    """Return the scenario in which several of four members die in the same step. No settled step is lost where the
+    copies cover the loss, else all begin anew.
+    """
 
     def scenario(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
         faults = [Fault(member, "compute", "wait", 6, member) for member in members]
@@ -129,7 +131,7 @@ def kill_several_at_once(redundancy: int, *members: str, **sections: Any) -> Sce
 
 
 def stopped_then_continued(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """A member stands still, is declared dead, and wakes up while the others train: it must not disturb them."""
+    """Stop a member, which is declared dead and continues while the others train: it must not disturb them."""
     faults = [Fault("m1", "action 7", "stop", 5), Fault("m0", "compute", "wait", 9, "nine")]
     live = Live(cradle, config_of(folder, 3), faults=faults)
     live.until(lambda: live.is_stopped("m1"), "the stop of m1")
@@ -147,7 +149,7 @@ def stopped_then_continued(cradle: Cradle, truth: Truth, folder: Path) -> Outcom
 
 
 def hangs_in_a_change(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """While m2's loss is made up for, m1 hangs: the others say so, and whoever has said nothing is killed."""
+    """Let m1 hang in the change after m2's loss: the others report it, and the member without a report is killed."""
     faults = [Fault("m2", "action 4", count=4), Fault("m1", "adopted", "hang", 2)]
     live = Live(cradle, config_of(folder, 3), faults=faults)
     live.until(lambda: any(e["kind"] == "broken" and e["generation"] == 2 for e in list(live.log)), "a complaint", 60.0)
@@ -160,8 +162,8 @@ def hangs_in_a_change(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
 
 
 def one_leaves_while_all_wait(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """Whoever held the state is lost while newcomers are let in, and one of these is told to leave. It goes, as nobody
-    needs it; the generations that follow must not wait for it.
+    """Lose the only holder of the state while newcomers join, and tell one of these to leave. It leaves, since it is
+    not needed; later generations must not wait for it.
     """
     faults = [Fault("m0", "compute", "wait", 4, "four"), Fault("m0", "adopted", "wait", 2, "second")]
     live = Live(cradle, config_of(folder, 1), faults=faults)
@@ -181,7 +183,7 @@ def one_leaves_while_all_wait(cradle: Cradle, truth: Truth, folder: Path) -> Out
 
 
 def one_leaves_before_it_is_let_in(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """A newcomer has asked, is told to leave and goes; the others let it in all the same, and must not wait for it."""
+    """Let a newcomer ask to join and leave by notice; the others admit it all the same, and must not wait for it."""
     config = config_of(folder, 2, elastic={"shadows": False})  # at the next boundary, met or not
     live = Live(cradle, config, faults=[Fault("m0", "compute", "wait", 4, "four")])
     live.when("four")
@@ -199,7 +201,7 @@ def one_leaves_before_it_is_let_in(cradle: Cradle, truth: Truth, folder: Path) -
 
 
 def several_leave_at_once(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """Three of four, the first one among them; no step is made twice."""
+    """Let three of four members leave, the first among them; no step is made twice."""
     live = Live(cradle, config_of(folder, 4), faults=[Fault("m0", "compute", "wait", 4, "four")])
     live.when("four")
     live.leave("m0", "m1", "m3")
@@ -214,7 +216,7 @@ def several_leave_at_once(cradle: Cradle, truth: Truth, folder: Path) -> Outcome
 
 
 def one_leaves_after_the_other(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """A second notice comes while layers are being copied ahead for the first one."""
+    """Send a second notice while layers are being copied ahead for the first one."""
     faults = [
         Fault("m0", "compute", "wait", 4, "four"),
         Fault("m0", "shadow sent", "wait", 1, "ahead"),
@@ -240,7 +242,7 @@ def one_leaves_after_the_other(cradle: Cradle, truth: Truth, folder: Path) -> Ou
 
 
 def everybody_leaves(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """The run is parked; the next one goes on where it stopped."""
+    """Let all members leave: the run is parked, and the next run resumes where it stopped."""
     live = Live(cradle, config_of(folder, 3), faults=[Fault("m0", "compute", "wait", 6, "six")])
     live.when("six")
     live.leave("m0", "m1", "m2", urgent=True)
@@ -253,7 +255,7 @@ def everybody_leaves(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
 
 
 def _goes_on(cradle: Cradle, truth: Truth, folder: Path, devices: int, before: Outcome) -> Outcome:
-    """A run that stopped between two checkpoints continues without losing a step."""
+    """Resume a run that stopped between two checkpoints, without losing a step."""
     reached = max(row["step"] for row in before.rows)
     config = config_of(folder, devices)
     outcome = Live(cradle, config, first=10).finish()
@@ -266,7 +268,7 @@ def _goes_on(cradle: Cradle, truth: Truth, folder: Path, devices: int, before: O
 
 
 def store_lost_while_training(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """Nobody needs it: the run goes on to its end."""
+    """Lose the store while no member needs it: the run goes on to its end."""
     live = Live(cradle, config_of(folder, 3), faults=[Fault("m0", "compute", "wait", 4, "four")])
     live.when("four")
     live.lose_store()
@@ -279,7 +281,9 @@ def store_lost_while_training(cradle: Cradle, truth: Truth, folder: Path) -> Out
 
 
 def store_lost_at_a_change(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """The others cannot go on without it when one of them is lost: they write what they hold, the next run has it."""
+    """Lose the store, then a member: without the store the others cannot go on, so they write the state that they hold,
+    and the next run resumes from it.
+    """
     faults = [Fault("m0", "compute", "wait", 4, "four"), Fault("m1", "action 7", count=6)]
     live = Live(cradle, config_of(folder, 3), faults=faults)
     live.when("four")
@@ -295,7 +299,9 @@ def store_lost_at_a_change(cradle: Cradle, truth: Truth, folder: Path) -> Outcom
 
 
 def voted_down(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """A step that is not finite ends the run, all say so, and what was before it is on disk."""
+    """Train a step with a loss that is not finite: the run ends, all members report it, and the state before the step
+    is on disk.
+    """
     config = config_of(folder, 3, data={"poison": 11})
     outcome = Live(cradle, config).finish()
     assert all(status not in (0, -9) for status in outcome.status.values()), describe(outcome)
@@ -310,7 +316,7 @@ def voted_down(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
 
 
 def full_disk_while_persisting(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """A member that cannot write what it holds says so, and does not stay."""
+    """Let a member fail to write the state that it holds: it reports the error and ends."""
     faults = [Fault("m0", "compute", "wait", 6, "six"), Fault("m1", "persist", "full")]
     live = Live(cradle, config_of(folder, 3), faults=faults)
     live.when("six")
@@ -325,7 +331,9 @@ def full_disk_while_persisting(cradle: Cradle, truth: Truth, folder: Path) -> Ou
 
 
 def one_comes_late(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """One of those that begin loads longer than the others are patient: they wait for it, in one generation."""
+    """Let a member of the first generation load for longer than the others' patience: they wait for it, in the same
+    generation.
+    """
     live = Live(cradle, config_of(folder, 3), late=1)
     live.until(lambda: live.heard("hello", "m1"), "m1")
     until = time.monotonic() + 6.5
@@ -340,10 +348,10 @@ def one_comes_late(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
 
 
 def many_changes(cradle: Cradle, truth: Truth, folder: Path, count: int = 10, **elastic: Any) -> Outcome:
-    """So many generations of the same members: no thread, descriptor or state is left behind by any of them.
+    """Run through `count` changes with the same members: no generation leaves a thread, descriptor or state behind.
 
     Notes "tasks": threads and descriptors of m1 and m2 after a quarter, two, three quarters and all of the changes, and
-    at last: few more than at first, once the last groups have ended.
+    finally few more than at first, once the last groups have ended.
     """
     steps = 6 * count + 12
     config = config_of(folder, 3, steps=steps, elastic={"patience_seconds": 0.02} | elastic)
@@ -381,7 +389,7 @@ def many_changes(cradle: Cradle, truth: Truth, folder: Path, count: int = 10, **
 
 
 def all_scenarios() -> Iterator[tuple[str, Scenario]]:
-    """Everything, by name; unbounded ones (the actions of a step) in the order of their points."""
+    """Yield all scenarios by name; unbounded ones (the actions of a step) in the order of their points."""
     for devices, replicas in ((3, 1), (2, 2)):
         for rank in range(devices * replicas):
             for point in (*(f"action {number}" for number in range(LAST_ACTION)), *IN_A_STEP):

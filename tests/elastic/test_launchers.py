@@ -1,5 +1,5 @@
-"""The launchers really run: Slurm with stand-ins for its commands, which set the real variables and signal as it does;
-a pod's entry point with the variables of an Indexed Job. Manifests are held to Kubernetes' own schemas.
+"""Real runs of the launchers: Slurm with stand-ins for its commands, which set its variables and send its signals; a
+pod's entry point with the variables of an Indexed Job. Manifests are checked against Kubernetes' own schemas.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ else:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
-    found = Machines(tmp_path)
-    yield found
-    found.close()
+    machine_group = Machines(tmp_path)
+    yield machine_group
+    machine_group.close()
 
 
 def launch(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,7 @@ def launch(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def slurm(folder: Path, nodes: str, end_time: float | None = None) -> dict[str, str]:
-    """The variables of a job, and its commands on PATH."""
+    """Write Slurm's commands into a folder; return the variables of a job, with the commands on PATH."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         path = folder / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -96,7 +96,7 @@ def test_a_slurm_job_parks_before_its_time_limit_and_goes_on_when_it_runs_again(
     job = machines.start(["bash", "launch/slurm.sh", "--nproc", "1", "--port", port, str(config)], variables)
     machines.wait_for_members("localhost-1", "second-1")
     machines.wait_for_steps(2)
-    job.send_signal(signal.SIGUSR1)  # what sbatch's --signal=B:USR1 does to the batch script alone
+    job.send_signal(signal.SIGUSR1)  # as sbatch's --signal=B:USR1, to the batch script alone
     assert machines.end(job) == 143, machines.said()
     log = (tmp_path / "slurm").read_text()
     assert "ended [143, 143]" in log
@@ -222,8 +222,8 @@ def test_a_slurm_task_gets_its_words_as_they_were_given(tmp_path):
     probe.write_text("printf '%s\\n' \"$@\"\n")
     words = script.stdout.replace(f"exec {ROOT}/launch/elastic.sh", f"exec bash {probe}")
     names = {**os.environ, "SLURM_PROCID": "1", "SLURMD_NODENAME": "node 7"}
-    said = subprocess.run(["bash", "-c", words], capture_output=True, text=True, env=names).stdout.splitlines()
-    assert said == [
+    arguments = subprocess.run(["bash", "-c", words], capture_output=True, text=True, env=names).stdout.splitlines()
+    assert arguments == [
         "--nnodes", "2", "--master", "far", "--port", "12", "--node-rank", "2", "--name", "node 7", "c.yaml",
         "train.note=a 'b' $c",
     ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""Real members, lost, leaving and joining at chosen points: the run is the uninterrupted one to the last bit.
+"""Real members, lost, leaving and joining at chosen points: the results equal the uninterrupted run's to the last bit.
 
-A sample of what `benchmarks/morph/faults/` runs in full.
+A sample of the scenarios that `benchmarks/morph/faults/` runs in full.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real members whose layers are compiled: a crash and a morph change no bit of what one process computes."""
+"""Real members whose layers are compiled: a crash and a morph change no bit of the results of one process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.elastic.live import Cradle
 from tests.elastic.scenarios import crash_then_join
 
 COMPILED: dict[str, Any] = {"train": {"compile": nudged.__name__}, "data": {"even": [4, 6]}}
-"""Of one size, since every process compiles every layer for each."""
+"""Samples of one size, since every process compiles every layer for each size."""
 
 
 def test_layers_that_move_are_compiled_where_they_come_to(cradle: Cradle, tmp_path: Path) -> None:
-    """Who is left, and then the newcomer, have layers that they had not compiled."""
+    """The remaining member, and then the newcomer, get layers that they had not compiled."""
     crash_then_join(cradle, tmp_path, **COMPILED)

@@ -1,4 +1,4 @@
-"""Hosts with faults of their own: a name server, or a shared file system, that takes its time."""
+"""Hosts with faults of their own: a slow name server or a slow shared file system."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.rig.toy import CONFIG
 def test_a_slow_name_server_is_asked_before_training_only(
     cradle: Cradle, truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each member asks once for the store's name; a loss, a change and new groups ask for nothing."""
+    """Each member looks up the store's name once; a loss, a change and new groups look up nothing."""
     monkeypatch.setattr(Live, "around", {"SLOW_NAMES": "0.5", "CAPSLOG_STORE": "localhost:{port}"})
     live = Live(cradle, config_of(tmp_path, 3), faults=[Fault("m1", "vote", "kill", 4)])
     outcome = live.finish()
     assert outcome.status == {"m0": 0, "m1": -9, "m2": 0}, describe(outcome)
     check(outcome, truth)
     for member in ("m0", "m2"):
-        asked = (tmp_path / "slow" / f"{member}.txt").read_text().splitlines()
-        outside = [line for line in asked if not line.rpartition(" ")[2].startswith("127.")]  # a number is no name
-        assert outside == ["name MainThread localhost"], asked
+        look_ups = (tmp_path / "slow" / f"{member}.txt").read_text().splitlines()
+        outside = [line for line in look_ups if not line.rpartition(" ")[2].startswith("127.")]  # a number is no name
+        assert outside == ["name MainThread localhost"], look_ups
 
 
 def test_a_slow_shared_file_system_holds_up_no_step(
@@ -50,7 +50,7 @@ def test_a_slow_shared_file_system_holds_up_no_step(
 
 
 def test_a_run_folder_that_is_read_only_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    """On a file system of its own: whoever runs the tests may be root, whom permissions do not stop."""
+    """The folder is on a read-only file system, since the tests may run as root, for whom permissions do not count."""
     (tmp_path / "toy.yaml").write_text(CONFIG, encoding="utf-8")
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -65,5 +65,5 @@ def test_a_run_folder_that_is_read_only_is_refused_in_one_sentence(tmp_path: Pat
     else:
         pytest.skip(f"this machine mounts nothing: {done.stderr.strip()}")
     assert done.returncode == 2
-    (said,) = done.stderr.strip().splitlines()
-    assert said == f"capslog: {folder}/run/workers cannot be used: Read-only file system; choose another run_dir"
+    (message,) = done.stderr.strip().splitlines()
+    assert message == f"capslog: {folder}/run/workers cannot be used: Read-only file system; choose another run_dir"

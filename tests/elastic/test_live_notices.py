@@ -13,7 +13,9 @@ from tests.rig.faults import Fault
 
 
 def hinted_then_noticed(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-    """On a hint the layers of m1 are copied ahead and kept current, nobody leaves; the notice finds all prepared."""
+    """Send a hint: the layers of m1 are copied ahead and kept current, no member leaves; then the notice, for which all
+    is prepared.
+    """
     points = [Fault("m0", "compute", "wait", step, f"step {step}") for step in (3, 8, 9)]
     sent = [Fault("m1", "shadow sent", "wait", count, f"sent {count}") for count in (1, 2, 3, 4)]
     live = Live(cradle, config_of(folder, 4, elastic={"redundancy": 0}), faults=[*points, *sent])
@@ -42,7 +44,7 @@ def hinted_then_noticed(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
 
 
 def deadline_that_cannot_be_met(redundancy: int, seconds: float) -> Scenario:
-    """m1 is to leave within so many seconds, and is killed before the others have its layers."""
+    """Return the scenario in which m1 has to leave within `seconds` and is killed before the others have its layers."""
 
     def scenario(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
         faults = [Fault("m0", "compute", "wait", 5, "five"), Fault("m1", "serve")]

@@ -1,4 +1,4 @@
-"""Peaks of elastic runs: those of a run whose members never change, once per generation."""
+"""Peaks of elastic runs: equal to those of a run whose members never change, once per generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real members that run plans of any rectangles, and change from one to another: the bits of the uninterrupted run."""
+"""Real members that run plans of any rectangles, and change between them: the bits equal the uninterrupted run's."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ THREE_AND_ONE: dict[str, Any] = REPLICATED_MIDDLE | {
 
 @pytest.fixture(scope="module")
 def kept_profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the estimates of this file are kept for its other tests."""
+    """Folder that keeps the estimates of this file for its other tests."""
     return tmp_path_factory.mktemp("profiles")
 
 
 @pytest.fixture(autouse=True)
 def one_processor(kept_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates are of the same processor on every machine: which plan is the fastest depends on what it reaches."""
+    """Estimate for the same processor on every machine, since the fastest plan depends on the processor's speed."""
     monkeypatch.setattr(
         rates, "calibrated_cpu", lambda threads: rates.cpu_speed("a processor", 1e11, 1e11, 1e10, 4.4e-6)
     )
@@ -67,15 +67,15 @@ def planned(folder: Path, plan: dict[str, Any], **sections: Any) -> Config:
 
 
 def ways_of(outcome: Outcome) -> list[Any]:
-    """What every generation was told to run, by its event."""
+    """Return the plan's paths of every generation, from its event."""
     return [event.get("ways", event["cuts"]) for event in outcome.events if event["kind"] in ("start", "morph")]
 
 
 def test_a_run_begins_with_rectangles_loses_a_member_and_gets_another(
     cradle: Cradle, truth: Truth, tmp_path: Path
 ) -> None:
-    """One of the replicas of the middle is killed in a step; the planner cuts for the two that are left; with a new
-    third one the given plan runs again, its stages on other members.
+    """A replica of the middle stage is killed in a step; the planner finds cuts for the remaining two members; with a
+    new third member the given plan runs again, its stages on other members.
     """
     config = planned(tmp_path, REPLICATED_MIDDLE)
     faults = [Fault("m0", "action 5", count=4), Fault("m2", "compute", "wait", 8, "eight")]
@@ -95,7 +95,7 @@ def test_a_run_begins_with_rectangles_loses_a_member_and_gets_another(
 
 
 def with_actions(value: dict[str, Any]) -> dict[str, Any]:
-    """The plan with an order of its own for every rank: all forwards first, which the config's schedule does not do."""
+    """Return the plan with an order of its own for every rank: all forwards first, unlike the config's schedule."""
     rows = schedule_of("gpipe", Plan.from_json(value).stage_graph(), True)
     return {name: part for name, part in value.items() if name != "schedule"} | {"actions": to_strings(rows)}
 
@@ -104,8 +104,8 @@ def with_actions(value: dict[str, Any]) -> dict[str, Any]:
 def test_a_pipeline_of_one_stage_beside_one_of_three_leaves_at_a_notice(
     cradle: Cradle, truth: Truth, tmp_path: Path, plan: dict[str, Any]
 ) -> None:
-    """The pipeline of a single stage leaves: all its layers are on the others, which are cut anew. Actions are those of
-    the given plan alone: the plan that follows has the config's schedule.
+    """The pipeline of a single stage leaves: the others hold all its layers and get new cuts. Only the given plan has
+    actions: the plan that follows has the config's schedule.
     """
     config = planned(tmp_path, plan)
     # m2 runs two microbatches: by the config's schedule each backward follows its forward, four instructions in all
@@ -130,8 +130,8 @@ def test_a_pipeline_of_one_stage_beside_one_of_three_leaves_at_a_notice(
 def test_from_one_drawn_plan_to_another_in_the_same_processes(
     cradle: Cradle, truth: Truth, tmp_path: Path, seed: str
 ) -> None:
-    """Each founder draws what the members run, which none of the others could compute: after changes without a loss,
-    a leave with copies made ahead, a kill in a step, and a join, all is as if nothing had been.
+    """Each founder draws a random plan, which no other member could compute. After changes without a loss, a leave with
+    copies made ahead, a kill in a step, and a join, the results are those of an undisturbed run.
     """
     faults = [Fault("m0", "compute", "wait", at, f"step {at}") for at in (3, 5, 7, 9, 11)]
     live = Live(cradle, config_of(tmp_path, 4), faults=faults, plans=seed)
@@ -157,14 +157,14 @@ def test_from_one_drawn_plan_to_another_in_the_same_processes(
     plans = {record["number"]: Plan.from_json(record["plan"]) for record in founded}
     assert len({json.dumps(plan.to_json()) for plan in plans.values()}) == len(plans)
     written = {int(path.stem.removeprefix("plan-")) + 1: read_plan(path) for path in tmp_path.glob("plan-*.json")}
-    del written[1]  # what the run was planned with before it began
+    del written[1]  # the plan from before the run began
     assert len(written) >= 3, describe(outcome)
     for number, plan in written.items():
         assert plan == plans[number] or pipelines_of(plan) == (pipelines_of(plans[number]) or ((), 0)), number
 
 
 def test_what_a_drawn_plan_moves_is_copied_ahead_of_a_leave(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
-    """The members copied what the planner's layout would have moved; what the drawn plan moved came in the pause."""
+    """Regression: the members copied the layers of the planner's layout; those of the drawn plan moved in the pause."""
     live = Live(cradle, config_of(tmp_path, 4), faults=[Fault("m0", "compute", "wait", 4, "four")], plans="three")
     live.when("four")
     live.leave("m3")
@@ -178,8 +178,8 @@ def test_what_a_drawn_plan_moves_is_copied_ahead_of_a_leave(cradle: Cradle, trut
 
 
 def test_a_run_of_joint_plans_uses_every_number_of_devices(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
-    """Three devices in two blocks are a pipeline of one stage and one of two; so are those after a leave and a join.
-    The founder's plan travels in the record, and the files hold what was run with its predictions.
+    """Three devices in two blocks form a pipeline of one stage and one of two, also after a leave and a join. The
+    record carries the founder's plan, and the files hold the plans that were run with their predictions.
     """
     pipeline = {"devices": 3, "cuts": None, "planner": "joint"}
     config = config_of(tmp_path, 1, pipeline=pipeline, profile={"source": "estimated"})
@@ -213,8 +213,8 @@ def test_a_run_of_joint_plans_uses_every_number_of_devices(cradle: Cradle, truth
 def test_a_run_that_has_grown_is_evaluated_and_reported_by_its_last_plan(
     forked_servers: None, cradle: Cradle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It began with two devices and ends with three, in pipelines of one stage and of two. The scores are those that
-    one device finds.
+    """The run begins with two devices and ends with three, in pipelines of one stage and of two. The scores equal those
+    of a single device.
     """
     pipeline = {"devices": 2, "cuts": None, "planner": "joint"}
     config = config_of(tmp_path / "run", 1, steps=12, pipeline=pipeline, profile={"source": "estimated"})
@@ -245,12 +245,12 @@ BUDGET = 126_000
 def test_four_devices_become_one_by_kills_and_four_again_without_waiting(
     cradle: Cradle, truth: Truth, tmp_path: Path
 ) -> None:
-    """What the last one runs was searched ahead, by a member that may be dead, and travels in the record."""
+    """The plan of the last member was searched ahead by a member that may be dead, and the record carries it."""
     pipeline = {"cuts": None, "planner": "budget", "schedule": "auto", "capacity": f"{BUDGET}B"}
     config = config_of(tmp_path, 4, pipeline=pipeline, profile={"source": "estimated"})
-    # the computation at which each is killed; the step under way is made again by the others
+    # the computation at which each member is killed; the others repeat the step under way
     begun = {"m0": 3, "m1": 5, "m2": 7, "m3": 10}
-    live = Live(cradle, config, faults=[Fault(who, "compute", "wait", at, who) for who, at in begun.items()])
+    live = Live(cradle, config, faults=[Fault(member, "compute", "wait", at, member) for member, at in begun.items()])
     for step, member in ((3, "m0"), (4, "m1"), (5, "m2")):
         live.when(member)
         live.signal(member, signal.SIGKILL)
@@ -277,12 +277,12 @@ def test_four_devices_become_one_by_kills_and_four_again_without_waiting(
     alone = next(Plan.from_json(record["plan"]) for record in records if len(record["members"]) == 1)
     assert alone.stages[0].memory
     written = [read_plan(path) for path in sorted(tmp_path.glob("plan-*.json"))]
-    # two pipelines of one stage are faster than one of three, whose third rank keeps copies alone
-    assert [one.num_ranks for one in written] == [4, 2, 2, 1, 4]
-    for one in written:
-        assert one.planner == "budget"
-        assert one.fits
-        assert (one.peak_bytes or BUDGET) < BUDGET, "snapshots lie beside it"
+    # two pipelines of one stage are faster than one pipeline on three ranks, the third of which keeps only copies
+    assert [plan.num_ranks for plan in written] == [4, 2, 2, 1, 4]
+    for plan in written:
+        assert plan.planner == "budget"
+        assert plan.fits
+        assert (plan.peak_bytes or BUDGET) < BUDGET, "snapshots lie beside it"
 
 
 def test_planner_auto_chooses_anew_at_a_kill_and_the_record_carries_it(
@@ -291,7 +291,7 @@ def test_planner_auto_chooses_anew_at_a_kill_and_the_record_carries_it(
     """Three members, two after a kill, three again: the same bits, by plans that no other member has searched."""
     pipeline = {"cuts": None, "planner": "auto", "schedule": "auto", "capacity": f"{AUTO}B"}
     config = config_of(tmp_path, 3, pipeline=pipeline, profile={"source": "estimated"})
-    waits = [Fault(who, "compute", "wait", at, who) for who, at in (("m0", 4), ("m1", 9))]
+    waits = [Fault(member, "compute", "wait", at, member) for member, at in (("m0", 4), ("m1", 9))]
     live = Live(cradle, config, faults=waits)
     live.when("m0")
     live.signal("m0", signal.SIGKILL)
@@ -303,23 +303,23 @@ def test_planner_auto_chooses_anew_at_a_kill_and_the_record_carries_it(
     check(outcome, truth)
     assert "waiting" not in outcome.kinds(), describe(outcome)
     records = [entry["record"] for entry in live.log if entry["kind"] == "generation"]
-    carried = [None if one.get("plan") is None else Plan.from_json(one["plan"]) for one in records]
-    assert [len(one["members"]) for one in records] == [3, 2, 3]
+    carried = [None if record.get("plan") is None else Plan.from_json(record["plan"]) for record in records]
+    assert [len(record["members"]) for record in records] == [3, 2, 3]
     assert carried[0] is None, "the run began with the plan of its folder"
     forms = [read_plan(path) for path in sorted(tmp_path.glob("plan-*.json"))]
-    # a plan by cuts is written once for all its pipelines, the record has those of every rank
-    written, sent = ([{stage.layers for stage in one.stages} for one in plans if one] for plans in (forms, carried))
+    # a plan by cuts is written once for all its pipelines, the record has the stages of every rank
+    written, sent = ([{stage.layers for stage in plan.stages} for plan in plans if plan] for plans in (forms, carried))
     assert written[1:] == sent
-    assert all(one.units.blocks == 2 for one in (forms[0], *filter(None, carried)) if one.units)
-    for one in forms:
-        assert one.fits
-        assert (one.peak_bytes or AUTO) < AUTO, "snapshots and copies lie beside it"
-    assert any(pipelines_of(one) is None and one.actions is not None for one in forms), "replicas of single stages"
+    assert all(plan.units.blocks == 2 for plan in (forms[0], *filter(None, carried)) if plan.units)
+    for plan in forms:
+        assert plan.fits
+        assert (plan.peak_bytes or AUTO) < AUTO, "snapshots and copies lie beside it"
+    assert any(pipelines_of(plan) is None and plan.actions is not None for plan in forms), "replicas of single stages"
 
 
 def test_a_member_that_becomes_slow_is_given_fewer_layers_with_the_same_bits(cradle: Cradle, tmp_path: Path) -> None:
-    """From its third step on the work of one member takes twenty times as long; `balance.WINDOW` steps later a plan for
-    that begins, prepared beside the training. Nobody leaves, and nothing is computed twice.
+    """From its third step on the work of a member takes twenty times as long; `balance.WINDOW` steps later a plan for
+    this speed begins, prepared beside the training. No member leaves, and no step is computed twice.
     """
     (tmp_path / "alone").mkdir()
     (tmp_path / "two").mkdir()
@@ -332,17 +332,17 @@ def test_a_member_that_becomes_slow_is_given_fewer_layers_with_the_same_bits(cra
     assert set(outcome.status.values()) == {0}, describe(outcome)
     check(outcome, truth_of(tmp_path / "alone", steps), steps)
     assert len(outcome.rows) == steps, "no step was made twice"
-    found = next(event for event in outcome.events if event["kind"] == "rebalance")
-    assert found["member"] == "m1", describe(outcome)
-    assert found["slower"] > 5
-    assert found["speeds"]["m1"] < 0.3
-    assert found["planned_gain"] > 1.1
-    assert f"m1 takes {found['slower']:.2f} times as long as planned" in str(line_of(found))
+    finding = next(event for event in outcome.events if event["kind"] == "rebalance")
+    assert finding["member"] == "m1", describe(outcome)
+    assert finding["slower"] > 5
+    assert finding["speeds"]["m1"] < 0.3
+    assert finding["planned_gain"] > 1.1
+    assert f"m1 takes {finding['slower']:.2f} times as long as planned" in str(line_of(finding))
     first, second = [event["cuts"] for event in outcome.events if event["kind"] in ("start", "morph")][:2]
     assert second == [0] or second[1] > first[1], "m1 has the second stage, or none"
     changes = [event for event in outcome.events if event["kind"] in ("rebalance", "morph")]
     at = next(place for place, event in enumerate(changes) if event["kind"] == "morph")
-    # Where the machine's own speed changes before the change, the member finds once more, and its last finding counts.
+    # If the machine's own speed changes before the change, the member has a further finding, and the last one counts.
     assert changes[at]["why"] == [changes[at - 1]["why"]], describe(outcome)
     assert all(len(row["busy_seconds"]) == 2 and row["busy_seconds"][0] > 0 for row in outcome.rows)
 
@@ -359,10 +359,12 @@ def test_a_step_that_finds_too_little_memory_is_made_again_with_less_and_a_third
     starve = [Fault("m1", "action 1", "starve", at, "500") for at in (3, 6, 7, 8)]
     outcome = Live(cradle, config, faults=starve).finish()
     assert outcome.status == {"m0": 0, "m1": 2}, describe(outcome)
-    found = [event for event in outcome.events if event["kind"] == "memory"]
-    assert [(event["step"], event["times"]) for event in found] == [(2, 1), (4, 1), (4, 2), (4, 3)], describe(outcome)
-    assert line_of(found[0]) == "m1 lacked 500 B in step 2: the step is made again with less there"
-    room = [event["capacity_bytes"] for event in found]
+    shortages = [event for event in outcome.events if event["kind"] == "memory"]
+    assert [(event["step"], event["times"]) for event in shortages] == [(2, 1), (4, 1), (4, 2), (4, 3)], describe(
+        outcome
+    )
+    assert line_of(shortages[0]) == "m1 lacked 500 B in step 2: the step is made again with less there"
+    room = [event["capacity_bytes"] for event in shortages]
     assert room == sorted(room, reverse=True), describe(outcome)
     assert room[0] - room[1] >= 500
     written = [read_plan(path).ranks[1].bytes for path in sorted(tmp_path.glob("plan-*.json"))]
@@ -379,8 +381,8 @@ def test_a_step_that_finds_too_little_memory_is_made_again_with_less_and_a_third
 def test_after_a_loss_the_lost_layers_alone_are_handed_out_and_new_cuts_follow(
     cradle: Cradle, truth: Truth, tmp_path: Path
 ) -> None:
-    """The second of four members dies in its third step. Those that are left train its layers, and make no copy before
-    the next step; the first vote asks for the cuts of three, which are prepared beside the training.
+    """The second of four members dies in its third step. The remaining members train its layers, and make no copy
+    before the next step; the first vote asks for the cuts of three, which are prepared beside the training.
     """
     pipeline = {"cuts": None, "planner": "exact", "schedule": "1f1b"}
     profile, elastic = {"source": "estimated"}, {"small_motion": "always"}
@@ -401,5 +403,5 @@ def test_after_a_loss_the_lost_layers_alone_are_handed_out_and_new_cuts_follow(
     assert second["moved_bytes"] == 0, "it was copied ahead"
     assert "motion" not in second
     records = [entry["record"] for entry in live.log if entry["kind"] == "generation"]
-    assert ["copies" in one for one in records] == [False, True, False]
+    assert ["copies" in record for record in records] == [False, True, False]
     assert records[1]["motion"] == motion

@@ -1,6 +1,6 @@
-"""A stranger on the loopback: it says what it likes to every port of a run, which goes on with the same bits.
+"""A stranger on the loopback sends arbitrary messages to every port of a run, which goes on with the same bits.
 
-`benchmarks/stranger` says each kind of message a thousand times.
+`benchmarks/stranger` sends each kind of message a thousand times.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ CROWD = 150
 
 @pytest.fixture
 def live(cradle: Cradle, tmp_path: Path) -> Live:
-    """Three members that wait in step 4."""
-    found = Live(cradle, config_of(tmp_path, 3), faults=[Fault("m0", "compute", "wait", 4, "four")])
-    found.when("four")
-    return found
+    """Run of three members that wait in step 4."""
+    waiting_run = Live(cradle, config_of(tmp_path, 3), faults=[Fault("m0", "compute", "wait", 4, "four")])
+    waiting_run.when("four")
+    return waiting_run
 
 
 def ports_of(live: Live) -> tuple[dict[int, str], set[int]]:
-    """The run's own ports, each with what its key is derived for; and gloo's."""
-    own = {live.server.port: "store"}
+    """Return the run's own ports, each with the purpose that its key is derived for, and gloo's ports."""
+    own_ports = {live.server.port: "store"}
     for member in live.pids:
         address = live.store.get(f"address/{member}")
         assert address is not None
-        own[int(address.rpartition(":")[2])] = f"peers {live.server.identity}"
-    return own, set(addresses(live.pids.values())) - set(own)
+        own_ports[int(address.rpartition(":")[2])] = f"peers {live.server.identity}"
+    return own_ports, set(addresses(live.pids.values())) - set(own_ports)
 
 
 def says_hello(connection: Connection) -> None:
-    """A message as a member, and as a client of the store, would begin with."""
+    """Send the first message of a member, or of a client of the store."""
     connection.send_message(json.dumps({"sender": "m9", "kind": "value", "generation": 1, "tensors": []}).encode())
 
 
 def test_own_ports_answer_a_stranger_with_their_challenge_only_and_the_run_goes_on(
     live: Live, truth: Truth, tmp_path: Path
 ) -> None:
-    secret, (own, _) = run_secret(tmp_path), ports_of(live)
-    assert len(own) == 4
+    secret, (own_ports, _) = run_secret(tmp_path), ports_of(live)
+    assert len(own_ports) == 4
     before, text = live.store.history(), (tmp_path / "secret").read_text().strip()
-    # a friend with the key of the store may ask for the log; what it said is said again by the stranger
-    records = {port: recorded(port, secret.key(purpose), says_hello) for port, purpose in own.items()}
+    # a client with the key of the store may ask for the log; the stranger replays the bytes that it sent
+    records = {port: recorded(port, secret.key(purpose), says_hello) for port, purpose in own_ports.items()}
     assert all(len(record) > 64 for record in records.values())
     stranger, heard = Stranger(1, records), {kind: Answers() for kind in (*KINDS, "crowd")}
     held = []
-    for port in own:
+    for port in own_ports:
         for kind in KINDS:
             for _ in range(EACH):
                 stranger.speak(kind, port, heard[kind])
@@ -72,7 +72,7 @@ def test_own_ports_answer_a_stranger_with_their_challenge_only_and_the_run_goes_
     assert [event["kind"] for event in outcome.events].count("morph") == 0, describe(outcome)
     check(outcome, truth)
     for kind in KINDS:
-        assert (heard[kind].challenges, heard[kind].more) == (EACH * len(own), 0), (kind, heard)
+        assert (heard[kind].challenges, heard[kind].more) == (EACH * len(own_ports), 0), (kind, heard)
     assert {entry["kind"] for entry in live.log[len(before) :]} <= {"checkpoint", "finished", "left"}
     for path in tmp_path.rglob("*"):
         if path.is_file() and path.name != "secret":
@@ -84,8 +84,8 @@ def test_own_ports_answer_a_stranger_with_their_challenge_only_and_the_run_goes_
 def test_a_member_of_an_old_generation_and_one_of_another_run_are_not_heard(
     live: Live, truth: Truth, tmp_path: Path
 ) -> None:
-    secret, (own, _) = run_secret(tmp_path), ports_of(live)
-    for port, purpose in own.items():
+    secret, (own_ports, _) = run_secret(tmp_path), ports_of(live)
+    for port, purpose in own_ports.items():
         if purpose != "store":
             with pytest.raises(NotTrusted):  # the same secret, another run
                 dial("127.0.0.1", port, secret.key("peers of another store"), 5.0)

@@ -1,5 +1,5 @@
-"""Real members in float16 with masters and rounded moments: a crash and a morph change no bit of one process, nor which
-steps are skipped.
+"""Real members in float16 with master weights and rounded moments: a crash and a morph change no bit of the results of
+one process, and the same steps are skipped.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ FLOAT16: dict[str, Any] = {
 
 
 def told(run_dir: Path) -> dict[int, tuple[float, bool]]:
-    """Of each step its loss scale, and whether it was skipped."""
+    """Return the loss scale of each step, and True if it was skipped."""
     return {row["step"]: (row["loss_scale"], row["skipped"]) for row in files.read_jsonl(run_dir / "metrics.jsonl")}
 
 
 def test_the_loss_scale_masters_and_moments_survive_a_crash_and_move(cradle: Cradle, tmp_path: Path) -> None:
-    """There is no checkpoint: who is left has them from the copies, the newcomer from the layers that it takes over."""
+    """There is no checkpoint: the remaining member has them from its copies, the newcomer from the layers that it takes
+    over.
+    """
     alone = crash_then_join(cradle, tmp_path, **FLOAT16)
     expected = told(tmp_path / "alone")
     assert told(tmp_path / "run") == expected
-    skipped = [step for step, (_, one) in expected.items() if one]
+    skipped = [step for step, (_, was_skipped) in expected.items() if was_skipped]
     assert {1, 2, 3} <= {*skipped}, "the first scales are too large for this model"
     assert set(range(6, 11)) & {*skipped}, "a step is skipped after the newcomer has come"
     assert len(skipped) < len(expected)

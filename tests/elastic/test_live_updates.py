@@ -1,4 +1,4 @@
-"""Real members of which one finds no memory after the vote, while it changes its layers: nothing is half applied."""
+"""Real members, one of which lacks memory after the vote, while it updates its layers: no update is half applied."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 def test_an_update_that_finds_no_memory_is_taken_back_and_made_again(
     cradle: Cradle, undisturbed: Truth, tmp_path: Path, redundancy: int, waits: bool
 ) -> None:
-    """In the middle of the first update, before another one, in the middle and at the end of later ones. Where a copy
-    of what the member owns has made the step, the others go on from there.
+    """Memory runs out in the middle of the first update, before another update, in the middle and at the end of later
+    ones. Where a copy of the member's layers has made the step, the others continue from it.
     """
     pipeline: dict[str, Any] = {}
     if waits:
@@ -57,8 +57,10 @@ def test_an_update_that_finds_no_memory_is_taken_back_and_made_again(
     outcome = Live(cradle, with_given_plan(config) if waits else config, faults=faults).finish()
     assert set(outcome.status.values()) == {0}, describe(outcome)
     check(outcome, undisturbed)
-    found = [(event["member"], event["step"], event["times"]) for event in outcome.events if event["kind"] == "memory"]
-    assert found == [("m1", step, 1) for step in (1, 3, 5, 7, 9)], describe(outcome)
+    shortages = [
+        (event["member"], event["step"], event["times"]) for event in outcome.events if event["kind"] == "memory"
+    ]
+    assert shortages == [("m1", step, 1) for step in (1, 3, 5, 7, 9)], describe(outcome)
     last = next(event for event in reversed(outcome.events) if event["kind"] == "memory")
     assert str(line_of(last)).startswith("m1 could not make step 9, which is made again: a copy to or from the host")
     assert outcome.kinds().count("morph") == 5, describe(outcome)

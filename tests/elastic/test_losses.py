@@ -1,4 +1,4 @@
-"""Why workers were lost, by the lines of events.jsonl."""
+"""Reasons for lost workers, from the lines of events.jsonl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a machine listens, and what it says of addresses that are not its own."""
+"""The address at which a machine listens, and the errors for addresses that are not its own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_interfaces_that_gloo_finds(named: str) -> None:
     ("named", "missing"), [("eth-9", "eth-9"), ("lo,eth-9", "eth-9"), ("^lo", "^lo"), ("=lo", "=lo")]
 )
 def test_an_interface_that_is_not_there_is_named_before_the_start(named: str, missing: str) -> None:
-    """After half a minute the user read that rank 1 hangs (vllm-project/vllm#7074, aws-samples/aws-do-eks#69)."""
+    """Otherwise rank 1 is said to hang after half a minute (vllm-project/vllm#7074, aws-samples/aws-do-eks#69)."""
     with pytest.raises(
         CapslogError, match=re.escape(f"GLOO_SOCKET_IFNAME={named} names '{missing}', which is no network")
     ):

@@ -1,4 +1,4 @@
-"""Planners `budget` and `auto` at a change: what it proposes keeps to the devices with all that protection takes."""
+"""Planners `budget` and `auto` at a change: proposed plans fit the devices, snapshots and copies included."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def placer_of(
     link: Link | None = None,
     run: RunShape = RUN,
 ) -> Placer:
-    """Every layer has so many bytes of state, which lie beside training as snapshots."""
+    """Return a placer for layers of `state` bytes each. Snapshots of this state are kept on the device."""
     sizes = [state] * profile.num_layers
     candidates = Candidates(profile, sizes, run.settled(), planner, beside=sizes)
     budgeted = Budgeted.of(candidates, run, HostMemory(), link or Link())
@@ -49,16 +49,16 @@ def placer_of(
 
 
 def most_of(profile: Profile, plan: Plan, layout: MemberLayout, placer: Placer, seats: Sequence[Seat]) -> list[int]:
-    """What each rank holds by its own fold, with its snapshot and its copies."""
+    """Return the peak bytes of each rank by its own fold, plus its snapshot and its copies."""
     run = RunShape(4, plan.schedule or "varuna", microbatch_size=1)
-    kept = reserves(layout, True, placer.layer_bytes, placer.gradient_bytes)
-    beside = [sum(kept[seat.member]) if seat.member in kept else 0 for seat in seats]
+    reserved = reserves(layout, True, placer.layer_bytes, placer.gradient_bytes)
+    reserves_of_seats = [sum(reserved[seat.member]) if seat.member in reserved else 0 for seat in seats]
     folds = fold_plan(profile, plan, run)
-    return [one.peak_bytes + more for one, more in zip(folds, beside, strict=False)]
+    return [stage.peak_bytes + reserve_bytes for stage, reserve_bytes in zip(folds, reserves_of_seats, strict=False)]
 
 
 def kept_peak(profile: Profile, state: int) -> int:
-    """What one device takes that keeps everything, with its snapshot."""
+    """Return the peak bytes of a single device that keeps all activations, plus its snapshot."""
     plan = judged_layerwise_plan(profile, 1, "budget", "auto", None, RUN)
     assert plan.peak_bytes is not None
     return plan.peak_bytes + state * profile.num_layers
@@ -68,11 +68,11 @@ def kept_peak(profile: Profile, state: int) -> int:
 def test_every_proposal_keeps_to_the_devices_with_snapshots_and_copies(seed: int) -> None:
     draw = random.Random(seed)
     profile, state = timed(draw, draw.randrange(4, 6)), draw.choice([30_000, 1_000_000])
-    placer, whole = placer_of(profile, state, redundancy=1), kept_peak(profile, state)
+    placer, peak = placer_of(profile, state, redundancy=1), kept_peak(profile, state)
     planned = treated = 0
     for part in (0.55, 0.8, 0.95):
         for count in (1, 2, 3):
-            seats = seats_of([int(part * whole)] * count)
+            seats = seats_of([int(part * peak)] * count)
             plan = placer.propose(seats)
             if plan is None:
                 continue
@@ -80,7 +80,7 @@ def test_every_proposal_keeps_to_the_devices_with_snapshots_and_copies(seed: int
             treated += any(stage.memory for stage in plan.stages)
             layout = placer(seats, Plan.from_json(json.loads(json.dumps(plan.to_json()))))
             assert isinstance(layout, MemberLayout)
-            assert max(most_of(profile, plan, layout, placer, seats)) <= int(part * whole)
+            assert max(most_of(profile, plan, layout, placer, seats)) <= int(part * peak)
     assert planned >= 6
     assert treated
 
@@ -89,13 +89,13 @@ def test_fewer_devices_run_layers_again_where_cuts_alone_would_wait() -> None:
     """The smallest capacity with which one device trains lies below what its smallest plan without intervals takes."""
     profile = timed(random.Random(1), 5)
     placer, cut = placer_of(profile, 3_000), placer_of(profile, 3_000, planner="throughput")
-    whole = kept_peak(profile, 3_000)
-    capacity = next(size for size in range(whole, 0, -whole // 200) if isinstance(cut(seats_of([size])), str))
+    peak = kept_peak(profile, 3_000)
+    capacity = next(size for size in range(peak, 0, -peak // 200) if isinstance(cut(seats_of([size])), str))
     plan = placer.propose(seats_of([capacity]))
     assert plan is not None
     assert any(stage.memory for stage in plan.stages)
     assert plan.fits
-    roomy = placer.propose(seats_of([2 * whole]))
+    roomy = placer.propose(seats_of([2 * peak]))
     assert roomy is not None
     assert roomy.step_seconds is not None
     assert plan.step_seconds is not None
@@ -108,10 +108,10 @@ def test_devices_become_as_many_pipelines_as_are_fastest_and_fit() -> None:
     """Replicas of one stage have no bubble, but each holds all layers; of three devices one or two are made."""
     profile, run = timed(random.Random(6), 5), RunShape(8, "1f1b", microbatch_size=1, num_blocks=4)
     placer = placer_of(profile, 2_000, run=run)
-    whole = kept_peak(profile, 2_000)
+    peak = kept_peak(profile, 2_000)
     shapes: dict[tuple[int, float], tuple[int, bool]] = {}
     for count, part in itertools.product((2, 3, 4), (0.6, 0.85, 4.0)):
-        seats = seats_of([int(part * whole)] * count)
+        seats = seats_of([int(part * peak)] * count)
         plan = placer.propose(seats)
         assert plan is not None
         layout = placer(seats, Plan.from_json(json.loads(json.dumps(plan.to_json()))))
@@ -119,8 +119,12 @@ def test_devices_become_as_many_pipelines_as_are_fastest_and_fit() -> None:
         assert max(most_of(profile, plan, layout, placer, seats)) <= seats[0].capacity
         replicas = sum(stage.first == 0 for stage in plan.stages)
         shapes[count, part] = replicas, any(stage.memory for stage in plan.stages)
-        others = [placer.budget_plan(seats, one) for one in placer.budgeted.replicas(count)] if placer.budgeted else []
-        steps = [one.step_seconds for one in others if one.fits]
+        candidates = (
+            [placer.budget_plan(seats, pipelines) for pipelines in placer.budgeted.replicas(count)]
+            if placer.budgeted
+            else []
+        )
+        steps = [candidate.step_seconds for candidate in candidates if candidate.fits]
         assert plan.step_seconds == min(step for step in steps if step is not None)
     assert shapes[2, 4.0] == (2, False)
     assert shapes[4, 4.0] == (4, False)
@@ -135,19 +139,19 @@ def test_numbers_of_pipelines_come_by_their_bounds_which_are_known_from_the_star
         budgeted = placer.budgeted
         assert budgeted is not None
         placer.prepare(4)
-        known = dict(budgeted._least)
-        assert bool(known) is (blocks > 1), "members of a run with one block find no bounds at their start"
+        prepared = dict(budgeted._least)
+        assert bool(prepared) is (blocks > 1), "members of a run with one block find no bounds at their start"
         for devices in (2, 3, 4):
-            found = budgeted.replicas(devices)
-            assert sorted(found) == [one for one in (1, 2, 4) if one <= min(devices, blocks)]
-            least = [budgeted.least_seconds(devices, one) for one in found]
+            replica_counts = budgeted.replicas(devices)
+            assert sorted(replica_counts) == [count for count in (1, 2, 4) if count <= min(devices, blocks)]
+            least = [budgeted.least_seconds(devices, count) for count in replica_counts]
             assert least == sorted(least)
-        assert blocks == 1 or budgeted._least == known, "all that changes ask for was prepared"
+        assert blocks == 1 or budgeted._least == prepared, "all that changes ask for was prepared"
     assert budgeted.replicas(4) != [1, 2, 4]
 
 
 def test_what_leaves_for_the_host_is_part_of_a_proposal() -> None:
-    """Where somebody says what copies to the host tier cost."""
+    """Activations are offloaded only where the bandwidth to the host tier is given."""
     profile = timed(random.Random(2), 6)
     seats = seats_of([int(0.55 * kept_peak(profile, 3_000))] * 3)
     placer, without = placer_of(profile, 3_000, link=Link(host_bandwidth=1e12)), placer_of(profile, 3_000)
@@ -163,23 +167,23 @@ def test_what_leaves_for_the_host_is_part_of_a_proposal() -> None:
 
 
 def test_what_one_member_has_searched_another_need_not() -> None:
-    """Else the plans that were made ahead would be lost with the first voter."""
+    """Plans made ahead are shared. Otherwise they would be lost with the first voter."""
     profile = timed(random.Random(2), 5)
-    one, other = placer_of(profile, 2_000, 1), placer_of(profile, 2_000, 1)
+    first, second = placer_of(profile, 2_000, 1), placer_of(profile, 2_000, 1)
     seats = seats_of([kept_peak(profile, 2_000)] * 3)
-    found = [json.loads(json.dumps(entries)) for entries in one.look_ahead(seats)]
-    assert sum(map(len, found)) >= 3
-    for entries in found:
-        other.learn(entries)
+    searched = [json.loads(json.dumps(entries)) for entries in first.look_ahead(seats)]
+    assert sum(map(len, searched)) >= 3
+    for entries in searched:
+        second.learn(entries)
     for count in (1, 2, 4):
         fewer = seats_of([seats[0].capacity] * count)
-        assert other.propose(fewer) == one.propose(fewer)
-    assert other.budgeted is not None
-    assert not other.budgeted.taken()
+        assert second.propose(fewer) == first.propose(fewer)
+    assert second.budgeted is not None
+    assert not second.budgeted.taken()
 
 
 def test_copies_get_room_where_layers_run_again_for_it() -> None:
-    """Without copies a shorter step fits, beside which they find no room."""
+    """Without copies a plan with a shorter step fits, but leaves no room for them."""
     profile, state = timed(random.Random(7), 5), 1_000_000
     protected, plain = placer_of(profile, state, redundancy=1), placer_of(profile, state)
     seats = seats_of([int(0.7 * kept_peak(profile, state))] * 3)
@@ -197,9 +201,9 @@ def test_copies_get_room_where_layers_run_again_for_it() -> None:
 
 
 def test_neighbours_are_one_less_one_more_and_ever_fewer() -> None:
-    alike = [[seat.capacity for seat in one] for one in neighbours(seats_of([7] * 4))]
+    alike = [[seat.capacity for seat in seats] for seats in neighbours(seats_of([7] * 4))]
     assert alike == [[7] * 3, [7] * 5, [7] * 2, [7]]
-    unlike = [[seat.capacity for seat in one] for one in neighbours(seats_of([7, 9, 9]), least=2)]
+    unlike = [[seat.capacity for seat in seats] for seats in neighbours(seats_of([7, 9, 9]), least=2)]
     assert unlike == [[9, 9], [7, 9], [7, 9, 9, 7]]
     together = list(neighbours(seats_of([7, 7], host="h")))
     assert [seat.host for seat in together[1]] == ["h"] * 3
@@ -207,37 +211,37 @@ def test_neighbours_are_one_less_one_more_and_ever_fewer() -> None:
 
 
 def test_budget_proposes_the_fastest_of_budget_joint_and_unequal_replicas_that_keep_to_the_devices() -> None:
-    """What one member proposes is what all others run; what it has searched ahead, they need not search again."""
-    run, others, forms = RunShape(8, "auto", microbatch_size=1, num_blocks=4), list[float](), set[bool]()
+    """All members run the plan that one proposes, and learn the plans that it has searched ahead."""
+    run, ratios, forms = RunShape(8, "auto", microbatch_size=1, num_blocks=4), list[float](), set[bool]()
     for seed, count, part in ((1, 3, 0.9), (3, 2, 0.7), (3, 3, 2.0)):
         profile = timed(random.Random(seed), 5)
         placer, heirs = (placer_of(profile, 3_000, run=run) for _ in range(2))
         seats = seats_of([int(part * kept_peak(profile, 3_000))] * count)
-        found = placer.propose(seats)
-        assert found is not None
-        assert found.step_seconds is not None
-        carried = Plan.from_json(json.loads(json.dumps(found.to_json())))
+        plan = placer.propose(seats)
+        assert plan is not None
+        assert plan.step_seconds is not None
+        carried = Plan.from_json(json.loads(json.dumps(plan.to_json())))
         layout = heirs(seats, carried)
         assert isinstance(layout, MemberLayout)
-        assert layout == placer(seats, found)
-        assert max(most_of(profile, found, layout, placer, seats)) <= seats[0].capacity
-        assert (found.units.blocks, found.units.per_step) == (4, 8)
-        assert not any(stage.moments for stage in found.stages), "a member that is lost would take them along"
-        other = placer_of(profile, 3_000, planner="joint", run=run).propose(seats)
-        assert other is not None
-        step = with_step_seconds(profile, other, run.settled()).step_seconds
+        assert layout == placer(seats, plan)
+        assert max(most_of(profile, plan, layout, placer, seats)) <= seats[0].capacity
+        assert (plan.units.blocks, plan.units.per_step) == (4, 8)
+        assert not any(stage.moments for stage in plan.stages), "a member that is lost would take them along"
+        joint = placer_of(profile, 3_000, planner="joint", run=run).propose(seats)
+        assert joint is not None
+        step = with_step_seconds(profile, joint, run.settled()).step_seconds
         assert step is not None
-        others.append(found.step_seconds / step)
-        forms.add(len({len(path) for path in found.paths()}) == 1 and found.actions is not None)
+        ratios.append(plan.step_seconds / step)
+        forms.add(len({len(path) for path in plan.paths()}) == 1 and plan.actions is not None)
     for entry in placer.look_ahead(seats):
         heirs.learn(json.loads(json.dumps(entry)))
-    found = heirs.propose(seats[1:])
-    assert found is not None
-    assert found == placer.propose(seats[1:])
+    plan = heirs.propose(seats[1:])
+    assert plan is not None
+    assert plan == placer.propose(seats[1:])
     assert heirs.budgeted is not None
     assert heirs.budgeted.taken() == [], "it was all known"
-    assert max(others) <= 1 + 1e-9
-    assert min(others) < 0.99
+    assert max(ratios) <= 1 + 1e-9
+    assert min(ratios) < 0.99
     assert forms == {True, False}, "replicas of single stages, too"
 
 

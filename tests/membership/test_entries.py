@@ -1,4 +1,4 @@
-"""Entries of the log: what is written is read back, and what is not valid is neither written nor acted on."""
+"""Entries of the log: valid ones are read back as written, invalid ones are neither written nor acted on."""
 
 from __future__ import annotations
 

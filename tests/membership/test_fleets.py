@@ -42,7 +42,7 @@ def plain(layers: int, seconds: bool = True) -> Profile:
 def placer_of(
     profile: Profile, microbatches: int, blocks: int, planner: str = JOINT, reserved: int = 0, redundancy: int = 0
 ) -> Placer:
-    """`reserved`: bytes of each layer's state, which lie beside training as snapshots."""
+    """reserved: bytes of each layer's state, whose snapshots are kept on the device."""
     sizes, run = [reserved or 30] * profile.num_layers, RunShape(microbatches, num_blocks=blocks, microbatch_size=1)
     beside = sizes if reserved else None
     candidates = Candidates(profile, sizes, run, planner, "additive", beside=beside)
@@ -80,21 +80,21 @@ def test_it_is_the_plan_that_a_start_with_these_devices_would_have() -> None:
         expected = best_fleet(
             profile, [Device(size or None) for size in capacities], 8, blocks, RunShape(8), "additive"
         )
-        found = placer(seats_of(capacities))
+        layout = placer(seats_of(capacities))
         if not isinstance(expected, JointPlan):
-            assert isinstance(found, str) or plan_of(found).planner is None
+            assert isinstance(layout, str) or plan_of(layout).planner is None
             continue
-        assert plan_of(found).stages == expected.plan.stages
+        assert plan_of(layout).stages == expected.plan.stages
 
 
 def test_the_founder_proposes_it_and_the_others_come_to_the_same_layout() -> None:
-    placer, other = placer_of(plain(6), 16, 4, redundancy=1), placer_of(plain(6), 16, 4, redundancy=1)
+    placer, follower = placer_of(plain(6), 16, 4, redundancy=1), placer_of(plain(6), 16, 4, redundancy=1)
     for count in (1, 3, 5, 7):
         seats = seats_of([0] * count)
         proposed = placer.propose(seats)
         assert proposed is not None
         carried = Plan.from_json(json.loads(json.dumps(proposed.to_json())))
-        assert other(seats, carried) == placer(seats)
+        assert follower(seats, carried) == placer(seats)
     assert placer_of(plain(6), 16, 4, "exact").propose(seats_of([0] * 3)) is None
     assert placer.propose([]) is None
 
@@ -105,12 +105,12 @@ def test_snapshots_count_against_the_capacities() -> None:
         placer = placer_of(plain(2), 4, 2, reserved=50)
         plan = plan_of(placer(seats_of([capacity] * 3)))
         assert sorted(len(path) for path in plan.paths()) == lengths
-        assert plan.peak_bytes in (100, 110, 200)  # without what lies beside
+        assert plan.peak_bytes in (100, 110, 200)  # without snapshots and copies
 
 
 def test_equal_pipelines_are_taken_where_only_their_copies_find_room() -> None:
-    """One pipeline of three stages is quickest, as the exchange is slow. On tight devices none has room for a copy of
-    the large middle layer; two pipelines of a single stage hold everything twice.
+    """A single pipeline of three stages is fastest, since the exchange is slow. With little memory no device has room
+    for a copy of the large middle layer; two pipelines of a single stage hold everything twice.
     """
     profile, sizes = plain(3), [10, 300, 10]
     run, link = RunShape(6, num_blocks=2, microbatch_size=1), Link(bandwidth=10.0)
@@ -138,6 +138,6 @@ def test_without_seconds_equal_pipelines_stand_in(profile: Profile | None) -> No
 
 
 def test_where_one_pipeline_is_all_that_can_run_joint_is_refused() -> None:
-    """As on Varuna."""
+    """Joint plans are refused where at most one pipeline can run, as on Varuna."""
     with pytest.raises(CapslogError, match="among pipelines, but at most 1 can run here; choose throughput"):
         Candidates(plain(4), [30] * 4, RunShape(8, microbatch_size=1), JOINT, max_replicas=1)

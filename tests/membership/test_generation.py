@@ -24,7 +24,7 @@ def test_states_taken_back_are_void_for_ever() -> None:
     assert third.continues(Stamp(4, 1))
     assert third.continues(Stamp(6, 2))
     assert not third.continues(Stamp(6, 1))  # done again by generation 2
-    assert not third.continues(Stamp(7, 1))  # beyond what generation 2 has reached, and void all the same
+    assert not third.continues(Stamp(7, 1))  # after the last step of generation 2, and void all the same
     fourth = third.successor(["a"], base=Stamp(6, 2), reached=9)
     assert not fourth.continues(Stamp(7, 1))
 
@@ -117,7 +117,7 @@ def test_what_a_later_change_voids_as_well_is_named_once() -> None:
 
 
 def test_a_record_does_not_grow_with_the_changes_of_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a checkpoint, which ends the need for older entries; what can be lost at once is kept."""
+    """Without a checkpoint older entries are needed; entries that may be lost at once are kept."""
     monkeypatch.setattr(generation, "LINEAGE_ENTRIES", 3)
     record = EMPTY.successor(["a"])
     for number in range(1, 40):
@@ -127,7 +127,7 @@ def test_a_record_does_not_grow_with_the_changes_of_the_past(monkeypatch: pytest
     assert record.continues(Stamp(385, 39))  # under way
     assert record.continues(Stamp(380, 38))
     assert record.continues(Stamp(379, 38))
-    assert record.continues(Stamp(360, 36))  # what the oldest entry went on from
+    assert record.continues(Stamp(360, 36))  # the base of the oldest entry
     assert record.continues(Stamp(359, 36))
     assert not record.continues(Stamp(361, 36))  # taken back
     assert not record.continues(Stamp(350, 35))  # nobody can tell

@@ -52,7 +52,7 @@ def steps_of(
 
 
 def placer_of(profile: Profile | None, steps: RunShape, **options: object) -> Placer:
-    """`reserved`: with snapshots and copies beside training."""
+    """reserved: snapshots and copies are kept on the devices."""
     sizes = options.pop("layer_bytes", None) or [30] * (profile.num_layers if profile else 1)
     reserved = options.pop("reserved", False)
     kept = {name: options.pop(name) for name in ("redundancy", "min_devices") if name in options}
@@ -86,7 +86,9 @@ def shape_of(layout: MemberLayout | str, seats: Sequence[Seat]) -> tuple[tuple[i
 def by_trying_all(
     profile: Profile, steps: RunShape, capacities: Sequence[int], link: Link, most: int
 ) -> tuple[tuple[int, ...], int, int] | None:
-    """The smallest peak cut list of every shape by enumeration, its step by the simulator, and the quickest of all."""
+    """Return the fastest of all shapes, each with its cut list of smallest peak. All cut lists are enumerated; the
+    simulator gives their step times.
+    """
     isolated = [layer.isolated_bytes for layer in profile.layers]
     added = [layer.added_bytes or 0 for layer in profile.layers]
     weights = [layer.parameter_bytes or 0 for layer in profile.layers]
@@ -98,8 +100,11 @@ def by_trying_all(
 
         def held(cuts: Sequence[int], waiting: int = waiting) -> list[int]:
             bounds = [*cuts, num_layers]
-            further = [waiting * sum(weights[a:b]) for a, b in pairwise(bounds)]
-            return [one + more for one, more in zip(peaks(isolated, added, list(cuts)), further, strict=True)]
+            gradient_bytes = [waiting * sum(weights[a:b]) for a, b in pairwise(bounds)]
+            return [
+                peak + gradients
+                for peak, gradients in zip(peaks(isolated, added, list(cuts)), gradient_bytes, strict=True)
+            ]
 
         for stages in range(1, min(len(capacities) // replicas, num_layers) + 1):
             limits = [
@@ -111,8 +116,8 @@ def by_trying_all(
                 if all(used <= limit for used, limit in zip(held(cuts), limits, strict=True))
             ]
             if len(set(limits)) == 1:  # then the planner looks for the smallest peak, whether or not it fits
-                every = exhaustive(Candidates(profile, [1] * num_layers, steps)._costs[1], stages)
-                smallest = min(every, key=lambda cuts: (sorted(held(cuts), reverse=True), cuts))
+                cut_lists = exhaustive(Candidates(profile, [1] * num_layers, steps)._costs[1], stages)
+                smallest = min(cut_lists, key=lambda cuts: (sorted(held(cuts), reverse=True), cuts))
                 fitting = [smallest] if smallest in fitting else []
             if not fitting:
                 continue
@@ -146,13 +151,13 @@ def test_the_quickest_of_all_replicas_stages_and_cuts_that_fit_is_placed() -> No
         placer = placer_of(profile, steps, memory="additive", link=link, max_replicas=most)
         seats = seats_of(capacities)
         expected = by_trying_all(profile, steps, capacities, link, most)
-        found = placer(seats)
+        layout = placer(seats)
         if expected is None:
             waits += 1
-            assert isinstance(found, str)
-            assert "does not fit" in found
+            assert isinstance(layout, str)
+            assert "does not fit" in layout
             continue
-        assert shape_of(found, seats) == expected
+        assert shape_of(layout, seats) == expected
         shapes.add(expected[1:])
     assert waits >= 5
     assert len(shapes) >= 10
@@ -186,7 +191,7 @@ def test_no_cut_list_that_fits_unequal_devices_is_faster_than_their_bound() -> N
         for stages in range(2, profile.num_layers + 1):
             usable = [rng.randint(10, 50) for _ in range(stages)]
             lists = [candidates.of_cuts(1, tuple(cuts)) for cuts in exhaustive(candidates._costs[1], stages)]
-            steps = [one.step_ticks or 0 for one in lists if one.fits(usable)]
+            steps = [candidate.step_ticks or 0 for candidate in lists if candidate.fits(usable)]
             bound = candidates._limited_bound(1, stages, usable)
             assert (bound is None) == (not steps)
             if bound is None:
@@ -199,7 +204,7 @@ def test_no_cut_list_that_fits_unequal_devices_is_faster_than_their_bound() -> N
 
 
 def test_every_stage_but_the_last_repeats_at_least_all_forwards_but_one() -> None:
-    """What the bound counts on."""
+    """Check the assumption of the lower bound on the step."""
     for schedule, stages, microbatches in itertools.product(("gpipe", "1f1b", "varuna"), range(1, 9), (1, 2, 3, 7, 12)):
         forwards = step_player(RunShape(microbatches, schedule), stages).forwards
         assert all(count >= 2 * microbatches - 1 for count in forwards[:-1])
@@ -207,7 +212,7 @@ def test_every_stage_but_the_last_repeats_at_least_all_forwards_but_one() -> Non
 
 
 def test_of_devices_of_unlike_speeds_the_quickest_cuts_are_proposed() -> None:
-    """Beside every cut list of every shape, played by the simulator with the speeds of the devices."""
+    """Compared with every cut list of every shape, simulated at the speeds of the devices."""
     rng = random.Random(11)
     for _ in range(25):
         profile = chain(rng, rng.randint(2, 6))
@@ -226,13 +231,13 @@ def test_of_devices_of_unlike_speeds_the_quickest_cuts_are_proposed() -> None:
             ranks = tuple(PlanRank(speed=seat.speed) for seat in seats[: plan.num_ranks])
             return simulate_plan(profile, dataclasses.replace(plan, ranks=ranks), recompute=False).step_seconds
 
-        every = [
+        step_seconds = [
             step_of(placer.pipelines(cuts, replicas))
             for replicas in range(1, blocks + 1)
             for stages in range(1, min(len(seats) // replicas, profile.num_layers) + 1)
-            for cuts in ([0, *rest] for rest in itertools.combinations(range(1, profile.num_layers), stages - 1))
+            for cuts in ([0, *inner] for inner in itertools.combinations(range(1, profile.num_layers), stages - 1))
         ]
-        assert step_of(proposed) == pytest.approx(min(every), rel=1e-6)
+        assert step_of(proposed) == pytest.approx(min(step_seconds), rel=1e-6)
 
 
 def test_the_step_is_the_simulators_with_several_pipelines_exchange_and_update() -> None:
@@ -275,16 +280,16 @@ def test_any_number_of_devices_gets_whole_pipelines_on_the_first_ranks(replicas:
     for count in range(1, layers * replicas + 3):
         seats = seats_of([0] * count)
         layout = placer(seats)
-        cuts, devices, found = shape_of(layout, seats)
+        cuts, devices, pipelines = shape_of(layout, seats)
         assert isinstance(layout, MemberLayout)
-        assert found <= replicas
-        assert devices * found <= count
+        assert pipelines <= replicas
+        assert devices * pipelines <= count
         ends = [*cuts[1:], layers]
         for rank, seat in enumerate(seats):
             owned = layout.owned.get(seat.member, ())
-            expected = () if rank >= devices * found else range(cuts[rank % devices], ends[rank % devices])
+            expected = () if rank >= devices * pipelines else range(cuts[rank % devices], ends[rank % devices])
             assert owned == tuple(expected)
-    assert (devices, found) == (layers, replicas)
+    assert (devices, pipelines) == (layers, replicas)
 
 
 def test_without_seconds_one_pipeline_of_as_many_stages_as_possible() -> None:
@@ -338,8 +343,8 @@ def test_the_throughput_planner_is_asked_where_it_is_configured() -> None:
 
 def test_what_does_not_fit_says_where_how_much_and_how_many_devices_would_do() -> None:
     placer = placer_of(plain(6), steps_of(6, 1, 1), memory="additive")
-    found = placer(seats_of([200, 200]))
-    assert found == (
+    answer = placer(seats_of([200, 200]))
+    assert answer == (
         "the job does not fit 2 device(s): layers 0 to 2 need 300 B of the 200 B of m0 on h0, 100 B too much; "
         "waiting for 1 more of 200 B"
     )
@@ -354,13 +359,13 @@ def test_the_number_of_devices_that_is_waited_for_is_enough_and_no_more() -> Non
         profile = chain(rng, rng.randint(3, 8))
         placer = placer_of(profile, steps_of(4, 1, 1), memory="additive")
         size = rng.randint(15, 60)
-        found = [placer(seats_of([size] * count)) for count in range(1, profile.num_layers + 1)]
-        for count, answer in enumerate(found, start=1):
+        answers = [placer(seats_of([size] * count)) for count in range(1, profile.num_layers + 1)]
+        for count, answer in enumerate(answers, start=1):
             if isinstance(answer, str) and " more of " in answer:
                 tried += 1
                 more = int(answer.split("waiting for ")[1].split()[0])
-                assert isinstance(found[count + more - 1], MemberLayout)
-                assert all(isinstance(one, str) for one in found[: count + more - 1])
+                assert isinstance(answers[count + more - 1], MemberLayout)
+                assert all(isinstance(earlier, str) for earlier in answers[: count + more - 1])
     assert tried > 20
 
 
@@ -385,8 +390,8 @@ def test_gradients_that_wait_for_other_pipelines_count() -> None:
 def test_a_run_that_the_memory_model_does_not_describe_is_compared_with_no_capacity() -> None:
     placer = placer_of(plain(4), steps_of(4, 1, 1, "gpipe", recompute=False), memory="additive")
     assert isinstance(placer(seats_of([1])), MemberLayout)
-    other = placer_of(plain(4), steps_of(4, 1, microbatch_size=2), memory="additive")
-    assert isinstance(other(seats_of([1])), MemberLayout)
+    larger_microbatches = placer_of(plain(4), steps_of(4, 1, microbatch_size=2), memory="additive")
+    assert isinstance(larger_microbatches(seats_of([1])), MemberLayout)
 
 
 def test_fewer_devices_than_the_run_asks_for_are_waited_for() -> None:
@@ -416,8 +421,8 @@ def test_any_losses_of_hosts_up_to_the_redundancy_leave_every_layer_held(redunda
             continue
         held += 1
         for lost in itertools.combinations(names, redundancy):
-            left = {f"m{number}" for number, host in enumerate(hosts) if host not in lost}
-            assert layout.covers(frozenset(left))
+            survivors = {f"m{number}" for number, host in enumerate(hosts) if host not in lost}
+            assert layout.covers(frozenset(survivors))
     assert held > 15
 
 
@@ -446,8 +451,8 @@ def test_reserves_on_the_device_count_against_its_capacity() -> None:
     layout = device(seats)
     assert isinstance(layout, MemberLayout)
     assert sorted(layout.copied) == ["m0", "m1"]
-    found = reserves(layout, device.sync, device.layer_bytes, device.gradient_bytes)
-    assert {sum(reserve) for reserve in found.values()} == {200}
+    reserved = reserves(layout, device.sync, device.layer_bytes, device.gradient_bytes)
+    assert {sum(reserve) for reserve in reserved.values()} == {200}
     lacking = device(seats_of([399] * 2))
     assert isinstance(lacking, MemberLayout)
     assert "finds no room for copies" in str(lacking.problem)
@@ -458,8 +463,8 @@ def test_reserves_on_the_device_count_against_its_capacity() -> None:
 
 
 def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
-    """One pipeline of three unequal stages is quickest, but no device has room for a copy of the large middle layer's
-    state; two pipelines hold everything twice.
+    """A single pipeline of three unequal stages is fastest, but no device has room for a copy of the large middle
+    layer's state; two pipelines hold everything twice.
     """
     rows = [
         LayerProfile(f"l{n}", 100, 0 if n else None, parameter_bytes=10, forward_seconds=1.0, backward_seconds=2.0)
@@ -504,11 +509,11 @@ def test_the_runs_own_plan_is_taken_where_as_many_devices_are_there_and_it_fits(
         assert shape_of(placer(seats), seats)[0] == cuts
     seats = seats_of([0] * 3)
     assert shape_of(placer(seats), seats)[0] == (0, 2, 4)
-    cuts = (0, 2, 3, 4, 5, 6)  # three stages on each of two devices: not one that six devices would run
+    cuts = (0, 2, 3, 4, 5, 6)  # three stages on each of two devices: six devices would not run this plan
     spans = tuple(PlanStage((span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
-    other = Placer.of_config(config, plain(7), [30] * 7, plan=Plan(7, spans))
+    seven_layers = Placer.of_config(config, plain(7), [30] * 7, plan=Plan(7, spans))
     seats = seats_of([0] * 6)
-    assert shape_of(other(seats), seats)[0] == (0, 1, 2, 3, 4, 5)
+    assert shape_of(seven_layers(seats), seats)[0] == (0, 1, 2, 3, 4, 5)
 
 
 RECTANGLES = Plan(
@@ -608,7 +613,7 @@ def test_bytes_of_a_plans_ranks_count_before_those_of_its_stages() -> None:
         assert isinstance(layout, MemberLayout)
         assert (layout.plan == plan) == taken
     unknown = dataclasses.replace(
-        RECTANGLES, stages=tuple(dataclasses.replace(one, bytes=None) for one in RECTANGLES.stages)
+        RECTANGLES, stages=tuple(dataclasses.replace(stage, bytes=None) for stage in RECTANGLES.stages)
     )
     layout = of_rectangles(unknown)(seats_of([1] * 3))
     assert isinstance(layout, MemberLayout)
@@ -625,9 +630,9 @@ def test_a_plan_that_the_generation_carries_is_taken_as_it_is_and_only_checked()
     assert layout.owned == {"m1": tuple(range(6)), "m3": tuple(range(6))}
     assert layout.copied == {}
     assert "elastic.min_devices is 5" in str(of_rectangles(min_devices=5)(seats_of([0] * 4), carried))
-    other = dataclasses.replace(carried, units=Units(16, 1, 4))
+    larger_step = dataclasses.replace(carried, units=Units(16, 1, 4))
     with pytest.raises(CapslogError, match=r"has units.per_step 16, but this run has 8; the store belongs to another"):
-        of_rectangles()(seats_of([0] * 4), other)
+        of_rectangles()(seats_of([0] * 4), larger_step)
 
 
 def test_a_config_gives_the_placer_its_run() -> None:

@@ -1,4 +1,4 @@
-"""What protection takes, in a plan's notes and in its check, before a run starts."""
+"""Bytes of snapshots and copies in a plan's notes and in its check, before a run starts."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def test_it_is_cut_anew_with_the_snapshots_where_that_fits() -> None:
 
 
 def test_the_cuts_of_a_given_plan_are_not_replaced(tmp_path: Path) -> None:
-    """They were cut anew with the snapshots, and that the new cuts fit was taken for the given plan's own verdict."""
+    """Regression: new cuts were searched with the snapshots, and the given plan was said to fit since these did."""
     states, path = [300, *[3] * 10], tmp_path / "given.json"
     write_plan(path, Plan.of_cuts(11, (0, 6)))
     free = planned(chain(states), capacity=800, workload="tests.engine.workload:workload")
     assert (free.cuts, free.fits) == ((0, 4), True)
-    given = planned(chain(states), capacity=800, workload="tests.engine.workload:workload", plan=str(path))
-    assert (given.cuts, given.fits) == ((0, 6), False)
-    assert given.notes[0].startswith("does not fit with elastic.enabled")
+    fixed = planned(chain(states), capacity=800, workload="tests.engine.workload:workload", plan=str(path))
+    assert (fixed.cuts, fixed.fits) == ((0, 6), False)
+    assert fixed.notes[0].startswith("does not fit with elastic.enabled")
 
 
 def test_the_snapshot_of_a_stage_of_several_pieces_is_that_of_all_of_them() -> None:
@@ -132,7 +132,7 @@ def test_a_planner_that_is_too_slow_for_a_change_is_refused_at_the_start() -> No
 
 
 def test_planner_joint_leaves_room_for_the_snapshots() -> None:
-    """It once chose the fastest cuts as if they took nothing, which then did not fit, though others do."""
+    """Regression: the fastest cuts were chosen without the bytes of protection. They did not fit, though others do."""
     bare = chain([300, 3, 3, 3])
     rows = [dataclasses.replace(row, forward_seconds=1.0, backward_seconds=2.0) for row in bare.layers]
     profile = dataclasses.replace(bare, layers=tuple(rows))

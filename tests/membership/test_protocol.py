@@ -1,4 +1,4 @@
-"""Single rules of the protocol, one member at a time or a few by hand."""
+"""Single rules of the protocol, for one member or a few driven by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Group(World):
             self.feed(i, m.StoreSays(record))
 
     def tally(self, *members: int) -> None:
-        """The present round is complete; these hear of it."""
+        """Send the complete tally of the present round to these members."""
         for i in members:
             key = (self.states[i].record.number, self.states[i].round)
             self.feed(i, m.Tally(*key, dict(self.casts[key])))
@@ -124,7 +124,7 @@ def test_a_member_whose_step_found_too_little_memory_founds_the_same_members_ane
     assert group.said(1, m.Abort)
     group.found(proposal)
     brought = group.casts[(2, 0)]
-    assert {who: value.capacity for who, value in brought.items()} == {"m0": 0, "m1": 500, "m2": 0}  # type: ignore[union-attr]
+    assert {member: value.capacity for member, value in brought.items()} == {"m0": 0, "m1": 500, "m2": 0}  # type: ignore[union-attr]
     group.tally(0, 1, 2)
     group.install()
     assert group.truth.bases[2] == Stamp(2, 1), "the step is made again"
@@ -142,7 +142,7 @@ def test_a_member_whose_step_found_too_little_memory_founds_the_same_members_ane
 def test_a_member_that_finds_no_memory_for_a_step_that_all_voted_for_brings_the_boundary_before(
     redundancy: int, base: int
 ) -> None:
-    """The others have made the step. They take it back, or have copies of what the one could not change."""
+    """The others have made the step. They take it back, or hold copies of the layers that were not updated."""
     group = running(2, redundancy=redundancy)
     group.vote()
     group.tally(0, 2)
@@ -151,7 +151,7 @@ def test_a_member_that_finds_no_memory_for_a_step_that_all_voted_for_brings_the_
     assert boundaries(group.states[1]) == {2}, "older ones made room for the boundary before"
     group.found(group.proposal(1))
     brought = group.casts[(2, 0)]
-    assert {who: value.capacity for who, value in brought.items()} == {"m0": 0, "m1": 500, "m2": 0}  # type: ignore[union-attr]
+    assert {member: value.capacity for member, value in brought.items()} == {"m0": 0, "m1": 500, "m2": 0}  # type: ignore[union-attr]
     group.tally(0, 1, 2)
     group.install()
     assert group.truth.bases[2] == Stamp(base, 1)
@@ -193,7 +193,7 @@ def test_one_that_leaves_and_asks_to_come_back_is_named_once() -> None:
     group = running(1)
     group.feed(2, m.Wished(("leave", "m2")))
     group.train(1)
-    group.found(group.proposal(0))  # which nobody has trained in: m2 may hold what is needed
+    group.found(group.proposal(0))  # nobody has trained in it: m2 may hold layers that are needed
     group.feed(0, m.Wished(("join", "m2")))
     group.feed(0, m.Broken(2))
     group.feed(0, m.Tick())
@@ -244,7 +244,7 @@ def test_a_hint_copies_ahead_in_every_generation_and_changes_no_membership() -> 
     group = running(1, shadows=True)
     group.feed(2, m.Hint(("leave", "m2")))
     group.train(1)
-    group.feed(1, m.Wished(("leave", "m1"), True))  # another one leaves: what is sure goes before what may be
+    group.feed(1, m.Wished(("leave", "m1"), True))  # another member leaves: a certain change goes before a possible one
     group.train(1)
     group.found(group.proposal(0))
     assert group.proposal(0).leaving == ("m1",)
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_is_to_come_first_is_asked_for_until_it_was_written(mo
         assert group.said(1, m.SaveAll) == [m.SaveAll(1)]
     for i in range(3) if moment != "after its vote" else ():
         group.feed(i, m.Broken(1))
-    if moment != "after its vote":  # a generation that another one founds, who had not heard of the notice
+    if moment != "after its vote":  # a generation founded by a member that had not heard of the notice
         base, reached = group.states[0].base, group.states[0].at.step
         group.found(group.states[0].record.successor(group.names, base=base, reached=reached))
         assert [state.wishes.save for state in group.states] == [moment == "before the checkpoint is written"] * 2 + [
@@ -530,6 +530,6 @@ def test_a_layer_that_arrives_damaged_ends_the_generation_and_is_sent_again_in_t
     ("kind", "handler"), [(m.ProtocolEvent, step), (m.Effect, Effects.carry_out)], ids=["event", "effect"]
 )
 def test_every_event_and_every_effect_has_a_case(kind: type, handler: Callable[..., Any]) -> None:
-    found = re.findall(r"\bm\.(\w+)\(", " ".join(re.findall(r"case (.*):", inspect.getsource(handler))))
-    kinds = {one.__name__ for base in (kind, *kind.__subclasses__()) for one in base.__subclasses__()}
-    assert kinds - {"GenerationEvent", "GenerationEffect"} <= set(found)
+    handled = re.findall(r"\bm\.(\w+)\(", " ".join(re.findall(r"case (.*):", inspect.getsource(handler))))
+    kinds = {subclass.__name__ for base in (kind, *kind.__subclasses__()) for subclass in base.__subclasses__()}
+    assert kinds - {"GenerationEvent", "GenerationEffect"} <= set(handled)

@@ -1,4 +1,4 @@
-"""Where survivors resume and what moves, against brute force."""
+"""The boundary from which survivors resume and the layers that move, against brute force."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def everything(stamp: Stamp) -> bool:
 
 def test_one_member_that_did_not_see_the_vote_takes_all_back_one_step() -> None:
     held = {"a": {(0, B), (0, A)}, "b": {(1, A), (1, INITIAL)}}
-    found = newest_boundary(2, held, everything, INITIAL)
-    assert (found.stamp, found.on_disk) == (A, False)
-    assert found.passed_over == ((B, (1,)),)
-    assert not found.loses_settled(reached=2)  # step 2 was the one interrupted
+    boundary = newest_boundary(2, held, everything, INITIAL)
+    assert (boundary.stamp, boundary.on_disk) == (A, False)
+    assert boundary.passed_over == ((B, (1,)),)
+    assert not boundary.loses_settled(reached=2)  # step 2 was the one interrupted
 
 
 def test_lost_layers_come_from_the_checkpoint_only_as_a_last_resort() -> None:
     held = {"a": {(0, C), (1, C)}}
-    found = newest_boundary(3, held, everything, A)
-    assert (found.stamp, found.on_disk) == (A, True)
-    assert found.passed_over == ((C, (2,)),)
-    assert found.loses_settled(reached=0)
-    # a newer checkpoint serves what is missing, and only that
-    found = newest_boundary(3, held, everything, C)
-    moves = list_moves(found, {"a": (0, 1), "b": (2,)}, [5, 6, 7])
+    boundary = newest_boundary(3, held, everything, A)
+    assert (boundary.stamp, boundary.on_disk) == (A, True)
+    assert boundary.passed_over == ((C, (2,)),)
+    assert boundary.loses_settled(reached=0)
+    # a newer checkpoint serves the missing layers, and only those
+    boundary = newest_boundary(3, held, everything, C)
+    moves = list_moves(boundary, {"a": (0, 1), "b": (2,)}, [5, 6, 7])
     assert [(move.layer, move.source, move.target, move.bytes) for move in moves] == [(2, CHECKPOINT, "b", 7)]
 
 
@@ -53,20 +53,20 @@ def test_the_newest_boundary_and_the_moves_by_brute_force() -> None:
             for member in members
         }
         checkpoint = dice.choice([INITIAL, *stamps])
-        found = newest_boundary(layers, held, everything, checkpoint)
+        boundary = newest_boundary(layers, held, everything, checkpoint)
         complete = [
             stamp
             for stamp in [INITIAL, *stamps]
             if stamp == checkpoint
             or all(any((layer, stamp) in mine for mine in held.values()) for layer in range(layers))
         ]
-        assert found.stamp == max(stamp for stamp in complete if stamp >= checkpoint)
+        assert boundary.stamp == max(stamp for stamp in complete if stamp >= checkpoint)
         owners: dict[str, list[int]] = {member: [] for member in members}
         for layer in range(layers):
             for member in dice.sample(members, dice.randint(1, len(members))):
                 owners[member].append(layer)
-        moves = list_moves(found, owners, [1] * layers)
-        _check_moves(moves, owners, held, found.stamp)
+        moves = list_moves(boundary, owners, [1] * layers)
+        _check_moves(moves, owners, held, boundary.stamp)
 
 
 def _check_moves(moves, owners: Mapping[str, list[int]], held, stamp: Stamp) -> None:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Placement of copies, held to its promise by trying every loss."""
+"""Placement of copies, checked by trying every loss."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ Pipelines = list[list[tuple[str, tuple[int, ...]]]]
 
 
 def holders(pipelines: Pipelines, copies: Copies) -> dict[int, set[str]]:
-    found: dict[int, set[str]] = {}
+    layer_holders: dict[int, set[str]] = {}
     for stages in pipelines:
         for member, layers in stages:
             for layer in layers:
-                found.setdefault(layer, set()).add(member)
+                layer_holders.setdefault(layer, set()).add(member)
     for member, kept in copies.kept.items():
         for layer in kept:
-            assert member not in found[layer], "a copy beside the original"
-            found[layer].add(member)
-    return found
+            assert member not in layer_holders[layer], "a copy beside the original"
+            layer_holders[layer].add(member)
+    return layer_holders
 
 
-def survives(found: dict[int, set[str]], hosts: dict[str, str], losses: int) -> bool:
-    """By trying every set of lost hosts."""
+def survives(layer_holders: dict[int, set[str]], hosts: dict[str, str], losses: int) -> bool:
+    """True if every layer keeps a holder after any loss of this many hosts. All sets are tried."""
     names = sorted(set(hosts.values()))
     return all(
         any(hosts[member] not in lost for member in members)
         for lost in itertools.combinations(names, min(losses, len(names)))
-        for members in found.values()
+        for members in layer_holders.values()
     )
 
 
-def neighbours_hold_all(pipelines: Pipelines, found: dict[int, set[str]]) -> bool:
+def neighbours_hold_all(pipelines: Pipelines, layer_holders: dict[int, set[str]]) -> bool:
     pairs = [{a, b} for stages in pipelines for (a, _), (b, _) in pairwise(stages) if a != b]
-    return any(members <= pair for pair in pairs for members in found.values())
+    return any(members <= pair for pair in pairs for members in layer_holders.values())
 
 
 def draw(dice: random.Random) -> tuple[Pipelines, dict[str, str], int, list[str]]:
@@ -85,16 +85,18 @@ def test_every_loss_that_is_promised_is_survived_and_every_refusal_is_true(
         pipelines, hosts, layers, spare = draw(dice)
         redundancy = dice.randint(1, 3)
         copies = place_copies(pipelines, hosts, redundancy, [dice.randint(1, 9) for _ in range(layers)], spare)
-        found = holders(pipelines, copies)
-        assert survives(found, hosts, copies.survives) or copies.survives == 0
+        layer_holders = holders(pipelines, copies)
+        assert survives(layer_holders, hosts, copies.survives) or copies.survives == 0
         alone = {member: member for member in hosts}
-        assert survives(found, alone, min(redundancy, len(hosts) - 1)), "so many workers may be lost on any hosts"
+        assert survives(layer_holders, alone, min(redundancy, len(hosts) - 1)), (
+            "so many workers may be lost on any hosts"
+        )
         count = len(set(hosts.values()))
         assert copies.survives == min(redundancy, count - 1)  # without limits of room, more cannot be had
         if copies.problem is None:
             complete += 1
             assert copies.survives == redundancy
-            assert not neighbours_hold_all(pipelines, found)
+            assert not neighbours_hold_all(pipelines, layer_holders)
         else:
             partial += 1
             # hosts are too few, or there is nobody but two neighbours
@@ -152,8 +154,8 @@ def test_it_says_what_cannot_be_placed() -> None:
 
 
 def test_what_protection_costs() -> None:
-    found = reserves(MemberLayout(3, {"a": (0,), "b": (1, 2)}, {"a": (2,)}), True, [10, 20, 30], [1, 2, 3])
-    assert (found["a"].snapshot, found["a"].copies, found["a"].updates, sum(found["a"])) == (10, 60, 3, 73)
-    assert (found["b"].snapshot, found["b"].copies, found["b"].updates) == (50, 0, 0)
+    reserved = reserves(MemberLayout(3, {"a": (0,), "b": (1, 2)}, {"a": (2,)}), True, [10, 20, 30], [1, 2, 3])
+    assert (reserved["a"].snapshot, reserved["a"].copies, reserved["a"].updates, sum(reserved["a"])) == (10, 60, 3, 73)
+    assert (reserved["b"].snapshot, reserved["b"].copies, reserved["b"].updates) == (50, 0, 0)
     behind = reserves(MemberLayout(3, {"a": (0,)}, {"a": (2,)}), False, [10, 20, 30], [1, 2, 3])
     assert behind["a"].updates == 0

@@ -1,4 +1,4 @@
-"""Who may still come, as far as the log tells."""
+"""Workers that may still join, by the log's entries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_who_took_part_and_was_not_told_to_have_ended_is_astray() -> None:
     assert roster_of(*taken).astray == {"a-1", "b-1"}
     assert roster_of(*taken, {"kind": "left", "member": "a-1"}).astray == {"b-1"}
     assert roster_of(*taken, {"kind": "left", "member": "a-1"}, dead("b-1", by="b")).astray == set()
-    # it may live, where another host has told so; but whoever is told dead ends as soon as it hears so
+    # it may live, where another host has said so; but a worker that reads that it is dead ends at once
     assert roster_of(*taken, {"kind": "left", "member": "a-1"}, dead("b-1", by="a")).astray == set()
 
 

@@ -40,8 +40,8 @@ from varuna_capslog.plans.plan import Plan
         (("m1",), (), Stamp(3, 4), True),
         (("m0", "m1", "m2"), (), Stamp(3, 4), False),  # nobody is lost
         (("m2", "m0"), (), Stamp(3, 4), False),  # in another order
-        (("m0", "m2", "m3"), (), Stamp(3, 4), False),  # and one joins
-        (("m0",), ("m2",), Stamp(3, 4), False),  # and one leaves
+        (("m0", "m2", "m3"), (), Stamp(3, 4), False),  # and a member joins
+        (("m0",), ("m2",), Stamp(3, 4), False),  # and a member leaves
         (("m0", "m2"), (), Stamp(3, 3), False),  # no step of it was applied: copies may be on their way
     ],
 )
@@ -53,28 +53,28 @@ def test_stages_are_handed_out_where_losses_are_all_that_changed_and_all_copies_
 
 
 def layout_of(placer: Placer, seats: Sequence[Seat]) -> MemberLayout:
-    found = placer(seats, placer.propose(seats))
-    assert isinstance(found, MemberLayout), found
-    return found
+    layout = placer(seats, placer.propose(seats))
+    assert isinstance(layout, MemberLayout), layout
+    return layout
 
 
 def loss_of(placer: Placer, seats: Sequence[Seat], gone: Sequence[int], **more: float) -> Loss:
-    """The members at these ranks are lost."""
-    left = [seat for rank, seat in enumerate(seats) if rank not in gone]
+    """Return the loss of the members at the ranks `gone`."""
+    survivors = [seat for rank, seat in enumerate(seats) if rank not in gone]
     members = tuple(seat.member for seat in seats)
-    return Loss(layout_of(placer, seats), members, left, placer.propose(left), **more)
+    return Loss(layout_of(placer, seats), members, survivors, placer.propose(survivors), **more)
 
 
 def holders(layout: MemberLayout, members: Sequence[str]) -> list[set[str]]:
-    return [{one for one in members if layer in layout.holds(one)} for layer in range(layout.num_layers)]
+    return [{member for member in members if layer in layout.holds(member)} for layer in range(layout.num_layers)]
 
 
-def after(loss: Loss, weighed: Weighed | None) -> MemberLayout:
+def after(loss: Loss, choice: Weighed | None) -> MemberLayout:
     """The layout that a record with this choice leads to."""
-    assert weighed is not None
-    assert weighed.plan is not None, weighed.told
-    assert weighed.copies is not None
-    return MemberLayout.of_plan(weighed.plan, loss.left, weighed.copies)
+    assert choice is not None
+    assert choice.plan is not None, choice.told
+    assert choice.copies is not None
+    return MemberLayout.of_plan(choice.plan, loss.left, choice.copies)
 
 
 def drawn(dice: random.Random, seconds: bool = True) -> tuple[Placer, list[Seat], list[int]]:
@@ -97,33 +97,33 @@ def test_whoever_is_lost_every_layer_is_owned_as_often_as_before_and_nobody_give
     for _ in range(60):
         placer, seats, gone = drawn(dice)
         loss = loss_of(placer, seats, gone, rate=dice.choice((1.0, 100.0, 1e9)))
-        found = SmallMotion(placer, "always").weigh(loss)
-        assert found is not None
-        if found.plan is None:  # a member that would hold a layer twice, for the same blocks
+        choice = SmallMotion(placer, "always").weigh(loss)
+        assert choice is not None
+        if choice.plan is None:  # a member that would hold a layer twice, for the same blocks
             continue
         motions += 1
-        layout = after(loss, found)
+        layout = after(loss, choice)
         blocks = placer.candidates.run.num_blocks
         for layer in range(layout.num_layers):
-            serving = [stage.blocks or range(blocks) for stage in found.plan.stages if layer in stage.numbers]
+            serving = [stage.blocks or range(blocks) for stage in choice.plan.stages if layer in stage.numbers]
             assert sorted(itertools.chain(*serving)) == list(range(blocks))
         for member in loss.left:
             assert set(loss.before.holds(member)) <= set(layout.holds(member))
         assert set(loss.before.owned.get(loss.left[0], ())) <= set(layout.owned.get(loss.left[0], ()))
-        # who had a layer has it still, so of the losses that copies protect from only those that came are used up
+        # members keep the layers that they had, so redundancy shrinks by the losses that occurred and no more
         for before, now in zip(holders(loss.before, loss.left), holders(layout, loss.left), strict=True):
             assert before <= now
         new = layout_of(placer, loss.seats)
         sizes = placer.layer_bytes
-        told = found.told["small_motion"]
-        assert told["copied_bytes"] == 0
-        assert told["moved_bytes"] == sum(
+        costs = choice.told["small_motion"]
+        assert costs["copied_bytes"] == 0
+        assert costs["moved_bytes"] == sum(
             sizes[layer]
             for member in loss.left
             for layer in layout.owned.get(member, ())
             if layer not in loss.before.holds(member)
         )
-        # what follows brings back all copies that a generation of these members has
+        # the next change restores all copies that a generation of these members has
         follow = traffic_of(layout, new, loss.left, sizes)
         lacking = {
             (member, layer) for member in loss.left for layer in new.holds(member) if layer not in layout.holds(member)
@@ -133,13 +133,17 @@ def test_whoever_is_lost_every_layer_is_owned_as_often_as_before_and_nobody_give
 
 
 def assignments(loss: Loss, sizes: Sequence[int]) -> int:
-    """The fewest bytes that move where each layer that is lost goes to any member, all of them tried."""
+    """Return the fewest bytes that move where each lost layer may go to any member. All assignments are tried."""
     owned = {layer for member in loss.left for layer in loss.before.owned.get(member, ())}
     lost = [layer for layer in range(loss.before.num_layers) if layer not in owned]
     return min(
         (
-            sum(sizes[layer] for layer, who in zip(lost, way, strict=True) if layer not in loss.before.holds(who))
-            for way in itertools.product(loss.left, repeat=len(lost))
+            sum(
+                sizes[layer]
+                for layer, target in zip(lost, targets, strict=True)
+                if layer not in loss.before.holds(target)
+            )
+            for targets in itertools.product(loss.left, repeat=len(lost))
         ),
         default=0,
     )
@@ -150,49 +154,49 @@ def test_without_seconds_no_way_to_hand_out_the_lost_layers_moves_fewer_bytes() 
     for _ in range(80):
         placer, seats, gone = drawn(dice, seconds=False)
         loss = loss_of(placer, seats, gone[:1])
-        found = SmallMotion(placer, "always").weigh(loss)
-        assert found is not None
-        if found.plan is not None and len(loss.before.owned.get(seats[gone[0]].member, ())) <= 4:
-            assert found.told["small_motion"]["moved_bytes"] == assignments(loss, placer.layer_bytes)
+        choice = SmallMotion(placer, "always").weigh(loss)
+        assert choice is not None
+        if choice.plan is not None and len(loss.before.owned.get(seats[gone[0]].member, ())) <= 4:
+            assert choice.told["small_motion"]["moved_bytes"] == assignments(loss, placer.layer_bytes)
             compared += 1
     assert compared > 60
 
 
 def test_no_rank_holds_more_than_its_device_has() -> None:
-    """By the fold of every rank, with its snapshot and the copies that it keeps."""
+    """Peaks come from the fold of every rank, plus its snapshot and the copies that it keeps."""
     draw, planned, refused = random.Random(5), 0, 0
     profile = timed(draw, 6)
-    placer, whole = budget_placer(profile, 30_000, redundancy=1), kept_peak(profile, 30_000)
+    placer, largest = budget_placer(profile, 30_000, redundancy=1), kept_peak(profile, 30_000)
     for part in (0.6, 0.75, 0.9, 1.1):
-        seats = [Seat(f"m{rank}", f"h{rank}", int(part * whole)) for rank in range(3)]
+        seats = [Seat(f"m{rank}", f"h{rank}", int(part * largest)) for rank in range(3)]
         loss = loss_of(placer, seats, [1])
-        found = SmallMotion(placer, "always").weigh(loss)
-        if found is None:  # no plan for those that are left
+        choice = SmallMotion(placer, "always").weigh(loss)
+        if choice is None:  # no plan for the remaining members
             continue
-        if found.plan is None:
-            assert found.told["chosen"] == "new cuts"
-            assert "room" in found.told["why"]
+        if choice.plan is None:
+            assert choice.told["chosen"] == "new cuts"
+            assert "room" in choice.told["why"]
             refused += 1
             continue
         planned += 1
-        held = most_of(profile, found.plan, after(loss, found), placer, loss.seats)
+        held = most_of(profile, choice.plan, after(loss, choice), placer, loss.seats)
         assert all(size <= seat.capacity for size, seat in zip(held, loss.seats, strict=False))
     assert planned
     assert refused
 
 
 def test_the_choice_follows_the_seconds_that_each_way_loses() -> None:
-    """Slow links speak for a small motion, fast ones for new cuts; what is expected to be lost is told for both."""
+    """Slow links favour a small motion, fast ones new cuts. The expected loss is reported for both."""
     placer = placer_of(plain(12), steps_of(8), layer_bytes=[1000] * 12, planner="throughput", redundancy=1)
     seats, chosen = seats_of([0] * 4), []
     for rate in (1.0, 10.0, 100.0, 1e4, 1e6):
-        found = SmallMotion(placer).weigh(loss_of(placer, seats, [1], rate=rate, step_seconds=1.0))
-        assert found is not None
-        chosen.append(found.plan is not None)
-        if "small_motion" in found.told:
-            lost = [found.told[way]["lost_seconds"] for way in ("small_motion", "new_cuts")]
+        choice = SmallMotion(placer).weigh(loss_of(placer, seats, [1], rate=rate, step_seconds=1.0))
+        assert choice is not None
+        chosen.append(choice.plan is not None)
+        if "small_motion" in choice.told:
+            lost = [choice.told[way]["lost_seconds"] for way in ("small_motion", "new_cuts")]
             assert (lost[0] < lost[1]) == chosen[-1]
-            assert found.told["chosen"] == ("small motion" if chosen[-1] else "new cuts")
+            assert choice.told["chosen"] == ("small motion" if chosen[-1] else "new cuts")
     assert chosen[0]
     assert not chosen[-1]
     assert chosen == sorted(chosen, reverse=True)
@@ -200,17 +204,17 @@ def test_the_choice_follows_the_seconds_that_each_way_loses() -> None:
 
 
 def test_a_run_far_from_its_last_checkpoint_does_not_stay_with_single_holders_for_long() -> None:
-    """Losses often come soon after each other; a second one would cost all that was trained since the checkpoint."""
+    """Losses often come in close succession; a second one would cost all training since the checkpoint."""
     placer = placer_of(plain(12), steps_of(8), layer_bytes=[1000] * 12, planner="throughput", redundancy=1)
     seats, lost = seats_of([0] * 4), []
     for back in (0.0, 1e5):
         loss = loss_of(placer, seats, [1], rate=10.0, step_seconds=1.0, back_seconds=back)
-        found = SmallMotion(placer).weigh(loss)
-        assert found is not None
-        lost.append((found.plan is not None, found.told["small_motion"]["lost_seconds"]))
-        one = loss.before.copied
-        alone = {owner for owner in loss.left if set(loss.before.owned.get(owner, ())) & set(one.get("m1", ()))}
-        alone |= {holder for holder in loss.left if set(one.get(holder, ())) & set(loss.before.owned["m1"])}
+        choice = SmallMotion(placer).weigh(loss)
+        assert choice is not None
+        lost.append((choice.plan is not None, choice.told["small_motion"]["lost_seconds"]))
+        copied = loss.before.copied
+        alone = {owner for owner in loss.left if set(loss.before.owned.get(owner, ())) & set(copied.get("m1", ()))}
+        alone |= {holder for holder in loss.left if set(copied.get(holder, ())) & set(loss.before.owned["m1"])}
         assert exposed(loss.before, loss.before, loss.left) == len(alone) / 3
     assert [small for small, _ in lost] == [True, False]
     assert lost[1][1] > lost[0][1] + 1000
@@ -219,10 +223,10 @@ def test_a_run_far_from_its_last_checkpoint_does_not_stay_with_single_holders_fo
 def test_without_seconds_a_run_hands_out_only_where_it_is_told_to() -> None:
     placer = placer_of(plain(12, seconds=False), steps_of(8), layer_bytes=[10**9] * 12, redundancy=1)
     loss = loss_of(placer, seats_of([0] * 4), [1])
-    found = SmallMotion(placer).weigh(loss)
-    assert found is not None
-    assert found.plan is None
-    assert "seconds" in found.told["why"]
+    choice = SmallMotion(placer).weigh(loss)
+    assert choice is not None
+    assert choice.plan is None
+    assert "seconds" in choice.told["why"]
     assert after(loss, SmallMotion(placer, "always").weigh(loss)).covers(loss.left)
 
 
@@ -243,7 +247,7 @@ def test_the_expected_loss_against_changes_that_are_drawn(gap: float) -> None:
     assert math.isclose(expected_loss(2.0, 5.0, 0.75, 1.0, gap, 4.0), total / count, rel_tol=0.03)
 
 
-# -- what a plan becomes -----------------------------------------------------------------------------------------------
+# -- plans after a loss ------------------------------------------------------------------------------------------------
 
 
 def stage(first: int, end: int, rank: int, blocks: tuple[int, ...] | None = None) -> PlanStage:
@@ -254,9 +258,9 @@ def test_stages_that_a_rank_continues_are_joined_and_others_stand_beside_its_own
     plan = bare(Plan(9, (stage(0, 3, 0), stage(3, 6, 1), stage(6, 9, 2)), Units(4, 1, 1), "1f1b"))
     assert plan is not None
 
-    def shape(found: Plan | None) -> list[tuple[tuple[tuple[int, int], ...], int]]:
-        assert found is not None
-        return [(one.layers, one.rank) for one in found.stages]
+    def shape(changed: Plan | None) -> list[tuple[tuple[tuple[int, int], ...], int]]:
+        assert changed is not None
+        return [(stage.layers, stage.rank) for stage in changed.stages]
 
     assert shape(given(plan, 1, ((3, 6, 0),))) == [(((0, 6),), 0), (((6, 9),), 2)]
     assert shape(given(plan, 1, ((3, 4, 0), (4, 6, 2)))) == [(((0, 4),), 0), (((4, 9),), 2)]
@@ -276,9 +280,9 @@ def test_a_replica_takes_over_the_blocks_of_a_lost_one() -> None:
     both = [stage(0, 2, 0, (0,)), stage(2, 4, 1, (0,)), stage(0, 2, 2, (1,)), stage(2, 4, 3, (1,))]
     plan = bare(Plan(4, tuple(both), Units(2, 1, 2), "1f1b"))
     assert plan is not None
-    found = given(plan, 3, ((2, 4, 1),))
-    assert found is not None
-    assert [(one.rank, one.blocks) for one in found.stages] == [(0, (0,)), (1, (0, 1)), (2, (1,))]
+    changed = given(plan, 3, ((2, 4, 1),))
+    assert changed is not None
+    assert [(stage.rank, stage.blocks) for stage in changed.stages] == [(0, (0,)), (1, (0, 1)), (2, (1,))]
     assert given(plan, 3, ((2, 3, 1), (3, 4, 0))) is None  # rank 1 holds layer 2 already
 
 
@@ -298,18 +302,18 @@ def decided(record: Generation, held: Mapping[str, Sequence[int]], placer: Place
 def test_the_record_carries_the_copies_and_all_members_take_them() -> None:
     placer = placer_of(plain(8), steps_of(4), redundancy=1)
     loss = loss_of(placer, seats_of([0] * 4), [2], rate=1.0)
-    found = SmallMotion(placer, "always").weigh(loss)
-    assert found is not None
+    choice = SmallMotion(placer, "always").weigh(loss)
+    assert choice is not None
     first = Generation(1, loss.members)
     record = first.successor(loss.left, (), Stamp(0, 0), reached=3)
-    record = dataclasses.replace(record, plan=found.plan, copies=found.copies, motion=found.told)
+    record = dataclasses.replace(record, plan=choice.plan, copies=choice.copies, motion=choice.told)
     assert Generation.from_json(record.to_json()) == record
-    outcome = decided(record, {one: loss.before.holds(one) for one in loss.left}, placer)
-    assert outcome.layout == dataclasses.replace(after(loss, found), problem=outcome.layout and outcome.layout.problem)
+    outcome = decided(record, {member: loss.before.holds(member) for member in loss.left}, placer)
+    assert outcome.layout == dataclasses.replace(after(loss, choice), problem=outcome.layout and outcome.layout.problem)
     assert outcome.layout is not None
     assert outcome.layout.problem is not None
-    assert sum(move.bytes for move in outcome.moves) == found.told["small_motion"]["moved_bytes"]
-    assert kept_copies(loss.before, outcome.layout.owned, loss.left) == found.copies
+    assert sum(move.bytes for move in outcome.moves) == choice.told["small_motion"]["moved_bytes"]
+    assert kept_copies(loss.before, outcome.layout.owned, loss.left) == choice.copies
 
 
 @pytest.mark.parametrize("copies", [[1], {"m0": "x"}, {"m0": [-1]}])

@@ -1,4 +1,4 @@
-"""Training on the real Varuna as the pool's workers run it, the same in one process, and how the two are compared."""
+"""Training on the real Varuna as the pool's workers run it, the same in one process, and the comparison of the two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from varuna_capslog.engine.communicator import Communicator
 
 @dataclass
 class Case:
-    """One run: the model's options, its cut list, and what is fed to it."""
+    """Case of a run: the model's options, its cut list and its input."""
 
     cuts: list[int] | None
     model: dict[str, Any] = field(default_factory=dict)
@@ -41,21 +41,21 @@ class Case:
         return self.stages * self.replicas
 
     def feed(self, step: int) -> list[list[dict[str, Any]]]:
-        """Microbatches of each replica."""
+        """Return the microbatches of each replica."""
         if self.ragged:
             count = self.batch_size // self.replicas // self.chunk
             return [
                 [models.batch(self.chunk, 6 + 2 * i, 8 + 2 * step, 100 * step + 10 * r + i) for i in range(count)]
                 for r in range(self.replicas)
             ]
-        whole = models.batch(self.batch_size, 8 + 2 * step, 10, step)
+        minibatch = models.batch(self.batch_size, 8 + 2 * step, 10, step)
         share = self.batch_size // self.replicas
-        result = []
+        microbatches = []
         for first in range(0, self.batch_size, share):
             bounds = range(first, first + share, self.chunk)
             ends = [min(start + self.chunk, first + share) for start in bounds]
-            result.append([{k: v[a:b] for k, v in whole.items()} for a, b in zip(bounds, ends, strict=True)])
-        return result
+            microbatches.append([{k: v[a:b] for k, v in minibatch.items()} for a, b in zip(bounds, ends, strict=True)])
+        return microbatches
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
@@ -66,7 +66,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a run did: per step loss, norm and gradients (after clipping); at the end parameters and buffers."""
+    """Results of a run: per step loss, norm and gradients (after clipping); at the end parameters and buffers."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -78,13 +78,13 @@ class Outcome:
 
 
 def stage_map(stages: int, replicas: int) -> str:
-    """Varuna's placement: replica r of stage s on rank s + stages * r."""
+    """Return Varuna's placement: replica r of stage s on rank s + stages * r."""
     return "".join(",".join(str(s + stages * r) for r in range(replicas)) + ";" for s in range(stages))
 
 
 @contextlib.contextmanager
 def patched(cuts: Any = None, **options: Any) -> Iterator[Any]:
-    """The plugin installed and configured; Varuna's prints kept away."""
+    """Install and configure the plugin, and suppress Varuna's output."""
     import varuna_capslog.varuna_plugin as plugin
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -99,7 +99,7 @@ def patched(cuts: Any = None, **options: Any) -> Iterator[Any]:
 
 
 def train(communicator: Communicator, case: Case) -> Outcome:
-    """The case on Varuna, as one rank."""
+    """Train the case on Varuna as one rank."""
     from varuna_capslog.varuna_plugin import Microbatches
 
     with patched(case.cuts) as varuna, mutated(case.mutation):
@@ -129,7 +129,7 @@ def train(communicator: Communicator, case: Case) -> Outcome:
 
 
 def joined(microbatches: list[dict[str, Any]]) -> dict[str, Any]:
-    """The minibatch that these are cut from."""
+    """Join microbatches to the minibatch that they were cut from."""
     return {
         "images": torch.cat([batch["images"] for batch in microbatches]),
         "targets": [target for batch in microbatches for target in batch["targets"]],
@@ -137,7 +137,7 @@ def joined(microbatches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def oracle(case: Case, cuts: list[int] | None = None) -> Outcome:
-    """The whole model in one process, microbatch by microbatch; a stage's random numbers are a stream of their own."""
+    """Train the whole model in one process, by microbatches. Each stage has its own stream of random numbers."""
     torch.manual_seed(0)
     model = models.Model(models.PlainCut, **case.model)
     optimizer = case.make_optimizer(model.parameters())
@@ -214,12 +214,12 @@ class _Stream:
 
 
 def worst(outcomes: list[Outcome], expected: Outcome) -> dict[str, float]:
-    """The largest differences over ranks and steps: loss, gradients, norm, parameters, buffers, evaluation."""
-    found = dict.fromkeys(("loss", "gradient", "norm", "parameter", "buffer", "evaluation"), 0.0)
+    """Return the largest differences over ranks and steps: loss, gradients, norm, parameters, buffers, evaluation."""
+    differences = dict.fromkeys(("loss", "gradient", "norm", "parameter", "buffer", "evaluation"), 0.0)
 
     def note(kind: str, difference: float) -> None:
         # NaN is the worst of all
-        found[kind] = difference if difference != difference else max(found[kind], difference)
+        differences[kind] = difference if difference != difference else max(differences[kind], difference)
 
     for outcome in outcomes:
         note("evaluation", abs(outcome.evaluation - expected.evaluation))
@@ -234,15 +234,15 @@ def worst(outcomes: list[Outcome], expected: Outcome) -> dict[str, float]:
         ):
             for name, tensor in ours.items():
                 note(kind, float((tensor.double() - theirs[name].double()).abs().max()))
-    return found
+    return differences
 
 
-# -- one wrong step each, as unpatched Varuna has it
+# -- a wrong step each, as in unpatched Varuna
 
 
 @contextlib.contextmanager
 def mutated(name: str) -> Iterator[None]:
-    """Takes one repair of the plugin away."""
+    """Remove one repair of the plugin."""
     if not name:
         yield
         return

@@ -1,4 +1,4 @@
-"""What workers do in the checkpoint tests: save under one cut list and go on under another; write as Varuna itself."""
+"""Jobs of the workers in the checkpoint tests: save, resume under another cut list, write as Varuna does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from varuna_capslog.engine.communicator import Communicator
 
 
 def train_and_save(communicator: Communicator, case: Case, folder: Path, at: int) -> dict[str, Any]:
-    """Trains `at` steps and saves; returns what a folder's listing and this rank's random state are then."""
+    """Train `at` steps and save; return the listing of the checkpoint's folder and this rank's random state."""
     with patched(case.cuts) as varuna:
         trainer, _, optimizer = build(varuna, case)
         for step in range(at):
@@ -30,7 +30,7 @@ def train_and_save(communicator: Communicator, case: Case, folder: Path, at: int
 
 
 def load_and_train(communicator: Communicator, case: Case, folder: Path, at: int) -> Outcome | str:
-    """Loads step `at` into a freshly initialised model under the case's cuts and trains one step more."""
+    """Load step `at` into a freshly initialised model under the case's cuts and train one more step."""
     with patched(case.cuts) as varuna:
         trainer, model, optimizer = build(varuna, case, seed=7)
         try:
@@ -56,7 +56,7 @@ def random_state_after_load(communicator: Communicator, case: Case, folder: Path
 
 
 def break_while_writing(communicator: Communicator, case: Case, folder: Path) -> str:
-    """The last stage cannot write one of its files."""
+    """Save while the last stage cannot write one of its files; return the error."""
     from varuna_capslog.varuna_plugin import checkpoint
 
     with patched(case.cuts) as varuna:
@@ -97,9 +97,9 @@ def one_step(trainer: Any, optimizer: Any, case: Case, step: int) -> Any:
 
 
 def write_as_varuna(communicator: Communicator, folder: Path, shard: bool) -> dict[str, Any]:
-    """Unpatched Varuna, which cannot train here, builds its stages, takes made-up gradients and writes a checkpoint."""
-    here = folder / f"rank-{communicator.rank}"
-    here.mkdir()
+    """Let unpatched Varuna build its stages, take made-up gradients and write a checkpoint. It cannot train here."""
+    rank_folder = folder / f"rank-{communicator.rank}"
+    rank_folder.mkdir()
     # its pickles go into the current folder, and rank 0's are for all
     os.chdir(folder)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -107,7 +107,7 @@ def write_as_varuna(communicator: Communicator, folder: Path, shard: bool) -> di
         from varuna import checkpoint, partitioned_model, utils
 
         for module in (checkpoint, partitioned_model, utils):
-            module.VARUNA_TEMP_FOLDER = str(here)
+            module.VARUNA_TEMP_FOLDER = str(rank_folder)
         torch.manual_seed(0)
         model = models.OneTensor(varuna.CutPoint)
         mapping = stage_map(2, 1)
@@ -122,7 +122,7 @@ def write_as_varuna(communicator: Communicator, folder: Path, shard: bool) -> di
         trainer.iteration = 1
         trainer.checkpoint(str(folder / "store"), shard=shard)
     dist.barrier()
-    shutil.rmtree(here)
+    shutil.rmtree(rank_folder)
     return state_of(model, optimizer)
 
 
@@ -138,7 +138,7 @@ def load_as_plugin(communicator: Communicator, folder: Path, cuts: list[int]) ->
 
 
 def load_as_varuna(communicator: Communicator, folder: Path, at: int) -> dict[str, Any]:
-    """What unpatched Varuna's own reading functions make of a checkpoint of ours, for a stage of two pieces."""
+    """Read a checkpoint of ours with unpatched Varuna's own functions, for a stage of two pieces."""
     with contextlib.redirect_stdout(io.StringIO()):
         from varuna import checkpoint
 

@@ -1,4 +1,4 @@
-"""Where the real Varuna is importable its tests run on a pool of workers; elsewhere they say why they do not."""
+"""Tests of the real Varuna run on a pool of workers. If it is not importable they are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from varuna_capslog.varuna_plugin import FoundVaruna, find_varuna
 
 @pytest.fixture(scope="session")
 def varuna() -> FoundVaruna:
-    """The right Varuna; a test that asks for it is skipped with the reason where there is none."""
+    """Installed Varuna of the right version. Tests that use it are skipped with the reason if there is none."""
     try:
         return find_varuna()
     except CapslogError as error:

@@ -1,5 +1,5 @@
-"""Elastic runs on the real Varuna for tests: workers forked from one fork server, this process in the host's place, so
-that a test says exactly when who is lost, and what an uninterrupted run gives.
+"""Elastic runs on the real Varuna for tests, and the results of an uninterrupted run. Workers are forked from one fork
+server; this process acts as the host, so that a test chooses which worker is lost and when.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BATCH, CHUNK = 7, 2
 
 
 class Cradle:
-    """One fork server for many runs."""
+    """Fork server that many runs share."""
 
     def __init__(self, folder: Path) -> None:
         self.told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -45,7 +45,7 @@ class Cradle:
 
 @dataclass
 class Ended:
-    """What a run left: statuses by member (minus a signal's number), the last line of each step, events."""
+    """Results of a run: statuses by member (minus a signal's number), the last line of each step, events."""
 
     run_dir: Path
     status: dict[str, int]
@@ -54,20 +54,20 @@ class Ended:
     events: list[dict[str, Any]]
 
     def members(self) -> list[list[str]]:
-        """Of each generation that trained."""
+        """Return the members of each generation that trained."""
         return [event["members"] for event in self.events if event["kind"] in ("begin", "morph")]
 
     def cuts(self) -> list[list[int]]:
         return [event["cuts"] for event in self.events if event["kind"] in ("begin", "morph")]
 
     def describe(self) -> str:
-        """For a failed assertion."""
+        """Return the message of a failed assertion."""
         logs = [path.read_text()[-3000:] for path in sorted((self.run_dir / "workers").glob("*.log"))]
         return "\n".join([str(self.status), *map(str, self.events), *logs])
 
 
 class Live:
-    """One run of the script. Members are m0, m1, ... in the order of their ranks."""
+    """Live run of the script. Members are m0, m1, ... in the order of their ranks."""
 
     def __init__(self, cradle: Cradle, run_dir: Path, members: int, *arguments: str, first: int = 0) -> None:
         self.run_dir, self._cradle = run_dir, cradle
@@ -91,7 +91,7 @@ class Live:
         self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=Stamp(step, 0)))
 
     def join(self) -> str:
-        """Starts one member more."""
+        """Start another member and return its name."""
         member = f"m{self._next}"
         self._next += 1
         self._waited.append(member)
@@ -110,27 +110,27 @@ class Live:
         return member
 
     def _look(self) -> None:
-        """Takes what the fork server tells, and tells the log of losses, as a host does."""
+        """Take a message of the fork server, and write a loss into the log, as a host does."""
         with contextlib.suppress(queue.Empty):
-            what = self._cradle.told.get(timeout=0.01)
-            prefix, _, member = str(what.get("member", "")).partition("-")
+            message = self._cradle.told.get(timeout=0.01)
+            prefix, _, member = str(message.get("member", "")).partition("-")
             if prefix != self._prefix:
                 return
-            if "signal" not in what and "status" not in what:
-                self.pids[member] = what["pid"]
+            if "signal" not in message and "status" not in message:
+                self.pids[member] = message["pid"]
                 return
-            self.status[member] = -what["signal"] if "signal" in what else what["status"]
+            self.status[member] = -message["signal"] if "signal" in message else message["status"]
             if self.status[member] not in (0, 130):
                 with contextlib.suppress(StoreGone):
                     self.store.append({"kind": "dead", "member": member, "why": f"ended with {self.status[member]}"})
 
-    def until(self, done: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+    def until(self, done: Callable[[], bool], awaited: str, seconds: float = 90.0) -> None:
         until = time.monotonic() + seconds
         while not done():
             if time.monotonic() > until:
                 text = self._ended().describe()
                 self.close()
-                raise AssertionError(f"{what} did not come within {seconds:g} s\n{text}")
+                raise AssertionError(f"{awaited} did not come within {seconds:g} s\n{text}")
             self._look()
 
     def reaches(self, step: int) -> None:
@@ -139,7 +139,7 @@ class Live:
         self.until(lambda: path.exists() and any(r["step"] >= step for r in files.read_jsonl(path)), f"step {step}")
 
     def size_is(self, members: int) -> None:
-        """Waits until so many train, and have told so."""
+        """Wait until the events have a generation of this many members."""
         self.until(lambda: bool(self._ended().members()) and len(self._ended().members()[-1]) == members, "that many")
 
     def signal(self, member: str, number: int) -> None:
@@ -154,15 +154,15 @@ class Live:
         return ended
 
     def _ended(self) -> Ended:
-        found = [
+        lines = [
             files.read_jsonl(path) if path.exists() else []
             for path in (self.run_dir / "metrics.jsonl", self.run_dir / "events.jsonl")
         ]
-        rows = {row["step"]: row for row in found[0]}
-        return Ended(self.run_dir, dict(self.status), dict(self.pids), rows, found[1])
+        rows = {row["step"]: row for row in lines[0]}
+        return Ended(self.run_dir, dict(self.status), dict(self.pids), rows, lines[1])
 
     def close(self) -> None:
-        """Kills whoever is left."""
+        """Kill the remaining members."""
         for member in self.pids.keys() - self.status.keys():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[member], signal.SIGKILL)
@@ -170,12 +170,12 @@ class Live:
         self.server.close()
 
 
-# -- what must come out
+# -- expected results
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Loss and norm of each step, and all that a checkpoint holds at the end."""
+    """Loss and norm of each step, and the tensors of the last checkpoint."""
 
     loss: dict[int, float]
     norm: dict[int, float]
@@ -183,11 +183,11 @@ class Truth:
 
 
 def final_of(run_dir: Path) -> dict[str, Tensor]:
-    """Parameters, moments and buffers of the last checkpoint."""
-    found = newest(run_dir / "checkpoints")
-    assert found is not None
-    state: dict[str, Tensor] = {"step of the run": torch.tensor(found[0])}
-    for path in sorted(found[1].iterdir()):
+    """Return parameters, moments and buffers of the last checkpoint."""
+    checkpoint = newest(run_dir / "checkpoints")
+    assert checkpoint is not None
+    state: dict[str, Tensor] = {"step of the run": torch.tensor(checkpoint[0])}
+    for path in sorted(checkpoint[1].iterdir()):
         kind = path.name.rpartition("-")[0]
         if kind not in ("opt-fp32-params", "opt-state", "capslog-extra"):
             continue
@@ -199,7 +199,7 @@ def final_of(run_dir: Path) -> dict[str, Tensor]:
 
 
 def truth_of(run_dir: Path, ended: Ended) -> Truth:
-    """Of a run that nobody disturbed."""
+    """Return losses, norms and last checkpoint of an undisturbed run."""
     return Truth(
         {step: row["loss"] for step, row in ended.rows.items()},
         {step: row["grad_norm"] for step, row in ended.rows.items()},
@@ -208,7 +208,9 @@ def truth_of(run_dir: Path, ended: Ended) -> Truth:
 
 
 def check(ended: Ended, truth: Truth, tolerance: float = 0.0) -> None:
-    """Every step once, and all equal to the truth; bitwise by default (norms are sums of other parts: to rounding)."""
+    """Check that every step is there once and equals the truth: bitwise by default, norms up to rounding, as they are
+    sums of other parts.
+    """
     assert sorted(ended.rows) == sorted(truth.loss), ended.describe()
     for step, row in ended.rows.items():
         assert abs(row["loss"] - truth.loss[step]) <= tolerance, (row, truth.loss[step], ended.describe())
@@ -221,7 +223,7 @@ def check(ended: Ended, truth: Truth, tolerance: float = 0.0) -> None:
 
 
 def oracle(blocks: int, steps: int) -> Truth:
-    """The script's training in plain torch: one process, one whole model, no Varuna, none of the plugin's training."""
+    """Train as the script does in plain torch: one process, one whole model, without Varuna or the plugin."""
     torch.manual_seed(0)
     model: nn.Module = models.Model(models.PlainCut, dropout=0.1, blocks=blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)

@@ -42,7 +42,7 @@ state = {"step": 0, "groups": 0}
 
 
 def here(where: str) -> None:
-    """Ends this process if it is the one, at this place, in this step."""
+    """Kill this process if `--die` names this member, place and step."""
     mine = os.environ.get("CAPSLOG_MEMBER") == victim
     if where == place and mine and str(state["groups" if where == "open" else "step"]) == fatal_step:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -21,7 +21,7 @@ from varuna_capslog.training.boundaries import verify_copies
 
 
 def detr_step(communicator: Communicator, name: str, layout: Cuts) -> dict[str, Any]:
-    """As `tests.engine.detr.step`, on Varuna."""
+    """Train one DETR step on Varuna, as `tests.engine.detr.step` does on our engine."""
     import varuna_capslog.varuna_plugin as plugin
     from varuna_capslog.varuna_plugin.engine import VarunaEngine
 
@@ -55,7 +55,7 @@ def detr_step(communicator: Communicator, name: str, layout: Cuts) -> dict[str, 
 
 
 def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
-    """A run of the tiny workload up to `train.max_steps`, resuming what lies in its folder."""
+    """Run the tiny workload up to `train.max_steps`, from the checkpoint in its folder if there is one."""
     import varuna_capslog.varuna_plugin as plugin
     from tests.engine.workload import TinyWorkload
     from varuna_capslog.base import files

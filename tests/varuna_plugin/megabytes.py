@@ -20,7 +20,7 @@ def build() -> nn.Module:
 
 
 def get_batch(size: int, device: Any = None) -> dict[str, Any]:
-    """The inputs that our own profiler makes up."""
+    """Return the inputs that our own profiler makes up."""
     workload = Megabytes()
     inputs = {name: spec.empty().fill_(1) for name, spec in workload.profile_inputs(size).items()}
     targets, normalisers = workload.profile_targets(size)
@@ -28,7 +28,7 @@ def get_batch(size: int, device: Any = None) -> dict[str, Any]:
 
 
 def whole_job(communicator: Any, cuts: list[int], chunk_size: int) -> Any:
-    """An untrimmed job; the middle stage is read."""
+    """Run an untrimmed job; return the middle stage's row."""
     # equal tokens make a saturated loss, whose gradients are subnormal numbers and a hundred times as slow
     torch.set_flush_denormal(True)
     try:
@@ -62,7 +62,7 @@ def _whole_job(cuts: list[int], chunk_size: int) -> Any:
 
 
 class Picky(nn.Module):
-    """Its second piece cannot bear dummy tensors."""
+    """Model whose second piece fails on dummy tensors."""
 
     def __init__(self) -> None:
         super().__init__()

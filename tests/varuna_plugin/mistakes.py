@@ -1,4 +1,4 @@
-"""What workers do in the tests of mistakes: build or run something wrong, and return the sentence that it ends in."""
+"""Jobs of the workers in the tests of mistakes: build or run something wrong, and return the error's sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from varuna_capslog.engine.communicator import Communicator
 
 
 class Leaking(nn.Module):
-    """`early` is used behind the cut without going through it; `skip` leaves the cut out when asked to."""
+    """Model in which `early` is used after the cut without passing through it; `skip` leaves the cut out."""
 
     def __init__(self, cut: type[nn.Module], leak: bool = True) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def build(varuna: Any, model: nn.Module, **change: Any) -> Any:
 
 
 def sentence(communicator: Communicator, kind: str, change: dict[str, Any]) -> str:
-    """The error that each rank ends in, or what it got."""
+    """Make the mistake `kind`; return this rank's error, or its loss."""
     cuts = [0, 1] if kind != "ranks differ" else [0, 1 + communicator.rank]
     with cases.patched(cuts, timeout_seconds=12.0) as varuna:
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ def sentence(communicator: Communicator, kind: str, change: dict[str, Any]) -> s
 
 
 def with_stale_files(communicator: Communicator, folder: Path) -> dict[str, Any]:
-    """The current folder holds another model's pickles, as Varuna leaves them."""
+    """Train in a folder that holds another model's pickles, as Varuna leaves them."""
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -75,7 +75,7 @@ def with_stale_files(communicator: Communicator, folder: Path) -> dict[str, Any]
 
 
 def autocast(communicator: Communicator, cuts: list[int]) -> dict[str, Any]:
-    """A model that computes under bfloat16 autocast of its own: losses and gradients of one step."""
+    """Train one step of a model with bfloat16 autocast of its own; return loss and gradients."""
     with cases.patched(cuts) as varuna:
         torch.manual_seed(0)
         model = WithAutocast(varuna.CutPoint)

@@ -1,4 +1,4 @@
-"""Small models with Varuna CutPoints that hold every kind of thing the plugin must get right, and their oracle.
+"""Small models with Varuna CutPoints that have every feature that the plugin must handle, and their oracle.
 
 A model takes the CutPoint class as an argument: Varuna's on the pipeline, `PlainCut` in the one process that is the
 oracle.
@@ -76,7 +76,7 @@ class Model(nn.Module):
 
     def forward(self, images: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
         x = self.cuts[0](self.stem(images))
-        # what stands here in glue code is not a module: stages must not choke on it
+        # glue code that is not a module: stages must be able to run it
         x = x.mul_(2.0).relu_() if self.inplace else (x * 2.0).relu()
         x = self.norm(self.conv(x))
         mask = x.mean(1).flatten(1) > 1.0

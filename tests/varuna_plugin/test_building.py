@@ -12,7 +12,7 @@ from varuna_capslog.varuna_plugin.building import make_temporary_folder, tempora
 
 
 def test_a_temporary_folder_that_is_somebody_elses_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name can be guessed, so that another user of the machine may make it first, with links in it."""
+    """The folder's name can be guessed, so another user of the machine may create it first, with links in it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = Path(temporary_folder("1234"))
     for _ in range(2):  # by this process, and by another one of the job

@@ -1,4 +1,4 @@
-"""Checkpoints load under any cut list with everything in them, and what is damaged or broken off is refused by all."""
+"""Checkpoints load completely under any cut list; damaged or incomplete ones are refused by all ranks."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ def folder(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("cuts", [[0, 4, 5], [0, 1], [0, 2, 3, 5], [0]])
 def test_training_goes_on_under_other_cuts(pool: WorkerPool, folder: Path, cuts: list[int]) -> None:
-    """Parameters, moments, learning rate, running statistics, a tie over three stages: the step after says it all."""
+    """The step after loading depends on parameters, moments, learning rate, running statistics and a tie over three
+    stages.
+    """
     case = Case(cuts, optimizer="adam")
     outcomes = pool.run(checkpoints.load_and_train, case.ranks, case, folder, 2)
     assert not any(isinstance(outcome, str) for outcome in outcomes), outcomes
     expected = oracle(Case([0], steps=3, optimizer="adam", rates={2: 0.05}))
     expected.losses, expected.norms = expected.losses[2:], expected.norms[2:]
-    found = worst(outcomes, expected)
-    assert all(value <= 1e-5 for value in found.values()), found
+    differences = worst(outcomes, expected)
+    assert all(value <= 1e-5 for value in differences.values()), differences
     assert set().union(*(outcome.parameters for outcome in outcomes)) == set(expected.parameters)
 
 
 def test_random_numbers_go_on_under_the_same_layout(pool: WorkerPool, tmp_path: Path) -> None:
     before = pool.run(checkpoints.train_and_save, 3, WRITTEN, tmp_path, 1)
     after = pool.run(checkpoints.random_state_after_load, 3, WRITTEN, tmp_path, 1)
-    assert all(torch.equal(one["random"], other) for one, other in zip(before, after, strict=True))
+    assert all(torch.equal(saved["random"], loaded) for saved, loaded in zip(before, after, strict=True))
 
 
 def test_a_damaged_file_is_refused_by_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
@@ -95,5 +97,5 @@ def test_varunas_own_functions_read_ours(pool: WorkerPool, tmp_path: Path) -> No
     for ours, theirs in zip(written, pool.run(checkpoints.load_as_varuna, 2, tmp_path, 1), strict=True):
         assert theirs["state"].keys() == ours.keys()
         assert all(torch.equal(theirs["state"][name], value) for name, value in ours.items())
-        # its check wants the number of parameters and one more for a name that it made up
+        # its check expects one more than the number of parameters, for a name that it made up
         assert theirs["written"] >= 9

@@ -1,4 +1,4 @@
-"""Where an elastic run on Varuna goes on from; without Varuna."""
+"""The checkpoint from which an elastic run on Varuna resumes; without Varuna."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from varuna_capslog.varuna_plugin import checkpoint_files
 
 
 def test_what_members_left_is_found_again_and_the_rest_goes(tmp_path: Path) -> None:
-    """The newest boundary of which every piece is there and that lies on the run's past."""
+    """The run resumes from the newest boundary that is complete and belongs to its history."""
     assert checkpoint_files.begin_with(tmp_path) == (0, None)
     state = {"parameters/w": torch.ones(2)}
     record = Generation(3, ("b",), lineage=((2, Stamp(7, 1)),))
@@ -38,7 +38,7 @@ def test_what_members_left_is_found_again_and_the_rest_goes(tmp_path: Path) -> N
 
 
 def test_folders_that_nobody_wrote_are_passed_over(tmp_path: Path) -> None:
-    """A name without a number behind it was a ValueError at every start of the run."""
+    """Regression: a name without a number was a ValueError at every start of the run."""
     for name in ("resumed-x", "resumed-\u00b2", "checkpoints/varuna_ckpt_last"):
         (tmp_path / name).mkdir(parents=True)
     files.write_json(tmp_path / "checkpoints" / "varuna_ckpt_last" / "capslog-manifest.json", {})
@@ -57,8 +57,10 @@ def test_folders_that_nobody_wrote_are_passed_over(tmp_path: Path) -> None:
     ],
 )
 def test_a_manifest_of_another_shape_is_one_sentence(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    whole = {"format": checkpoint_files.FORMAT, "num_pieces": 1, "parameters": {"w": 0}, "buffers": {}, "files": {}}
+    manifest = {"format": checkpoint_files.FORMAT, "num_pieces": 1, "parameters": {"w": 0}, "buffers": {}, "files": {}}
     (tmp_path / "opt-fp32-params-x").write_text("")
-    files.write_json(tmp_path / checkpoint_files.MANIFEST, {**whole, "stage_to_rank_map": {}, "cuts": [0], **changes})
+    files.write_json(
+        tmp_path / checkpoint_files.MANIFEST, {**manifest, "stage_to_rank_map": {}, "cuts": [0], **changes}
+    )
     with pytest.raises(CapslogError, match=message):
         checkpoint_files.Reader(tmp_path, check=True)

@@ -50,23 +50,23 @@ def config(folder: Path, engine: str, steps: int) -> dict[str, Any]:
 
 def test_a_run_goes_on_with_the_other_engine(pool: WorkerPool, tmp_path: Path) -> None:
     """Four steps on ours; two on Varuna and, from its checkpoint, two on ours under other cuts: the same losses."""
-    whole = pool.run(engines.run, 3, config(tmp_path / "ours", "capslog", 4), [0, 3, 8])[0]
+    uninterrupted = pool.run(engines.run, 3, config(tmp_path / "ours", "capslog", 4), [0, 3, 8])[0]
     half = pool.run(engines.run, 3, config(tmp_path / "mixed", "varuna", 2), [0, 4, 9])[0]
     assert half["first"] == 1
-    rest = pool.run(engines.run, 3, config(tmp_path / "mixed", "capslog", 4), [0, 6, 7])[0]
-    assert rest["first"] == 3
-    assert len(rest["losses"]) == 4
-    assert rest["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-    assert rest["scores"]["mean"] == pytest.approx(whole["scores"]["mean"], rel=1e-5)
+    continued = pool.run(engines.run, 3, config(tmp_path / "mixed", "capslog", 4), [0, 6, 7])[0]
+    assert continued["first"] == 3
+    assert len(continued["losses"]) == 4
+    assert continued["losses"] == pytest.approx(uninterrupted["losses"], rel=1e-5)
+    assert continued["scores"]["mean"] == pytest.approx(uninterrupted["scores"]["mean"], rel=1e-5)
 
 
 def test_varuna_continues_what_our_engine_wrote(pool: WorkerPool, tmp_path: Path) -> None:
-    whole = pool.run(engines.run, 3, config(tmp_path / "ours", "capslog", 4), [0, 3, 8])[0]
+    uninterrupted = pool.run(engines.run, 3, config(tmp_path / "ours", "capslog", 4), [0, 3, 8])[0]
     pool.run(engines.run, 3, config(tmp_path / "mixed", "capslog", 2), [0, 3, 8])
-    rest = pool.run(engines.run, 3, config(tmp_path / "mixed", "varuna", 4), [0, 8, 10])[0]
-    assert rest["first"] == 3
-    assert rest["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-    assert rest["scores"]["mean"] == pytest.approx(whole["scores"]["mean"], rel=1e-5)
+    continued = pool.run(engines.run, 3, config(tmp_path / "mixed", "varuna", 4), [0, 8, 10])[0]
+    assert continued["first"] == 3
+    assert continued["losses"] == pytest.approx(uninterrupted["losses"], rel=1e-5)
+    assert continued["scores"]["mean"] == pytest.approx(uninterrupted["scores"]["mean"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

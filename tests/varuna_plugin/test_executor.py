@@ -1,5 +1,5 @@
-"""Around one microbatch: recomputation leaves no traces, waiting ends, weights follow the samples. The task lists equal
-those that Varuna's own generator printed. No Varuna needed.
+"""Execution of a microbatch: recomputation has no side effects, waiting ends, weights follow the samples. The task
+lists equal those that Varuna's own generator printed. Varuna is not needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from varuna_capslog.varuna_plugin import executor, options
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_schedules.json").read_text(encoding="utf-8"))
-"""What `genschedule`, compiled outside this project, printed once: all lists of small pipelines (f forward, r
-recomputation, b backward, then the microbatch), and of large ones the first 16 digits of the SHA-256 of what it prints
-for all stages, a line each."""
+"""Output of `genschedule`, compiled outside this project: all lists of small pipelines (f forward, r recomputation,
+b backward, then the microbatch), and for large pipelines the first 16 digits of the SHA-256 of its output for all
+stages, a line each."""
 
 
 class OneStage:
-    """Enough of a PartitionedModel: its forward restores the random state before a recomputation, as Varuna's does."""
+    """Stand-in for a PartitionedModel. Like Varuna's, its forward restores the random state before a recomputation."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.device, self.kept = module, torch.device("cpu"), dict[int, Any]()
@@ -53,7 +53,9 @@ class OneStage:
 
 
 def test_random_numbers_go_on_after_a_recomputation() -> None:
-    """Varuna leaves the state of the recomputed microbatch: the next forward drew the numbers of the one behind it."""
+    """Varuna leaves the random state of the recomputed microbatch, so that the next forward drew the numbers of the
+    microbatch after it.
+    """
     stage, x = OneStage(nn.Dropout(0.5)), torch.ones(64)
     torch.manual_seed(3)
     stream = [stage.run(microbatch, x) for microbatch in range(4)]
@@ -109,7 +111,7 @@ def test_waiting_for_a_dead_thread_ends() -> None:
 
 
 def hang(communicator: Communicator) -> tuple[str, float]:
-    """Rank 1 falls asleep in its second step; each rank's error and when it came."""
+    """Train while rank 1 sleeps in its second step; return this rank's error and the seconds until it came."""
     case = cases.Case([0, 4])
     with cases.patched(case.cuts, timeout_seconds=15.0) as varuna:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Cutting a minibatch: tensors, lists of targets, nested structures, and what must not be cut in silence."""
+"""Cutting a minibatch: tensors, lists of targets, nested structures, and inputs that must not be cut silently."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_one_sample_is_no_tensor_for_all() -> None:
 
 
 def test_microbatches_are_taken_as_they_are() -> None:
-    given = [{"x": torch.zeros(2, size)} for size in (3, 5)]
-    parts = scatter(Microbatches(given, sizes=[2, 1]), 3, 2)
+    microbatches = [{"x": torch.zeros(2, size)} for size in (3, 5)]
+    parts = scatter(Microbatches(microbatches, sizes=[2, 1]), 3, 2)
     assert [part["x"].shape[1] for part in parts.values()] == [3, 5]
     assert parts.sizes == [2, 1]
     with pytest.raises(CapslogError, match="2 microbatches were given, but Varuna was built for 4"):
-        scatter(Microbatches(given), 8, 2)
+        scatter(Microbatches(microbatches), 8, 2)
     with pytest.raises(CapslogError, match="one positive size for each"):
-        Microbatches(given, sizes=[1])
+        Microbatches(microbatches, sizes=[1])

@@ -1,6 +1,5 @@
-"""Which package called `varuna` is taken; whatever is replaced is put back.
-
-The latter in our own examples and in the real Varuna.
+"""The choice of the package called `varuna`, and patches: `uninstall` restores all that they replace, both in our own
+examples and in the real Varuna.
 """
 
 from __future__ import annotations
@@ -78,11 +77,11 @@ def test_the_real_varuna_is_as_before_after_uninstall(varuna: FoundVaruna) -> No
 
     assert isinstance(package.varuna, types.ModuleType)
     before = state()
-    found = plugin.install()
+    installed = plugin.install()
     try:
-        assert found == varuna
+        assert installed == varuna
         count = len(plugin.installed_patches())
-        assert plugin.install() == found
+        assert plugin.install() == installed
         assert len(plugin.installed_patches()) == count
         during = state()
         assert sum(during[name] is not value for name, value in before.items()) == count
@@ -95,7 +94,7 @@ def test_the_real_varuna_is_as_before_after_uninstall(varuna: FoundVaruna) -> No
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is the only one to find `varuna` in; importing what it holds fails the test."""
+    """Only folder in which `varuna` can be found; importing a module from it fails the test."""
     for name in [name for name in sys.modules if name.split(".")[0] == "varuna"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -124,8 +123,8 @@ def test_the_unrelated_package_of_that_name(place: Path) -> None:
 
 def test_a_changed_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = write(place, list(installing._SOURCES))
-    known = {name: installing._digest(package / name) for name in installing._SOURCES}
-    monkeypatch.setattr(installing, "_SOURCES", known)
+    digests = {name: installing._digest(package / name) for name in installing._SOURCES}
+    monkeypatch.setattr(installing, "_SOURCES", digests)
     assert plugin.find_varuna().folder == package
     # line ends of another platform are no change
     (package / "utils.py").write_bytes((package / "utils.py").read_bytes().replace(b"\n", b"\r\n"))

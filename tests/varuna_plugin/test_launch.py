@@ -1,4 +1,4 @@
-"""Varuna's launcher wrapped: a cut list from outside, and what a user sees when a worker dies anywhere or hangs."""
+"""Varuna's launcher wrapped: a cut list from outside, and the user's message when a worker dies anywhere or hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(varuna: FoundVaruna, *options: str, script: tuple[str, ...] = ()) -> tuple[int, str, float]:
-    """Exit status, what stands on stderr, seconds."""
+    """Run the launcher; return its exit status, its stderr and the seconds that it took."""
     paths = os.pathsep.join([str(ROOT), str(varuna.folder.parent), os.environ.get("PYTHONPATH", "")])
     began = time.monotonic()
     done = subprocess.run(
@@ -42,8 +42,8 @@ def test_a_script_trains_with_a_plan_from_outside(varuna: FoundVaruna, tmp_path:
     assert status == 0, text
     assert "cuts (0, 4); mine" in text
     # the same script under Varuna's own split: the same training
-    other, again, _ = start(varuna)
-    assert other == 0, again
+    second_status, again, _ = start(varuna)
+    assert second_status == 0, again
     assert "cuts (0, 3)" in again
     assert text.split("losses end with ")[1][:8] == again.split("losses end with ")[1][:8]
 
@@ -60,7 +60,9 @@ def test_cuts_are_searched_before_the_start(varuna: FoundVaruna, tmp_path: Path)
 
 
 def test_the_cause_is_not_the_one_that_lost_it() -> None:
-    """Which process is seen to fail first is chance; rank 0, which lost its neighbour, once spoke for the job."""
+    """Regression: the launcher may see any process fail first, and rank 0, which lost its neighbour, was named as the
+    cause.
+    """
     assert launch._cause([5, 9]) == 1
     assert launch._cause([None, 5, -9]) == 2
     assert launch._cause([0, 5, 5]) == 1
@@ -81,7 +83,7 @@ def test_a_killed_worker_ends_the_job(varuna: FoundVaruna, tmp_path: Path, where
     assert "the others are stopped" in text
     assert "Traceback" not in text
     assert "rank 0: rank 0 was" in text or "rank 1 ended with signal 9" in text
-    # the checkpoint of the step before is whole, the one under way never got its name
+    # the previous step's checkpoint is complete, the interrupted one never got its name
     assert "varuna_ckpt_1" in os.listdir(tmp_path)
     assert "varuna_ckpt_2" not in os.listdir(tmp_path)
 
@@ -109,5 +111,5 @@ def test_mistakes_end_before_anything_is_started(varuna: FoundVaruna, options: t
 
 
 def test_the_scripts_own_arguments_are_left_alone() -> None:
-    given = ["--cuts", "0,1", "--nstages", "2", "train.py", "--cuts", "mine"]
-    assert launch._options(given) == given[:4]
+    words = ["--cuts", "0,1", "--nstages", "2", "train.py", "--cuts", "mine"]
+    assert launch._options(words) == words[:4]

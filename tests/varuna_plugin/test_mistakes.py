@@ -1,4 +1,4 @@
-"""What a user sees who gets something wrong: one sentence on every rank, no hang, no wrong number."""
+"""Mistakes of users: each ends in one sentence on every rank, without a hang or a wrong number."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_mistake_ends_in_a_sentence(pool: WorkerPool, kind: str) -> None:
     change, expected = SENTENCES[kind]
     texts = pool.run(mistakes.sentence, 2, kind, change)
-    # the rank that made it names it, the other at least ends
+    # the rank that made the mistake names it, the other at least ends
     assert any(expected in text for text in texts), texts
     assert not any(text.startswith("loss") for text in texts), texts
 
@@ -58,9 +58,9 @@ def test_a_model_with_autocast_of_its_own(pool: WorkerPool) -> None:
     """Cut tensors are then bfloat16; the pieces round where one process rounds."""
     torch.manual_seed(0)
     model = mistakes.WithAutocast(models.PlainCut)
-    whole, total = models.batch(4, 8, 8), 0.0
+    minibatch, total = models.batch(4, 8, 8), 0.0
     for start in (0, 2):
-        loss = model(whole["images"][start : start + 2], whole["targets"][start : start + 2]) / 2
+        loss = model(minibatch["images"][start : start + 2], minibatch["targets"][start : start + 2]) / 2
         loss.backward()
         total += float(loss.detach())
     for result in pool.run(mistakes.autocast, 3, [0, 1, 3]):

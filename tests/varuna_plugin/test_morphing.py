@@ -1,4 +1,4 @@
-"""Training on the real Varuna while workers are lost, leave and come gives what an undisturbed run gives."""
+"""Training on the real Varuna while workers are lost, leave and join gives the results of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def cradle(varuna: FoundVaruna, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
-    found = Cradle(tmp_path_factory.mktemp("cradle"))
-    yield found
-    found.fork_server.close()
+    shared_cradle = Cradle(tmp_path_factory.mktemp("cradle"))
+    yield shared_cradle
+    shared_cradle.fork_server.close()
 
 
 @pytest.fixture(scope="module")
 def truth(cradle: Cradle, tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """Of one worker that nobody disturbs."""
+    """Results of a single undisturbed worker."""
     run_dir = tmp_path_factory.mktemp("truth")
     return truth_of(run_dir, Live(cradle, run_dir, 1, "--steps", str(STEPS)).finish())
 
@@ -45,7 +45,7 @@ def test_one_worker_computes_what_plain_torch_does(truth: Truth) -> None:
 
 
 def test_four_three_two_four(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
-    """By SIGKILL, by Varuna's signal, and back; the survivors' processes stay."""
+    """Workers leave by SIGKILL and by Varuna's signal, and others join; the survivors' processes stay."""
     live = Live(cradle, tmp_path, 4, "--steps", "40", "--pause", "0.05")
     live.reaches(3)
     live.signal("m1", signal.SIGKILL)
@@ -69,7 +69,7 @@ def test_four_three_two_four(cradle: Cradle, truth: Truth, tmp_path: Path) -> No
 
 
 def test_a_layer_of_several_stages_changes_hands(cradle: Cradle, tmp_path: Path) -> None:
-    """Its uses are added up by stage, so other cuts round otherwise; copies in several stages stay one."""
+    """Gradients of its uses are summed by stage, so rounding depends on the cuts; copies in all stages stay equal."""
     live = Live(cradle, tmp_path, 4, "--steps", str(STEPS), "--model", "shared", "--pause", "0.05")
     live.reaches(3)
     live.signal("m2", signal.SIGKILL)
@@ -87,7 +87,7 @@ def test_a_layer_of_several_stages_changes_hands(cradle: Cradle, tmp_path: Path)
 
 
 def test_more_workers_than_pieces(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
-    """The fifth has nothing to compute; it takes over when another is lost."""
+    """The fifth worker has nothing to compute; it takes over when another one is lost."""
     live = Live(cradle, tmp_path, 5, "--steps", str(STEPS), "--pause", "0.05")
     live.reaches(4)
     live.signal("m0", signal.SIGKILL)
@@ -111,7 +111,7 @@ def test_a_worker_is_killed(cradle: Cradle, truth: Truth, tmp_path: Path, place:
 
 
 def test_a_second_worker_is_killed_while_the_others_open(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
-    """The first attempt at the new generation comes to nothing, and the next one begins from the same boundary."""
+    """The first attempt at the new generation fails, and the next generation begins from the same boundary."""
     live = Live(cradle, tmp_path, 4, "--steps", str(STEPS), "--pause", "0.05", "--die", "open:2:m3")
     live.reaches(4)
     live.signal("m1", signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_a_stop_writes_a_checkpoint_from_which_other_workers_go_on(
 
 
 def test_the_script_is_its_own_host(varuna: FoundVaruna, truth: Truth, tmp_path: Path) -> None:
-    """As a user starts it: once for some steps, once more for the rest, with another number of workers."""
+    """Started as by a user: for some steps, then for the remaining ones with another number of workers."""
     script, run_dir = str(Path(__file__).with_name("elastic_script.py")), tmp_path / "run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for steps, workers in (("5", "2"), (str(STEPS), "3")):

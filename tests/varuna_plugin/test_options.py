@@ -1,4 +1,4 @@
-"""What a user may configure, and what is refused before anything is built."""
+"""The user's settings, and those that are refused before anything is built."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_environment_speaks_where_the_script_does_not(monkeypatch: pytest.Mo
 
 
 def sized(bytes_per_layer: list[int], microbatch_size: int | None = None) -> Profile:
-    """A profile whose stages weigh the sum of their layers."""
+    """Return a profile whose stages take the sum of their layers' bytes."""
     conditions = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
     rows = [LayerProfile(f"piece {i}", size, size if i else None) for i, size in enumerate(bytes_per_layer)]
     return Profile(tuple(rows), conditions=conditions)
@@ -83,12 +83,12 @@ LAYERS = [50, 10, 10, 10, 10, 30, 30]
 def test_cuts_are_searched_for_as_many_stages_as_varuna_has(tmp_path: Path) -> None:
     profile = sized(LAYERS)
     write_profile(tmp_path / "profile.json", profile)
-    for given in (profile, tmp_path / "profile.json", str(tmp_path / "profile.json")):
-        plugin.configure(profile=given)
+    for source in (profile, tmp_path / "profile.json", str(tmp_path / "profile.json")):
+        plugin.configure(profile=source)
         for stages in (1, 2, 3, 4):
             cuts = options.current().cuts_for(7, stages)
-            every = [(0, *rest) for rest in itertools.combinations(range(1, 7), stages - 1)]
-            best = min(max(sum(LAYERS[a:b]) for a, b in itertools.pairwise((*cut, 7))) for cut in every)
+            cut_lists = [(0, *inner) for inner in itertools.combinations(range(1, 7), stages - 1)]
+            best = min(max(sum(LAYERS[a:b]) for a, b in itertools.pairwise((*cut, 7))) for cut in cut_lists)
             assert max(sum(LAYERS[a:b]) for a, b in itertools.pairwise((*cuts, 7))) == best
     # another planner, other cuts: equally many layers
     plugin.configure(profile=profile, planner="varuna")

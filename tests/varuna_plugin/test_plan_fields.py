@@ -1,4 +1,4 @@
-"""A plan's cuts are Varuna's; every other field that says something is refused by its name."""
+"""Varuna runs a plan's cuts; every other field that is set is refused by name."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ UNITS = Units(4, 2, 2)
 
 
 def full(*more: dict[str, Any], **fields: Any) -> Plan:
-    """Two stages of 5 and 6 layers, recomputed as a whole, with changes of each."""
+    """Return a plan of two stages of 5 and 6 layers, each recomputed as a whole, with the fields in `more` replaced."""
     bounds = ((0, 5), (5, 11))
     stages = [
         {"layers": (span,), "ranks": (rank,), "memory": (MemoryInterval(*span, "recompute"),)}
         for rank, span in enumerate(bounds)
     ]
-    changed = [one | two for one, two in zip(stages, (*more, {}, {}), strict=False)]
-    return Plan(11, tuple(PlanStage(**one) for one in changed), UNITS, **({"schedule": "varuna"} | fields))
+    changed = [values | changes for values, changes in zip(stages, (*more, {}, {}), strict=False)]
+    return Plan(11, tuple(PlanStage(**values) for values in changed), UNITS, **({"schedule": "varuna"} | fields))
 
 
 TWO_HALVES = tuple(dataclasses.replace(stage, blocks=(0,)) for stage in full().stages)
@@ -73,12 +73,12 @@ REFUSED = {
 
 @pytest.mark.parametrize(("plan", "message"), list(REFUSED.values()), ids=list(REFUSED))
 def test_what_varuna_would_not_do_is_refused_by_field(plan: Plan, message: str) -> None:
-    with pytest.raises(CapslogError) as found:
+    with pytest.raises(CapslogError) as refused:
         cuts_of(plan)
-    assert str(found.value).startswith(message)
+    assert str(refused.value).startswith(message)
     with pytest.raises(CapslogError) as again:
         plugin.configure(cuts=plan)
-    assert str(again.value) == str(found.value)
+    assert str(again.value) == str(refused.value)
 
 
 def test_the_cuts_are_taken_of_either_form() -> None:

@@ -29,14 +29,14 @@ def test_a_step_equals_one_process(pool: WorkerPool, name: str) -> None:
     case = CASES[name]
     outcomes = pool.run(train, case.ranks, case)
     expected = oracle(case, cuts=[0, 1, 2, 3] if case.cuts is None else None)
-    found = worst(outcomes, expected)
-    assert all(value <= 1e-5 for value in found.values()), found
+    differences = worst(outcomes, expected)
+    assert all(value <= 1e-5 for value in differences.values()), differences
     held = [set(outcome.held) for outcome in outcomes]
     assert set.union(*held) == set(expected.parameters)
     shared = {name for name in expected.parameters if ".project." in name}
-    for one in range(case.stages):
-        for other in range(one):
-            assert held[one] & held[other] <= shared, "a parameter lies on a stage that does not use it"
+    for stage in range(case.stages):
+        for earlier in range(stage):
+            assert held[stage] & held[earlier] <= shared, "a parameter lies on a stage that does not use it"
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,5 @@ def test_without_the_repair_the_numbers_are_wrong(pool: WorkerPool, name: str, m
     if mutation == "statistics":
         # two stages have no second forward on the last one: cut behind the normalisation
         case.cuts = [0, 2]
-    found = worst(pool.run(train, case.ranks, case), oracle(case))
-    assert not found[kind] <= 1e-3, found
+    differences = worst(pool.run(train, case.ranks, case), oracle(case))
+    assert not differences[kind] <= 1e-3, differences

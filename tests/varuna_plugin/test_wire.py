@@ -1,4 +1,4 @@
-"""Several tensors of any kind in one message: what is packed comes out alike, whatever its dtype, shape and layout."""
+"""Several tensors of any kind in one message: unpacked tensors equal the packed ones in dtype, shape and layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.boo
 
 
 def through(tensors: list[Tensor | None], microbatch: int = 3) -> list[Tensor | None]:
-    """What arrives: headers and bytes are all that is handed over."""
+    """Return the tensors as the receiver sees them. Only header and bytes are passed on."""
     header, payload = pack(tensors, microbatch)
     received, buffers = unpack(header.clone(), microbatch)
     assert [len(part) for part in payload] == [len(part) for part in buffers]

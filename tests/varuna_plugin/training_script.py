@@ -1,4 +1,4 @@
-"""A Varuna user's script as their documentation has it; `--fail` breaks rank 1 at a place of one's choice.
+"""A Varuna user's script as in Varuna's documentation; `--fail` breaks rank 1 at a chosen place.
 
 Run by the launch tests; it imports the plugin for a timeout only.
 """
@@ -35,7 +35,7 @@ if args.timeout:
 
 
 def fail(where: str) -> None:
-    """Breaks this rank if it is the one, at this place, in the second step."""
+    """Break rank 1 in the second step if `--fail` names this place."""
     if args.fail == where and args.rank == 1 and state["step"] == 1:
         if where == "hang":
             time.sleep(600)

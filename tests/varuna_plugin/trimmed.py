@@ -1,4 +1,4 @@
-"""What workers do in the tests of trimming: jobs with dummy stages, and what crosses their cuts."""
+"""Jobs of the workers in the tests of trimming: training with dummy stages, and the tensors that cross their cuts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from varuna_capslog.engine.communicator import Communicator
 
 
 def crossing(communicator: Communicator, case: cases.Case, interest: list[int] | None) -> dict[str, Any]:
-    """One rank's job: the specs that it received, per microbatch, and what it holds and got of gradients."""
+    """Train as one rank; return the specs that it received per microbatch, its parameters' sizes and its gradients."""
     from varuna_capslog.varuna_plugin import Microbatches, wire
 
     seen: dict[str, dict[int, Any]] = {"activations": {}, "gradients": {}}

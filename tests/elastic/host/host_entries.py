@@ -1,4 +1,6 @@
-"""What the workers of these tests do instead of training: `act` reads it from its arguments. Imported by processes."""
+"""Actions that the workers of these tests execute instead of training: `act` reads them from its arguments. Imported by
+processes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from varuna_capslog.base.errors import CapslogError, DoesNotFit
 
 
 def act(arguments: dict[str, Any]) -> int:
-    """Write what this worker is, then do what its own or everybody's `do` says, word by word."""
+    """Write a description of this worker, then execute the words of `do` for its index, or else those of `all`."""
     member = os.environ["CAPSLOG_MEMBER"]
     folder = Path(arguments["folder"])
     seen = {
@@ -53,7 +55,7 @@ def deaf(arguments: dict[str, Any], member: str, value: str) -> None:
 
 
 def wait(arguments: dict[str, Any], member: str, value: str) -> None:
-    """Until a file of this name is in the folder."""
+    """Wait until a file of this name is in the folder, at most 100 s."""
     until = time.monotonic() + 100
     while time.monotonic() < until and not (Path(arguments["folder"]) / value).exists():
         time.sleep(0.01)
@@ -68,7 +70,7 @@ def leave(arguments: dict[str, Any], member: str, value: str) -> int:
 
 
 def fail(arguments: dict[str, Any], member: str, value: str) -> int:
-    """As the worker does: the cause in a file, and its status."""
+    """Write the cause into a file and return the exit status, as a worker does."""
     report = {
         "member": member,
         "kind": value,
@@ -86,7 +88,7 @@ def crash(arguments: dict[str, Any], member: str, value: str) -> None:
 
 
 def spawn(arguments: dict[str, Any], member: str, value: str) -> None:
-    """A child of its own, as a data loader has; its pid goes into a file."""
+    """Fork a child, as a data loader does, and write its pid into a file."""
     pid = os.fork()
     if pid == 0:
         time.sleep(100)
@@ -95,7 +97,7 @@ def spawn(arguments: dict[str, Any], member: str, value: str) -> None:
 
 
 def backward(arguments: dict[str, Any], member: str, value: str) -> None:
-    """Autograd's threads start only now."""
+    """Run a backward, which starts autograd's threads."""
     import torch
 
     weight = torch.ones(3, requires_grad=True)
@@ -105,14 +107,14 @@ def backward(arguments: dict[str, Any], member: str, value: str) -> None:
 
 
 def ask(arguments: dict[str, Any], member: str, value: str) -> None:
-    """As a workload's own code does."""
+    """Request a change of devices, as a workload's own code does."""
     from varuna_capslog.elastic import request_morph
 
     request_morph(int(value))
 
 
 class Unsendable(CapslogError):
-    """Its arguments are not those that it is made with."""
+    """Error that pickle cannot restore: its `args` are not the arguments of its constructor."""
 
     exit_status = 5
 
@@ -120,15 +122,15 @@ class Unsendable(CapslogError):
         super().__init__(f"{first} and {second}")
 
 
-def called(what: str, value: Any) -> Any:
-    """Called by `ForkServer.call`."""
-    if what == "fail":
+def called(action: str, value: Any) -> Any:
+    """Entry that `ForkServer.call` calls in the child."""
+    if action == "fail":
         raise DoesNotFit(value)
-    if what == "fail oddly":
+    if action == "fail oddly":
         raise Unsendable(1, 2)
-    if what == "hang":
+    if action == "hang":
         Path(value).write_text(str(os.getpid()))
         time.sleep(100)
-    if what == "die":
+    if action == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     return [value, os.getppid(), os.getpgid(0) == os.getpid()]

@@ -1,4 +1,4 @@
-"""What programs and people may ask of a run from outside: from a worker, from the host's process, from a shell."""
+"""Requests to a run by programs and people: from a worker, from the host's process, from a shell."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from varuna_capslog.plans.plan import Plan, write_plan
 def start() -> Iterator[Start]:
     running = Start()
     yield running
-    for one in reversed(running):
-        one.close()
+    for run in reversed(running):
+        run.close()
 
 
 def test_the_hooks_are_there_without_torch():
@@ -132,7 +132,7 @@ def test_nobody_is_meant_who_is_not_there(tmp_path, start, capsys, arguments, se
 
 
 def test_where_two_runs_share_a_process_one_must_be_named(tmp_path, monkeypatch):
-    """The last one that began was once taken to be meant."""
+    """Regression: a request without a name was sent to the run that had begun last."""
     monkeypatch.delenv("CAPSLOG_STORE", raising=False)
     with contextlib.ExitStack() as stack:
         for identity in ("one", "other", "other"):
@@ -171,7 +171,7 @@ def test_an_entry_says_what_its_notice_said():
     ids=["agree", "two hours back", "two hours ahead", "read late"],
 )  # fmt: skip
 def test_a_clock_that_jumps_never_makes_a_deadline_later(jump: float, left: float):
-    """Whichever of the two machines it was: who leaves too early loses nothing, who stays too long may."""
+    """Either machine's clock may jump. A worker that leaves too early loses nothing, one that stays too long may."""
     clock.use(lambda: 1_800_000_000.0)
     try:
         entry = NoticeEntry("h-1", **until(60.0))

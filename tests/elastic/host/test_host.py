@@ -1,4 +1,4 @@
-"""The supervisor of one host, with workers that sleep, fail and vanish: who is told dead or killed, how it ends."""
+"""The supervisor of a host, with workers that sleep, fail and vanish: declared deaths, kills and exit statuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from varuna_capslog.membership.generation import EMPTY, Stamp
 
 HERE = Path(__file__).parent
 BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
-"""The suite's own, such as the path of the data: every process that it starts has them."""
+"""Variables of the test suite, such as the path of the data: every process that it starts inherits them."""
 
 RUN = """
 import sys
@@ -65,7 +65,7 @@ def host_of(folder: Path, workers: int = 2, say: Callable[[str], None] = lambda 
 
 
 class Running:
-    """A host at work in a thread, and a client that reads the log."""
+    """Host that runs in a thread, and a client that reads the log."""
 
     def __init__(self, folder: Path, workers: int, **options: Any) -> None:
         self.lines: list[str] = []
@@ -80,7 +80,7 @@ class Running:
         self.client.follow(self.log.append, lambda why: None)
 
     def _tell_and_wait(self, entry: Entry) -> None:
-        """The store ends with the host: let the client read the last entries before it does."""
+        """Append an entry; after the last one wait until the client has read it, as the store ends with the host."""
         self._tell(entry)
         until, last = time.monotonic() + 1.0, entry == HostsEntry(self.host.link.name, "gone")
         while last and entry.to_json() not in list(self.log) and time.monotonic() < until:
@@ -121,24 +121,24 @@ class Running:
 
 class Start(list):
     def __call__(self, folder: Path, workers: int = 2, **options: Any) -> Running:
-        one = Running(folder, workers, **options)
-        self.append(one)
-        return one
+        run = Running(folder, workers, **options)
+        self.append(run)
+        return run
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     running = Start()
     yield running
-    for one in reversed(running):
-        one.close()
+    for run in reversed(running):
+        run.close()
 
 
 def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start):
     run = start(tmp_path, all="wait=go leave=0", keys={"first-plan": "3"})
     for slot, member in enumerate(("h-1", "h-2")):
-        what = run.seen(member)
-        assert what["environment"] == {
+        seen = run.seen(member)
+        assert seen["environment"] == {
             **BORN_WITH,
             "CAPSLOG_MEMBER": member,
             "CAPSLOG_HOST": "h",
@@ -147,10 +147,10 @@ def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start)
             "CAPSLOG_RUN_DIR": str(tmp_path),
             "CAPSLOG_LOCAL_RANK": str(slot),
         }
-        assert what["group"] == what["pid"], "it shares the terminal's process group and would get Ctrl-C"
+        assert seen["group"] == seen["pid"], "it shares the terminal's process group and would get Ctrl-C"
         path = tmp_path / f"workers/{member}.json"
         wait_until(path.exists)
-        assert json.loads(path.read_text()) == {"member": member, "pid": what["pid"], "host": "h"}
+        assert json.loads(path.read_text()) == {"member": member, "pid": seen["pid"], "host": "h"}
         log = tmp_path / f"workers/{member}.log"
         wait_until(lambda log=log: "standard output" in log.read_text())
     assert run.client.get("first-plan") == "3"
@@ -285,7 +285,7 @@ def test_when_all_voters_are_lost_at_once_whoever_asks_may_go_on_from_the_checkp
     pids = [run.seen(f"h-{number}")["pid"] for number in (1, 2)]
     run.client.compare_and_set(0, EMPTY.successor(["h-1", "h-2"]))
     run.client.append({"kind": "checkpoint", "step": 7, "generation": 1})
-    # what another host believes is no proof: it may have been cut off, and they may train on
+    # another host's belief is no proof: that host may have been cut off, and the workers may train on
     for member in ("h-1", "h-2"):
         run.client.append({"kind": "dead", "member": member, "why": "host h does not answer", "by": "another"})
     wait_until(lambda: run.told("dead") == ["h-1", "h-2"])
@@ -371,7 +371,7 @@ def test_what_failed_by_itself_is_not_started_again(tmp_path, start):
 
 
 class Cloud(CallbackListener):
-    """A source that wants to know when the host has left."""
+    """Notice source that is called when the host has left."""
 
     left = 0
 
@@ -451,18 +451,18 @@ def test_notices_are_heard_from_the_hosts_file(tmp_path, start):
 
 def test_the_host_that_serves_stays_until_the_others_have_gone(tmp_path, start):
     run = start(tmp_path, 1, all="wait=go leave=0")
-    other = start(tmp_path, 1, all="wait=later leave=0", name="other", store=run.host.link.address)
+    other_run = start(tmp_path, 1, all="wait=later leave=0", name="other", store=run.host.link.address)
     wait_until(lambda: set(run.host.roster.hosts) == {"h", "other"})
-    assert other.seen("other-1")["environment"]["CAPSLOG_STORE"] == run.host.link.address
+    assert other_run.seen("other-1")["environment"]["CAPSLOG_STORE"] == run.host.link.address
     run.go()
     wait_until(lambda: run.told("left") == ["h-1"])
     time.sleep(0.3)
     assert run.thread.is_alive(), "it took the store with it"
     run.client.append({"kind": "finished", "step": 1, "stopped": True})
     run.go("later")
-    assert other.end() == HostEnd("finished", True)
+    assert other_run.end() == HostEnd("finished", True)
     assert run.end() == HostEnd("finished", True)
-    assert run.host.workers.failures == other.host.workers.failures == []
+    assert run.host.workers.failures == other_run.host.workers.failures == []
 
 
 @pytest.mark.parametrize(
@@ -513,16 +513,16 @@ def test_a_lost_store_does_not_end_the_workers(tmp_path, start):
 
 def test_hosts_share_a_request_for_devices(tmp_path, start):
     run = start(tmp_path, 2)
-    other = start(tmp_path, 2, name="other", store=run.host.link.address)
+    other_run = start(tmp_path, 2, name="other", store=run.host.link.address)
     for member in ("h-1", "h-2"):
         run.seen(member)
     for member in ("other-1", "other-2"):
-        other.seen(member)
+        other_run.seen(member)
     run.client.append({"kind": "request", "devices": 2})
     wait_until(lambda: len(run.of("notice")) == 2)
     assert run.told("notice") == run.told("worker")[2:], "the youngest leave"
-    for one in (run, other):
-        for worker in one.host.workers.by_member.values():
+    for each_run in (run, other_run):
+        for worker in each_run.host.workers.by_member.values():
             if worker.member in run.told("notice"):
                 os.kill(worker.pid, signal.SIGINT)
     wait_until(lambda: len(run.host.roster.members) == 2)
@@ -582,9 +582,9 @@ def test_ctrl_c_asks_and_a_second_one_kills(tmp_path, do, presses):
 
 def test_a_second_host_of_the_same_name_gets_a_name_of_its_own(tmp_path, start):
     run = start(tmp_path, 1)
-    other = start(tmp_path, 1, store=run.host.link.address)
+    other_run = start(tmp_path, 1, store=run.host.link.address)
     wait_until(lambda: set(run.host.roster.hosts) == {"h", "h.2"})
-    assert other.seen("h.2-1")["environment"]["CAPSLOG_HOST"] == "h.2"
+    assert other_run.seen("h.2-1")["environment"]["CAPSLOG_HOST"] == "h.2"
 
 
 def test_nothing_is_started_for_nobody(tmp_path):

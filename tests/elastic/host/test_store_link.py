@@ -1,4 +1,4 @@
-"""A host's connection with the store: what is told during an outage, and the events that it writes of the log."""
+"""A host's connection with the store: entries appended during an outage, and the events written for the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from varuna_capslog.membership.roster import Roster
 
 @dataclass
 class Said:
-    """An entry of a kind that no room knows."""
+    """Log entry of an unknown kind."""
 
     number: int
 
@@ -39,7 +39,7 @@ class Said:
 
 
 class Connected:
-    """A host's connection with a store that it serves itself, and all that it passes on."""
+    """Connection of a host with a store that it serves itself, and all that it passes on."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, lease_seconds: float = 3.0) -> None:
         self.lines: list[str] = []
@@ -56,12 +56,12 @@ class Connected:
         self.link.begin(stack)
 
     def log(self, count: int) -> list[dict[str, Any]]:
-        """The next entries of the log that are passed on, as the host would take them."""
+        """Return the next entries of the log that are passed on, taken as the host takes them."""
         until = time.monotonic() + 20
         while len(self.heard) < count:
             self.calls.get(timeout=max(0.0, until - time.monotonic()))()
-        found, self.heard = self.heard, []
-        return found
+        entries, self.heard = self.heard, []
+        return entries
 
     def logged(self, entry: dict[str, Any]) -> None:
         self.roster.take(entry)
@@ -112,13 +112,13 @@ def test_a_log_that_was_not_heard_is_followed_again_from_where_it_was(connected)
 
 @pytest.mark.parametrize("sign", ["", "odd", "7", "7 x", "7 nan", "7 1e999"])
 def test_a_sign_of_another_form_is_one_of_no_age(sign):
-    """It ended the thread that gives our own signs, so that the others took this host for dead."""
+    """Regression: such a sign ended the thread that gives this host's signs, so that the others took it for dead."""
     assert age_of(sign) == 0.0
 
 
 @pytest.mark.parametrize("loop", ["_keep_lease", "_notice_stops"])
 def test_a_host_that_can_give_no_signs_ends_with_the_reason(tmp_path, monkeypatch, loop):
-    """Else the others take it for dead while it goes on."""
+    """Otherwise the others take the host for dead while it goes on."""
     monkeypatch.setattr(HostStore, loop, lambda link, ended: {}["nobody expected this"])
     with contextlib.ExitStack() as stack:
         calls = Connected(tmp_path, stack).calls
@@ -133,7 +133,7 @@ def test_a_host_that_can_give_no_signs_ends_with_the_reason(tmp_path, monkeypatc
 
 
 def play(folder: Path, log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the hosts a and b write of a log; each reads all of it."""
+    """Return the events that hosts a and b write for a log, which both read completely."""
     for host in ("a", "b"):
         read_by(host, folder, log)
     path = folder / "events.jsonl"
@@ -218,7 +218,7 @@ def test_a_disk_that_is_full_stops_no_supervisor(tmp_path: Path, log: list[dict[
 
 @pytest.mark.parametrize("why", ["cut off", "cut off for long", "stood still"])
 def test_a_host_that_was_taken_for_lost_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    """A store that does not answer, one that answers late, and one that answers late since this process was stopped."""
+    """Three causes: the store does not answer, answers late, or answers late since this process was stopped."""
     with contextlib.ExitStack() as stack:
         link = Connected(tmp_path, stack, lease_seconds=0.4).link
         give_sign, tries = link.store.give_sign, 0
@@ -242,7 +242,7 @@ def test_a_host_that_was_taken_for_lost_says_why(tmp_path: Path, monkeypatch: py
 
 
 def test_a_host_that_comes_later_learns_from_the_others_how_old_the_run_is(tmp_path: Path) -> None:
-    """By what they have counted themselves: the time of day of neither has a part in it."""
+    """The age comes from the others' own counts, not from any host's time of day."""
     clock.use(lambda: 1_800_000_000.0 - time.monotonic() * 3600)  # it goes backwards by an hour every second
     try:
         with contextlib.ExitStack() as stack:
@@ -269,11 +269,11 @@ def test_a_host_gives_signs_of_life_while_it_waits_for_a_slow_file_system(
     with contextlib.ExitStack() as stack:
         connected = Connected(tmp_path, stack, lease_seconds=0.2)
         wrote, go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(files, "append_jsonl", lambda *given: (wrote.set(), go_on.wait(20)))
+        monkeypatch.setattr(files, "append_jsonl", lambda *arguments: (wrote.set(), go_on.wait(20)))
         member = {"kind": "worker", "member": "h-1", "host": "h", "slot": 0}
         connected.roster.take(member)
-        said = {"kind": "notice", "member": "h-1", "urgent": False, "deadline": None, "source": "aws"}
-        host = threading.Thread(target=connected.link.write_event, args=(said,))
+        notice = {"kind": "notice", "member": "h-1", "urgent": False, "deadline": None, "source": "aws"}
+        host = threading.Thread(target=connected.link.write_event, args=(notice,))
         host.start()
         assert wrote.wait(20)
         signs = {connected.link.store.signs_of(["h"])["h"]}
@@ -284,17 +284,17 @@ def test_a_host_gives_signs_of_life_while_it_waits_for_a_slow_file_system(
 
 
 def test_a_host_looks_after_hundreds_of_others_by_one_question(tmp_path: Path) -> None:
-    """Over a line of 20 ms each, one question for each of them took longer than the lease that it was to renew."""
+    """Regression: over a connection of 20 ms, a question for each host took longer than the lease to be renewed."""
     with contextlib.ExitStack() as stack:
         connected = Connected(tmp_path, stack, lease_seconds=0.4)
-        store, asked = connected.link.store, Counter[str]()
+        store, questions = connected.link.store, Counter[str]()
         ask = store.lines.ask
 
         def counted(*question: Any, wait: float = 0.0) -> Any:
-            asked[question[0]] += 1
+            questions[question[0]] += 1
             return ask(*question, wait=wait)
 
         store.lines.ask = counted
         connected.roster.hosts.update({f"g{number}": 8 for number in range(125)})
-        wait_until(lambda: asked["values"] > 2)
-        assert asked["get"] == 0
+        wait_until(lambda: questions["values"] > 2)
+        assert questions["get"] == 0

@@ -1,4 +1,4 @@
-"""What a person sees of a run whose members change: each change in one line, each line once."""
+"""Terminal output of a run whose members change: each change in one line, each line once."""
 
 import json
 import re
@@ -56,16 +56,16 @@ def test_the_last_step_and_all_scores_are_said_whenever_the_run_ends(tmp_path, c
                 time.sleep(0.3)
         scores = {"AP": 0.25, "AP_large": None, "AP50": 0.5, "per_class": {"one": 0.1}}
         (tmp_path / "evaluations.jsonl").write_text(json.dumps({"step": 3, "scores": scores}) + "\n")
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line] == [
+    output_lines = capsys.readouterr().out.splitlines()
+    assert [line for line in output_lines if line] == [
         "step 1  loss 0.5000  2 members",
-        "step 3  loss 0.5000  2 members",  # the second one within the ten seconds of the first
+        "step 3  loss 0.5000  2 members",  # the second step falls within ten seconds of the first
         "step 3: AP 0.250  AP50 0.500",
     ]
 
 
 def test_a_damaged_line_is_passed_over_and_the_next_one_said(tmp_path, capsys):
-    """One value of another kind ended the thread that draws, and at its end the command in a traceback."""
+    """Regression: a value of another type ended the thread that draws, and the command ended in a traceback."""
     events = [MORPH | {"cuts": [0, 3]} | {name: odd} for name in ("why", "pause_seconds", "moved_bytes", "replicas")
               for odd in ([[]], {"a": 1}, "x", None, 1e308)]  # fmt: skip
     metrics = [{"step": odd, "world_size": 2} for odd in (None, "x", [])] + [{"step": 3}, {"step": 2, "loss": "x"}]
@@ -73,9 +73,9 @@ def test_a_damaged_line_is_passed_over_and_the_next_one_said(tmp_path, capsys):
     with Terminal(tmp_path, None):
         for name, lines in (("events", [*events, MORPH]), ("metrics", metrics), ("evaluations", scores)):
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = capsys.readouterr().out
-    assert "generation 4: vm-2 lost; vm-4 joined, paused 61 ms, moved 3 MiB" in said
-    assert "step 3: AP 0.500" in said
+    output = capsys.readouterr().out
+    assert "generation 4: vm-2 lost; vm-4 joined, paused 61 ms, moved 3 MiB" in output
+    assert "step 3: AP 0.500" in output
 
 
 def test_why_all_was_written_is_said_once_and_again_when_it_happens_again(tmp_path, capsys):
@@ -92,8 +92,8 @@ def test_why_all_was_written_is_said_once_and_again_when_it_happens_again(tmp_pa
             "".join(json.dumps(event | {"generation": 1}) + "\n" for event in written)
         )
         time.sleep(0.3)
-    said = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert said == [
+    output_lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert output_lines == [
         f"all that is held was written to disk: {why}",
         "all that is held was written to disk: the last devices leave; the run is parked",
         "generation 1: 2 members begin after step 4",

@@ -1,4 +1,4 @@
-"""What is learnt of the devices' speeds from measured seconds, and when it is worth another plan."""
+"""Speeds of the devices, estimated from measured seconds, and the decision for another plan."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ RUN = steps_of(8, microbatch_size=1, schedule="1f1b", recompute=False)
 
 
 class Members:
-    """Members whose devices have speeds of their own, as one of them sees their steps.
+    """Members whose devices have different speeds, as one of them measures their steps.
 
-    noise: a relative error of each measured number.
+    noise: relative error of each measured number.
     """
 
     def __init__(self, speeds: Sequence[float], noise: float = 0.0) -> None:
@@ -56,19 +56,19 @@ class Members:
         return [seconds * (1 + self.noise * self.draw.uniform(-1, 1)) for seconds in took]
 
     def steps(self, count: int) -> Finding | None:
-        """Makes so many steps, or fewer until something is found."""
+        """Run up to `count` steps; return the first finding, None if there is none."""
         for _ in range(count):
             self.balance.measured(self._busy(), self.step_seconds())
-            found = self.balance.wanted(self.seats)
+            finding = self.balance.wanted(self.seats)
             until = time.monotonic() + 10
-            while found is None and self.balance._search is not None and time.monotonic() < until:
-                found = self.balance.wanted(self.seats)
-            if found is not None:
-                return found
+            while finding is None and self.balance._search is not None and time.monotonic() < until:
+                finding = self.balance.wanted(self.seats)
+            if finding is not None:
+                return finding
         return None
 
     def follow(self) -> None:
-        """A generation by what is proposed."""
+        """Begin a generation with the proposed plan."""
         plan = self.placer.propose(self.balance.seated(self.seats))
         layout = self.placer(self.seats, plan)
         assert isinstance(layout, MemberLayout)
@@ -81,20 +81,20 @@ def test_a_member_twice_as_slow_gets_fewer_layers_and_all_of_them_back_when_it_i
     assert members.cuts == (0, 3, 6, 9)
     assert members.steps(3 * WINDOW) is None
     members.speeds[2] = 0.5
-    found = members.steps(WINDOW)
-    assert found is not None
-    assert (found.member, found.slower) == ("m2", pytest.approx(2.0))
-    assert found.speeds == {"m0": 1.0, "m1": 1.0, "m2": 0.5, "m3": 1.0}
-    assert found.why == "new cuts, since m2 takes 2.00 times as long as planned"
+    finding = members.steps(WINDOW)
+    assert finding is not None
+    assert (finding.member, finding.slower) == ("m2", pytest.approx(2.0))
+    assert finding.speeds == {"m0": 1.0, "m1": 1.0, "m2": 0.5, "m3": 1.0}
+    assert finding.why == "new cuts, since m2 takes 2.00 times as long as planned"
     before = 1.2 * max(members._busy())
     members.follow()
     assert members.cuts in {(0, 4, 8, 10), (0, 3, 7, 9), (0, 4, 7, 9), (0, 4, 8, 9)}
     assert before / members.step_seconds() >= 1.4
     assert members.steps(3 * WINDOW) is None
     members.speeds[2] = 1.0
-    found = members.steps(3 * WINDOW)
-    assert found is not None
-    assert found.why == "new cuts, since no device is slow any more"
+    finding = members.steps(3 * WINDOW)
+    assert finding is not None
+    assert finding.why == "new cuts, since no device is slow any more"
     members.follow()
     assert members.cuts == (0, 3, 6, 9)
 
@@ -113,13 +113,13 @@ def test_a_profile_that_is_wrong_by_the_same_factor_everywhere_says_nothing() ->
 
 
 def test_a_change_that_does_not_bring_what_it_promised_makes_the_next_one_wait_longer() -> None:
-    """Whatever member has the first stage is slow, as where the profile knows too little of the first layer."""
+    """The member of the first stage is always slow, as if the profile underestimated the first layer."""
     members, waited = Members([1.0, 1.0]), []
     for _ in range(3):
         members.speeds, count = [0.6, 1.0] if len(waited) % 2 == 0 else [1.0, 0.6], 0
-        while (found := members.steps(1)) is None and count < 200:
+        while (finding := members.steps(1)) is None and count < 200:
             count += 1
-        assert found is not None
+        assert finding is not None
         waited.append(count)
         members.follow()
         members.speeds = members.speeds[::-1]
@@ -135,14 +135,14 @@ def test_a_member_that_is_too_slow_for_any_layer_is_tried_again_after_a_long_tim
     assert len(members.cuts) == 2, "it has no layers"
     members.speeds[2] = 1.0
     assert members.steps(10 * WINDOW) is None, "nobody can know it yet"
-    found = members.steps(20 * WINDOW)
-    assert found is not None
+    finding = members.steps(20 * WINDOW)
+    assert finding is not None
     members.follow()
     assert len(members.cuts) == 3
 
 
 def test_a_change_that_brings_what_it_promised_keeps_the_next_one_as_near() -> None:
-    """Some steps are made by the old plan until the change is prepared: they say nothing of the promise."""
+    """Steps that still run by the old plan, until the change is prepared, do not count for the promised gain."""
     members = Members([1.0, 1.0, 1.0, 1.0])
     members.steps(WINDOW)
     members.speeds[2] = 0.5

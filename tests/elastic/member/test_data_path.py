@@ -23,16 +23,16 @@ PAIRS = [(0, 1), (1, 0)]
 
 
 class QuietInbox:
-    """Of a member that hears nothing."""
+    """Inbox of a member that receives nothing."""
 
     def engage(self, generation: int, members: frozenset[str]) -> None:
-        """Nothing is lost."""
+        """Do nothing: no member is lost."""
 
     def guard(self, communicator: Communicator | None) -> None:
-        """Nothing is broken off."""
+        """Do nothing: no call is aborted."""
 
     def disturbed(self) -> bool:
-        """Nothing disturbs."""
+        """Return False: nothing disturbs."""
         return False
 
 
@@ -54,9 +54,9 @@ def until_met(path: DataPath, record: Generation, seconds: float = 20.0) -> bool
     return True
 
 
-def take_both(found: Sequence[DataPath], record: Generation) -> list[Communicator]:
+def take_both(data_paths: Sequence[DataPath], record: Generation) -> list[Communicator]:
     with ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(lambda path: path.take(record), found))
+        groups = list(pool.map(lambda path: path.take(record), data_paths))
     return [group[0] for group in groups if group is not None]
 
 

@@ -1,4 +1,4 @@
-"""What an elastic run leaves on disk between two checkpoints, and who goes on from it."""
+"""State that an elastic run leaves on disk between two checkpoints, and runs that resume from it."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ RECORD = Generation(2, ("a",), checkpoint=Stamp(0, 0))
 
 
 def leave(run_dir, step, layers=None, record=RECORD):
-    """The layers that somebody held at a boundary; parameters of that boundary all have its number as value."""
+    """Write the layers that a member held at a boundary; all parameters have the boundary's number as value."""
     held = {}
     for index in range(len(CHAIN.layers)) if layers is None else layers:
         state = {key: torch.full_like(value, step) for key, value in layer_state.initial(CHAIN, index).items()}
@@ -37,9 +37,9 @@ def step_of(run_dir):
 def test_the_newest_boundary_that_is_there_whole_becomes_a_checkpoint(tmp_path):
     last = len(CHAIN.layers) - 1
     leave(tmp_path, 4)
-    leave(tmp_path, 5, [0, 1])  # by one member; what the others held of step 5 is lost
-    found = recover(tmp_path)
-    assert found == tmp_path / "checkpoints/step-00000004"
+    leave(tmp_path, 5, [0, 1])  # by one member; the other layers of step 5 are lost
+    recovered = recover(tmp_path)
+    assert recovered == tmp_path / "checkpoints/step-00000004"
     checkpoint, skipped = latest_checkpoint(tmp_path / "checkpoints")
     assert (checkpoint.step, skipped) == (4, [])
     assert all((value == 4).all() for value in from_checkpoint(checkpoint, CHAIN, last).values())
@@ -54,7 +54,7 @@ def test_several_members_make_a_boundary_whole_together(tmp_path):
 
 
 def test_what_lies_beyond_where_the_run_went_on_is_void(tmp_path):
-    """A member that was cut off holds step 5 of generation 1, but generation 2 had gone on from step 3."""
+    """A member that was cut off holds step 5 of generation 1, but generation 2 continued from step 3."""
     record = dataclasses.replace(RECORD, number=3, lineage=((2, Stamp(3, 1)),))
     leave(tmp_path, 3, record=record)
     leave(tmp_path, 5, record=record)
@@ -81,17 +81,19 @@ def test_layers_without_any_record_are_thrown_away_and_do_not_mix_with_later_one
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_run_whose_members_never_change_goes_on_from_it_too(tmp_path, monkeypatch, resume):
-    """A plain run of a folder that an elastic one had left by notice began anew, and 40 steps were lost unsaid."""
+    """Regression: a plain run in the folder of an elastic run that had ended by notice began anew, and 40 steps were
+    silently lost.
+    """
     config = write_config(tmp_path)
     leave(tmp_path / "run", 5)
-    found = []
+    checkpoints = []
     monkeypatch.setattr(
-        Supervisor, "run", lambda self: found.append(latest_checkpoint(tmp_path / "run/checkpoints")[0])
+        Supervisor, "run", lambda self: checkpoints.append(latest_checkpoint(tmp_path / "run/checkpoints")[0])
     )
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", str(config), "elastic.enabled=false", f"resume={resume}"])
     assert not ended.value.code
-    assert [checkpoint and checkpoint.step for checkpoint in found] == [5 if resume == "auto" else None]
+    assert [checkpoint and checkpoint.step for checkpoint in checkpoints] == [5 if resume == "auto" else None]
     assert files.read_json(tmp_path / "run/plan-0.json")["num_layers"] == len(CHAIN.layers)
 
 
@@ -103,7 +105,7 @@ def spoil(path, change):
 
 @pytest.mark.parametrize("name", ["x-y", "3-1-1", "-", "4-", "99999999999999999999-1", "\u00b2-1"])
 def test_folders_that_no_member_wrote_are_passed_over(tmp_path, name):
-    """A folder `x-y` in a run's held/ was a ValueError at every start, until somebody removed it."""
+    """Regression: a folder `x-y` in a run's held/ was a ValueError at every start, until it was removed."""
     leave(tmp_path, 4)
     (tmp_path / "held" / name).mkdir()
     recover(tmp_path)
@@ -111,7 +113,7 @@ def test_folders_that_no_member_wrote_are_passed_over(tmp_path, name):
 
 
 def test_a_link_in_the_place_of_a_boundary_is_passed_over(tmp_path):
-    """Files of what it leads to would be removed."""
+    """Otherwise files of the link's target would be removed."""
     leave(tmp_path, 4)
     leave(tmp_path / "other", 5)
     elsewhere = tmp_path / "other/held/00000005-000001"
@@ -135,7 +137,7 @@ def test_a_link_in_the_place_of_a_boundary_is_passed_over(tmp_path):
     ],
 )
 def test_a_record_of_another_shape_is_one_sentence_and_nothing_is_lost(tmp_path, change, message):
-    """It was a KeyError or a TypeError ("this is a defect") at every start of the run."""
+    """Regression: such a record was a KeyError or a TypeError ("this is a defect") at every start of the run."""
     leave(tmp_path, 4)
     spoil(tmp_path / "held/record-000002.json", change)
     with pytest.raises(CapslogError, match=f"held/.*{message}.*; remove the folder held/"):
@@ -148,7 +150,7 @@ def test_a_record_of_another_shape_is_one_sentence_and_nothing_is_lost(tmp_path,
     [lambda entry: entry.pop("bytes"), lambda entry: entry.pop("digest"), lambda entry: entry.update(bytes=5)],
 )
 def test_a_boundary_with_a_damaged_file_is_passed_over_for_an_older_one(tmp_path, caplog, change):
-    """The checkpoint that was made of it could not be read, and what else was held had been removed."""
+    """Regression: the checkpoint made of this boundary could not be read, and all other boundaries had been removed."""
     leave(tmp_path, 4)
     leave(tmp_path, 5)
     spoil(tmp_path / "held/00000005-000001/layer-0001.pt.json", change)

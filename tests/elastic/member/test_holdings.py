@@ -1,4 +1,4 @@
-"""What a member can give of the training state, whatever it has in memory: each boundary with the values it had."""
+"""Training state that a member can give, whatever it has in memory: each boundary with the values it had."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from varuna_capslog.membership.generation import Stamp
 
 
 class Follower:
-    """A copy whose step adds the update; it counts its steps."""
+    """Copy whose step adds the update; it counts its steps."""
 
     def __init__(self, state: LayerState) -> None:
         self.live = {name: tensor.clone() for name, tensor in state.items()}
@@ -32,7 +32,7 @@ class Follower:
 class Work:
     """Own layers whose step adds a number that depends on layer and step alone.
 
-    beside: the steps of copies are made no earlier than somebody waits for them.
+    beside: the steps of copies run only once they are awaited.
     """
 
     def __init__(self, beside: bool) -> None:
@@ -60,41 +60,41 @@ class Work:
         return None
 
     def shelve(self) -> Mapping[int, LayerState]:
-        own, self.own = self.own, {}
-        return own
+        shelved, self.own = self.own, {}
+        return shelved
 
 
 class Member:
-    """The calls that the runtime makes, in its order; every layer is checked at every boundary that is held."""
+    """Member that makes the runtime's calls in its order; every layer is checked at every boundary that is held."""
 
-    def __init__(self, own: set[int], copies: set[int], beside: bool = False) -> None:
+    def __init__(self, owned: set[int], copies: set[int], beside: bool = False) -> None:
         self.work, self.generation = Work(beside), 0
         self.holdings = Holdings(self.work)  # type: ignore[arg-type]
-        self.at, self.own, self.copies = Stamp(0, 0), own, copies
+        self.at, self.own, self.copies = Stamp(0, 0), owned, copies
         self.truth = {(layer, self.at): float(layer) for layer in range(5)}
-        for layer in own | copies:
+        for layer in owned | copies:
             self.holdings.take(layer, self.at, self.state_at(layer))
-        self.held = frozenset((layer, self.at) for layer in own | copies)
-        self.install(own, copies)
+        self.held = frozenset((layer, self.at) for layer in owned | copies)
+        self.install(owned, copies)
 
     def state_at(self, layer: int) -> LayerState:
-        """As another member sends it."""
+        """Return the layer's state as another member sends it."""
         return {"w": torch.full((3,), self.truth[layer, self.at], dtype=torch.float64)}
 
     def update_of(self, layer: int, stamp: Stamp) -> dict[str, Tensor]:
-        """A step that is made again in a newer generation is another one."""
+        """Return the update of a layer. A step that is repeated in a newer generation has other values."""
         return {"w": torch.full((3,), 1000.0 * layer + 10 * stamp.step + stamp.generation, dtype=torch.float64)}
 
-    def install(self, own: set[int], copies: set[int]) -> None:
-        """A generation's layers, all of which are here."""
-        states = {layer: self.holdings.at(layer, self.at) for layer in sorted(own)}
+    def install(self, owned: set[int], copies: set[int]) -> None:
+        """Begin a generation whose layers this member has already."""
+        states = {layer: self.holdings.at(layer, self.at) for layer in sorted(owned)}
         self.work.own = {layer: {"w": state["w"].clone()} for layer, state in states.items()}
-        self.own, self.copies, self.generation = own, copies, self.generation + 1
-        self.holdings.open(own, copies, self.at)
+        self.own, self.copies, self.generation = owned, copies, self.generation + 1
+        self.holdings.open(owned, copies, self.at)
         self.holdings.forget(self.held)
 
     def step(self) -> None:
-        """A step whose vote succeeds; the updates of the copies are here before it."""
+        """Train a step whose vote succeeds; the updates of the copies arrive before it."""
         before, after = self.at, Stamp(self.at.step + 1, self.generation)
         step = after.step
         for layer in range(5):
@@ -121,17 +121,17 @@ class Member:
         self.holdings.forget(self.held)
 
     def back(self) -> None:
-        """The round decides that all go on from the boundary before."""
+        """Return to the previous boundary, as the round decides for all members."""
         before = max(stamp for _, stamp in self.held if stamp < self.at)
         self.held = frozenset(entry for entry in self.held if entry[1] <= before)
         self.at = before
         self.holdings.forget(self.held)
 
     def values(self) -> dict[tuple[int, Stamp], float]:
-        """What is written to disk where a run ends here."""
-        found = self.holdings.everything(self.held)
-        assert found.keys() == self.held
-        return {entry: float(state["w"][0]) for entry, state in found.items()}
+        """Return the values that are written to disk where a run ends now."""
+        states = self.holdings.everything(self.held)
+        assert states.keys() == self.held
+        return {entry: float(state["w"][0]) for entry, state in states.items()}
 
     def expected(self) -> dict[tuple[int, Stamp], float]:
         return {entry: self.truth[entry] for entry in self.held}
@@ -172,8 +172,8 @@ def test_a_copy_whose_boundary_before_is_not_held_is_proved_at_its_newest() -> N
 @pytest.mark.parametrize("seed", range(40))
 def test_any_course_of_generations(seed: int, beside: bool) -> None:
     dice, layers = random.Random(seed), [0, 1, 2, 3, 4]
-    own = set(dice.sample(layers, 2))
-    member = Member(own, set(layers) - own, beside)
+    owned = set(dice.sample(layers, 2))
+    member = Member(owned, set(layers) - owned, beside)
     for _ in range(12):
         for _ in range(dice.choice([0, 1, 1, 2, 3])):
             member.step()
@@ -184,11 +184,11 @@ def test_any_course_of_generations(seed: int, beside: bool) -> None:
             member.back()
         if dice.random() < 0.3:
             assert member.values() == member.expected()
-        here = sorted({layer for layer, stamp in member.held if stamp == member.at})
-        own = set(dice.sample(here, min(2, len(here))))
-        copies = {layer for layer in here if layer not in own and dice.random() < 0.7}
-        member.install(own, copies)
-        for layer in set(layers) - own - copies:  # another member sends it, to be followed from here
+        present = sorted({layer for layer, stamp in member.held if stamp == member.at})
+        owned = set(dice.sample(present, min(2, len(present))))
+        copies = {layer for layer in present if layer not in owned and dice.random() < 0.7}
+        member.install(owned, copies)
+        for layer in set(layers) - owned - copies:  # another member sends it, to be followed from here
             if dice.random() < 0.8:
                 member.holdings.follow(layer, member.at, member.state_at(layer))
                 member.copies = member.copies | {layer}

@@ -1,4 +1,4 @@
-"""What becomes of the messages of other members, and what this one tells of its own memory."""
+"""Messages of other members, and this member's reports of its own memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a member makes of notices while the clock runs and layers are on their way."""
+"""A member's response to notices while the clock runs and layers are on their way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = int(10 * LINK)  # a layer takes ten seconds
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Both the listener's and the member's."""
+    """Clock of both the listener and the member."""
     now = SimpleNamespace(at=100.0)
     monkeypatch.setattr(departures, "time", SimpleNamespace(monotonic=lambda: now.at))
     monkeypatch.setattr("varuna_capslog.elastic.host.hooks.time", SimpleNamespace(monotonic=lambda: now.at))
@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def member(copies: int = 0, usual: float = 0.5, layers: int = 3) -> Any:
-    """m1 of three that own a layer each."""
+    """Return m1 of three members that own a layer each."""
     place = even_places(layers, copies)
     layout = place([Seat(name, name, 0) for name in MEMBERS])
     assert isinstance(layout, MemberLayout)
@@ -57,13 +57,13 @@ def entry(seconds: float | None = None, urgent: bool = False, name: str = "m1") 
     return NoticeEntry(name, urgent, None if seconds is None else WALL + seconds, "test")
 
 
-def departures_of(one: Any) -> NoticePolicy:
-    return NoticePolicy(one, one.training)
+def departures_of(runtime: Any) -> NoticePolicy:
+    return NoticePolicy(runtime, runtime.training)
 
 
-def heard_by(one: Any) -> Callable[[NoticeEntry | HintEntry], m.ProtocolEvent]:
-    found = departures_of(one)
-    return lambda said: found.heard(said, one.state)
+def heard_by(runtime: Any) -> Callable[[NoticeEntry | HintEntry], m.ProtocolEvent]:
+    policy = departures_of(runtime)
+    return lambda notice: policy.heard(notice, runtime.state)
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def test_what_the_protocol_hears(
     clock: SimpleNamespace, told: str, left: float | None, move_seconds: float, expected: m.ProtocolEvent
 ) -> None:
     del clock
-    one = member(usual=(move_seconds - CHANGE_SECONDS) / 2)
-    one.sent.add(1)  # so that nothing is left to move but two steps and the change
+    runtime = member(usual=(move_seconds - CHANGE_SECONDS) / 2)
+    runtime.sent.add(1)  # so that nothing is left to move but two steps and the change
     deadline = None if left is None else WALL + left
-    said = HintEntry("m1", deadline=deadline) if told == "hint" else NoticeEntry("m1", told == "now", deadline)
-    assert heard_by(one)(said) == expected
+    notice = HintEntry("m1", deadline=deadline) if told == "hint" else NoticeEntry("m1", told == "now", deadline)
+    assert heard_by(runtime)(notice) == expected
 
 
 def test_the_protocol_takes_it(clock: SimpleNamespace) -> None:
-    """The event is one of the protocol's own: a member that runs casts it in its next vote."""
+    """The event belongs to the protocol: a running member casts it in its next vote."""
     del clock
     job = make_job(2, even_places(2, 0))
     state = State("m1", "a", phase=Phase.RUN, record=Generation(1, ("m0", "m1")), round=1)
@@ -120,45 +120,45 @@ def test_what_others_hold_needs_no_checkpoint(clock: SimpleNamespace) -> None:
 
 def test_another_ones_deadline_counts_as_well_whoever_hears_of_it_first(clock: SimpleNamespace) -> None:
     del clock
-    found = heard_by(member())(entry(seconds=3.0, name="m0"))
-    assert found == m.Wished(("leave", "m0"), urgent=True, save=True)
+    event = heard_by(member())(entry(seconds=3.0, name="m0"))
+    assert event == m.Wished(("leave", "m0"), urgent=True, save=True)
 
 
 def test_time_that_runs_out_is_seen_before_a_step_and_told_once_per_generation(clock: SimpleNamespace) -> None:
     runtime = member()
-    one = departures_of(runtime)
-    assert one.heard(entry(seconds=60.0), runtime.state) == m.Wished(LEAVE)
-    assert one.watch(runtime.state) is None  # the protocol has not taken it yet
+    policy = departures_of(runtime)
+    assert policy.heard(entry(seconds=60.0), runtime.state) == m.Wished(LEAVE)
+    assert policy.watch(runtime.state) is None  # the protocol has not taken it yet
     runtime.state.wishes.changes = frozenset({LEAVE})
     clock.at += 40
-    assert one.watch(runtime.state) is None
+    assert policy.watch(runtime.state) is None
     clock.at += 10  # ten seconds are left, the layer takes ten
     runtime.sent.add(1)  # but it is on its way
-    assert one.watch(runtime.state) is None
+    assert policy.watch(runtime.state) is None
     runtime.sent.clear()
-    assert one.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
-    assert one.watch(runtime.state) is None
+    assert policy.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
+    assert policy.watch(runtime.state) is None
     runtime.state.record = Generation(2, MEMBERS)
-    assert one.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
+    assert policy.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
 
 
 def test_the_earliest_deadline_counts(clock: SimpleNamespace) -> None:
     runtime = member()
-    one = departures_of(runtime)
+    policy = departures_of(runtime)
     runtime.state.wishes.changes = frozenset({LEAVE})
-    one.heard(entry(seconds=30.0), runtime.state)
-    one.heard(entry(seconds=120.0), runtime.state)
+    policy.heard(entry(seconds=30.0), runtime.state)
+    policy.heard(entry(seconds=120.0), runtime.state)
     clock.at += 25
-    assert one.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
+    assert policy.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
 
 
 @pytest.mark.parametrize(
     ("leave", "alone"), [(("m1",), False), (("m1", "m2"), True), (("m0", "m1"), True), (("m0", "m1", "m2"), False)]
 )
 def test_who_leaves_alone(clock: SimpleNamespace, leave: tuple[str, ...], alone: bool) -> None:
-    """Layers that none of those that stay holds; where all leave, all is written when the run is parked."""
+    """Layers that no remaining member holds are saved. Where all leave, all is written when the run is parked."""
     del clock
-    one = member()
-    one.state.roles.layout = MemberLayout(3, {"m0": (0, 1), "m1": (2,)}, {"m2": (2,)})
-    one.state.wishes.changes = frozenset(("leave", name) for name in leave)
-    assert heard_by(one)(entry(seconds=0.5)) == m.Wished(LEAVE, urgent=True, save=alone)
+    runtime = member()
+    runtime.state.roles.layout = MemberLayout(3, {"m0": (0, 1), "m1": (2,)}, {"m2": (2,)})
+    runtime.state.wishes.changes = frozenset(("leave", name) for name in leave)
+    assert heard_by(runtime)(entry(seconds=0.5)) == m.Wished(LEAVE, urgent=True, save=alone)

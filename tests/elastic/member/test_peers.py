@@ -1,4 +1,4 @@
-"""Messages between members: order, tensors of all kinds, and what a lost connection looks like."""
+"""Messages between members: order, tensors of all kinds, and the loss of a connection."""
 
 import contextlib
 import queue
@@ -18,7 +18,7 @@ TIMEOUT = 20.0
 
 
 class Member:
-    """One end, with all that it hears in queues."""
+    """End of a connection, with queues of all that it receives."""
 
     def __init__(self, name, addresses, key=b"k" * 32):
         self.messages, self.lost, self.failed = queue.Queue(), queue.Queue(), queue.Queue()
@@ -36,14 +36,14 @@ def addresses():
 
 @pytest.fixture
 def pair(addresses):
-    one, other = Member("one", addresses), Member("other", addresses)
-    yield one, other
-    one.peers.close(0.0)
-    other.peers.close(0.0)
+    sender, receiver = Member("one", addresses), Member("other", addresses)
+    yield sender, receiver
+    sender.peers.close(0.0)
+    receiver.peers.close(0.0)
 
 
 def test_tensors_of_any_kind_arrive_bit_for_bit(pair):
-    one, other = pair
+    sender, receiver = pair
     sent = {
         "transposed": torch.arange(12.0).reshape(3, 4).t(),
         "none": torch.zeros(0, 5),
@@ -52,8 +52,8 @@ def test_tensors_of_any_kind_arrive_bit_for_bit(pair):
         "half": torch.randn(5).to(torch.bfloat16),
         "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     }
-    one.peers.send("other", "state", sent, generation=3, layer=1)
-    message = other.next()
+    sender.peers.send("other", "state", sent, generation=3, layer=1)
+    message = receiver.next()
     assert (message.sender, message.kind, message.header) == ("one", "state", {"generation": 3, "layer": 1})
     assert list(message.tensors) == list(sent)
     for name, tensor in sent.items():
@@ -62,42 +62,42 @@ def test_tensors_of_any_kind_arrive_bit_for_bit(pair):
 
 
 def test_many_tensors_of_all_sizes_in_one_message(pair):
-    """Small ones travel packed together, large ones from where they lie, more than the system takes at once."""
-    one, other = pair
+    """Small tensors are packed together, large ones are sent without a copy, more than a system call takes at once."""
+    sender, receiver = pair
     dice = torch.Generator().manual_seed(0)
     large = torch.randn(70_001, generator=dice)
     sent = {f"small {k}": torch.randn(k % 5, 3, generator=dice) for k in range(40)}
     sent |= {"large": large, "after": torch.arange(3), "strided": large[::2]}
     sent |= {f"mixed {k}": torch.full((k,), k, dtype=(torch.int64, torch.float32)[k % 2]) for k in range(1500)}
-    one.peers.send("other", "update", sent)
-    found = other.next().tensors
-    assert list(found) == list(sent)
+    sender.peers.send("other", "update", sent)
+    received = receiver.next().tensors
+    assert list(received) == list(sent)
     for name, tensor in sent.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name], tensor)
+        assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(received[name], tensor)
 
 
 def test_messages_of_one_sender_keep_their_order(pair):
-    one, other = pair
+    sender, receiver = pair
     for number in range(200):
-        one.peers.send("other", "count", {"x": torch.full((number % 7,), float(number))}, number=number)
-    assert [other.next().header["number"] for _ in range(200)] == list(range(200))
+        sender.peers.send("other", "count", {"x": torch.full((number % 7,), float(number))}, number=number)
+    assert [receiver.next().header["number"] for _ in range(200)] == list(range(200))
 
 
 def test_a_closed_peer_is_reported_by_both_directions(pair):
-    one, other = pair
-    one.peers.send("other", "hello")
-    other.next()
-    one.peers.close(0.0)
-    assert other.lost.get(timeout=TIMEOUT) == "one"
-    other.peers.send("one", "anything")
-    assert other.lost.get(timeout=TIMEOUT) == "one"
+    sender, receiver = pair
+    sender.peers.send("other", "hello")
+    receiver.next()
+    sender.peers.close(0.0)
+    assert receiver.lost.get(timeout=TIMEOUT) == "one"
+    receiver.peers.send("one", "anything")
+    assert receiver.lost.get(timeout=TIMEOUT) == "one"
 
 
 def test_an_unknown_member_is_lost(pair):
-    one, _ = pair
-    one.peers.send("nobody", "hello")
-    assert one.lost.get(timeout=TIMEOUT) == "nobody"
+    sender, _ = pair
+    sender.peers.send("nobody", "hello")
+    assert sender.lost.get(timeout=TIMEOUT) == "nobody"
 
 
 def test_a_member_of_another_run_is_not_heard(addresses, pair):
@@ -114,22 +114,22 @@ def test_a_member_of_another_run_is_not_heard(addresses, pair):
     ids=["a device that fails", "no JSON"],
 )
 def test_a_member_that_cannot_send_is_told_so_itself(pair, tensors, header):
-    """The sender's thread died of it: what was queued behind was dropped, and only the receiver heard of a loss."""
-    one, other = pair
-    one.peers.send("other", "state", tensors, **header)
-    assert "the thread peers-send-other failed with" in str(one.failed.get(timeout=TIMEOUT))
-    assert other.lost.get(timeout=TIMEOUT) == "one"
+    """Regression: the sender's thread died of it; queued messages were dropped, and only the receiver saw a loss."""
+    sender, receiver = pair
+    sender.peers.send("other", "state", tensors, **header)
+    assert "the thread peers-send-other failed with" in str(sender.failed.get(timeout=TIMEOUT))
+    assert receiver.lost.get(timeout=TIMEOUT) == "one"
 
 
 def test_a_message_that_cannot_be_read_is_the_loss_of_its_sender(pair, caplog):
-    """As from a member of another version; a tensor of 2^50 entries ended in a traceback."""
-    one, other = pair
-    wrong = _dialled(one, "other")
+    """Such a message may come from a member of another version. A tensor of 2^50 entries once ended in a traceback."""
+    sender, receiver = pair
+    wrong = _dialled(sender, "other")
     wrong.send_message(b'{"kind": "state", "tensors": [["x", "float32", [1125899906842624]]]}')
-    assert other.lost.get(timeout=TIMEOUT) == "one"
+    assert receiver.lost.get(timeout=TIMEOUT) == "one"
     assert "a message of one cannot be read: RuntimeError" in caplog.text
-    one.peers.send("other", "hello")
-    assert other.next().kind == "hello"
+    sender.peers.send("other", "hello")
+    assert receiver.next().kind == "hello"
 
 
 def _dialled(member, target):
@@ -137,15 +137,15 @@ def _dialled(member, target):
 
 
 def test_where_there_is_no_thread_for_a_caller_the_next_one_is_heard(pair, monkeypatch):
-    one, other = pair
+    sender, receiver = pair
     with monkeypatch.context() as full:
         full.setattr(OwnedThread, "start", _refused)
-        line = _dialled(one, "other")._line
+        line = _dialled(sender, "other")._line
         with contextlib.suppress(ConnectionResetError):  # it was closed with unread bytes
             assert line.recv(1) == b""
-    assert other.peers._incoming == set()
-    one.peers.send("other", "hello")
-    assert other.next().kind == "hello"
+    assert receiver.peers._incoming == set()
+    sender.peers.send("other", "hello")
+    assert receiver.next().kind == "hello"
 
 
 def _refused(thread):
@@ -153,31 +153,31 @@ def _refused(thread):
 
 
 def test_bytes_that_are_no_frame_close_their_connection_only(pair):
-    one, other = pair
-    host, port = other.peers.address.split(":")
+    sender, receiver = pair
+    host, port = receiver.peers.address.split(":")
     with socket.create_connection((host, int(port))) as raw:
         raw.sendall(b"\xff" * 64)
         raw.settimeout(TIMEOUT)
         with contextlib.suppress(ConnectionResetError):  # a close with unread bytes is a reset
             assert len(raw.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
             assert raw.recv(1) == b""
-    one.peers.send("other", "still here")
-    assert other.next().kind == "still here"
+    sender.peers.send("other", "still here")
+    assert receiver.next().kind == "still here"
 
 
 def test_the_end_waits_for_what_is_queued(pair):
-    one, other = pair
-    one.peers.send("other", "big", {"x": torch.zeros(4 << 20)})
-    one.peers.close(TIMEOUT)
-    assert other.next().tensors["x"].numel() == 4 << 20
+    sender, receiver = pair
+    sender.peers.send("other", "big", {"x": torch.zeros(4 << 20)})
+    sender.peers.close(TIMEOUT)
+    assert receiver.next().tensors["x"].numel() == 4 << 20
 
 
 def test_the_end_of_a_lost_connection_does_not_wait(pair):
-    one, _ = pair
-    one.peers.send("nobody", "hello")
-    one.lost.get(timeout=TIMEOUT)
+    sender, _ = pair
+    sender.peers.send("nobody", "hello")
+    sender.lost.get(timeout=TIMEOUT)
     began = time.monotonic()
-    one.peers.close(TIMEOUT)
+    sender.peers.close(TIMEOUT)
     assert time.monotonic() - began < TIMEOUT / 2
 
 

@@ -1,6 +1,6 @@
-"""Members hold the layers that they own or copy, and no others: values that are gone come back where they are needed.
+"""Members hold only the layers that they own or copy: freed values come back where they are needed.
 
-That the chain of a member has no values while it trains is looked at in `tests.elastic.checked`, in all live tests.
+All live tests check in `tests.elastic.checked` that the chain of a member has no values while it trains.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FACTORIES = {"chain": "factory_chain"}
 
 @pytest.fixture(scope="module")
 def truth_of_factories(tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """Of a chain that one process builds layer by layer."""
+    """Results of a chain that one process builds layer by layer."""
     torch.set_num_threads(1)
     return truth_of(tmp_path_factory.mktemp("truth"), model={"chain": "factory_chain_by_hand"})
 
@@ -51,7 +51,7 @@ def test_so_does_a_run_of_factories(cradle: Cradle, truth_of_factories: Truth, t
 def test_layers_of_factories_move_to_a_member_that_joins_and_from_one_that_leaves(
     cradle: Cradle, tmp_path: Path
 ) -> None:
-    """One leaves in the first step of the other one, however long it takes to join."""
+    """A member leaves in the first step of the newcomer, however long joining takes."""
     steps = 24
     truth = truth_of(tmp_path / "alone", steps, model={"chain": "factory_chain_by_hand"})
     faults = [Fault("m0", "compute", "wait", 4, "four"), Fault("m2", "compute", "wait", 1, "joined")]
@@ -77,7 +77,7 @@ LOW = {"precision": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}
 def test_layers_that_change_between_own_and_copy_keep_their_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: dict[str, str]
 ) -> None:
-    """At a change of members nothing is copied in memory that this member has already."""
+    """At a change of members, layers that this member has already are not copied in memory."""
     config = config_of(tmp_path / "run", 2, train=types)
     workload = load_workload(config)
     count = len(workload.build_chain())
@@ -90,7 +90,7 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
     work = PipelineWork(start, PipelineRun(config, workload, plan_of(0), None), torch.device("cpu"))
 
     def opened(number: int, plan: Plan, states: dict[int, layer_state.LayerState]) -> dict[int, list[int]]:
-        """Where the parameters lie of what this member owns."""
+        """Open a generation; return the addresses of the parameters of each layer that this member owns."""
         members = ("m0", "m1")[: len(plan.stages)]
         mine = range(len(states))
         copied = {"m0": tuple(index for index in range(count) if index not in mine)}
@@ -113,7 +113,7 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
     assert work.engine is not None
     freed = weakref.ref(next(iter(work.engine.layers[behind].parameters.values())))
     shelved = dict(work.shelve())
-    assert work.layer_bytes == tuple(sum(one.nbytes for one in shelved[index].values()) for index in range(count))
+    assert work.layer_bytes == tuple(sum(tensor.nbytes for tensor in shelved[index].values()) for index in range(count))
     lay = {index: places(state) for index, state in shelved.items()}
     shared = {index for use in work.chain.shared for index in use.layers}
     assert 0 < behind < min(shared)
@@ -135,7 +135,7 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
     assert freed() is None, "what has not become a copy when training goes on takes no memory"
     del lay[behind]
     states = dict(work.shelve()) | elsewhere | {index: copy.state(copy=False) for index, copy in copies.items()}
-    apart = {0, behind + 1}  # these come from elsewhere, while a layer of theirs is here
+    apart = {0, behind + 1}  # these come from another member, although this one holds them as well
     assert not apart & shared
     again = opened(3, plan_of(0), states | {index: layer_state.cloned(states[index]) for index in apart})
     assert all(set(again[index]).isdisjoint(lay.pop(index)) for index in apart)

@@ -1,4 +1,4 @@
-"""What is read from the errors of allocations that failed."""
+"""Bytes that are read from the errors of failed allocations."""
 
 from __future__ import annotations
 

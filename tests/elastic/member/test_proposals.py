@@ -10,7 +10,7 @@ from varuna_capslog.membership.generation import EMPTY
 
 
 class Searching:
-    """What `Proposals` uses of a member's work."""
+    """Part of a member's work that `Proposals` uses."""
 
     proposes = True
 
@@ -19,7 +19,7 @@ class Searching:
 
 
 def test_a_search_that_fails_is_named_and_the_plan_is_searched_at_the_change(caplog) -> None:
-    """The thread died without a word; whoever founds the next generation searches its plan then."""
+    """Regression: the thread died silently. The founder of the next generation searches its plan then."""
     work: Any = Searching()
     unused: Any = None
     Proposals("m0", work, unused, unused).look_ahead(EMPTY.successor(["m0"]), [unused])

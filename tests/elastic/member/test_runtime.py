@@ -1,4 +1,4 @@
-"""When a member's part is over because the log says that the run has ended."""
+"""End of a member once the log says that the run has ended."""
 
 from __future__ import annotations
 

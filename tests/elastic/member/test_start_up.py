@@ -1,4 +1,4 @@
-"""How a member's process finds its run."""
+"""Start of a member's process, which finds its run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from varuna_capslog.membership.generation import Stamp
 
 
 class Keys:
-    """A store that holds these keys."""
+    """Store that holds these keys."""
 
     identity = "run"
 
@@ -68,7 +68,7 @@ def test_a_member_takes_part_and_closes_its_work(
 
     work: Any = SimpleNamespace(asked=asked, close=lambda: closed.append(True))
     kind: Any = runtime
-    end, found = take_part(start, found_store, work, RuntimeOptions(capacity=8), kind)
-    assert (end.step, found, closed) == (20, status, [True])
+    end, exit_status = take_part(start, found_store, work, RuntimeOptions(capacity=8), kind)
+    assert (end.step, exit_status, closed) == (20, status, [True])
     assert (start.host, start.checkpoint, start.address) == ("a", Stamp(12, 0), "127.0.0.1")
     assert start.stop_wished()

@@ -1,4 +1,4 @@
-"""How long a member waits, by a clock that the test moves."""
+"""Waiting times of a member, by a clock that the test moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What members send and expect ahead of a planned change: all the same, or nobody is ever prepared."""
+"""Layers that members send and expect ahead of a planned change: unless they agree, no member is ever prepared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOIN = frozenset({("join", "a-4")})
 
 
 def place(seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout:
-    """Copies lie on another host, where there is one: the place of a layer hangs on where the newcomer is."""
+    """Place copies on another host if there is one: the place of a layer depends on the newcomer's host."""
     if plan is not None:
         return MemberLayout.of_plan(plan, [seat.member for seat in seats], {})
     others = [seat.member for seat in seats if seat.host != seats[0].host]
@@ -29,7 +29,7 @@ def place(seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout:
 
 
 class Told:
-    """What a member sends to others."""
+    """Messages that a member sends to others."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[str, str, dict[str, Any]]] = []
@@ -39,8 +39,9 @@ class Told:
 
 
 def member(name: str, seats: dict[str, Seat], proposed: Plan | None = None) -> Training:
-    """Args:
-    proposed: what this member would find, if it were asked; None: all find the same by themselves.
+    """Return a member's training.
+
+    proposed: plan that this member's own search finds; None: all members find the same plan by themselves.
     """
     record = Generation(1, MEMBERS)
     roles = SimpleNamespace(layout=BEFORE, own=BEFORE.owned[name])
@@ -59,12 +60,12 @@ def member(name: str, seats: dict[str, Seat], proposed: Plan | None = None) -> T
 
 
 def test_nobody_prepares_for_a_newcomer_whose_host_it_has_not_heard_of() -> None:
-    known = {name: Seat(name, "a", 0) for name in MEMBERS}
-    asked = known | {"a-4": Seat("a-4", "a", 0)}
-    sender, receiver = member("a-1", asked), member("a-3", known)
+    seats = {name: Seat(name, "a", 0) for name in MEMBERS}
+    newer_seats = seats | {"a-4": Seat("a-4", "a", 0)}
+    sender, receiver = member("a-1", newer_seats), member("a-3", seats)
     assert sender.prepare(JOIN)
     assert not receiver.prepare(JOIN)  # it would take a-4 for a host of its own, and expect nothing
-    known["a-4"] = asked["a-4"]
+    seats["a-4"] = newer_seats["a-4"]
     assert receiver.prepare(JOIN)
     assert sender._ahead is not None
     assert receiver._ahead is not None
@@ -74,19 +75,19 @@ def test_nobody_prepares_for_a_newcomer_whose_host_it_has_not_heard_of() -> None
 
 
 def test_what_one_member_has_found_is_sent_and_expected_by_all() -> None:
-    """Each went by the plan that it would have found itself: copies of other layers than moved were made, and where two
-    machines found different plans, one of them waited for a layer that nobody sent, and the change was never made.
+    """Regression: each member used the plan of its own search. Copies were made of layers that did not move, and where
+    two machines found different plans, one waited for a layer that was never sent, and the change was never made.
     """
 
     def order(*ranks: int) -> Plan:
-        """Layers 0, 1 and 2 on these ranks."""
+        """Return a plan with layers 0, 1 and 2 on these ranks."""
         stages = tuple(PlanStage(((layer, layer + 1),), (rank,)) for layer, rank in enumerate(ranks))
         return Plan(3, stages, schedule="1f1b")
 
-    known = {name: Seat(name, "a", 0) for name in MEMBERS}
+    all_seats = {name: Seat(name, "a", 0) for name in MEMBERS}
     leave = frozenset({("leave", "a-1")})
     first, second, third = (
-        member(name, known, order(*ranks))
+        member(name, all_seats, order(*ranks))
         for name, ranks in zip(MEMBERS, ((1, 0, 1), (0, 1, 1), (0, 0, 1)), strict=True)
     )
     assert not second.prepare(leave)
@@ -94,23 +95,27 @@ def test_what_one_member_has_found_is_sent_and_expected_by_all() -> None:
     assert first.prepare(leave)  # it leaves, and is the first voter all the same
     told: Any = first._parts.peers
     assert [(target, kind) for target, kind, _ in told.messages] == [("a-2", "plan"), ("a-3", "plan")]
-    for training, (_, _, about) in zip((second, third), told.messages, strict=True):
-        training._parts.proposals.heard(about["members"], about["plan"])
+    for training, (_, _, header) in zip((second, third), told.messages, strict=True):
+        training._parts.proposals.heard(header["members"], header["plan"])
         assert training.prepare(leave)
         assert not training._awaited
-    assert [one._ahead and (one._ahead.targets, one._ahead.mine) for one in (first, second, third)] == [
+    assert [
+        training._ahead and (training._ahead.targets, training._ahead.mine) for training in (first, second, third)
+    ] == [
         ({0: ("a-3",)}, frozenset()),
         ({}, frozenset()),
         ({}, {0}),
     ]
-    seats = [known["a-2"], known["a-3"]]
-    assert all(one._parts.proposals.of(seats) == order(1, 0, 1) for one in (second, third)), "whoever founds it"
+    seats = [all_seats["a-2"], all_seats["a-3"]]
+    assert all(training._parts.proposals.of(seats) == order(1, 0, 1) for training in (second, third)), (
+        "whoever founds it"
+    )
 
 
 def test_who_sent_copies_ahead_proves_its_layers_until_a_generation_trains() -> None:
     # the second of two changes in a row had no proofs of owners, so that a damaged copy passed for a sound one
-    known = {name: Seat(name, "a", 0) for name in (*MEMBERS, "a-4")}
-    sender = member("a-1", known)
+    seats = {name: Seat(name, "a", 0) for name in (*MEMBERS, "a-4")}
+    sender = member("a-1", seats)
     assert sender.prepare(JOIN)
     assert sender._ahead is not None
     assert [layer for layer, _ in sender._ahead.due()] == [0]

@@ -1,4 +1,4 @@
-"""What the tests of the listeners share: clocks that stand still, a place for notices, an opener of set answers."""
+"""Helpers of the listeners' tests: clocks that stand still, an inbox for notices, an opener of set answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WALL = 1505722800.0  # 2017-09-18T08:20:00Z
 
 
 class SetClock(Clock):
-    """Both clocks show what was set; `advance` moves both."""
+    """Clock whose two times are set; `advance` moves both."""
 
     def __init__(self, monotonic: float = 1000.0, wall: float = WALL) -> None:
         self.values = [monotonic, wall]
@@ -26,7 +26,7 @@ class SetClock(Clock):
 
 
 class Inbox:
-    """Where notices arrive, in order."""
+    """Queue of the notices that arrive, in order."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[Notice] = queue.Queue()
@@ -35,7 +35,7 @@ class Inbox:
         self._queue.put(notice)
 
     def next(self, seconds: float = 20.0) -> Notice:
-        """The next notice; a test that waits so long has failed."""
+        """Return the next notice; fail after `seconds`."""
         return self._queue.get(timeout=seconds)
 
     def empty(self) -> bool:
@@ -43,7 +43,7 @@ class Inbox:
 
 
 class Script(HttpOpener):
-    """An opener that gives set answers in turn, and keeps what was asked. None stands for no answer."""
+    """Opener that gives set answers in turn, and records the requests. None stands for no answer."""
 
     def __init__(self, *answers: Answer | None) -> None:
         super().__init__()

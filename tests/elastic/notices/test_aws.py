@@ -1,4 +1,4 @@
-"""The listener of AWS against a server that demands what IMDSv2 demands."""
+"""The listener of AWS against a server that enforces the rules of IMDSv2."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_token_is_renewed_at_half_its_life() -> None:
     listener.ask_action()
     clock.advance(2)
     listener.ask_action()
-    assert [asked[0] for asked in opener.asked] == ["PUT", "GET", "GET", "PUT", "GET"]
+    assert [request[0] for request in opener.asked] == ["PUT", "GET", "GET", "PUT", "GET"]
     assert opener.asked[-1][2] == {"X-aws-ec2-metadata-token": "another"}
 
 

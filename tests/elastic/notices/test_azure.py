@@ -1,4 +1,4 @@
-"""The listener of Azure against a server of Scheduled Events; what it approves, and when."""
+"""The listener of Azure against a server of Scheduled Events, and its approvals."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_deadline(not_before: object, left: float) -> None:
 
 
 def test_events_of_neighbours_are_not_ours() -> None:
-    """Varuna's listener took every event on every host for its own preemption."""
+    """Varuna's listener, in contrast, took every event on any host for its own preemption."""
     with FakeAzure("vm_0") as server:
         listener = AzureListener(endpoint=server.url)
         server.schedule("Preempt", machines=["vm_1", "vm_2"])
@@ -169,11 +169,11 @@ def test_an_approval_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
         listener.ask()
         server.say_instead(Reply(500), Reply(429))
         assert listener.host_left() == (name,)
-        other = server.schedule()
+        second = server.schedule()
         listener.ask()
         server.say_instead(Reply(500), always=True)
         assert listener.host_left() == ()
-    assert f"event {other} could not be approved" in caplog.text
+    assert f"event {second} could not be approved" in caplog.text
     assert "Traceback" not in caplog.text
 
 

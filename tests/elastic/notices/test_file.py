@@ -1,4 +1,4 @@
-"""A file as a source: what it may say, when it is half written, and when it is written again."""
+"""A file as a source: its fields, files that are half written, and files that are written again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def write(path: Path, text: str, at: float = WALL) -> None:
     os.utime(path, (at, at))
 
 
-def one(found: tuple[Notice, ...]) -> Notice:
-    assert len(found) == 1
-    return found[0]
+def one(notices: tuple[Notice, ...]) -> Notice:
+    assert len(notices) == 1
+    return notices[0]
 
 
 def test_an_empty_file_asks_this_host_to_leave(tmp_path: Path) -> None:
@@ -41,8 +41,8 @@ def test_an_empty_file_asks_this_host_to_leave(tmp_path: Path) -> None:
 
 def test_all_it_may_say(tmp_path: Path) -> None:
     path = tmp_path / "leave"
-    what = {"kind": "now", "seconds": 12, "hosts": ["node-5", "node-6"], "id": "drain-7", "detail": "kernel update"}
-    write(path, json.dumps(what), WALL - 5.0)  # written five seconds ago
+    content = {"kind": "now", "seconds": 12, "hosts": ["node-5", "node-6"], "id": "drain-7", "detail": "kernel update"}
+    write(path, json.dumps(content), WALL - 5.0)  # written five seconds ago
     notice = one(listener(path).ask().notices)
     assert (notice.kind, notice.id, notice.detail) == (Kind.NOW, "drain-7", "kernel update")
     assert notice.hosts == ("node-5", "node-6")
@@ -51,7 +51,7 @@ def test_all_it_may_say(tmp_path: Path) -> None:
 
 
 def test_a_question_that_fails_unexpectedly_is_asked_again(tmp_path: Path, monkeypatch, caplog) -> None:
-    """The thread of the source died, and its notices were heard no more."""
+    """Regression: the thread of the source died, and its later notices were missed."""
     file, inbox = FileListener(tmp_path / "leave", "node-2", interval=0.01), Inbox()
     ask, failures = file.ask, [KeyError("no such field"), RuntimeError("odd")]
     monkeypatch.setattr(file, "ask", lambda: _raised(failures.pop()) if failures else ask())
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_file_that_is_put_where_none_was_is_heard(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """A pipe in a run's notices/ held the listener up for ever: a proper file put there later was never heard."""
+    """Regression: a pipe in a run's notices/ blocked the listener for ever; a file put there later was missed."""
     path = tmp_path / "leave"
     if kind == "pipe":
         os.mkfifo(path)

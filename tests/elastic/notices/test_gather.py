@@ -1,4 +1,4 @@
-"""From many listeners to one callback: repeats, what comes close together, and what fails."""
+"""From many listeners to one callback: repeated notices, notices close together, and callbacks that fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def notice(kind: Kind, name: str, host: str = "a", at: float | None = None, sour
 
 
 class Burst(Listener):
-    """Delivers set notices as soon as it is started."""
+    """Listener that delivers set notices as soon as it is started."""
 
     source = "burst"
 
@@ -27,46 +27,46 @@ class Burst(Listener):
         self.stopped = False
 
     def start(self, deliver: Deliver) -> None:
-        for one in self.notices:
-            deliver(one)
+        for burst_notice in self.notices:
+            deliver(burst_notice)
 
     def stop(self) -> None:
         self.stopped = True
 
 
 def gathered(*notices: Notice, window: float = 30.0) -> list[Announcement]:
-    """What the callback gets; `stop` ends the window, so nothing depends on how long it is."""
-    found: list[Announcement] = []
-    Gathering([Burst(*notices)], found.append, window).stop()
-    return found
+    """Return the callback's announcements; `stop` ends the window, so nothing depends on its length."""
+    announcements: list[Announcement] = []
+    Gathering([Burst(*notices)], announcements.append, window).stop()
+    return announcements
 
 
 def test_notices_close_together_are_one_announcement() -> None:
     (announcement,) = gathered(notice(Kind.HINT, "1"), notice(Kind.LEAVE, "2", "b"), notice(Kind.LEAVE, "3"))
-    assert [one.id for one in announcement.notices] == ["1", "2", "3"]
+    assert [received.id for received in announcement.notices] == ["1", "2", "3"]
     assert announcement.hosts == ("a", "b")
     assert announcement.kind is Kind.LEAVE
 
 
 def test_the_first_notice_waits_for_the_others_of_its_window() -> None:
-    found: list[Announcement] = []
+    announcements: list[Announcement] = []
     program = CallbackListener("a")
-    gathering = Gathering([program], found.append, window=3600.0)
+    gathering = Gathering([program], announcements.append, window=3600.0)
     program.announce(id="1")
     time.sleep(0.1)  # the gathering thread has taken the first one
     program.announce(id="2")
     gathering.stop()
-    assert [[one.id for one in announcement.notices] for announcement in found] == [["1", "2"]]
+    assert [[received.id for received in announcement.notices] for announcement in announcements] == [["1", "2"]]
 
 
 def test_what_comes_later_is_another_announcement() -> None:
-    found: queue.Queue[Announcement] = queue.Queue()
+    announcements: queue.Queue[Announcement] = queue.Queue()
     program = CallbackListener("a")
-    with Gathering([program], found.put, window=0.01):
+    with Gathering([program], announcements.put, window=0.01):
         program.announce(id="first")
-        assert [one.id for one in found.get(timeout=20).notices] == ["first"]
+        assert [received.id for received in announcements.get(timeout=20).notices] == ["first"]
         program.announce(id="second")
-        assert [one.id for one in found.get(timeout=20).notices] == ["second"]
+        assert [received.id for received in announcements.get(timeout=20).notices] == ["second"]
 
 
 def test_a_repeat_is_told_once_a_stronger_one_again_a_weaker_one_not() -> None:
@@ -78,7 +78,7 @@ def test_a_repeat_is_told_once_a_stronger_one_again_a_weaker_one_not() -> None:
         notice(Kind.LEAVE, "1"),
         notice(Kind.HINT, "1", source="y"),  # another source's name
     )
-    assert [(one.source, one.kind) for one in announcement.notices] == [
+    assert [(received.source, received.kind) for received in announcement.notices] == [
         ("x", Kind.HINT),
         ("x", Kind.LEAVE),
         ("y", Kind.HINT),
@@ -87,15 +87,15 @@ def test_a_repeat_is_told_once_a_stronger_one_again_a_weaker_one_not() -> None:
 
 def test_a_notice_to_leave_now_waits_for_nothing() -> None:
     """Both windows are longer than the test may take."""
-    found: queue.Queue[Announcement] = queue.Queue()
+    announcements: queue.Queue[Announcement] = queue.Queue()
     program = CallbackListener("a")
-    gathering = Gathering([program], found.put, window=3600.0)
+    gathering = Gathering([program], announcements.put, window=3600.0)
     try:
         program.announce(Kind.LEAVE, id="1")
         program.announce(Kind.NOW, id="2")
-        assert [one.id for one in found.get(timeout=20).notices] == ["1", "2"]
+        assert [received.id for received in announcements.get(timeout=20).notices] == ["1", "2"]
         program.announce(Kind.NOW, id="3")
-        assert [one.id for one in found.get(timeout=20).notices] == ["3"]
+        assert [received.id for received in announcements.get(timeout=20).notices] == ["3"]
     finally:
         gathering.stop()
 
@@ -118,19 +118,19 @@ def test_for_a_host_the_strongest_kind_and_the_earliest_deadline_count() -> None
 
 
 def test_a_callback_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    found: queue.Queue[Notice] = queue.Queue()
+    notices: queue.Queue[Notice] = queue.Queue()
     program = CallbackListener("a")
 
     def fails(_: object) -> None:
         raise RuntimeError("a scheduler's API is down")
 
-    take_back, take_back_too = on_notice(fails), on_notice(found.put)
+    take_back, take_back_too = on_notice(fails), on_notice(notices.put)
     try:
         with Gathering([program], fails, window=0.0):
             program.announce(id="1")
-            assert found.get(timeout=20).id == "1"
+            assert notices.get(timeout=20).id == "1"
             program.announce(id="2")
-            assert found.get(timeout=20).id == "2"
+            assert notices.get(timeout=20).id == "2"
     finally:
         take_back()
         take_back_too()
@@ -148,7 +148,7 @@ def test_on_notice_can_be_taken_back() -> None:
 
 
 def test_the_callback_runs_in_a_thread_of_its_own() -> None:
-    """A thread that trains, and announces, must not carry the change out."""
+    """A training thread that announces a notice must not execute the change."""
     names: list[str] = []
     program = CallbackListener("a")
     with Gathering([program], lambda _: names.append(threading.current_thread().name)):

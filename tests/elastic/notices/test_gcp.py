@@ -73,11 +73,11 @@ def test_maintenance(value: str, kind: Kind) -> None:
     assert first.kind is kind
     assert first.deadline is not None
     assert first.deadline.remaining(1000.0) == 60.0
-    assert first.id != second.id  # the next maintenance is another one
+    assert first.id != second.id  # the next maintenance is a new event
 
 
 def test_the_deadline_counts_from_the_last_answer_before_an_outage() -> None:
-    """The server was away for 12 s; the value may have turned at any time of it, so only 18 of 30 s are certain."""
+    """The server was away for 12 s. The value may have changed at any time of it, so only 18 of 30 s are certain."""
     clock = SetClock()
     listener = GcpListener(opener=Script(google("FALSE"), None, google("TRUE", "f")), clock=clock)
     key = listener._keys[0]

@@ -1,4 +1,4 @@
-"""Which cloud answers, in bounded time; outages of any source; and the HTTP below."""
+"""Detection of the cloud in bounded time; outages of any source; and the HTTP below."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def test_a_port_that_is_closed() -> None:
 
 
 def test_an_address_that_swallows_everything_costs_the_time_limit_only() -> None:
-    """A firewall that drops packets: nobody answers, ever. The probes must not be waited for."""
+    """A firewall that drops packets never answers. The probes must not be waited for."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ended = threading.Event()
-        found: list[str | None] = ["unset"]
+        clouds: list[str | None] = ["unset"]
 
         def detect() -> None:
-            found[0] = detect_cloud(0.2, f"http://127.0.0.1:{silent.getsockname()[1]}")
+            clouds[0] = detect_cloud(0.2, f"http://127.0.0.1:{silent.getsockname()[1]}")
             ended.set()
 
         threading.Thread(target=detect, daemon=True).start()
         assert ended.wait(20.0)
-    assert found == [None]
+    assert clouds == [None]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_address_that_swallows_everything_costs_the_time_limit_only() -> None
 def test_the_server_is_not_there_then_comes_and_announces(
     server: type[MetadataServer], make: type[PollingListener], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line when it is lost, one when it is back, no traceback; and the notice arrives."""
+    """The log has a line for the loss and a line for the return, without a traceback; the notice arrives."""
     with server() as fake:
         pass  # its port is known now, and closed
     inbox = Inbox()
@@ -95,7 +95,7 @@ def test_the_server_is_not_there_then_comes_and_announces(
 
 
 def test_an_outage_is_one_line_however_long_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    asked = threading.Semaphore(0)
+    questions = threading.Semaphore(0)
 
     class Away(PollingListener):
         source = "away"
@@ -104,13 +104,13 @@ def test_an_outage_is_one_line_however_long_it_is(caplog: pytest.LogCaptureFixtu
             return (self.ask,)
 
         def ask(self) -> Round:
-            asked.release()
+            questions.release()
             raise Unavailable("nobody is there")
 
     listener = Away("a", interval=0.0)
     listener.start(Inbox())
     for _ in range(3):
-        assert asked.acquire(timeout=20.0)
+        assert questions.acquire(timeout=20.0)
     listener.stop()
     assert [record.getMessage() for record in caplog.records] == [
         "notices of away are not heard for now: nobody is there"
@@ -146,7 +146,7 @@ def test_the_whole_way_from_a_server_to_the_acknowledgement() -> None:
 
 
 def test_an_answer_that_trickles_is_given_up() -> None:
-    """Each piece comes within the time limit, the whole does not."""
+    """Each piece of the answer arrives within the time limit, the complete answer does not."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ended = threading.Event()
 

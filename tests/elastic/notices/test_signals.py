@@ -1,4 +1,4 @@
-"""Signals as a source: what they mean to whom, in this process and in those that it forks."""
+"""Signals as a source: their meaning under each launcher, in this process and in forked ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sigterm_is_leave_now_and_sigusr1_is_leave() -> None:
 
 
 def test_a_terminal_that_closes_is_leave_now_unless_nohup_spares_the_run() -> None:
-    """An elastic run that a closed ssh session ended lost what no checkpoint held (ultralytics/ultralytics#918)."""
+    """A run ended by a closed ssh session lost all steps since its last checkpoint (ultralytics/ultralytics#918)."""
     before = signal.getsignal(signal.SIGHUP)
     for spared in (False, True):
         inbox = Inbox()
@@ -125,14 +125,14 @@ else:
 
 def test_a_forked_child_ends_as_if_there_were_no_handler() -> None:
     """A data loader's worker that swallowed SIGTERM would hang its parent."""
-    found = subprocess.run([sys.executable, "-c", CHILD, "fork"], capture_output=True, text=True, timeout=60)
-    assert found.stdout.split() == [str(int(signal.SIGTERM)), "0"], found.stderr
+    done = subprocess.run([sys.executable, "-c", CHILD, "fork"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(int(signal.SIGTERM)), "0"], done.stderr
 
 
 def test_once_stopped_from_another_thread_a_signal_does_what_it_did_before() -> None:
-    """There the handler cannot be taken away; it must not swallow the signal that ends the process."""
-    found = subprocess.run([sys.executable, "-c", CHILD, "stop"], capture_output=True, text=True, timeout=60)
-    assert found.returncode == -signal.SIGTERM, found.stderr
+    """Another thread cannot remove the handler; it must not swallow the signal that ends the process."""
+    done = subprocess.run([sys.executable, "-c", CHILD, "stop"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGTERM, done.stderr
 
 
 @pytest.mark.parametrize(

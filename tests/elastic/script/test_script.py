@@ -1,4 +1,4 @@
-"""Any program with `state()`, `load()` and `step()`: what it keeps, what is taken back, and a run that is disturbed."""
+"""Any program with `state()`, `load()` and `step()`: kept states, steps that are taken back, and a disturbed run."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ ROOT = Path(__file__).resolve().parents[3]
 ELASTIC, PLAIN = ROOT / "examples" / "ddp_elastic.py", ROOT / "examples" / "ddp_plain.py"
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and (one == other or one != one)
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
+    return type(first) is type(second) and (first == second or first != first)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_what_cannot_be_kept_is_named_with_its_place() -> None:
 
 
 class Counting:
-    """Adds all members' shares of the step's number; `fails` makes a step return what is given."""
+    """Program that adds all members' shares of the step's number; each step returns the value of `returns`."""
 
     def __init__(self, start: float = 0.0) -> None:
         self.total = torch.tensor([start])
@@ -107,8 +107,8 @@ class Counting:
 def work_of(training: Any, folder: Path, steps: int = 10, **options: Any) -> ScriptWork:
     done = options.pop("done", lambda number, loss: None)
     settings = Elastic(**options.pop("elastic", {}))
-    every = options.pop("every", None)
-    return ScriptWork(MemberStart("m0", folder, **options), settings, training, steps, done, every)
+    checkpoint_every = options.pop("every", None)
+    return ScriptWork(MemberStart("m0", folder, **options), settings, training, steps, done, checkpoint_every)
 
 
 def opening(number: int, base: Stamp, size: int = 1) -> Opening:
@@ -141,7 +141,9 @@ def test_a_step_that_was_not_voted_is_taken_back(tmp_path: Path) -> None:
     assert training.total.item() == 1
     assert make(work, 2)
     assert training.total.item() == 3
-    training.total = torch.tensor([99.0])  # what lies between two generations is the script's own, not loaded again
+    training.total = torch.tensor(
+        [99.0]
+    )  # between two generations the script keeps its own state, which is not loaded again
     work.open(opening(3, Stamp(2, 2)), alone(), work.shelve())
     assert training.total.item() == 99
     assert [(row["step"], row["generation"]) for row in files.read_jsonl(tmp_path / "metrics.jsonl")] == [
@@ -200,7 +202,7 @@ def test_only_so_many_checkpoints_stay_and_damaged_ones_are_told(tmp_path: Path)
 
 
 def two(folder: Path, trainings: list[Any], part: Callable[[ScriptWork, Any], Any]) -> list[Any]:
-    """The same on two members that are connected."""
+    """Run `part` on two connected members; return both results."""
     store = dist.HashStore()
 
     def member(rank: int) -> Any:
@@ -266,12 +268,12 @@ def test_a_script_that_never_trains_or_ends_itself_is_told(tmp_path: Path, monke
 
 
 def run_here(path: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
-    """Runs an example in this process: what it prints, and its variables."""
+    """Run an example in this process; return its output lines and its variables."""
     monkeypatch.setattr(sys, "argv", [str(path), "--steps", str(steps)])
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        found = runpy.run_path(str(path), run_name="__main__")
-    return output.getvalue().splitlines(), found
+        variables = runpy.run_path(str(path), run_name="__main__")
+    return output.getvalue().splitlines(), variables
 
 
 def test_the_elastic_example_is_ten_lines_from_the_plain_one() -> None:
@@ -295,21 +297,21 @@ def test_both_examples_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     assert plain == elastic
 
 
-def wait_until(condition: Callable[[], bool], process: Fork, said: Path, seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], process: Fork, log: Path, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, f"it has ended: {said.read_text()}"
+        assert process.poll() is None, f"it has ended: {log.read_text()}"
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.01)
 
 
 def test_kills_leaves_joins_and_a_new_start_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, said = tmp_path / "run", tmp_path / "said"
+    run, log = tmp_path / "run", tmp_path / "said"
 
     def start(steps: int) -> Fork:
         command = ["script", "--nproc", "3", "--run-dir", str(run), "--name", "h"]
         command += ["--elastic", "patience_seconds=0.3", str(ELASTIC), "--steps", str(steps)]
-        with said.open("wb") as output:
+        with log.open("wb") as output:
             variables = {**os.environ, "OMP_NUM_THREADS": "1"}
             return start_command(command, variables, output.fileno(), output.fileno(), tmp_path)
 
@@ -321,32 +323,34 @@ def test_kills_leaves_joins_and_a_new_start_change_no_bit(tmp_path: Path, monkey
         return any((row["generation"], row["world_size"]) == (generation, members) for row in rows()[-20:])
 
     first = start(100_000)
-    wait_until(lambda: trains(1, 3), first, said)
-    os.kill(json.loads((run / "workers" / "h-1.json").read_text())["pid"], signal.SIGKILL)  # who writes the metrics
-    wait_until(lambda: trains(2, 2), first, said)
+    wait_until(lambda: trains(1, 3), first, log)
+    os.kill(
+        json.loads((run / "workers" / "h-1.json").read_text())["pid"], signal.SIGKILL
+    )  # the worker that writes the metrics
+    wait_until(lambda: trains(2, 2), first, log)
     assert cli._run(["notice", str(run), "--member", "h-2"]) == 0
-    wait_until(lambda: trains(3, 1), first, said)
+    wait_until(lambda: trains(3, 1), first, log)
     assert cli._run(["morph", str(run), "--devices", "2"]) == 0
-    wait_until(lambda: trains(4, 2), first, said)
+    wait_until(lambda: trains(4, 2), first, log)
     first.send_signal(signal.SIGINT)
-    assert first.wait(60) == 130, said.read_text()
+    assert first.wait(60) == 130, log.read_text()
     for part in ("generation 2: h-1 lost", "generation 3: h-2 left", "generation 4: h-4 joined"):
-        assert part in said.read_text(), said.read_text()
+        assert part in log.read_text(), log.read_text()
     reached = rows()[-1]["step"]
     second = start(reached + 5)
-    assert second.wait(60) == 0, said.read_text()
-    assert f"after step {reached}" in said.read_text()
+    assert second.wait(60) == 0, log.read_text()
+    assert f"after step {reached}" in log.read_text()
     assert rows()[-1]["generation"] == 5
 
-    lines, found = run_here(ELASTIC, reached + 5, monkeypatch)
+    lines, variables = run_here(ELASTIC, reached + 5, monkeypatch)
     truth = [float(line.split()[-1]) for line in lines]
     accepted = {row["step"]: row["loss"] for row in rows()}
     assert list(accepted) == list(range(1, reached + 6))
     assert [round(loss, 9) for loss in accepted.values()] == truth
-    assert len(rows()) - len(accepted) <= 1  # the step that was under way when one was killed
+    assert len(rows()) - len(accepted) <= 1  # the step that was under way when a worker was killed
     stamp, path = saved_states(run)[-1]
     assert stamp == Stamp(reached + 5, 5)
-    assert same(unpack(torch.load(path, weights_only=True)), unpack(pack(found["training"].state(), copy=False)))
+    assert same(unpack(torch.load(path, weights_only=True)), unpack(pack(variables["training"].state(), copy=False)))
 
 
 SMALL = """

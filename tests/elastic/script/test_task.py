@@ -1,4 +1,4 @@
-"""What a script finds of the run around it."""
+"""A script's access to the run that it belongs to."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def test_a_script_finds_its_own_run_and_a_second_one_in_the_process_its_own(scri
 
 
 def test_a_member_that_trains_in_another_thread_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would train alone, beside the others, and nobody would see it."""
+    """Otherwise it would train alone beside the others, unnoticed."""
     monkeypatch.setenv("CAPSLOG_MEMBER", "a-1")
-    said: list[str] = []
+    errors: list[str] = []
 
     def call() -> None:
         try:
             current_script()
         except CapslogError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=call, name="trainer")
     thread.start()
     thread.join()
-    assert "this call came from the thread 'trainer'" in said[0]
+    assert "this call came from the thread 'trainer'" in errors[0]

@@ -1,4 +1,4 @@
-"""What etcd adds: a store that outlives machines, its own among them. Real servers; skipped where there is none."""
+"""Store on etcd, which outlives the loss of machines, its own included. Real servers; skipped without etcd."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
 
 @contextlib.contextmanager
 def living(store: MembershipStore) -> Iterator[None]:
-    """A machine gives signs of life meanwhile."""
+    """Give a machine's signs of life meanwhile."""
     ended = threading.Event()
 
     def beat() -> None:
@@ -77,34 +77,34 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
 def test_any_server_may_be_killed_or_hang_and_come_back_and_nothing_is_missed(cluster: EtcdServers) -> None:
     address = cluster.address("kills")
     begin_run(address, 1.0, SECRET)
-    one = open_store(address, SECRET)
+    store = open_store(address, SECRET)
     heard: list[dict[str, Any]] = []
     lost: list[str] = []
-    one.follow(heard.append, lost.append)
-    record = one.compare_and_set(0, EMPTY.successor(["a"]))
+    store.follow(heard.append, lost.append)
+    record = store.compare_and_set(0, EMPTY.successor(["a"]))
     for number in range(3):  # the leader among them
         cluster.kill(number)
-        one.append({"kind": "killed", "number": number})
-        record = one.compare_and_set(record.number, record.successor([f"b{number}"]))
+        store.append({"kind": "killed", "number": number})
+        record = store.compare_and_set(record.number, record.successor([f"b{number}"]))
         cluster.start_again(number)
         cluster.wait()
     for number in range(3):
         cluster.processes[number].send_signal(signal.SIGSTOP)
         try:
-            one.append({"kind": "stopped", "number": number})
-            wait_until(lambda: len(heard) == len(one.history()))
+            store.append({"kind": "stopped", "number": number})
+            wait_until(lambda: len(heard) == len(store.history()))
         finally:
             cluster.processes[number].send_signal(signal.SIGCONT)
-    assert one.read(known=4).members == ("b2",)
-    wait_until(lambda: len(heard) == len(one.history()) == 10)
+    assert store.read(known=4).members == ("b2",)
+    wait_until(lambda: len(heard) == len(store.history()) == 10)
     assert [entry["number"] for entry in heard] == [1, 0, 2, 1, 3, 2, 4, 0, 1, 2]
     assert not lost
-    one.close()
+    store.close()
 
 
 def test_endpoints_that_say_nothing_leave_time_for_one_that_answers(cluster: EtcdServers) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-        silent = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, two)]
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        silent = [f"127.0.0.1:{server.getsockname()[1]}" for server in (first, second)]
         address = f"etcd://{','.join(silent)},127.0.0.1:{cluster.ports[0]}/silent"
         begin_run(address, 1.0, SECRET)
         store = open_store(address, SECRET, answer_seconds=3.0)
@@ -118,22 +118,22 @@ def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: 
     try:
         address = servers.address("alone")
         begin_run(address, 1.0, SECRET)
-        one, lost = open_store(address, SECRET, answer_seconds=0.5), []
-        one.follow(lambda entry: None, lost.append)
-        one.append({"kind": "x"})
+        store, lost = open_store(address, SECRET, answer_seconds=0.5), []
+        store.follow(lambda entry: None, lost.append)
+        store.append({"kind": "x"})
         servers.kill()
         with pytest.raises(StoreGone, match="is gone"):
-            one.read()
+            store.read()
         wait_until(lambda: lost)
         servers.start_again()
         servers.wait()
-        assert len(one.history()) == 1, "it comes back with what it held"
+        assert len(store.history()) == 1, "it comes back with what it held"
         begin_run(address, 1.0, SECRET)
-        for call in (one.look, one.read, lambda: one.append({"kind": "x"})):
+        for call in (store.look, store.read, lambda: store.append({"kind": "x"})):
             with pytest.raises(StoreGone, match="started anew"):
                 call()
         with pytest.raises(StoreGone, match="started anew"):
-            EtcdMembershipStore(address, SECRET, one.identity)
+            EtcdMembershipStore(address, SECRET, store.identity)
         assert open_store(address, SECRET).read() == EMPTY
         with pytest.raises(StoreGone, match="holds no run"):
             open_store(servers.address("nothing"), SECRET)
@@ -161,13 +161,13 @@ def test_groups_of_torch_meet_there(cluster: EtcdServers) -> None:
 def test_a_run_that_lives_is_not_removed_by_another(cluster: EtcdServers) -> None:
     address = cluster.address("guard")
     begin_run(address, 0.4, SECRET)
-    one = open_store(address, SECRET)
-    one.give_sign("h", "0")
-    with living(one), pytest.raises(CapslogError, match="a run is going on"):
+    store = open_store(address, SECRET)
+    store.give_sign("h", "0")
+    with living(store), pytest.raises(CapslogError, match="a run is going on"):
         begin_run(address, 4.0, SECRET)
-    one.look()
-    assert begin_run(address, 0.4, SECRET) != one.identity  # silent for long enough
-    one.close()
+    store.look()
+    assert begin_run(address, 0.4, SECRET) != store.identity  # silent for long enough
+    store.close()
 
 
 def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_has_ended(
@@ -195,16 +195,16 @@ def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_
 
 
 def test_what_is_not_signed_is_passed_over_and_named(cluster: EtcdServers, caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody who may write into etcd, and does not know the secret."""
+    """A client may write into etcd without knowing the secret."""
     address = cluster.address("signed")
     begin_run(address, 1.0, SECRET)
-    one, heard = open_store(address, SECRET), []
-    one.follow(heard.append, heard.append)
-    one.append({"kind": "x", "number": 0})
-    one.put("a", "1")
-    assert one.count("n") == 1
+    store, heard = open_store(address, SECRET), []
+    store.follow(heard.append, heard.append)
+    store.append({"kind": "x", "number": 0})
+    store.put("a", "1")
+    assert store.count("n") == 1
     _, prefix = parse_address(address)
-    root, stranger = f"{prefix}/{one.identity}", one._etcd
+    root, stranger = f"{prefix}/{store.identity}", store._etcd
     signed = stranger.stored(f"{root}/log/{0:012d}")
     assert signed is not None
 
@@ -214,25 +214,25 @@ def test_what_is_not_signed_is_passed_over_and_named(cluster: EtcdServers, caplo
     write(f"log/{1:012d}", pack_entry({"kind": "finished", "step": 1, "stopped": False}).encode())
     write(f"log/{2:012d}", signed)  # of another place
     wait_until(lambda: len(heard) == 3)
-    one.append({"kind": "x", "number": 3})
+    store.append({"kind": "x", "number": 3})
     wait_until(lambda: len(heard) == 4)
     kinds = ["x", "unsigned", "unsigned", "x"]
-    assert [entry["kind"] for entry in heard] == [entry["kind"] for entry in one.history()] == kinds
+    assert [entry["kind"] for entry in heard] == [entry["kind"] for entry in store.history()] == kinds
     assert read(heard[1]) is None
-    assert one.read() == EMPTY
+    assert store.read() == EMPTY
     assert caplog.text.count("is not signed with this run's secret and is ignored") == 2
     write("key/a", b"2")
-    assert one.get("a") is None
+    assert store.get("a") is None
     write("count/n", b"0")
     with pytest.raises(StoreGone, match=r"the counter .*/count/n in the store at .* is not signed"):
-        one.count("n")
+        store.count("n")
     with pytest.raises(StoreRefuses, match="is not signed with this machine's secret; give all machines the same file"):
         open_store(address, Secret.new())
     stranger.call("kv/deleterange", {"key": b64(f"{root}/log/{1:012d}")})
     with pytest.raises(StoreGone, match=f"has lost {root}/log/{1:012d}"):
-        one.history()
+        store.history()
     assert "tests know" not in caplog.text
-    one.close()
+    store.close()
 
 
 def test_addresses() -> None:

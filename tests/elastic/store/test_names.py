@@ -1,4 +1,4 @@
-"""A name server that takes its time: asked once, and never again by a call that somebody waits for."""
+"""A slow name server: asked once, and never again by a call that is waited for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "etcd.example.invalid"
 
 
 class NameServer:
-    """Takes the place of the system's resolver; knows one name."""
+    """Stand-in for the system's resolver; knows one name."""
 
     def __init__(self) -> None:
         self.address, self.seconds = "127.0.0.1", 0.0
@@ -37,7 +37,7 @@ class NameServer:
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):
-    """Answers every call of etcd's gateway, and closes the connection."""
+    """Gateway of etcd that answers every call and closes the connection."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -53,9 +53,9 @@ class Gateway(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def name_server(monkeypatch: pytest.MonkeyPatch) -> NameServer:
-    found = NameServer()
-    monkeypatch.setattr(socket, "getaddrinfo", found)
-    return found
+    server = NameServer()
+    monkeypatch.setattr(socket, "getaddrinfo", server)
+    return server
 
 
 @pytest.fixture
@@ -74,13 +74,13 @@ def test_calls_of_etcd_do_not_wait_for_a_slow_name_server(name_server: NameServe
     assert etcd.get("k") is None
     assert len(name_server.asked) == 1
     name_server.seconds = 60.0
-    for one in (etcd, etcd, etcd.another()):  # every call on a connection of its own
-        assert one.get("k") is None
+    for client in (etcd, etcd, etcd.another()):  # every call on a connection of its own
+        assert client.get("k") is None
     assert len(name_server.asked) == 1
 
 
 def test_an_address_that_leads_nowhere_is_asked_for_again_beside_the_calls(name_server: NameServer, port: int) -> None:
-    """The endpoint has moved: the call that finds out goes on with what is known, later ones with the new address."""
+    """The endpoint has moved: the call that notices it keeps the known address, later calls use the new one."""
     names = Names()
     name_server.address = "127.0.0.9"  # nobody listens there
     etcd = Etcd("x", [(NAME, port)], 20.0, Signatures(SECRET, "x"), names)

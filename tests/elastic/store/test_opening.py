@@ -1,4 +1,4 @@
-"""The membership store: one order for all, nothing lost or told twice, and a loss of it that everybody notices soon."""
+"""The membership store: one order for all, no entry lost or repeated, and a loss that every client notices soon."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
 
 @pytest.fixture(params=["tcp", "etcd"])
 def place(request: pytest.FixtureRequest) -> int | str:
-    """Where an empty store of either kind is."""
+    """Address of an empty store of either kind."""
     if request.param == "tcp":
         port: int = request.getfixturevalue("port")
         return port
@@ -87,7 +87,7 @@ def client(place: int | str, **options) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def served_elsewhere(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server in a process of its own, which may be killed."""
+    """Serve a store in a process of its own, which may be killed."""
     process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
@@ -98,8 +98,8 @@ def served_elsewhere(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int
 
 
 class Relay:
-    """Connections to `port` through here can be cut (closed) or frozen (nothing passes, nothing is closed). `spoils`
-    counts those to come that are closed when they ask whose store it is.
+    """Relay of connections to `port`, which can be cut (closed) or frozen (nothing passes, nothing is closed). The next
+    `spoils` connections are closed when they ask for the store's identity.
     """
 
     def __init__(self, port: int) -> None:
@@ -118,18 +118,18 @@ class Relay:
                 near, _ = self.listener.accept()
                 far = socket.create_connection(("127.0.0.1", self.target))
                 self.ends += [near, far]
-                for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=self.move, args=(one, other), daemon=True).start()
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self.move, args=(source, target), daemon=True).start()
 
-    def move(self, one: socket.socket, other: socket.socket) -> None:
+    def move(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := one.recv(65536):
+            while data := source.recv(65536):
                 if self.spoils and b"identity" in data:
                     self.spoils -= 1
                     self.cut()
                     return
                 self.moving.wait()
-                other.sendall(data)
+                target.sendall(data)
 
     def cut(self) -> None:
         ends, self.ends = self.ends, []
@@ -146,36 +146,36 @@ class Relay:
 
 @contextlib.contextmanager
 def relay(port: int) -> Iterator[Relay]:
-    one = Relay(port)
+    new_relay = Relay(port)
     try:
-        yield one
+        yield new_relay
     finally:
-        one.close()
+        new_relay.close()
 
 
 def test_a_generation_follows_only_the_newest_and_everybody_hears_of_it(place):
-    with client(place) as one, client(place) as other:
+    with client(place) as store, client(place) as other_store:
         heard: list[dict] = []
-        other.follow(heard.append, heard.append)
-        assert one.read() == EMPTY
+        other_store.follow(heard.append, heard.append)
+        assert store.read() == EMPTY
         first = EMPTY.successor(["a", "b"])
-        assert one.compare_and_set(0, first) == first
-        # who comes late gets what is there, not what it wished
-        assert other.compare_and_set(0, EMPTY.successor(["c"])) == first
+        assert store.compare_and_set(0, first) == first
+        # a late founder gets the existing record, not its own
+        assert other_store.compare_and_set(0, EMPTY.successor(["c"])) == first
         second = first.successor(["b"])
-        assert other.compare_and_set(1, second) == second
-        assert one.read(known=1) == second
+        assert other_store.compare_and_set(1, second) == second
+        assert store.read(known=1) == second
         wait_until(lambda: len(heard) == 2)
         assert [(entry["kind"], entry["number"]) for entry in heard] == [("generation", 1), ("generation", 2)]
         with pytest.raises(CapslogError, match="cannot follow"):
-            one.compare_and_set(0, second)
+            store.compare_and_set(0, second)
         with pytest.raises(CapslogError, match="compare_and_set only"):
-            one.append({"kind": "generation", "number": 3})
+            store.append({"kind": "generation", "number": 3})
         with pytest.raises(CapslogError, match="member is ''; it must be a non-empty string"):
-            one.append({"kind": "left", "member": ""})
-        assert len(one.history()) == 2
+            store.append({"kind": "left", "member": ""})
+        assert len(store.history()) == 2
         with pytest.raises(StoreGone, match="forgotten generation 9"):
-            one.read(known=9)
+            store.read(known=9)
 
 
 def test_of_many_founders_one_wins_each_generation_and_the_log_has_one_order(place):
@@ -191,17 +191,17 @@ def test_of_many_founders_one_wins_each_generation_and_the_log_has_one_order(pla
                     won.append((record.number, name))
                 store.append({"kind": "said", "by": name, "turn": turn})
 
-    with client(place) as one, client(place) as other:
-        one.follow(logs[0].append, logs[0].append)
-        other.follow(logs[1].append, logs[1].append)
+    with client(place) as reader, client(place) as other_reader:
+        reader.follow(logs[0].append, logs[0].append)
+        other_reader.follow(logs[1].append, logs[1].append)
         threads = [threading.Thread(target=found, args=(f"m{number}",)) for number in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
         wait_until(lambda: min(map(len, logs)) == len(won) + 96)
-        assert len(one.history()) == len(won) + 96
-        newest = one.read()
+        assert len(reader.history()) == len(won) + 96
+        newest = reader.read()
     numbers = sorted(number for number, _ in won)
     assert numbers == list(range(1, newest.number + 1)), "two founded the same generation, or one was left out"
     assert logs[0] == logs[1]
@@ -213,130 +213,136 @@ def test_of_many_founders_one_wins_each_generation_and_the_log_has_one_order(pla
 
 
 def test_a_newcomer_reads_a_long_log_to_its_end_and_follows_from_where_it_likes(place):
-    with client(place) as one:
-        one.compare_and_set(0, EMPTY.successor(["a"]))
+    with client(place) as store:
+        store.compare_and_set(0, EMPTY.successor(["a"]))
         for number in range(700):
-            one.append({"kind": "said", "number": number})
+            store.append({"kind": "said", "number": number})
         with client(place) as late:
             assert len(late.history()) == 701
             assert late.read().members == ("a",)
             heard: list[dict] = []
             late.follow(heard.append, heard.append, start=699)
-            one.append({"kind": "said", "number": 700})
+            store.append({"kind": "said", "number": 700})
             wait_until(lambda: len(heard) == 3)
             assert [entry["number"] for entry in heard] == [698, 699, 700]
 
 
 def test_a_follower_that_comes_late_reads_the_log_in_batches(port, monkeypatch):
-    """Thousands of entries, one question each: newcomers to a run of some hundred changes gave up before the end."""
-    asked: list[Any] = []
+    """Regression: each of thousands of entries took a question of its own, and newcomers to a run of some hundred
+    changes gave up before the end.
+    """
+    questions: list[Any] = []
     ask = StoreLines.ask
 
     def counted(lines, *question, **options):
-        asked.append(question[0])
+        questions.append(question[0])
         return ask(lines, *question, **options)
 
-    with client(port) as one:
+    with client(port) as store:
         for number in range(300):
-            one.append({"kind": "said", "number": number})
+            store.append({"kind": "said", "number": number})
         monkeypatch.setattr(StoreLines, "ask", counted)
         with client(port) as late:
             heard: list[dict] = []
             late.follow(heard.append, heard.append)
             wait_until(lambda: len(heard) == 300)
-            one.append({"kind": "said", "number": 300})
+            store.append({"kind": "said", "number": 300})
             wait_until(lambda: len(heard) == 301)
         assert [entry["number"] for entry in heard] == list(range(301))
-        assert asked.count("entries") <= 8  # batches, what `append` reads, and waiting for the next one
+        assert questions.count("entries") <= 8  # batches, the reads of `append`, and the wait for the next entry
 
 
 def test_keys_wait_for_their_first_value_and_counters_never_repeat(place):
-    with client(place) as one, client(place) as other:
-        assert one.get("key") is None
-        assert one.get("key", wait_seconds=0.05) is None
-        found: list[str | None] = []
-        thread = threading.Thread(target=lambda: found.append(one.get("key", wait_seconds=20)))
+    with client(place) as store, client(place) as other_store:
+        assert store.get("key") is None
+        assert store.get("key", wait_seconds=0.05) is None
+        values: list[str | None] = []
+        thread = threading.Thread(target=lambda: values.append(store.get("key", wait_seconds=20)))
         thread.start()
-        other.put("key", "value")
+        other_store.put("key", "value")
         thread.join(20)
-        assert found == ["value"]
-        other.put("key", "another")
-        assert one.get("key") == "another"
-        assert [one.count("n"), other.count("n"), one.count("n"), one.count("m")] == [1, 2, 3, 1]
+        assert values == ["value"]
+        other_store.put("key", "another")
+        assert store.get("key") == "another"
+        assert [store.count("n"), other_store.count("n"), store.count("n"), store.count("m")] == [1, 2, 3, 1]
 
 
 def test_many_keys_are_asked_for_at_once(place):
-    with client(place) as one:
+    with client(place) as store:
         for number in range(0, 250, 2):
-            one.put(f"n/{number}", f"value {number}")
+            store.put(f"n/{number}", f"value {number}")
         keys = [f"n/{number}" for number in range(250)]
-        found = one.get_all(keys)
-        assert list(found) == keys
-        assert found == {f"n/{number}": None if number % 2 else f"value {number}" for number in range(250)}
-        assert one.get_all([]) == {}
+        values = store.get_all(keys)
+        assert list(values) == keys
+        assert values == {f"n/{number}": None if number % 2 else f"value {number}" for number in range(250)}
+        assert store.get_all([]) == {}
 
 
 def test_rendezvous_is_a_client_of_its_own(place):
-    with client(place) as one:
-        torchs = one.rendezvous()
+    with client(place) as store:
+        torchs = store.rendezvous()
         torchs.set("mine", "1")
         assert torchs.get("mine") == b"1"
     assert torchs.get("mine") == b"1", "it must outlive the client that made it"
 
 
 def test_nothing_is_told_after_stop(place):
-    with client(place) as one:
+    with client(place) as store:
         heard: list[dict] = []
-        stop = one.follow(heard.append, heard.append)
-        one.append({"kind": "first"})
+        stop = store.follow(heard.append, heard.append)
+        store.append({"kind": "first"})
         wait_until(lambda: len(heard) == 1)
         stop()
-        one.append({"kind": "second"})
-        with client(place) as other:
+        store.append({"kind": "second"})
+        with client(place) as other_store:
             seen: list[dict] = []
-            other.follow(seen.append, seen.append)
+            other_store.follow(seen.append, seen.append)
             wait_until(lambda: len(seen) == 2)
         assert [entry["kind"] for entry in heard] == ["first"]
 
 
 def test_a_killed_store_is_gone_for_calls_and_followers_and_an_empty_one_in_its_place_is_no_substitute():
     with served_elsewhere() as (process, port):
-        with client(port) as one:
+        with client(port) as store:
             lost: list[str] = []
-            one.follow(lambda entry: None, lost.append)
-            one.compare_and_set(0, EMPTY.successor(["a"]))
+            store.follow(lambda entry: None, lost.append)
+            store.compare_and_set(0, EMPTY.successor(["a"]))
             process.kill()
             wait_until(lambda: lost)
             assert "is gone" in lost[0]
             with pytest.raises(StoreGone, match="is gone"):
-                one.read()
+                store.read()
             with served_elsewhere(port):
                 # the same address, another store: using it would found generation 1 a second time
-                for call in (one.read, lambda: one.compare_and_set(1, one.read()), lambda: one.append({"kind": "x"})):
+                for call in (
+                    store.read,
+                    lambda: store.compare_and_set(1, store.read()),
+                    lambda: store.append({"kind": "x"}),
+                ):
                     with pytest.raises(StoreGone, match="started anew"):
                         call()
                 with client(port) as newcomer:
                     assert newcomer.read() == EMPTY
                 with pytest.raises(StoreGone, match="started anew"):
-                    OwnMembershipStore("127.0.0.1", port, SECRET, identity=one.identity)
+                    OwnMembershipStore("127.0.0.1", port, SECRET, identity=store.identity)
             assert len(lost) == 1
 
 
 def test_a_store_that_hangs_is_gone_within_the_bound_and_followers_hear_it_by_themselves():
-    with served_elsewhere() as (process, port), client(port, answer_seconds=0.5) as one:
-        one.lines.open_seconds = 0.5  # not from the start: a slow name server may hold up the first connection
+    with served_elsewhere() as (process, port), client(port, answer_seconds=0.5) as store:
+        store.lines.open_seconds = 0.5  # not from the start: a slow name server may hold up the first connection
         lost: list[str] = []
-        one.follow(lambda entry: None, lost.append)
-        one.append({"kind": "x"})
+        store.follow(lambda entry: None, lost.append)
+        store.append({"kind": "x"})
         process.send_signal(signal.SIGSTOP)
         # its threads stop one by one, and one of them may still answer
         wait_until(lambda: all(is_stopped(int(thread)) for thread in os.listdir(f"/proc/{process.pid}/task")), 10)
-        for call in (one.read, lambda: one.get("k"), one.rendezvous, lambda: one.append({"kind": "x"})):
+        for call in (store.read, lambda: store.get("k"), store.rendezvous, lambda: store.append({"kind": "x"})):
             with pytest.raises(StoreGone, match=r"no answer within 0\.5 s"):
                 call()
         wait_until(lambda: lost, 10)
         process.send_signal(signal.SIGCONT)
-        assert one.read() == EMPTY, "a store that answers again, and is the same, serves again"
+        assert store.read() == EMPTY, "a store that answers again, and is the same, serves again"
 
 
 def test_a_cut_connection_is_opened_again_and_a_follower_misses_nothing(port):
@@ -404,7 +410,7 @@ def test_addresses_are_checked(port):
 
 
 def test_log_entries_are_json(place):
-    with client(place) as one:
+    with client(place) as store:
         with pytest.raises(CapslogError, match="cannot hold"):
-            one.append({"kind": "x", "value": os})
-        assert len(one.history()) == 0
+            store.append({"kind": "x", "value": os})
+        assert len(store.history()) == 0

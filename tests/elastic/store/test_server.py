@@ -1,4 +1,4 @@
-"""The run's own store server: what it answers, to whom, and what torch's groups need of it."""
+"""The run's own store server: its answers, its clients, and the operations that torch's groups need."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from varuna_capslog.engine.communicator import connect_group
 
 @pytest.fixture
 def server() -> Iterator[StoreServer]:
-    found = StoreServer(SECRET)
-    yield found
-    found.close()
+    store_server = StoreServer(SECRET)
+    yield store_server
+    store_server.close()
 
 
 def connected(server: StoreServer) -> Connection:
-    found = dial("127.0.0.1", server.port, SECRET.key(PURPOSE), 5.0)
-    assert json.loads(found.read_message(MAX_MESSAGE)) == {"identity": server.identity}
-    return found
+    connection = dial("127.0.0.1", server.port, SECRET.key(PURPOSE), 5.0)
+    assert json.loads(connection.read_message(MAX_MESSAGE)) == {"identity": server.identity}
+    return connection
 
 
 def ask(connection: Connection, *question: object) -> object:
@@ -95,7 +95,7 @@ def test_a_sign_of_life_ends_with_its_connection_unless_another_has_given_one(se
 
 @pytest.mark.parametrize("raised", [None, LookupError("nobody expected this")], ids=["too deep", "a defect"])
 def test_whatever_a_question_raises_ends_its_connection_and_its_sign_of_life(server, monkeypatch, raised):
-    """JSON nested 100,000 deep ended the thread alone: the connection stayed open, and the host's sign with it."""
+    """Regression: JSON nested 100,000 deep ended only the thread; the connection and the host's sign of life stayed."""
     reader, line = open_store(f"127.0.0.1:{server.port}", SECRET), connected(server)
     ask(line, "sign", "key/lease/h", "1")
     if raised is not None:
@@ -110,7 +110,7 @@ def test_whatever_a_question_raises_ends_its_connection_and_its_sign_of_life(ser
 
 
 def test_a_store_whose_door_fails_is_gone_for_all(server, monkeypatch):
-    """Clients that are inside would go on without those that cannot come in."""
+    """Otherwise connected clients would go on without those that cannot connect."""
     line = connected(server)
     monkeypatch.setattr(server._door, "_accept", lambda: {}["nobody expected this"])
     with pytest.raises((EOFError, ConnectionError)):
@@ -121,7 +121,9 @@ def test_a_store_whose_door_fails_is_gone_for_all(server, monkeypatch):
 
 @pytest.mark.parametrize("text", ["no json", "[]", "7", '["a", "b"]', "[" * 100_000])
 def test_an_entry_that_is_none_is_passed_over_by_all(server, text):
-    """One of another version, or of an insider: every honest `append` raised a JSONDecodeError, and followers died."""
+    """The entry may come from another version or an insider. Regression: every honest `append` raised a
+    JSONDecodeError, and followers died.
+    """
     store, heard, lost = OwnMembershipStore("127.0.0.1", server.port, SECRET), [], []
     assert store._write(0, text)
     store.append({"kind": "hosts", "host": "h", "state": "here", "workers": 1})
@@ -133,7 +135,7 @@ def test_an_entry_that_is_none_is_passed_over_by_all(server, text):
 
 
 def test_a_follower_that_fails_tells_its_owner(server):
-    """The thread that follows the log died, and the host heard nothing more without knowing it."""
+    """Regression: the thread that follows the log died, and the host, unaware of it, received nothing more."""
     store, lost = OwnMembershipStore("127.0.0.1", server.port, SECRET), []
     store.append({"kind": "hosts", "host": "h", "state": "here", "workers": 1})
     store.follow(lambda entry: entry["no such field"], lost.append)
@@ -146,12 +148,12 @@ def test_a_follower_that_fails_tells_its_owner(server):
     "question", [b"", b"[]", b"7", b'["no such"]', b'["get"]', b'["add", "n", "x"]', b"\xff", b'["get", 1, 2]']
 )
 def test_a_question_that_is_none_ends_its_connection_and_no_other(server, question):
-    line, other = connected(server), connected(server)
+    line, other_line = connected(server), connected(server)
     line.send_message(question)
     with pytest.raises((EOFError, ConnectionError)):
         line.read_message(MAX_MESSAGE)
-    assert ask(other, "look") is None
-    other.close()
+    assert ask(other_line, "look") is None
+    other_line.close()
 
 
 def test_a_message_that_is_too_long_ends_its_connection(server):
@@ -162,16 +164,16 @@ def test_a_message_that_is_too_long_ends_its_connection(server):
 
 
 def test_waiting_ends_with_the_value_or_after_a_second_at_most(server):
-    one, other = connected(server), connected(server)
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(ask(one, "get", ["late", "a"], 1.0)))
+    line, other_line = connected(server), connected(server)
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(ask(line, "get", ["late", "a"], 1.0)))
     thread.start()
-    ask(other, "set", "a", "1")
-    ask(other, "set", "late", "2")
+    ask(other_line, "set", "a", "1")
+    ask(other_line, "set", "late", "2")
     thread.join(5)
-    assert found == [["2", "1"]]
+    assert answers == [["2", "1"]]
     began = time.monotonic()
-    assert ask(one, "get", ["never"], 3600) is None
+    assert ask(line, "get", ["never"], 3600) is None
     assert 0.9 < time.monotonic() - began < 10
 
 

@@ -61,9 +61,9 @@ def test_a_follower_makes_its_owners_steps(build: Callable[[nn.Module], torch.op
         follower.apply(update | {f"buffers/{name}": b.clone() for name, b in part[1].items()}, step, 1.0)
         half(optimizer, step)
         optimizer.step()
-        expected, found = pieces.capture(*part, optimizer), follower.state(copy=False)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
+        expected, followed = pieces.capture(*part, optimizer), follower.state(copy=False)
+        assert expected.keys() == followed.keys()
+        assert all(torch.equal(tensor, followed[key]) for key, tensor in expected.items())
 
 
 def test_a_follower_refuses_the_update_of_another_piece() -> None:
@@ -76,9 +76,9 @@ def test_a_follower_refuses_the_update_of_another_piece() -> None:
 
 
 def test_a_state_moves_into_another_model() -> None:
-    there, here = whole(0), whole(1)
-    recipe = pieces.OptimizerRecipe(adamw(there), there)
-    source, target = part_of(there, 5), part_of(here, 5)
+    source_model, target_model = whole(0), whole(1)
+    recipe = pieces.OptimizerRecipe(adamw(source_model), source_model)
+    source, target = part_of(source_model, 5), part_of(target_model, 5)
     first, second = recipe.build(source[0]), recipe.build(target[0])
     for parameter in source[0].values():
         parameter.grad = torch.ones_like(parameter)

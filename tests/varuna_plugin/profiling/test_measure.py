@@ -22,15 +22,15 @@ BOUNDARY = 294912 + 384
 """Bytes of the activations and the mask at every cut."""
 
 RANDOM_STATES = 4 * 5056
-"""How far Varuna runs ahead varies, and a torch generator's state of 5056 bytes waits with each of the 4 microbatches.
+"""Tolerance in bytes: up to 4 microbatches, a varying number, are in flight, each with a generator state of 5056 bytes.
 """
 
 
 @pytest.fixture(scope="module")
 def profile(varuna: FoundVaruna) -> Profile:
-    found = plugin.profile(megabytes.build, megabytes.get_batch, CHUNK, loss="sum", timeout_seconds=60.0)
+    measured = plugin.profile(megabytes.build, megabytes.get_batch, CHUNK, loss="sum", timeout_seconds=60.0)
     assert not plugin.installed_patches()
-    return found
+    return measured
 
 
 @pytest.fixture
@@ -56,19 +56,19 @@ def test_a_trimmed_stage_costs_what_it_costs_in_a_whole_job(
     pool: WorkerPool, profile: Profile, cuts: list[int]
 ) -> None:
     row = pool.run(megabytes.whole_job, 3, cuts, CHUNK)[1]
-    ours = next(found for found in profile.observations if found.layers == (cuts[1], cuts[2]))
+    ours = next(observation for observation in profile.observations if observation.layers == (cuts[1], cuts[2]))
     for name in ("static_bytes", "saved_bytes", "boundary_in_bytes", "boundary_out_bytes"):
         assert getattr(ours, name) == getattr(row, name), name
     assert ours.peak_bytes == pytest.approx(row.peak_bytes, abs=RANDOM_STATES)
 
 
 def test_bytes_beside_our_own_engines_profile(profile: Profile) -> None:
-    """Static and saved bytes are equal. On a CPU our own engine counts what waits in host memory, Varuna's rows never
-    do: the peaks differ by 2 to 8 boundaries. That is nearly the same everywhere, so M_a hardly differs.
+    """Static and saved bytes are equal. On a CPU our own engine counts tensors that wait in host memory, Varuna's rows
+    never do: the peaks differ by 2 to 8 boundaries. This is nearly the same everywhere, so M_a hardly differs.
     """
-    own = profile_workload(Megabytes(), RunConditions(microbatch_size=CHUNK))
-    assert profile.column("parameter_bytes") == own.column("parameter_bytes")
-    for ours, theirs in zip(profile.observations, own.observations, strict=True):
+    engine_profile = profile_workload(Megabytes(), RunConditions(microbatch_size=CHUNK))
+    assert profile.column("parameter_bytes") == engine_profile.column("parameter_bytes")
+    for ours, theirs in zip(profile.observations, engine_profile.observations, strict=True):
         assert ours.layers == theirs.layers
         assert ours.static_bytes == theirs.static_bytes
         last = theirs.layers[1] == 7
@@ -76,8 +76,10 @@ def test_bytes_beside_our_own_engines_profile(profile: Profile) -> None:
         outputs = theirs.boundary_out_bytes or 0 if last else 0
         assert ours.saved_bytes == pytest.approx((theirs.saved_bytes or 0) - outputs, abs=4096), ours.layers
         assert 2 * BOUNDARY <= theirs.peak_bytes - ours.peak_bytes <= 8 * BOUNDARY, ours.layers
-    for mine, other in zip(profile.layers[1:], own.layers[1:], strict=True):
-        assert mine.added_bytes == pytest.approx(other.added_bytes, abs=2 * BOUNDARY + RANDOM_STATES), mine.name
+    for layer, engine_layer in zip(profile.layers[1:], engine_profile.layers[1:], strict=True):
+        assert layer.added_bytes == pytest.approx(engine_layer.added_bytes, abs=2 * BOUNDARY + RANDOM_STATES), (
+            layer.name
+        )
 
 
 def test_a_job_searches_its_cuts_in_it(profile: Profile, fresh: None) -> None:

@@ -1,4 +1,4 @@
-"""Trimmed stages: dummies of the right shapes, nothing held but what is shared; and shapes without computing."""
+"""Trimmed stages: dummies of the right shapes that hold shared parameters only; and shapes without computing."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_shapes_without_computing_are_those_of_a_real_forward(size: tuple[int, i
     _, shapes = shapes_of(model, models.get_batch(2))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     state = torch.get_rng_state()
-    found = shapes(models.batch(*size))
+    inferred = shapes(models.batch(*size))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     real = trace_model(model, models.batch(*size), models.PlainCut)
-    assert found == [cut.tensors for cut in real.cuts]
+    assert inferred == [cut.tensors for cut in real.cuts]
     # the same size, other values
-    assert shapes(models.batch(*size, seed=5)) is found
+    assert shapes(models.batch(*size, seed=5)) is inferred
 
 
 def test_shapes_that_depend_on_values_are_refused_with_a_sentence() -> None:
@@ -49,11 +49,11 @@ def test_shapes_that_depend_on_values_are_refused_with_a_sentence() -> None:
 def test_trimmed_stages_send_what_whole_ones_would(pool: WorkerPool, interest: list[int]) -> None:
     """Every microbatch of another size, one Linear shared by three stages, two tensors per cut."""
     case = Case([0, 2, 3, 4], ragged=True, steps=2)
-    whole = pool.run(trimmed.crossing, 4, case, None)
+    untrimmed = pool.run(trimmed.crossing, 4, case, None)
     results = pool.run(trimmed.crossing, 4, case, interest)
-    shared = {name for name in whole[2]["held"] if ".project." in name}
+    shared = {name for name in untrimmed[2]["held"] if ".project." in name}
     assert shared
-    for stage, (full, ours) in enumerate(zip(whole, results, strict=True)):
+    for stage, (full, ours) in enumerate(zip(untrimmed, results, strict=True)):
         assert ours["seen"] == full["seen"], stage
         if stage in interest:
             assert ours["held"] == full["held"]

@@ -1,4 +1,4 @@
-"""What a trace sees of a model, and what stages are made of it. No Varuna is needed: a stand-in cut point will do."""
+"""Traces of a model, and the stages that are made of them. Varuna is not needed: a stand-in CutPoint is enough."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_attention_and_recurrent_layers_keep_all_their_parameters() -> None:
 
 
 def test_unused_parameters_in_front_keep_their_place() -> None:
-    # they once came behind the first used one, and the ranks then took their equal models for different ones
+    # they once came after the first used parameter, and the ranks then took their equal models for different ones
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -190,7 +190,7 @@ def test_ties_are_joined_over_declared_pairs() -> None:
         TieGroup(("a", "b", "d"), (0, 2, 3)),
         TieGroup(("c",), (1, 2)),
     )
-    # inside one stage one parameter is no tie, two declared ones are
+    # within a stage a single parameter is no tie, two declared parameters are
     assert tie_groups(Partition(trace, (0,)), [("a", "b")]) == (TieGroup(("a", "b"), (0,)),)
     with pytest.raises(CapslogError, match="shared_weights names 'lm_head_weight'"):
         tie_groups(partition, [("a", "lm_head_weight")])
