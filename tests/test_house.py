@@ -35,7 +35,7 @@ def long_signatures(root: Path) -> list[str]:
         for node in nodes_of(text):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
-            names = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            names = [parameter.arg for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             count = len([name for name in names if name not in ("self", "cls")])
             if count > PARAMETERS:
                 violations.append(f"{path}:{node.lineno} {node.name} has {count} parameters")
