@@ -17,5 +17,5 @@ def resnet18() -> nn.Module:
 
 
 def resnet50() -> nn.Module:
-    """As published, with random weights."""
+    """ResNet-50 as published, with random weights."""
     return torchvision.models.resnet50()

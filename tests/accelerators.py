@@ -1,4 +1,4 @@
-"""What torch answers about accelerators, replaced: no machine that runs the tests has one."""
+"""Replaces torch's answers about accelerators: the machines that run the tests have none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def torch_has(patch: pytest.MonkeyPatch, kind: str | None, count: int = 0) -> None:
-    """From now on torch was built for this type of accelerator (None: for none), of which it sees so many."""
+    """Make torch report that it was built for this type of accelerator (None: for none) and sees `count` of them."""
     built = None if kind is None else torch.device(kind)
     answers = {
         "current_accelerator": lambda check_available=False: built if count or not check_available else None,

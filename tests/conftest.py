@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.forks import (
 from tests.skips import pytest_terminal_summary  # noqa: F401 (pytest calls it at the end of a run)
 
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and every process it starts inherits that; the
-# tests that press Ctrl-C would wait for ever.
+# tests that press Ctrl-C would never end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -60,30 +60,32 @@ much are beside others that compute."""
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """In the process that hands out the tests, for each of those that run them: all fork from one process."""
+    """Pass the controller's fork server to a worker of pytest-xdist, so that all workers fork from one process."""
     node.workerinput["fork_server"] = server_for_all()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In a process that runs what it is handed."""
+    """Take the controller's fork server, in a worker of pytest-xdist."""
     if hasattr(config, "workerinput"):
         take_server(config.workerinput["fork_server"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of the longest files before the others."""
+    """Run the tests of the longest files first."""
     first = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
 def pytest_sessionstart() -> None:
-    """What a collection makes lives as long as the session; to look for garbage in it took a quarter of its time."""
+    """Disable garbage collection while tests are collected: what is made then lives as long as the session, and looking
+    for garbage took a quarter of the collection's time.
+    """
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """From here on there is garbage, which is not to be looked for in the tests and the libraries themselves, and not
-    as often as by default.
+    """Enable garbage collection for the test run, except for objects of the collected tests and imported libraries, and
+    less often than by default.
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -94,7 +96,7 @@ _SUITE, _end = os.getpid(), os._exit
 
 
 def _end_of_a_child(status: int) -> NoReturn:
-    """Code that ends its process at once would end the suite with that status, 0 included, and look like a pass."""
+    """Refuse `os._exit` in the suite's process: it would end the suite with that status; 0 would look like a pass."""
     if os.getpid() == _SUITE:
         raise AssertionError(f"os._exit({status}) in the process that runs the tests")
     _end(status)

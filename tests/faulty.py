@@ -36,12 +36,12 @@ class Fault:
         self.calls += 1
         if self.calls != self.settings["call"]:
             return
-        what = self.settings["what"]
-        if what == "raise":
+        action = self.settings["what"]
+        if action == "raise":
             raise RuntimeError(f"deliberate fault in {place}")
-        if what == "sleep":
+        if action == "sleep":
             time.sleep(600)
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])
 
 
 class _Pass(torch.autograd.Function):
@@ -116,5 +116,5 @@ class FaultyWorkload(TinyWorkload):
 
 
 def workload(config: Config) -> FaultyWorkload:
-    """What a config's `workload: tests.faulty:workload` calls."""
+    """Entry for a config's `workload: tests.faulty:workload`."""
     return FaultyWorkload(config)

@@ -1,6 +1,6 @@
-"""Processes of tests as forks of one that has imported torch and the package: each of them would spend seconds on that.
+"""Test processes, forked from one that has imported torch and the package; each would spend seconds on these imports.
 
-The forked process is what a started one would be: it has its own session, the given variables, folder and descriptors.
+A forked process is like a started one: it has its own session, and the variables, folder and descriptors it is given.
 Some tests start theirs as users do (`test_cli.py`, `test_torchrun.py`, `elastic/test_launchers.py`).
 """
 
@@ -39,7 +39,7 @@ _IMPORTED_ONCE = [
 
 
 def prepared_context() -> Any:
-    """Of `multiprocessing`; its processes are forks of one that has imported what takes seconds."""
+    """Return the `multiprocessing` context whose processes are forks of one that has imported the slow modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     return context
@@ -49,30 +49,30 @@ _WAY_THERE = ("_forkserver_address", "_forkserver_authkey")  # the key since Pyt
 
 
 def server_for_all() -> dict[str, Any]:
-    """The way to that process, for the other processes of pytest; each of them would spend five seconds on its own."""
+    """Return the fork server's address for pytest's other processes; a server for each would cost it five seconds."""
     prepared_context()
     forkserver.ensure_running()
-    known = vars(forkserver._forkserver)
-    return {name: known[name] for name in _WAY_THERE if name in known}
+    attributes = vars(forkserver._forkserver)
+    return {name: attributes[name] for name in _WAY_THERE if name in attributes}
 
 
 def take_server(way: Mapping[str, Any]) -> None:
-    """From now on this process has the forks of that one, whose end is not its business."""
+    """Have this process fork from another process's server from now on, without watching for the server's end."""
     if _WAY_THERE[0] not in way:
         return  # a Python that keeps it elsewhere: each process has a server of its own
-    own = forkserver._forkserver
-    vars(own).update(way, _forkserver_alive_fd=os.open(os.devnull, os.O_RDONLY))
-    own.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
+    server = forkserver._forkserver
+    vars(server).update(way, _forkserver_alive_fd=os.open(os.devnull, os.O_RDONLY))
+    server.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
 
 
 class Fork:
-    """What `subprocess.Popen` would be, of a fork that calls "module:function" and ends with what that returns.
+    """Counterpart of `subprocess.Popen` for a fork that calls "module:function" and exits with the returned status.
 
     Args:
         function: called with `arguments`.
-        environment: all its variables.
-        descriptors: those of this process that it has, by the number that it has them under.
-        stdin, stdout: this process's ends of pipes to it, for who expects a `Popen`.
+        environment: all variables of the fork.
+        descriptors: descriptors of this process that the fork inherits, by their number in the fork.
+        stdin, stdout: this process's ends of pipes to the fork, for callers that expect a `Popen`.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Fork:
         stdin: BinaryIO | None = None,
         stdout: BinaryIO | None = None,
     ) -> None:
-        given = {number: Connection(os.dup(source)) for number, source in descriptors.items()}
+        connections = {number: Connection(os.dup(source)) for number, source in descriptors.items()}
         self._process = prepared_context().Process(
-            target=_act, args=(function, arguments, dict(environment), given, os.path.abspath(folder))
+            target=_act, args=(function, arguments, dict(environment), connections, os.path.abspath(folder))
         )
         self._process.start()
-        for copy in given.values():
+        for copy in connections.values():
             copy.close()
         self.pid: int = self._process.pid
         self._looking = threading.Lock()
@@ -134,12 +134,17 @@ def forked_servers() -> Iterator[None]:
         yield
 
 
-def _fork_server_of(command: Sequence[str], **given: Any) -> Fork:
-    """given: what `ForkServer` gives `subprocess.Popen`."""
+def _fork_server_of(command: Sequence[str], **options: Any) -> Fork:
+    """options: keyword arguments that `ForkServer` passes to `subprocess.Popen`."""
     (orders, order), (reports, report) = os.pipe(), os.pipe()
-    descriptors = {0: orders, 1: report, 2: given["stderr"].fileno(), **{one: one for one in given["pass_fds"]}}
+    descriptors = {
+        0: orders,
+        1: report,
+        2: options["stderr"].fileno(),
+        **{descriptor: descriptor for descriptor in options["pass_fds"]},
+    }
     pipes = open(order, "wb"), open(reports, "rb")  # noqa: SIM115
-    fork = Fork(f"{forking.__name__}:main", (list(command[3:]),), given["env"], descriptors, ".", *pipes)
+    fork = Fork(f"{forking.__name__}:main", (list(command[3:]),), options["env"], descriptors, ".", *pipes)
     os.close(orders)
     os.close(report)
     return fork
@@ -153,14 +158,21 @@ def _with_popen(start: Callable[..., Any]) -> Any:
 
 
 def _act(
-    function: str, arguments: Sequence[Any], environment: Mapping[str, str], given: dict[int, Connection], folder: str
+    function: str,
+    arguments: Sequence[Any],
+    environment: Mapping[str, str],
+    connections: dict[int, Connection],
+    folder: str,
 ) -> None:
     os.setsid()
     forking.renew_threads()
-    # first out of the way of one another
-    copies = {number: fcntl.fcntl(one.fileno(), fcntl.F_DUPFD_CLOEXEC, max(given) + 1) for number, one in given.items()}
-    for one in given.values():
-        one.close()
+    # first copy all above the highest target number, so that none is overwritten
+    copies = {
+        number: fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, max(connections) + 1)
+        for number, connection in connections.items()
+    }
+    for connection in connections.values():
+        connection.close()
     for number, copy in copies.items():
         os.dup2(copy, number)
         os.close(copy)

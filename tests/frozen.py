@@ -1,4 +1,4 @@
-"""The last module that the process imports whose forks the tests are: their collectors need not look at what it has."""
+"""Last import of the fork server: freezes its objects, so that garbage collection in its forks skips them."""
 
 import gc
 

@@ -1,9 +1,9 @@
 """A second torch device on the CPU's memory, which torch takes for the accelerator of the process that installs it.
 
-It is torch's private backend, made in Python: a tensor of it has a storage of its own on memory that a CPU tensor
-holds, and every operator runs the CPU's kernel on that memory. So a computation has the bits of the CPU, and yet an
-operator refuses tensors of two devices as CUDA's do. Random numbers come from a generator of its own. Torch cannot be
-freed of it again: install it in processes of a test's own.
+It is torch's private backend, made in Python. A tensor of it has its own storage on memory that a CPU tensor holds, and
+every operator runs the CPU's kernel on that memory. So a computation has the bits of the CPU, and yet an operator
+refuses tensors of two devices as CUDA's do. Random numbers come from the device's own generator. Torch cannot uninstall
+the device: install it only in processes that a test starts.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ class _Memory:
         self.bytes = self.peak_bytes = 0
 
     def take(self, host: Tensor) -> torch.UntypedStorage:
-        """A storage of the device on that of a CPU tensor; it lives as long as the device's."""
-        storage = host.untyped_storage()
-        found = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _device(), storage.nbytes())
-        self.held[found._cdata] = storage
-        self.bytes += storage.nbytes()
+        """Return a device storage on the memory of a CPU tensor's storage, which lives as long as the device's."""
+        host_storage = host.untyped_storage()
+        storage = torch._C._construct_storage_from_data_pointer(
+            host_storage.data_ptr(), _device(), host_storage.nbytes()
+        )
+        self.held[storage._cdata] = host_storage
+        self.bytes += host_storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.bytes)
-        weakref.finalize(found, self._give_back, found._cdata)
-        return found
+        weakref.finalize(storage, self._give_back, storage._cdata)
+        return storage
 
     def _give_back(self, key: int) -> None:
         self.bytes -= self.held.pop(key).nbytes()
@@ -113,10 +115,10 @@ class _Crossing:
         self._unfilled: list[tuple[Tensor, Tensor]] = []
 
     def enter(self, value: Any, may_be_elsewhere: bool = False) -> Any:
-        """What the kernel gets for an argument.
+        """Convert an argument of an operator for the CPU kernel.
 
         Raises:
-            RuntimeError: a tensor of the CPU, as CUDA's operators say it; one number is taken from anywhere.
+            RuntimeError: the argument is a CPU tensor; same message as CUDA's. Tensors of one number may be anywhere.
         """
         if isinstance(value, torch.device):
             return torch.device("cpu") if value.type == NAME else value
@@ -138,7 +140,7 @@ class _Crossing:
         return host
 
     def leave(self, value: Any) -> Any:
-        """What the caller gets for a result: an argument of its own, a view of one, or a tensor of the device."""
+        """Convert a kernel's output for the caller: one of its arguments, a view of one, or a new device tensor."""
         if not isinstance(value, Tensor):
             return value
         if id(value) in self._of_tensor:
@@ -154,13 +156,13 @@ class _Crossing:
 
 
 def _run(operator: Any, *arguments: Any, **options: Any) -> Any:
-    """Any operator of which one tensor at least lies on the device, or whose result shall."""
+    """Run an operator that has a tensor on the device, or whose result belongs there."""
     if operator in _OF_SIZES_ALONE:
         return operator.redispatch(_ON_CPU, *arguments, **options)
     name, crossing = operator._schema.name, _Crossing(operator)
     entered = []
-    for place, (value, asked) in enumerate(zip(arguments, operator._schema.arguments, strict=False)):
-        if isinstance(value, (int, float)) and isinstance(asked.type, torch.TensorType):
+    for place, (value, parameter) in enumerate(zip(arguments, operator._schema.arguments, strict=False)):
+        if isinstance(value, (int, float)) and isinstance(parameter.type, torch.TensorType):
             value = torch.tensor(value)  # torch hands on a number that stands for a tensor as a number
         free = name in _COPIES or (name in _MAY_INDEX and place == 1)
         entered.append(pytree.tree_map(functools.partial(crossing.enter, may_be_elsewhere=free), value))
@@ -180,7 +182,7 @@ def _run(operator: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _drawn(operator: Any, arguments: Any, options: Any) -> Any:
-    """With the random numbers of the device's generator, which leaves the CPU's as it was."""
+    """Run an operator with the random numbers of the device's generator; the CPU's generator keeps its state."""
     present = torch.get_rng_state()
     torch.set_rng_state(_generator.get_state())
     try:
@@ -191,7 +193,7 @@ def _drawn(operator: Any, arguments: Any, options: Any) -> Any:
 
 
 class _Event:
-    """An event whose time is that of the host: the device has done all that it was asked for at once."""
+    """Event with the host's time: the device finishes every operation at once."""
 
     def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
         assert device == _device()
@@ -208,7 +210,7 @@ class _Event:
 
 
 def _module() -> types.SimpleNamespace:
-    """What `torch.apart` has: what torch asks of every backend."""
+    """Return the module `torch.apart`, with the functions that torch requires of every backend."""
     return types.SimpleNamespace(
         _is_in_bad_fork=lambda: False,
         is_available=lambda: True,
@@ -224,15 +226,15 @@ def _module() -> types.SimpleNamespace:
 
 
 def install() -> None:
-    """Gives this process, and its later forks, the device; once more does nothing."""
+    """Install the device in this process and its later forks; a second call does nothing."""
     if _library:
         return
     _setup_privateuseone_for_python_backend(NAME, _module())
-    fallback, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    fallback, kernels = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     fallback.fallback(_run, "PrivateUse1")
     for name in _with_kernels():
-        own.impl(name.removeprefix("aten::"), functools.partial(_run, _operator(name)), "PrivateUse1")
-    _library.extend((fallback, own))
+        kernels.impl(name.removeprefix("aten::"), functools.partial(_run, _operator(name)), "PrivateUse1")
+    _library.extend((fallback, kernels))
     # torch has counts and clocks of backends in C++ alone
     torch.accelerator.memory_stats = torch.accelerator.memory.memory_stats = _memory.statistics  # type: ignore
     torch.accelerator.reset_peak_memory_stats = _memory.reset

@@ -17,7 +17,7 @@ DATA_VARIABLE = "CAPSLOG_DATA"
 
 
 def lines_by_reason(reports: Iterable[BaseReport]) -> list[str]:
-    """One line per reason with the number of tests, the largest number first; those for lack of data with their names.
+    """Return a line per reason with its number of tests, largest first; names the tests that lack data.
 
     Args:
         reports: of skipped tests, and of modules that were skipped as a whole.

@@ -16,7 +16,7 @@ def nodes_of(text: str) -> tuple[ast.AST, ...]:
 
 
 def programs(root: Path) -> list[Path]:
-    """The modules of the library, the workload and the rig below `root`: what the house rules hold for."""
+    """Return the modules below `root` that the house rules apply to: the library, the workload and the rig."""
     rig = root / "tests" / "rig"
     return [
         path

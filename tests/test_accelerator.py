@@ -1,4 +1,4 @@
-"""What a device is asked, on stand-ins for torch's modules of accelerators, and that nothing asks past that module."""
+"""Calls to torch about a device, on stand-ins for its accelerator modules; no code bypasses `accelerator`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU, FIRST, SECOND = torch.device("cpu"), torch.device("xpu", 0), torch.device("
 
 @pytest.fixture
 def xpu(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Two accelerators, whose module of torch answers what is put into this object."""
+    """Module of torch for two accelerators; tests set its functions."""
     module = types.SimpleNamespace()
     torch_has(monkeypatch, "xpu", 2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
@@ -75,7 +75,7 @@ def test_only_the_generator_of_the_device_is_seeded(xpu: types.SimpleNamespace) 
     xpu.default_generators = [torch.Generator(), torch.Generator()]
     before = torch.get_rng_state()
     accelerator.seed(SECOND, 7)
-    assert [one.initial_seed() == 7 for one in xpu.default_generators] == [False, True]
+    assert [generator.initial_seed() == 7 for generator in xpu.default_generators] == [False, True]
     assert torch.equal(torch.get_rng_state(), before)
     accelerator.seed(CPU, 8)
     assert torch.default_generator.initial_seed() == 8
@@ -111,32 +111,34 @@ CUDAS_OWN = re.compile(r"cuda(:.*)?|is_cuda|.*nccl.*", re.IGNORECASE)
 
 
 def said_in(text: str) -> set[str]:
-    """What the code of a module says of `torch.accelerator`, `torch.cuda` and the words of CUDA alone."""
-    found: set[str] = set()
+    """Return which of `torch.accelerator`, `torch.cuda` and CUDA's own words occur in a module's code."""
+    words: set[str] = set()
     nodes = nodes_of(text)
     remarks = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         if isinstance(node, ast.Attribute):
-            found |= {ast.unparse(node)} & {"torch.accelerator", "torch.cuda"}
-            found |= {node.attr} if CUDAS_OWN.fullmatch(node.attr) else set()
+            words |= {ast.unparse(node)} & {"torch.accelerator", "torch.cuda"}
+            words |= {node.attr} if CUDAS_OWN.fullmatch(node.attr) else set()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in remarks:
-            found |= {node.value} if CUDAS_OWN.fullmatch(node.value) else set()
-    return found
+            words |= {node.value} if CUDAS_OWN.fullmatch(node.value) else set()
+    return words
 
 
 def modules_that_say(*words: str) -> set[str]:
-    """Those of the library that say one of these, or without any a word of CUDA alone."""
+    """Return the library's modules that contain one of `words`; if none are given, one of CUDA's own words."""
     folder = ROOT / "varuna_capslog"
-    found = {
+    words_of = {
         path.relative_to(folder).with_suffix("").as_posix(): said_in(path.read_text()) for path in folder.rglob("*.py")
     }
     return {
-        name for name, said in found.items() if (said.intersection(words) if words else said - {"torch.accelerator"})
+        name
+        for name, module_words in words_of.items()
+        if (module_words.intersection(words) if words else module_words - {"torch.accelerator"})
     }
 
 
 def test_all_modules_ask_torch_through_one() -> None:
-    """`base/forking` imports no torch: it asks the one that somebody else has imported."""
+    """`base/forking` does not import torch: it uses the module if the process has imported it."""
     assert modules_that_say("torch.cuda") == set()
     assert modules_that_say("torch.accelerator") == {"accelerator", "base/forking"}
 
@@ -146,9 +148,9 @@ def test_the_page_names_every_module_that_knows_cuda_alone() -> None:
     table = page.split("## What is CUDA's own", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\|[^|]*\|([^|]*)\|", table, re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    found = modules_that_say()
-    assert [module for module in sorted(found) if not module.startswith(tuple(named))] == []
-    assert [name for name in named if not any(module.startswith(name) for module in found)] == []
+    modules = modules_that_say()
+    assert [module for module in sorted(modules) if not module.startswith(tuple(named))] == []
+    assert [name for name in named if not any(module.startswith(name) for module in modules)] == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What benchmarks judge their runs by."""
+"""Judging the runs of benchmarks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_samples_of_restarts_count_once_and_their_steps_as_repeated():
         {"tried": 3, "attempt": "a", "samples": [9], "time": 2.0},  # given up
         *_step(2, "b", 3.0, [5, 6, 7, 8]),  # made again from the checkpoint of step 1
     ]
-    found = _judge().judge(lines[:7], order)
-    assert found[:4] == (2, 0, 0, 1)
-    found = _judge().judge(lines, order)
-    assert found[:4] == (2, 0, 0, 2)
-    assert found.finished == 3.5
+    verdict = _judge().judge(lines[:7], order)
+    assert verdict[:4] == (2, 0, 0, 1)
+    verdict = _judge().judge(lines, order)
+    assert verdict[:4] == (2, 0, 0, 2)
+    assert verdict.finished == 3.5
 
 
 def test_lost_and_doubled_samples_are_found():

@@ -95,7 +95,7 @@ def test_chaos_names_the_program_that_took_its_place(words, capsys):
 
 
 def check_in_a_fresh_process(*lines):
-    """Runs lines of Python, which assert what they are to show."""
+    """Run lines of Python, which make their own assertions."""
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -115,7 +115,7 @@ def test_help_and_import_need_no_slow_module():
 
 
 def test_no_help_text_needs_numpy():
-    """`--help` took 2.6 times as long when one command imported what prints plans."""
+    """`--help` took 2.6 times as long when a command imported the module that prints plans."""
     check_in_a_fresh_process(
         "import sys",
         "from varuna_capslog import cli",
@@ -216,7 +216,7 @@ def test_plan_of_a_config_takes_its_pipeline_and_the_flags_go_before(toy, capsys
 
 
 def test_plan_of_an_ordinary_module_needs_no_config(toy, tmp_path, monkeypatch, capsys):
-    """What is measured is the module's own chain, with the flags' microbatch and devices."""
+    """The module's own chain is measured, with the flags' microbatch and devices."""
     seen = []
 
     def profile_config(config, workers, progress, variants):
@@ -257,8 +257,8 @@ def test_profile_shows_what_layers_read_from_where_they_are_no_plain_chain(toy, 
     monkeypatch.setattr(measure, "profile_config", lambda config, workers, progress, variants: branched)
     assert run("profile", toy) == 0
     table = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
-    found = {cells[2]: cells[-2] for cells in table if len(cells) > 3}
-    assert found == {"stem": "", "body": "0", "neck": "0", "head": "1, 2"}
+    writers = {cells[2]: cells[-2] for cells in table if len(cells) > 3}
+    assert writers == {"stem": "", "body": "0", "neck": "0", "head": "1, 2"}
 
 
 def test_profile_writes_into_the_run_dir(toy, tmp_path, capsys):
@@ -267,13 +267,13 @@ def test_profile_writes_into_the_run_dir(toy, tmp_path, capsys):
 
 
 def workers_that(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """Replaces the engine's worker by a few lines of Python."""
+    """Replace the engine's worker by a few lines of Python."""
 
     def starter(config, *flags):
         command = [sys.executable, "-S", "-c", body, str(config.run_dir), *flags]
-        found = starter_of(command)
-        found.server = None  # this process has torch, and plans itself
-        return contextlib.nullcontext(found)
+        process_starter = starter_of(command)
+        process_starter.server = None  # this process has torch, and plans itself
+        return contextlib.nullcontext(process_starter)
 
     monkeypatch.setattr("varuna_capslog.start.local_run.worker_starter", starter)
 
@@ -396,21 +396,21 @@ def test_installing_warns_of_a_small_disk_before_pip_begins(free_gb, warned, tmp
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 7, "pip's own status"
     assert done.stderr.endswith("pip\n")
-    said = f"warning: {free_gb} GB are free in {tmp_path}; installing torch"
-    assert (said in done.stderr) == warned == ("warning" in done.stderr)
+    warning = f"warning: {free_gb} GB are free in {tmp_path}; installing torch"
+    assert (warning in done.stderr) == warned == ("warning" in done.stderr)
 
 
 def test_torchrun_takes_its_workers_from_the_config(tmp_path):
     (tmp_path / "run.yaml").write_text("workload: a:b\npipeline: {devices: 2}\n")
     arguments = ("run.yaml", "pipeline.replicas=2")
-    here = script("launch/torchrun.sh", "--dry-run", *arguments, cwd=tmp_path).stdout
-    assert here.split(maxsplit=1)[1].strip() == (
+    standalone = script("launch/torchrun.sh", "--dry-run", *arguments, cwd=tmp_path).stdout
+    assert standalone.split(maxsplit=1)[1].strip() == (
         "-m torch.distributed.run --nnodes 1 --nproc-per-node 4 --standalone "
         "-m detr_pipeline.train run.yaml pipeline.replicas=2"
     )
     options = ("--dry-run", "--nnodes", 2, "--node-rank", 1, "--master", "10.0.0.1", "--port", 1234)
-    there = script("launch/torchrun.sh", *options, *arguments, cwd=tmp_path).stdout
-    assert there.split(maxsplit=1)[1].strip() == (
+    two_nodes = script("launch/torchrun.sh", *options, *arguments, cwd=tmp_path).stdout
+    assert two_nodes.split(maxsplit=1)[1].strip() == (
         "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr 10.0.0.1 "
         "--master-port 1234 -m detr_pipeline.train run.yaml pipeline.replicas=2"
     )
@@ -419,7 +419,7 @@ def test_torchrun_takes_its_workers_from_the_config(tmp_path):
 def test_torchrun_takes_its_workers_from_a_given_plan(tmp_path):
     """Also where the config is elastic, which torchrun ignores, and an elastic run could not begin with the plan."""
     pieces, ranks = ([[0, 1]], [[1, 3]], [[3, 4]]), ([0], [2], [1])
-    stages = [{"layers": one, "ranks": rank} for one, rank in zip(pieces, ranks, strict=True)]
+    stages = [{"layers": layers, "ranks": rank} for layers, rank in zip(pieces, ranks, strict=True)]
     plan = {"format": "varuna-capslog/plan/2", "num_layers": 4, "schedule": "1f1b", "units": {}, "stages": stages}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     (tmp_path / "run.yaml").write_text("workload: a:b\npipeline: {plan: plan.json}\nelastic: {enabled: true}\n")

@@ -24,37 +24,37 @@ EXAMPLES = {"train.py", "pretrain.py", "my_train.py", "model.py", "my_model.py"}
 
 
 def pages(root: Path) -> list[Path]:
-    """README, CONTRIBUTING, docs and the README of every benchmark."""
-    found = [
+    """Return README, CONTRIBUTING, the pages of docs and the README of every benchmark."""
+    candidates = [
         root / "README.md",
         root / "CONTRIBUTING.md",
         *root.glob("docs/*.md"),
         *root.glob("benchmarks/**/README.md"),
     ]
-    return sorted(page for page in found if page.is_file())
+    return sorted(page for page in candidates if page.is_file())
 
 
 @cache
 def names_in(path: Path) -> frozenset[str]:
-    """What a module or a class of it defines or imports: `name`, and `Class.name` for methods and attributes."""
-    found: set[str] = set()
+    """Names that a module defines or imports: `name`, and `Class.name` for methods and attributes of its classes."""
+    names: set[str] = set()
 
     def take(body: list[ast.stmt], before: str) -> None:
         for node in body:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                found.add(before + node.name)
+                names.add(before + node.name)
             if isinstance(node, ast.ClassDef):
                 take(node.body, f"{before}{node.name}.")
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                found.update(before + (alias.asname or alias.name) for alias in node.names)
+                names.update(before + (alias.asname or alias.name) for alias in node.names)
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found.update(before + target.id for target in targets if isinstance(target, ast.Name))
+                names.update(before + target.id for target in targets if isinstance(target, ast.Name))
             elif isinstance(node, (ast.If, ast.Try, ast.With)):  # `if TYPE_CHECKING:` of the facade
                 take(node.body, before)
 
     take(ast.parse(path.read_text(encoding="utf-8")).body, "")
-    return frozenset(found)
+    return frozenset(names)
 
 
 def module_file(folder: Path, parts: list[str]) -> Path | None:
@@ -67,7 +67,7 @@ def module_file(folder: Path, parts: list[str]) -> Path | None:
 
 
 def lacks(folder: Path, dotted: str) -> bool:
-    """Whether `dotted` is neither a module below `folder` nor a name in one."""
+    """Return True if `dotted` is neither a module below `folder` nor a name in one."""
     parts = dotted.split(".")
     for count in range(len(parts), 0, -1):
         path = module_file(folder, parts[:count])
@@ -77,7 +77,7 @@ def lacks(folder: Path, dotted: str) -> bool:
 
 
 def wrong_modules(root: Path, text: str) -> Iterator[str]:
-    """Dotted names that begin with a package of ours, and what is imported from one."""
+    """Yield dotted names, and names imported from a module, that begin with a package of ours and do not exist."""
     for name in re.findall(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)", text):
         if name.rpartition(".")[2] not in ("py", "md") and lacks(root, name):
             yield name
@@ -88,7 +88,7 @@ def wrong_modules(root: Path, text: str) -> Iterator[str]:
 
 
 def wrong_paths(root: Path, page: Path, text: str) -> Iterator[str]:
-    """Paths in backticks and commands that are not in the repository, not in the library and not beside the page."""
+    """Yield paths in backticks and commands that are not in the repository, in the library or beside the page."""
     library = root / "varuna_capslog"
     rooms = {path.name for path in library.iterdir() if path.is_dir()}
     places = (root, library, library / "elastic", page.parent)
@@ -102,7 +102,7 @@ def wrong_paths(root: Path, page: Path, text: str) -> Iterator[str]:
             if lacks(library, f"{named[1].replace('/', '.')}.{named[2]}"):
                 yield path
         elif path.endswith(".py") and "/" not in path:
-            if path not in EXAMPLES and not any(found.name == path for found in _modules(root)):
+            if path not in EXAMPLES and not any(module.name == path for module in _modules(root)):
                 yield path
         elif "/" not in path and "." in path and first.split(".")[0] in rooms - OTHERS:
             if lacks(library, path):
@@ -136,10 +136,10 @@ def wrong_links(page: Path, text: str) -> Iterator[str]:
 
 
 def wrong(root: Path, page: Path) -> list[str]:
-    """One line for everything that a page names and that does not exist."""
+    """Return a line for each module, path and link target that a page names and that does not exist."""
     text, where = page.read_text(encoding="utf-8"), page.relative_to(root)
-    found = [*wrong_modules(root, text), *wrong_paths(root, page, text), *wrong_links(page, text)]
-    return [f"{where} names {name}, which does not exist" for name in dict.fromkeys(found)]
+    names = [*wrong_modules(root, text), *wrong_paths(root, page, text), *wrong_links(page, text)]
+    return [f"{where} names {name}, which does not exist" for name in dict.fromkeys(names)]
 
 
 @pytest.mark.parametrize("page", pages(ROOT), ids=lambda page: str(page.relative_to(ROOT)))

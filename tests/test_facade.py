@@ -1,4 +1,4 @@
-"""What users import: public names from the package itself, and import paths that saved configs and programs have."""
+"""Imports by users: public names of the package, and the import paths in saved configs and programs."""
 
 from __future__ import annotations
 

@@ -76,15 +76,15 @@ class Command:
 
 
 def lines(run_dir: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step; a step that was repeated must repeat to the last bit."""
-    found: dict[int, tuple[float, float]] = {}
+    """Return (loss, gradient norm) by step; a repeated step must have the same bits."""
+    losses: dict[int, tuple[float, float]] = {}
     with contextlib.suppress(FileNotFoundError):
         for text in (run_dir / "metrics.jsonl").read_text().splitlines():
             with contextlib.suppress(ValueError):
                 line = json.loads(text)
                 values = (line["loss"], line["grad_norm"])
-                assert found.setdefault(line["step"], values) == values
-    return found
+                assert losses.setdefault(line["step"], values) == values
+    return losses
 
 
 def train(folder: Path, *overrides: str, **environment: str) -> Command:

@@ -1,4 +1,4 @@
-"""The command for GPUs: it needs only what its README says, ends whole whatever ends it, and every row has a reason."""
+"""The GPU benchmark command: needs only what its README says, leaves no process, gives a reason for each row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BARE = f"import sys\nsys.modules.update(dict.fromkeys({HIDDEN!r}))\n"  # an impo
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
-    """An environment all of whose Python processes lack what a machine with a GPU lacks."""
+    """Environment whose Python processes lack the packages that a machine with a GPU lacks."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(BARE)
     return os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path / "site")}
@@ -32,9 +32,9 @@ def bare(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The parts can be imported, as `gpu.py` makes it."""
+    """Make the parts importable, as `gpu.py` does."""
     path = list(sys.path)
-    folders = [GPU, *(ROOT / "benchmarks" / one for one in ("", "one_stage", "step_equality", "truth", "morph"))]
+    folders = [GPU, *(ROOT / "benchmarks" / folder for folder in ("", "one_stage", "step_equality", "truth", "morph"))]
     sys.path[:0] = map(str, folders)
     yield
     sys.path[:] = path
@@ -49,15 +49,15 @@ def started(output: Path, environment: dict[str, str], *arguments: str) -> subpr
 
 
 def left_over(word: str) -> list[str]:
-    """Processes whose environment contains a word."""
-    found = []
+    """Return the command lines of processes whose environment contains `word`."""
+    commands = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if word.encode() in path.read_bytes():
-                found.append(path.parent.joinpath("cmdline").read_text().replace("\0", " "))
+                commands.append(path.parent.joinpath("cmdline").read_text().replace("\0", " "))
         except OSError:
             continue
-    return found
+    return commands
 
 
 def test_it_ends_whole_when_it_is_told_to_and_every_row_has_a_reason(tmp_path: Path, bare: dict[str, str]) -> None:
@@ -160,7 +160,7 @@ def test_a_gpu_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.MonkeyPat
 
 
 class Told:
-    """Takes what a part tells."""
+    """Stand-in for the report: records the messages of a part."""
 
     def __init__(self, *gpus: dict[str, Any]) -> None:
         self.facts = {"gpus": list(gpus)}

@@ -30,28 +30,32 @@ def long_files(root: Path) -> list[str]:
 
 
 def long_signatures(root: Path) -> list[str]:
-    found = []
+    violations = []
     for path, text in sources(root):
         for node in nodes_of(text):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
-            names = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            names = [parameter.arg for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             count = len([name for name in names if name not in ("self", "cls")])
             if count > PARAMETERS:
-                found.append(f"{path}:{node.lineno} {node.name} has {count} parameters")
-    return found
+                violations.append(f"{path}:{node.lineno} {node.name} has {count} parameters")
+    return violations
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    found = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    names = {
+        statement.target.id
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self":
-            found.add(inner.attr)
-    return found
+            names.add(inner.attr)
+    return names
 
 
 def is_config(node: ast.ClassDef) -> bool:
-    """Whether the fields are keys of a config, which users write and which are described one by one."""
+    """Return True if the fields are keys of a config: users write them, and each has its own description."""
     return any(isinstance(base, ast.Name) and base.id == "Section" for base in node.bases)
 
 
@@ -109,7 +113,7 @@ def strange_tests(root: Path) -> list[str]:
     """Tests in a folder of `tests/` that are not named after a module or a package at the same place of the library, or
     of the rig.
     """
-    found = []
+    strange_paths = []
     for path in sorted((root / "tests").rglob("test_*.py")):
         place = path.relative_to(root / "tests")
         if len(place.parts) == 1 or str(place) in WHOLE_RUNS:
@@ -121,8 +125,8 @@ def strange_tests(root: Path) -> list[str]:
             top, names = "tests/rig", names[2:]
         module = root.joinpath(top, *names, place.stem.removeprefix("test_"))
         if not module.is_dir() and not module.with_suffix(".py").exists():
-            found.append(str(place))
-    return found
+            strange_paths.append(str(place))
+    return strange_paths
 
 
 def test_tests_mirror_the_tree():

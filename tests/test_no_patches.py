@@ -34,11 +34,11 @@ def is_class_or_module(value: ast.expr, modules: set[str]) -> bool:
 
 
 def modules_of(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names that an import binds to a module: any package's own, and ours."""
-    found = set()
+    """Return the names that imports bind to modules, of other packages and of ours."""
+    names = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             folder = ROOT.joinpath(*(node.module or "").split("."))
             ours = [
@@ -46,8 +46,8 @@ def modules_of(nodes: Sequence[ast.AST]) -> set[str]:
                 for alias in node.names
                 if (folder / alias.name).exists() or (folder / f"{alias.name}.py").exists()
             ]
-            found |= {alias.asname or alias.name for alias in ours}
-    return found - {"sys"}  # a script of the user's gets its own sys.argv
+            names |= {alias.asname or alias.name for alias in ours}
+    return names - {"sys"}  # a script of the user's gets its own sys.argv
 
 
 def patches_in(text: str) -> list[int]:
@@ -80,17 +80,17 @@ def test_patches_are_found() -> None:
 
 
 def test_no_class_or_module_is_patched() -> None:
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in patches_in(path.read_text())]
+    places = [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in patches_in(path.read_text())]
     # the operators of a phantom are made in a loop, right below its class
-    assert [where for where in found if "varuna_plugin/splitting/phantom.py" not in where] == []
+    assert [where for where in places if "varuna_plugin/splitting/phantom.py" not in where] == []
 
 
 def test_no_module_keeps_the_state_of_a_run() -> None:
-    found = {
+    globals_of_files = {
         (path.name, name)
         for path in FILES
         for node in nodes_of(path.read_text())
         if isinstance(node, ast.Global)
         for name in node.names
     }
-    assert found <= STATE_OF_THE_PROCESS
+    assert globals_of_files <= STATE_OF_THE_PROCESS

@@ -27,8 +27,8 @@ def test_the_notebook_shows_tables_and_pictures(tmp_path: Path, monkeypatch: pyt
     assert sum("image/png" in kinds for kinds in shown) == 2, "the layers with the cuts, and the step"
     (plan,) = (output.data["text/html"] for cell in cells for output in cell.outputs if "3 stages" in str(output))
     assert plan.count("<tr>") == 4
-    said = [output.text for cell in cells for output in cell.outputs if output.output_type == "stream"]
-    lines = "".join(said).splitlines()  # what is printed may come in parts
+    texts = [output.text for cell in cells for output in cell.outputs if output.output_type == "stream"]
+    lines = "".join(texts).splitlines()  # what is printed may come in parts
     assert [line.split()[0] for line in lines] == ["1", "2", "3"]
     assert "does not fit" in lines[0]
     assert lines[2] == "3 fits"

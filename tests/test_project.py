@@ -25,25 +25,28 @@ OPTIONAL = {
 
 
 def imported(path: Path) -> set[str]:
-    """The top-level packages that a module imports, also inside functions; not those for type checkers only."""
-    found = set()
+    """Return the top-level packages that a module imports, also inside functions; not those for type checkers only."""
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            packages |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module.split(".")[0])
-    return found
+            packages.add(node.module.split(".")[0])
+    return packages
 
 
 def requirements() -> dict[str, set[str]]:
-    """The distributions that setup.py requires, by extra and under "core", in lower case."""
+    """Return the distributions that setup.py requires, by extra and under "core", in lower case."""
     (core, extras) = (
         ast.literal_eval(node.value)
         for node in ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("CORE", "EXTRAS")
     )
     lines = {"core": core, **extras}
-    return {name: {re.split(r"[<>=;\[ ]", line)[0].lower() for line in found} for name, found in lines.items()}
+    return {
+        name: {re.split(r"[<>=;\[ ]", line)[0].lower() for line in lines_of_extra}
+        for name, lines_of_extra in lines.items()
+    }
 
 
 def declared() -> set[str]:
@@ -63,30 +66,30 @@ def test_every_imported_package_is_declared(package: str) -> None:
 
 
 def test_every_module_of_an_extra_is_known_where_it_may_be_missing() -> None:
-    """So that the sentence about a missing module names the extra that brings it."""
-    of_setup = {name: found for name, found in requirements().items() if name != "core"}
-    known = {
+    """The message about a missing module then names the extra that installs it."""
+    of_setup = {name: distributions for name, distributions in requirements().items() if name != "core"}
+    distributions_of_extra = {
         extra: {DISTRIBUTIONS.get(name, name).lower().replace("_", "-") for name in modules}
         for extra, modules in EXTRAS.items()
     }
-    assert known == of_setup
+    assert distributions_of_extra == of_setup
 
 
 def test_the_core_needs_no_module_of_an_extra() -> None:
-    """Its rooms load them where they are used, and modules that draw are loaded by what draws."""
+    """Its rooms import them where they are used; only code that draws imports the modules that draw."""
     modules = {name for names in EXTRAS.values() for name in names}
-    found = set()
+    paths = set()
     for path in sorted((ROOT / "varuna_capslog").rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if any(name.split(".")[0] in modules for name in names):
-                found.add(path.relative_to(ROOT / "varuna_capslog").as_posix())
-    assert found == {f"reports/{name}.py" for name in ("curves", "forecasts", "gantt", "memory", "style")}
+                paths.add(path.relative_to(ROOT / "varuna_capslog").as_posix())
+    assert paths == {f"reports/{name}.py" for name in ("curves", "forecasts", "gantt", "memory", "style")}
 
 
 def test_the_wheel_has_the_library_and_the_workload_alone() -> None:
-    """`tests` is a package too, and its rig no part of what is installed."""
+    """`tests` is a package too, but the wheel does not contain its rig."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     (include,) = (
         ast.literal_eval(node.value)

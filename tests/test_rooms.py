@@ -30,17 +30,17 @@ def rooms() -> list[str]:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Every module of the library, the workload and the tests below `root`: dotted name -> file."""
-    found = {}
+    """Files of the library's, the workload's and the tests' modules below `root`, by dotted name."""
+    paths = {}
     for package in ("varuna_capslog", "detr_pipeline", "tests"):
         for path in sorted((root / package).rglob("*.py")):
             name = ".".join(path.relative_to(root).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    return found
+            paths[name.removesuffix(".__init__")] = path
+    return paths
 
 
-def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
-    """(module, line) of everything that a module imports from `known`, or names in a string."""
+def imports(name: str, path: Path, paths: dict[str, Path]) -> Iterator[tuple[str, int]]:
+    """Yield (module, line) of each module of `paths` that this one imports or names in a string."""
     nodes = nodes_of(path.read_text(encoding="utf-8"))
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     typing = {
@@ -61,17 +61,17 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[str
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *([base] if base else [])])
-            targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
+            targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in paths else base for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             targets = [node.value.partition(":")[0]]
         for target in targets:
-            if target in known and target != name:
+            if target in paths and target != name:
                 yield target, node.lineno
 
 
 def upward(root: Path, order: list[str]) -> list[str]:
-    """One line per import of a room that stands above the importing one, or that the list lacks."""
-    known, found = modules(root), []
+    """Return a line for each import of a room that stands above the importing one, or that the list lacks."""
+    paths, violations = modules(root), []
 
     def height(module: str) -> int:
         if module.startswith("tests."):
@@ -82,27 +82,27 @@ def upward(root: Path, order: list[str]) -> list[str]:
         assert room in order, f"{module} is in no room of docs/architecture.md"
         return order.index(room)
 
-    for name, path in known.items():
-        for target, line in imports(name, path, known):
+    for name, path in paths.items():
+        for target, line in imports(name, path, paths):
             if target.startswith("detr_pipeline") and name.startswith("detr_pipeline"):
                 continue
             below_facade = name.startswith("varuna_capslog") and name not in FACADE
             if height(target) > height(name) or (target in FACADE and below_facade):
-                found.append(f"{path.relative_to(root)}:{line} imports {target}, which stands above it")
-    return found
+                violations.append(f"{path.relative_to(root)}:{line} imports {target}, which stands above it")
+    return violations
 
 
 def circles(root: Path) -> list[str]:
-    """One line per import that is part of a circle of modules, with its file and line."""
-    known = modules(root)
+    """Return a line for each import that is part of a circle of modules, with its file and line number."""
+    paths = modules(root)
     graph = {
         name: {
             target: line
-            for target, line in imports(name, path, known)
+            for target, line in imports(name, path, paths)
             # a module does not import the package that it is in
-            if not (name.startswith(target + ".") and known[target].name == "__init__.py")
+            if not (name.startswith(target + ".") and paths[target].name == "__init__.py")
         }
-        for name, path in known.items()
+        for name, path in paths.items()
     }
 
     def reached(start: str) -> set[str]:
@@ -116,7 +116,7 @@ def circles(root: Path) -> list[str]:
 
     below = {name: reached(name) for name in graph}
     return [
-        f"{known[name].relative_to(root)}:{line} imports {target}, which imports {name} again"
+        f"{paths[name].relative_to(root)}:{line} imports {target}, which imports {name} again"
         for name, targets in graph.items()
         for target, line in targets.items()
         if name in below[target]
@@ -168,8 +168,8 @@ def test_an_upward_import_is_named_with_file_and_line(tmp_path, text, expected):
     (tmp_path / "tests" / "rig").mkdir(parents=True)
     (tmp_path / "tests" / "rig" / "toy.py").touch()
     where = "varuna_capslog/base/wrong.py"
-    found = upward(tmp_path, ["base", "start", "cli"])
-    assert found == ([f"{where}{expected}, which stands above it"] if expected else [])
+    violations = upward(tmp_path, ["base", "start", "cli"])
+    assert violations == ([f"{where}{expected}, which stands above it"] if expected else [])
 
 
 def test_a_circle_is_named_with_file_and_line(tmp_path):

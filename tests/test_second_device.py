@@ -84,10 +84,10 @@ def test_a_step_has_the_bits_of_the_cpu(pool: WorkerPool, name: str) -> None:
     options = {"recipe": ADAMW} | options
     copies = "plain" if "host" in name else None
     arguments = (layout, options, 2, torch.float32, None, copies)
-    found = pool.run(train_apart, layout.world_size, *arguments)
-    assert not differences(found, pool.run(cases.train, 1, ONE, {"recipe": options["recipe"]}, 2)[0])
+    results = pool.run(train_apart, layout.world_size, *arguments)
+    assert not differences(results, pool.run(cases.train, 1, ONE, {"recipe": options["recipe"]}, 2)[0])
     if copies:
-        assert max(result["host bytes"][1] for result in found) > 0
+        assert max(rank_result["host bytes"][1] for rank_result in results) > 0
 
 
 def detr_apart(communicator: Communicator, *arguments: Any) -> dict[str, Any]:
@@ -102,12 +102,12 @@ def test_a_detector_has_the_gradients_of_the_cpu(pool: WorkerPool, model: str) -
         pytest.importorskip("transformers", minversion="5.0")
     options = {"recipe": ADAMW, "recompute": True}
     single = pool.run(detr.step, 1, model, ONE, options)[0]
-    found = pool.run(detr_apart, 2, model, Cuts((0, 6), (0, 1)), options, single["shapes"])
-    losses = {one["loss"] for one in found}
+    results = pool.run(detr_apart, 2, model, Cuts((0, 6), (0, 1)), options, single["shapes"])
+    losses = {rank_result["loss"] for rank_result in results}
     assert len(losses) == 1
     # on some processors the last bit of RT-DETR's is another one than in a single process
     assert losses.pop() == (pytest.approx(single["loss"], rel=1e-7) if model == "rt-detr" else single["loss"])
-    error, worst = gradient_error(merged(found, "gradients"), single["gradients"])
+    error, worst = gradient_error(merged(results, "gradients"), single["gradients"])
     assert error <= 1e-5, f"{worst}: {error:.2e}"
 
 
@@ -129,9 +129,9 @@ def copies_of_losses(communicator: Communicator) -> list[list[int]]:
 
 
 def test_boxes_are_matched_on_the_host_after_one_copy_of_the_costs(pool: WorkerPool) -> None:
-    """Targets that went to the device with those of other losses would come back from it image by image.
+    """Targets on the device, as other losses have them, would be copied back image by image.
 
-    Those of profiles stay on the host as those of data do: on a GPU they once did not, and no DETR could be measured.
+    A profile's targets stay on the host like a dataset's: on a GPU they once did not, and no DETR could be measured.
     """
     found_or_not, queries = 2 * 3 * 2, 6
     read, made_up = 1 + 2, 2 * queries  # boxes of the two images
@@ -153,11 +153,11 @@ def test_a_run_that_is_resumed_has_the_scores_and_weights_of_the_cpu(pool: Worke
     config = cases.run_config(str(tmp_path / "apart"), train=settings)
     stopped = pool.run(run_apart, len(cuts), config, cuts, 4)[0]
     assert stopped["stopped"]
-    found = pool.run(run_apart, len(cuts), config, cuts)[0]
-    assert (found["resumed"], found["step"]) == (4, 6)
-    assert found["scores"] == expected["scores"] != {}
+    resumed = pool.run(run_apart, len(cuts), config, cuts)[0]
+    assert (resumed["resumed"], resumed["step"]) == (4, 6)
+    assert resumed["scores"] == expected["scores"] != {}
     rows, theirs = (
-        {row["step"]: row for row in read_jsonl(tmp_path / one / "metrics.jsonl")} for one in ("apart", "cpu")
+        {row["step"]: row for row in read_jsonl(tmp_path / folder / "metrics.jsonl")} for folder in ("apart", "cpu")
     )
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in theirs.items()}
     assert_same(final_of(tmp_path / "apart"), final_of(tmp_path / "cpu"))
@@ -182,18 +182,18 @@ def test_a_data_set_of_somebody_elses_is_trained_on_and_judged(pool: WorkerPool,
 
 
 def bytes_that_count(communicator: Communicator) -> dict[str, int]:
-    """By name, what is counted while 4,000 bytes lie on the device, leave it for the host tier, and come back."""
+    """Return the allocated bytes while 4,000 bytes lie on the device, and once in the host tier, with the peak."""
     second_device.install()
     gc.collect()  # what earlier tests have left on the device in this process
-    device, found = torch.device(second_device.DEVICE), {}
+    device, byte_counts = torch.device(second_device.DEVICE), {}
     before = accelerator.allocated_bytes(device)
     tensor, tier = torch.ones(1000, device=device), HostTier(device)
     with PeakProbe(device) as probe:
-        found["whole"] = accelerator.allocated_bytes(device) - before
+        byte_counts["whole"] = accelerator.allocated_bytes(device) - before
         region, wait = tier.leave(tensor, beside=True)
         wait()
         del tensor
-        found["away"] = accelerator.allocated_bytes(device) - before
+        byte_counts["away"] = accelerator.allocated_bytes(device) - before
         torch.ones(1 << 20)  # beside the device
         back, wait = tier.come_back(region, beside=True)
         wait()
@@ -201,7 +201,7 @@ def bytes_that_count(communicator: Communicator) -> dict[str, int]:
     tier.finish()
     assert tier._thread is None, "copies of an accelerator run on a stream"
     assert twice.cpu().equal(torch.full((1000,), 2.0))
-    return found | {"peak": probe.peak_bytes - before}
+    return byte_counts | {"peak": probe.peak_bytes - before}
 
 
 def test_only_the_memory_of_the_device_counts(pool: WorkerPool) -> None:
@@ -210,13 +210,13 @@ def test_only_the_memory_of_the_device_counts(pool: WorkerPool) -> None:
 
 @pytest.fixture(scope="module")
 def cradle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
-    found = Cradle(tmp_path_factory.mktemp("cradle"), ["tests.installed_second_device"])
-    yield found
-    found.close()
+    cradle = Cradle(tmp_path_factory.mktemp("cradle"), ["tests.installed_second_device"])
+    yield cradle
+    cradle.close()
 
 
 def test_layers_move_between_members_as_on_the_cpu(cradle: Cradle, tmp_path: Path) -> None:
-    """Copies follow the steps of their owners; one member leaves and one joins, who take over what there is."""
+    """Copies follow the steps of their owners; one member leaves, and one joins and takes over layers."""
     settings = {"optimizer_args": TOGETHER}
     truth = truth_of(tmp_path / "truth", train=settings)
     config = config_of(tmp_path / "run", 3, train=settings, device=second_device.NAME)
@@ -239,7 +239,7 @@ apart = tests.second_device:install
 
 
 def test_a_command_measures_and_trains_on_the_accelerator_that_is_there(tmp_path: Path) -> None:
-    """Torch loads the device as it does any backend that is installed; `auto` takes it, in every process."""
+    """Torch loads the device like any installed backend; `auto` selects it in every process."""
     package = tmp_path / "site" / "apart-1.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: apart\nVersion: 1.0\n")

@@ -28,8 +28,8 @@ def test_that_runs():
 
 
 def test_skipped_tests_are_one_line_per_reason(tmp_path: Path) -> None:
-    """A hundred and twenty-eight skipped tests printed over a hundred lines, among which those for lack of data, which
-    must be seen, were lost.
+    """128 skipped tests once printed over a hundred lines; the tests skipped for lack of data, which must be seen, were
+    lost among them.
     """
     (tmp_path / "test_suite.py").write_text(SUITE)
     (tmp_path / "test_module.py").write_text(
@@ -38,9 +38,9 @@ def test_skipped_tests_are_one_line_per_reason(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.skips", "-p", "no:cacheprovider", "-n", "2"]
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stdout + found.stderr
-    lines = found.stdout.splitlines()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
     begin = next(number for number, line in enumerate(lines) if "skipped tests by reason" in line) + 1
     assert lines[begin : begin + 4] == [
         "   4  Varuna is not installed: see docs/varuna.md",

@@ -47,12 +47,12 @@ def test_two_nodes_train_as_one_command_does(tmp_path: Path) -> None:
 
 
 def run_two_nodes(config: Path, run_dir: Path) -> list[tuple[int, str]]:
-    """Exit status and output of both agents."""
+    """Return exit status and output of both agents."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = ["--nnodes", "2", "--master", "127.0.0.1", "--port", port]
-    changed = [f"run_dir={run_dir}", "elastic.enabled=true"]  # which is ignored, and said so
+    changed = [f"run_dir={run_dir}", "elastic.enabled=true"]  # ignored, with a message
     nodes = [start([*common, "--node-rank", str(node), str(config), *changed]) for node in range(2)]
     outputs = [node.communicate(timeout=80)[0] for node in nodes]
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]

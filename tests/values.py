@@ -1,4 +1,4 @@
-"""JSON values for the tests of what reads them."""
+"""JSON values for tests of the code that reads JSON."""
 
 from __future__ import annotations
 

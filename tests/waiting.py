@@ -1,4 +1,4 @@
-"""Waiting in tests for what other threads and processes do."""
+"""Waiting in tests for other threads and processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Fails where the condition does not hold within so many seconds."""
+    """Wait until the condition holds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -17,7 +17,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process has not ended, by what Linux says."""
+    """Return True if /proc has the process and it is neither a zombie nor dead (Linux)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,8 +1,7 @@
-"""A training run with faults at random moments, and the verdict whether it came through.
+"""A training run with faults at random moments, and the verdict on whether it passed.
 
-Machines, store and members are what they are in any run; `schedule` says what happens to them, `strikes` does it and
-`judge` says what they made of it. Nothing is done for the run but what a cloud does: a machine or a worker that was
-lost comes back as a new one.
+Machines, store and members are those of any run; `schedule` chooses the faults, `strikes` injects them, and `judge`
+checks the results. The rig helps the run only as a cloud does: a lost machine or worker comes back as a new one.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _STOP_SECONDS = 60.0
 
 
 class Chaos:
-    """One run.
+    """A chaos run.
 
     Args:
         config: a resolved config with `elastic.enabled`; its folder must not hold a run.
@@ -47,10 +46,10 @@ class Chaos:
         self.hits: list[Hit] = []
 
     def run(self) -> ChaosOutcome:
-        """Trains, disturbs, stops, and judges.
+        """Train, inject faults, stop, and judge.
 
         Raises:
-            CapslogError: the run cannot be begun.
+            CapslogError: the run cannot be started.
         """
         began = time.monotonic()
         if (self.run_dir / "checkpoints").exists() or (self.run_dir / "chaos").exists():
@@ -80,7 +79,7 @@ class Chaos:
             except CapslogError as error:
                 breaches.append(str(error))
         founded = [record for segment in records.segments for record, _ in segment.founded]
-        made = {(one.step, one.generation, k) for k, part in enumerate(records.segments) for one in part.stepped}
+        made = {(event.step, event.generation, k) for k, part in enumerate(records.segments) for event in part.stepped}
         return ChaosOutcome(
             self.options, breaches, self.hits, self.machines.members.joins, len(founded), last, len(made) - last,
             self.strikes.store_losses, sum(record.regress for record in founded), time.monotonic() - began,
@@ -91,7 +90,7 @@ class Chaos:
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
-        """What a kind of run adds to a line of results."""
+        """Return fields that a subclass adds to a line of results."""
         return {}
 
     def _disturb(self, began: float) -> None:
@@ -126,7 +125,7 @@ class Chaos:
 
     def _note(self, hit: Hit) -> None:
         self.hits.append(hit)
-        who = ", ".join(hit.victims) or hit.note
+        victims = ", ".join(hit.victims) or hit.note
         times = "" if hit.recovered is None else f"next step after {hit.recovered:.2f} s"
         step = self.machines.records.step
-        self.say(f"{len(self.hits):4d}  step {step:6d}  {hit.kind:13s} {who:24s} {times}")
+        self.say(f"{len(self.hits):4d}  step {step:6d}  {hit.kind:13s} {victims:24s} {times}")

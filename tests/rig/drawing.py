@@ -1,5 +1,5 @@
-"""Members that draw what a generation runs when they found it: any stages and any order of work, which no other member
-could compute.
+"""Members that draw a random plan for each generation that they found: any stages and any order of work, which no other
+member could compute.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def draw_for(run: RunShape, chain: Chain, ranks: int, *seed: object) -> Plan:
 
 
 def has_branches(chain: Chain) -> bool:
-    """Whether some layer does not read what the one before it makes."""
+    """Return True if some layer does not read the output of the layer before it."""
     return any((layer - 1, layer) not in chain.edges for layer in range(1, len(chain)))
 
 

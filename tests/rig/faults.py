@@ -1,8 +1,8 @@
-"""Faults at named points of a member's life, so that a test can lose it exactly there.
+"""Faults at named points of a member's life, so that a test can lose the member exactly there.
 
-The variable `CAPSLOG_FAULTS` holds them; `main` runs a member that they may hit. A fault hits a member when it comes to
-a point for the n-th time. Points are those that `Runtime` names, and `action <i>` before instruction i of a step's
-program.
+The variable `CAPSLOG_FAULTS` holds the faults; `main` runs a member that they may hit. A fault hits a member when it
+comes to a point for the n-th time. `Runtime` names the points; `action <i>` is the point before instruction i of a
+step's program.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _LONGEST_WAIT = 60.0
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to `member` when it comes to `point` for the `count`-th time.
+    """A fault that hits `member` when it comes to `point` for the `count`-th time.
 
     Attributes:
-        do: "kill" and "stop" by signal; "raise" an error that nothing expects; "device" one of a GPU; "memory" an
-            allocation that fails; "hang" for ever; "full": from now on nothing that this process writes finds room on
-            the disk; "starve": an allocation of `name` bytes fails as torch's on a CPU does, with "<bytes> <n>" in the
+        do: "kill" and "stop": by signal; "raise": an error that nothing expects; "device": an error of a GPU;
+            "memory": an allocation fails; "hang": the member hangs; "full": from now on the disk is full for this
+            process; "starve": an allocation of `name` bytes fails as torch's on a CPU does, with "<bytes> <n>" in the
             n-th operation of torch from there on that changes a tensor in place; "copy": a copy to or from the host
-            tier fails; "slow": from the next step on its work takes `name` times as long; "wait" until somebody creates
-            `<name>.go` in the run's `faults/` (it creates `<name>.here` before), at most a minute.
+            tier fails; "slow": from the next step on its work takes `name` times as long; "wait": creates
+            `<name>.here` in the run's `faults/`, then waits at most a minute for a file `<name>.go` there.
     """
 
     member: str
@@ -73,11 +73,11 @@ class Fault:
         fields.whole(self.count, "count", minimum=1)
 
     def to_json(self) -> dict[str, Any]:
-        """As an entry of the variable's list."""
+        """Return the fault as an entry of the variable's list."""
         return dict(vars(self))
 
     def happen(self, folder: Path) -> TorchDispatchMode | None:
-        """Does it, in this process and thread; returns what must be left at the next point."""
+        """Inject the fault in this process and thread; return the mode that must be exited at the next point."""
         match self.do:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -167,15 +167,13 @@ def prober(faults: Sequence[Fault], member: str, folder: Path) -> Callable[[str]
 
 
 def slow_down(folder: Path, member: str, factor: float) -> None:
-    """From its next step on, a member that `Slowness` observes from this folder works so many times as long; 1: as
-    before.
-    """
+    """From its next step on, slow a member that `Slowness` observes from this folder by `factor`; 1: as before."""
     folder.mkdir(parents=True, exist_ok=True)
     files.write_text(folder / f"{member}.slow", str(factor))
 
 
 def set_clock(folder: Path, machine: str, seconds: float) -> None:
-    """From now on the time of day of a machine's processes, by `JumpedClock`, is the true one and so many seconds."""
+    """Set the time of day of a machine's processes, by `JumpedClock`, to the true time plus `seconds`."""
     folder.mkdir(parents=True, exist_ok=True)
     files.write_text(folder / f"{machine}.clock", str(seconds))
 
@@ -231,10 +229,10 @@ class Instructions(Slowness):
 def main(
     arguments: Sequence[str], environment: Mapping[str, str] | None = None, equipment: Equipment | None = None
 ) -> int:
-    """The entry of a member with faults: those of the variable; else as `worker.main`."""
-    found = os.environ if environment is None else environment
-    faults = faults_of(found.get(VARIABLE, "[]"))
-    folder, member = Path(arguments[0]) / "faults", found["CAPSLOG_MEMBER"]
+    """Entry of a member with the faults of the variable; otherwise as `worker.main`."""
+    variables = os.environ if environment is None else environment
+    faults = faults_of(variables.get(VARIABLE, "[]"))
+    folder, member = Path(arguments[0]) / "faults", variables["CAPSLOG_MEMBER"]
     probe = prober(faults, member, folder)
     observer = Instructions(probe, folder, member)
     equipment = dataclasses.replace(equipment or Equipment(), probe=probe, observer=observer)

@@ -1,7 +1,7 @@
-"""Judges a run by what its members wrote down, the store's records, and an uninterrupted run of the plain engine.
+"""Judges a run by its members' records, the store's records, and an uninterrupted run of the plain engine.
 
-A pure function of these: it knows nothing of how the run was disturbed, but for the partitions whose sides are watched.
-One breach is a failed run.
+A pure function of these: it does not know the injected faults, except for the network partitions, whose sides it
+checks. One breach is a failed run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class NetworkPartition:
-    """One side of the network could not hear the other: `away` is the one without the store."""
+    """Period in which one side of the network could not hear the other; `away`: members cut off from the store."""
 
     begin: float
     end: float
@@ -67,8 +67,8 @@ class Segment:
     Attributes:
         first: step of the checkpoint that it began with.
         founded: every generation in the order of the log, with the time at which an observer had seen it.
-        broken: generations that a member has broken off, by the log; one that ends as its vote says is not among them.
-            None where nobody has looked.
+        broken: generations that a member has aborted, by the log; not those that end by a vote. None where it was not
+            observed.
     """
 
     first: int = 0
@@ -80,30 +80,30 @@ class Segment:
 
     @property
     def records(self) -> dict[int, Generation]:
-        """What the store held, by number."""
+        """Records of generations that the store held, by number."""
         return {record.number: record for record, _ in self.founded}
 
     @property
     def bases(self) -> dict[int, Stamp]:
-        """From where the generations that somebody has begun went on, by number."""
-        return {one.generation: one.base for one in self.opened}
+        """Base of each generation that a member has begun, by number."""
+        return {opening.generation: opening.base for opening in self.opened}
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What the uninterrupted run says: (loss, gradient norm) by step, and the names of its last weights by layer."""
+    """Results of the uninterrupted run: (loss, gradient norm) by step, and the names of its last weights by layer."""
 
     steps: Mapping[int, tuple[float, float]]
     weights: Mapping[str, str]
 
 
 def read_segment(lines: Iterable[Mapping[str, Any]], segment: Segment) -> None:
-    """Adds the lines that watched members left."""
+    """Add the lines that watched members wrote."""
     for line in lines:
         if line["kind"] == "open":
             base, members = Stamp(*line["base"]), tuple(line["members"])
-            found = Opened(line["member"], line["generation"], base, members, line["time"], line.get("left", 0))
-            segment.opened.append(found)
+            opening = Opened(line["member"], line["generation"], base, members, line["time"], line.get("left", 0))
+            segment.opened.append(opening)
         elif line["kind"] == "step":
             segment.stepped.append(
                 Stepped(
@@ -126,47 +126,48 @@ def judge(
     settled_within: int = 1,
     redundancy: int | None = None,
 ) -> list[str]:
-    """What is wrong with a run, in sentences; nothing for one that is as it should be.
+    """Sentences about all that is wrong with a run; empty for a correct run.
 
     Args:
         weights: as `truth.weights`, of the run's last checkpoint.
-        last: the step that it ended with.
+        last: the step that the run ended with.
         settled_within: the most steps that a change may take back: 1 with `sync`, 2 with `async`.
-        redundancy: so many members may be lost without going back to a checkpoint; None where copies may find no room.
+        redundancy: number of members that may be lost without going back to a checkpoint; None where copies may find no
+            room.
     """
-    found: list[str] = []
+    breaches: list[str] = []
     digests: dict[tuple[int, str], str] = {}
     for number, segment in enumerate(segments):
         name = f"segment {number}: "
-        found += [name + text for text in _equality(segment, truth, digests)]
-        found += [name + text for text in _order(segment)]
-        found += [name + text for text in _votes(segment)]
-        found += [name + text for text in _fences(segment)]
-        found += [name + text for text in _lineage(segment)]
-        found += [name + text for text in _taken_back(segment, settled_within, redundancy)]
-        found += [name + text for text in _sides(segment)]
-        found += [name + text for text in _left_behind(segment)]
-    found += _history(segments, last)
+        breaches += [name + text for text in _equality(segment, truth, digests)]
+        breaches += [name + text for text in _order(segment)]
+        breaches += [name + text for text in _votes(segment)]
+        breaches += [name + text for text in _fences(segment)]
+        breaches += [name + text for text in _lineage(segment)]
+        breaches += [name + text for text in _taken_back(segment, settled_within, redundancy)]
+        breaches += [name + text for text in _sides(segment)]
+        breaches += [name + text for text in _left_behind(segment)]
+    breaches += _history(segments, last)
     for layer in sorted(set(truth.weights) | set(weights)):
         if truth.weights.get(layer) != weights.get(layer):
-            found.append(f"the last weights of layer {layer} differ from the uninterrupted run's")
-    return found if len(found) <= _MOST else [*found[:_MOST], f"and {len(found) - _MOST} more"]
+            breaches.append(f"the last weights of layer {layer} differ from the uninterrupted run's")
+    return breaches if len(breaches) <= _MOST else [*breaches[:_MOST], f"and {len(breaches) - _MOST} more"]
 
 
 def _equality(segment: Segment, truth: Truth, digests: dict[tuple[int, str], str]) -> Iterable[str]:
-    """Every step that anybody ever applied, also those taken back later, has the right numbers and states."""
-    for one in segment.stepped:
-        right = truth.steps.get(one.step)
-        if right != (one.loss, one.grad_norm):
+    """Check that every step that a member applied, also if taken back later, has the right numbers and states."""
+    for step in segment.stepped:
+        right = truth.steps.get(step.step)
+        if right != (step.loss, step.grad_norm):
             yield (
-                f"{one.member} applied step {one.step} of generation {one.generation} with loss {one.loss!r} and "
-                f"gradient norm {one.grad_norm!r}; the uninterrupted run has {right}"
+                f"{step.member} applied step {step.step} of generation {step.generation} with loss {step.loss!r} and "
+                f"gradient norm {step.grad_norm!r}; the uninterrupted run has {right}"
             )
-        for layer, text in one.digests.items():
-            if digests.setdefault((one.step, layer), text) != text:
+        for layer, text in step.digests.items():
+            if digests.setdefault((step.step, layer), text) != text:
                 yield (
-                    f"{one.member} has another state of layer {layer} after step {one.step} of generation "
-                    f"{one.generation} than others"
+                    f"{step.member} has another state of layer {layer} after step {step.step} of generation "
+                    f"{step.generation} than others"
                 )
 
 
@@ -177,45 +178,45 @@ def _order(segment: Segment) -> Iterable[str]:
     newest: dict[Member, int] = {}
     next_step: dict[tuple[Member, int], int] = {}
     events: list[Opened | Stepped] = [*segment.opened, *segment.stepped]
-    events.sort(key=lambda one: one.time)
-    for one in events:
-        if isinstance(one, Opened):
-            first = bases.setdefault(one.generation, one)
-            if (first.base, first.members) != (one.base, one.members):
+    events.sort(key=lambda event: event.time)
+    for event in events:
+        if isinstance(event, Opened):
+            first = bases.setdefault(event.generation, event)
+            if (first.base, first.members) != (event.base, event.members):
                 yield (
-                    f"generation {one.generation} begins at {one.base} for {one.member}, "
+                    f"generation {event.generation} begins at {event.base} for {event.member}, "
                     f"at {first.base} for {first.member}"
                 )
-            if one.member not in one.members:
-                yield f"{one.member} opened generation {one.generation} without being a member"
-            next_step[(one.member, one.generation)] = one.base.step + 1
-            newest[one.member] = max(newest.get(one.member, 0), one.generation)
+            if event.member not in event.members:
+                yield f"{event.member} opened generation {event.generation} without being a member"
+            next_step[(event.member, event.generation)] = event.base.step + 1
+            newest[event.member] = max(newest.get(event.member, 0), event.generation)
         else:
-            if one.generation < newest.get(one.member, 0):
+            if event.generation < newest.get(event.member, 0):
                 yield (
-                    f"{one.member} applied step {one.step} of generation {one.generation} after it had begun "
-                    f"generation {newest[one.member]}"
+                    f"{event.member} applied step {event.step} of generation {event.generation} after it had begun "
+                    f"generation {newest[event.member]}"
                 )
-            expected = next_step.get((one.member, one.generation))
-            if one.step != expected:
+            expected = next_step.get((event.member, event.generation))
+            if event.step != expected:
                 yield (
-                    f"{one.member} applied step {one.step} of generation {one.generation}, but "
+                    f"{event.member} applied step {event.step} of generation {event.generation}, but "
                     f"{'had not opened it' if expected is None else f'step {expected} was due'}"
                 )
-            next_step[(one.member, one.generation)] = one.step + 1
+            next_step[(event.member, event.generation)] = event.step + 1
 
 
 def _votes(segment: Segment) -> Iterable[str]:
-    """A step needs the vote of every member of its generation, and who votes on a step has made the one before.
+    """A step needs the vote of every member of its generation, and a member that votes has made the step before.
 
     So two groups that share a member cannot both train, whatever the clocks say.
     """
     opened: dict[int, set[Member]] = defaultdict(set)
     made: dict[tuple[int, int], set[Member]] = defaultdict(set)
-    members = {one.generation: one.members for one in segment.opened}
+    members = {opening.generation: opening.members for opening in segment.opened}
     bases = segment.bases
-    for one in segment.opened:
-        opened[one.generation].add(one.member)
+    for opening in segment.opened:
+        opened[opening.generation].add(opening.member)
     for step in segment.stepped:
         made[step.generation, step.step].add(step.member)
     for (generation, number), some in sorted(made.items()):
@@ -231,7 +232,7 @@ def _votes(segment: Segment) -> Iterable[str]:
 
 
 def _fences(segment: Segment) -> Iterable[str]:
-    """Generations never train side by side, and only members of what the store has held train."""
+    """Generations never train at the same time, and only members of generations that the store has held train."""
     numbers = [generation.number for generation, _ in segment.founded]
     if numbers != sorted(set(numbers)):
         yield f"the log has generations in the order {numbers}"
@@ -246,24 +247,24 @@ def _fences(segment: Segment) -> Iterable[str]:
                     f"the store has {', '.join(records[began.generation].members)}"
                 )
     earliest: dict[int, float] = {}
-    for number in sorted(founded, reverse=True):  # a newer one comes after all older ones
+    for number in sorted(founded, reverse=True):  # a newer generation comes after all older ones
         earliest[number] = min(founded[number], earliest.get(number + 1, founded[number]))
     late: dict[tuple[Member, int], int] = defaultdict(int)
-    for one in segment.stepped:
-        if one.generation not in records:
-            yield f"{one.member} trained in generation {one.generation}, which the store has never held"
+    for step in segment.stepped:
+        if step.generation not in records:
+            yield f"{step.member} trained in generation {step.generation}, which the store has never held"
             continue
-        if one.member not in records[one.generation].members:
-            yield f"{one.member} trained in generation {one.generation} without being a member of it"
-        if one.generation + 1 in earliest and one.time > earliest[one.generation + 1]:
-            late[(one.member, one.generation)] += 1
+        if step.member not in records[step.generation].members:
+            yield f"{step.member} trained in generation {step.generation} without being a member of it"
+        if step.generation + 1 in earliest and step.time > earliest[step.generation + 1]:
+            late[(step.member, step.generation)] += 1
     for (member, generation), steps in late.items():
         if steps > 1:
             yield f"{member} applied {steps} steps of generation {generation} after the next one was founded"
 
 
 def _lineage(segment: Segment) -> Iterable[str]:
-    """What the store says of the past is what happened, and nobody goes on from what was taken back."""
+    """Check that the store's lineage is what happened, and that no member goes on from a step that was taken back."""
     bases = segment.bases
     told: set[tuple[int, Stamp]] = set()
     for record, _ in segment.founded:
@@ -279,19 +280,19 @@ def _lineage(segment: Segment) -> Iterable[str]:
 
 
 def _taken_back(segment: Segment, settled_within: int, redundancy: int | None) -> Iterable[str]:
-    """A change takes back what was not settled, at most; nothing where nobody was lost and all had made the step, or
-    the change was voted.
+    """A change takes back at most the steps that were not settled; none where no member was lost and all had made the
+    step, or the change was voted.
 
-    Only a generation that may go back to a checkpoint loses settled steps, and only where more were lost than the
-    redundancy covers, those counted without which generations trained that made no copies anew (small motions).
+    Only a generation that may go back to a checkpoint loses settled steps, and only where more members were lost than
+    the redundancy covers. Losses before generations that made no new copies (small motions) count too.
     """
     records = segment.records
-    opened = {one.generation: one for one in segment.opened}
+    opened = {opening.generation: opening for opening in segment.opened}
     made: dict[int, dict[Member, int]] = defaultdict(dict)
-    for one in segment.stepped:
-        made[one.generation][one.member] = max(made[one.generation].get(one.member, 0), one.step)
-    reached, source, trained = -1, 0, 0  # newest step that anybody made, in which generation; the last that made one
-    protected, missed = set[Member](), set[Member]()  # who trained when copies were placed; who of them was lost since
+    for step in segment.stepped:
+        made[step.generation][step.member] = max(made[step.generation].get(step.member, 0), step.step)
+    reached, source, trained = -1, 0, 0  # newest step, its generation, and the last generation that made a step
+    protected, missed = set[Member](), set[Member]()  # members when copies were placed; those of them lost since
     for number in sorted(opened):
         base = opened[number].base.step
         between = [records[k] for k in range(trained + 1, number + 1) if k in records]
@@ -329,48 +330,48 @@ def _taken_back(segment: Segment, settled_within: int, redundancy: int | None) -
 
 def _sides(segment: Segment) -> Iterable[str]:
     """The side of a partition that cannot reach the store ends the vote under way, and trains no more."""
-    members = {one.generation: set(one.members) for one in segment.opened}
+    members = {opening.generation: set(opening.members) for opening in segment.opened}
     for partition in segment.partitions:
         steps: dict[Member, int] = defaultdict(int)
-        for one in segment.stepped:
-            if not partition.begin < one.time < partition.end or one.member not in partition.away:
+        for step in segment.stepped:
+            if not partition.begin < step.time < partition.end or step.member not in partition.away:
                 continue
-            if members.get(one.generation, set()) - partition.away:  # else all of them are on this side: see `_fences`
-                steps[one.member] += 1
+            if members.get(step.generation, set()) - partition.away:  # else all of them are on this side: see `_fences`
+                steps[step.member] += 1
         for member, count in steps.items():
             if count > 1:
                 yield f"{member} applied {count} steps while it was cut off from the rest and from the store"
 
 
 def _left_behind(segment: Segment) -> Iterable[str]:
-    """No member keeps groups of two ranks of generations that have ended."""
+    """Check that no member keeps groups of two ranks of generations that have ended."""
     openings: dict[Member, list[Opened]] = defaultdict(list)
-    for one in sorted(segment.opened, key=lambda one: one.time):
-        openings[one.member].append(one)
-    for member, mine in openings.items():
-        for last in range(_OPENINGS, len(mine) + 1):
-            least = min(one.left for one in mine[last - _OPENINGS : last])
+    for opening in sorted(segment.opened, key=lambda opening: opening.time):
+        openings[opening.member].append(opening)
+    for member, openings_of_member in openings.items():
+        for last in range(_OPENINGS, len(openings_of_member) + 1):
+            least = min(opening.left for opening in openings_of_member[last - _OPENINGS : last])
             if least > 0:
                 yield (
                     f"{member} had {least} groups of older generations open at each of {_OPENINGS} openings, "
-                    f"the last of generation {mine[last - 1].generation}"
+                    f"the last of generation {openings_of_member[last - 1].generation}"
                 )
                 break
 
 
 def _history(segments: Sequence[Segment], last: int) -> Iterable[str]:
-    """Going back from the end, every step was made exactly once in what counts."""
+    """Check that, going back from the end, every step that counts was made exactly once."""
     wanted = last
     for number in range(len(segments) - 1, -1, -1):
         segment = segments[number]
-        made = {(one.step, one.generation) for one in segment.stepped}
+        made = {(step.step, step.generation) for step in segment.stepped}
         if not segment.opened:
             if wanted > segment.first:
                 yield f"segment {number}: nobody trained, yet the next one began with step {wanted}"
             wanted = segment.first if wanted > segment.first else wanted
             continue
         bases = segment.bases
-        reaching = [generation for step, generation in made if step == wanted]
+        reaching = [generation for step_number, generation in made if step_number == wanted]
         stamp = Stamp(wanted, max(reaching)) if reaching else Stamp(wanted, 0)
         while stamp.step > segment.first:
             if (stamp.step, stamp.generation) not in made:

@@ -1,9 +1,9 @@
 """Every machine of a chaos run in a network namespace of its own; a process moves the packets between them.
 
-The kernel's own TCP instead of the relay. Every namespace has a TUN device, and `machines/shaper` carries packets from
-one to another: late, at a bandwidth, some of them never. A way that is cut drops its packets, without a word to either
-side. Needs `unshare`, `nsenter`, `ip` and `/dev/net/tun`, and root or user namespaces; the machine's own network is not
-touched, since all of it happens in a namespace that `enter` begins. Linux.
+Uses the kernel's own TCP instead of the relay. Every namespace has a TUN device, and `machines/shaper` carries packets
+between them with a delay, a bandwidth and losses. A way that is cut drops its packets; neither side is notified. Needs
+`unshare`, `nsenter`, `ip` and `/dev/net/tun`, and root or user namespaces. The machine's own network is not touched,
+since everything happens in a namespace that `enter` begins. Linux.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def enter() -> None:
 
 
 def how_to_enter() -> list[str]:
-    """What begins a program in a network of its own. Raises CapslogError."""
+    """Return the command prefix that starts a program in its own network namespace. Raises CapslogError."""
     lacking = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if lacking:
         raise CapslogError(f"--network namespaces needs {', '.join(lacking)}, not found on PATH; use --network relay")
@@ -116,7 +116,7 @@ class Namespaces:
         return f"10.77.{self._numbers[name]}.2"
 
     def gateway(self, name: str) -> str:
-        """By which a machine reaches this process."""
+        """Address at which a machine reaches this process."""
         return f"10.77.{self._numbers[name]}.1"
 
     def disturb(self, ways: Iterable[Way], delay: float | None = None) -> None:
@@ -128,7 +128,7 @@ class Namespaces:
         self._ask({"do": "heal", "ways": sorted(ways)})
 
     def counts(self) -> dict[str, int]:
-        """What became of the packets so far; see `links.Counts`."""
+        """Return the packet counts so far; see `links.Counts`."""
         return self._ask({"do": "tell"})
 
     def _ask(self, order: dict[str, Any]) -> dict[str, Any]:

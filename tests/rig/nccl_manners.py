@@ -1,8 +1,8 @@
-"""A stand-in for NCCL on machines without GPUs: groups of two ranks with NCCL's manners, for tests and chaos.
+"""A stand-in for NCCL on machines without GPUs: groups of two ranks that behave like NCCL's, for tests and chaos.
 
-No tags: the n-th send meets the n-th receive. After a peer's death every operation waits for ever, without an error,
-until the group is aborted here; then it ends, without an error, and what a receive leaves is noise. Groups are opened
-slowly at times and sometimes not at all, and at times one breaks without a word. Two ranks of one device are refused.
+No tags: the n-th send meets the n-th receive. After a peer's death every operation hangs, without an error, until this
+rank aborts the group; then it ends, without an error, and a receive leaves noise in its tensor. Some openings are slow
+or fail, and at times a group breaks without an error. Two ranks of one device are refused.
 Use it as `pipeline.transport=tests.rig.nccl_manners:open_group`.
 """
 
@@ -41,7 +41,7 @@ _changing = threading.Lock()
 
 @dataclass(frozen=True)
 class Manners:
-    """How often what goes wrong.
+    """Probability of each injected failure.
 
     Attributes:
         slow: openings that take half a second longer.
@@ -55,9 +55,9 @@ class Manners:
 
     @classmethod
     def of_environment(cls) -> Manners:
-        """What the variable `MANNERS` says."""
-        given = os.environ.get(MANNERS)
-        return cls(*map(float, given.split(","))) if given else cls()
+        """Read the probabilities from the variable `MANNERS`; defaults where it is not set."""
+        text = os.environ.get(MANNERS)
+        return cls(*map(float, text.split(","))) if text else cls()
 
 
 @dataclass
@@ -73,14 +73,14 @@ class _Message:
 
 
 class StandIn:
-    """One rank's side of a group; a thread of its own sends or receives, in order.
+    """A rank's side of a group; its own thread sends or receives, in order.
 
     Args:
-        line: connected to the peer.
-        sends: whether this rank does.
+        line: socket connected to the peer.
+        sends: True if this rank sends, False if it receives.
 
     Attributes:
-        opened: when it was, by the machine's monotonic clock.
+        opened: time of the opening, by the machine's monotonic clock.
     """
 
     def __init__(self, line: socket.socket, sends: bool, breaks: float) -> None:
@@ -170,18 +170,18 @@ def open_group(store: dist.Store, number: int, timeout: datetime.timedelta, devi
         time.sleep(0.5)
     if draw.random() < manners.fails:
         raise RuntimeError("NCCL error: unhandled system error (a stand-in's opening that fails at times)")
-    mine = (device or f"{socket.gethostname()}/{os.getpid()}").encode()[:255]
+    own_device = (device or f"{socket.gethostname()}/{os.getpid()}").encode()[:255]
     until = time.monotonic() + timeout.total_seconds()
     try:
         line = _called(store, until) if number == 0 else _answered(store, until)
         line.settimeout(max(0.01, until - time.monotonic()))
-        line.sendall(bytes([len(mine)]) + mine)
-        other = _exactly(line, _exactly(line, 1)[0])
+        line.sendall(bytes([len(own_device)]) + own_device)
+        peer_device = _exactly(line, _exactly(line, 1)[0])
     except OSError as error:
         raise RuntimeError(f"NCCL error: the other rank cannot be reached: {error}") from error
-    if other == mine:
+    if peer_device == own_device:
         line.close()
-        raise RuntimeError(f"NCCL error: Duplicate GPU detected: both ranks are on device {mine.decode()}")
+        raise RuntimeError(f"NCCL error: Duplicate GPU detected: both ranks are on device {own_device.decode()}")
     line.settimeout(None)
     return StandIn(line, number == 0, manners.breaks)
 
@@ -191,9 +191,9 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def left_open(before: float = math.inf) -> int:
-    """Groups of this process that were opened before a time of the monotonic clock and have not ended."""
+    """Number of this process's groups that were opened before a time of the monotonic clock and have not ended."""
     with _changing:
-        return sum(one.opened < before for one in _open)
+        return sum(group.opened < before for group in _open)
 
 
 def _answered(store: dist.Store, until: float) -> socket.socket:
@@ -220,10 +220,10 @@ def _called(store: dist.Store, until: float) -> socket.socket:
 
 
 def _exactly(line: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        part = line.recv(count - len(found))
+    received = b""
+    while len(received) < count:
+        part = line.recv(count - len(received))
         if not part:
             raise ConnectionError("it has closed its connection")
-        found += part
-    return found
+        received += part
+    return received

@@ -1,4 +1,4 @@
-"""What a chaos run is asked to do, and how it ended."""
+"""Options and outcome of a chaos run."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ FORMAT = "varuna-capslog/chaos/1"
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """What is done to a run.
+    """Options of a chaos run.
 
     Attributes:
-        faults: how many; None: as many as `seconds` allow.
+        faults: number of faults; None: as many as `seconds` allow.
         seconds: after which no further fault is begun; None: no limit.
-        mean_seconds: between a recovery and the next fault.
+        mean_seconds: mean time between a recovery and the next fault.
         weights: of the fault classes, see `schedule.weights_of`.
         hosts, workers: machines, and workers of each.
         network: "loopback", "relay" or "namespaces"; see `MachineNetwork`.
-        links: what every way between namespaces does to packets.
+        links: delay, loss and bandwidth of the ways between namespaces.
         store: "tcp", or "etcd": three servers, of which the class `store` kills one.
         plans: every generation runs a plan of any rectangles, drawn by its founder.
-        hang_seconds: a run that has not finished a step for so long after a fault hangs, and has failed.
+        hang_seconds: a run hangs, and has failed, if it has not finished a step within this time after a fault.
     """
 
     seed: int = 0
@@ -53,17 +53,17 @@ class ChaosOptions:
 
 @dataclass
 class ChaosOutcome:
-    """How a run ended.
+    """Outcome of a chaos run.
 
     Attributes:
-        breaches: what is wrong, in sentences; empty where the run came through.
-        joins: members that joined a generation that was there.
+        breaches: sentences about what is wrong; empty where the run passed.
+        joins: members that joined an existing generation.
         steps: the step that the run ended with.
         repeated: steps that were made again after they had been taken back.
-        store_losses: of `hits`, how many ended in a new start.
+        store_losses: number of `hits` that ended in a new start.
         regresses: generations that went back to a checkpoint, as more was lost than the redundancy covers.
         sizes: the numbers of members that made steps.
-        causes: how many losses the run gave the injected cause, and a sentence for each of the others.
+        causes: number of losses reported with the injected cause, and a sentence for each of the others.
         packets: between namespaces: carried, lost, dropped.
     """
 
@@ -130,7 +130,7 @@ class ChaosOutcome:
 
 
 def _commit() -> str | None:
-    """Of the source, where it is a repository."""
+    """Commit of the source; None outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

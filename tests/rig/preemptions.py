@@ -1,7 +1,7 @@
-"""A recorded trace of preemptions happens to a run: workers come and go as the trace's nodes did, only faster.
+"""Replays a recorded trace of preemptions on a run: workers come and go as the trace's nodes did, only faster.
 
-Every node is a worker of one host. What is reported is how much of the ideal was trained: of a run that always makes
-steps as fast as this one did with as many members, and needs no time to change between them.
+Every node is a worker of one host. The result is the share of the ideal number of steps: the ideal run always makes
+steps as fast as this one did with the same number of members, and changes between them take no time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SETTLE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Rent:
-    """All that happens at one moment, in seconds of the run: who is rented from then on, in place of whom."""
+    """The changes at one moment, in seconds of the run: nodes rented from then on, and nodes that they replace."""
 
     seconds: float
     joined: tuple[str, ...]
@@ -41,11 +41,11 @@ class Rent:
 
 
 def rents(events: Sequence[TraceEvent], devices: int, scale: float, duration_seconds: float | None) -> list[Rent]:
-    """The trace as a run with at most so many devices sees it; nodes beyond wait for a place, as in `trace_replay`.
+    """Changes of a run with at most `devices` devices under the trace; further nodes wait, as in `trace_replay`.
 
     Args:
-        scale: by how much faster.
-        duration_seconds: of the trace's own time; default: all of it.
+        scale: factor by which the replay is faster.
+        duration_seconds: length of the replayed part, in the trace's own time; default: the whole trace.
     """
     if not scale > 0:
         raise CapslogError(f"scale {scale} is not positive; 60 makes a minute of an hour")
@@ -53,30 +53,30 @@ def rents(events: Sequence[TraceEvent], devices: int, scale: float, duration_sec
     end = begin + duration_seconds if duration_seconds is not None else events[-1].seconds
     present: list[str] = []
     rented: list[str] = []
-    found: list[Rent] = []
+    changes: list[Rent] = []
     for moment, group in itertools.groupby(events, key=lambda event: event.seconds):
         if moment > end:
             break
         for event in group:
             (present.append if event.kind == "add" else present.remove)(event.node)
         stay = [node for node in rented if node in present]
-        new = [node for node in present if node not in stay][: devices - len(stay)]
-        left = tuple(node for node in rented if node not in stay)
-        rented = stay + new
-        if left or new:
-            found.append(Rent((moment - begin) / scale, tuple(new), left, len(rented)))
-    return found
+        joining = [node for node in present if node not in stay][: devices - len(stay)]
+        leaving = tuple(node for node in rented if node not in stay)
+        rented = stay + joining
+        if leaving or joining:
+            changes.append(Rent((moment - begin) / scale, tuple(joining), leaving, len(rented)))
+    return changes
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What was trained of what could have been.
+    """Steps of a run, compared with the steps of an ideal run.
 
     Attributes:
         steps: finished in `seconds`.
-        ideal_steps: with each number of members its usual speed, all the time that the trace gave so many.
+        ideal_steps: steps at the usual speed of each number of members, all the time that the trace had that many.
         rates: steps per second by number of members.
-        lost_seconds: the difference, as time at the speeds that there were.
+        lost_seconds: the difference between ideal and actual steps, as time at these speeds.
     """
 
     seconds: float
@@ -94,28 +94,28 @@ def goodput(segment: Segment, counts: Sequence[tuple[float, int]], end: float) -
     """Compares the steps between two moments with the ideal.
 
     Args:
-        counts: (seconds since the epoch, devices that there are from then on), rising; the first is the begin.
+        counts: (seconds since the epoch, number of devices from then on), rising; the first is the start.
         end: seconds since the epoch.
     """
     begin = counts[0][0]
-    members = {one.generation: len(one.members) for one in segment.opened}
+    members = {opening.generation: len(opening.members) for opening in segment.opened}
     finished: dict[tuple[int, int], float] = {}
-    for one in segment.stepped:
-        key = (one.generation, one.step)
-        finished[key] = min(one.time, finished.get(key, one.time))
+    for step_event in segment.stepped:
+        key = (step_event.generation, step_event.step)
+        finished[key] = min(step_event.time, finished.get(key, step_event.time))
     lengths: dict[int, list[float]] = defaultdict(list)
     for (generation, step), at in finished.items():
         before = finished.get((generation, step - 1))
         if before is not None:
             lengths[members[generation]].append(at - before)
-    usual = {count: 1.0 / statistics.median(found) for count, found in lengths.items() if len(found) >= 3}
+    usual = {count: 1.0 / statistics.median(durations) for count, durations in lengths.items() if len(durations) >= 3}
     if not usual:
         raise CapslogError("no number of members made four steps in a row; let the trace run slower")
     rates = {0: 0.0}  # more devices are never slower than fewer: a layout may leave some idle
     for count in range(1, max([*usual, *(count for _, count in counts)]) + 1):
-        # where nobody trained with so many, they cannot be faster than the next larger number
-        known = next((usual[more] for more in sorted(usual) if more >= count), 0.0)
-        rates[count] = max(known, rates[count - 1])
+        # a number of members that never trained cannot be faster than the next larger number
+        next_rate = next((usual[more] for more in sorted(usual) if more >= count), 0.0)
+        rates[count] = max(next_rate, rates[count - 1])
     steps = len({step for (_, step), at in finished.items() if begin < at <= end})
     ideal = 0.0
     for (moment, count), (until, _) in itertools.pairwise([*counts, (end, 0)]):
@@ -205,20 +205,20 @@ class Preemptions(Chaos):
             self.machines.members.signal(member, signal.SIGKILL)
 
     def summary(self) -> dict[str, Any]:
-        """The numbers for a results file."""
-        found = self.goodput
-        if found is None:
+        """Return the numbers for a results file."""
+        goodput = self.goodput
+        if goodput is None:
             return {}
         return {
             "scale": self.scale,
             "notice_seconds": self.notice * self.scale,
-            "seconds": round(found.seconds, 1),
+            "seconds": round(goodput.seconds, 1),
             "changes": len(self.trace),
             "lost_nodes": self.losses,
-            "steps": found.steps,
-            "ideal_steps": round(found.ideal_steps, 1),
-            "share_of_ideal": round(found.share, 4),
-            "lost_seconds": round(found.lost_seconds, 2),
-            "share_at_own_pace": round(1.0 - (1.0 - found.share) / self.scale, 5) if self.scale > 1 else None,
-            "steps_per_second": {str(count): round(rate, 2) for count, rate in sorted(found.rates.items())},
+            "steps": goodput.steps,
+            "ideal_steps": round(goodput.ideal_steps, 1),
+            "share_of_ideal": round(goodput.share, 4),
+            "lost_seconds": round(goodput.lost_seconds, 2),
+            "share_at_own_pace": round(1.0 - (1.0 - goodput.share) / self.scale, 5) if self.scale > 1 else None,
+            "steps_per_second": {str(count): round(rate, 2) for count, rate in sorted(goodput.rates.items())},
         }

@@ -29,7 +29,7 @@ class Recovery:
     """Waits while the machines run.
 
     Args:
-        hang_seconds: a run that has not finished a step for so long after a fault hangs.
+        hang_seconds: a run hangs if it has not finished a step within this time after a fault.
 
     Attributes:
         sizes: the numbers of members that have made steps so far.
@@ -43,7 +43,7 @@ class Recovery:
     def turn(self) -> list[Stepped]:
         """See `Machines.turn`."""
         stepped = self._machines.turn()
-        self.sizes.update(len(self._machines.members.of(one.generation)) for one in stepped)
+        self.sizes.update(len(self._machines.members.of(event.generation)) for event in stepped)
         return stepped
 
     def wait(self, seconds: float) -> None:
@@ -53,7 +53,7 @@ class Recovery:
             self.turn()
 
     def until(self, done: Callable[[], bool], what: str, seconds: float) -> None:
-        """Waits for a condition, `what` in words. Raises Hung after so long."""
+        """Wait for a condition, described by `what`. Raises Hung after `seconds`."""
         until = time.monotonic() + seconds
         while not done():
             if time.monotonic() > until:
@@ -63,14 +63,14 @@ class Recovery:
     def recover(
         self, hit: Hit, gone: Sequence[Member], until: float = 0.0, excused: frozenset[Member] = frozenset()
     ) -> Hit:
-        """Waits for the next step of a generation without those that are gone; notes in `hit` how long it took.
+        """Wait for the next step of a generation without the members in `gone`; note in `hit` how long it took.
 
         Args:
-            until: a fault that changes no membership is over by then (seconds since the epoch).
-            excused: a step of a generation without all of these ends the waiting also before the end of the fault.
+            until: end of a fault that changes no membership (seconds since the epoch).
+            excused: a step of a generation without any of these members ends the wait even before `until`.
 
         Raises:
-            Hung: there is no such step in time.
+            Hung: no such step is made in time.
         """
         members, records = self._machines.members, self._machines.records
         hit.victims = hit.victims or tuple(gone)
@@ -80,15 +80,15 @@ class Recovery:
         while hit.recovered is None:
             if time.monotonic() > deadline:
                 raise Hung(f"no step within {self.hang_seconds:g} s of {hit.kind} ({', '.join(hit.victims)})", hit)
-            for one in sorted(self.turn(), key=lambda one: one.time):
-                voters = set(members.of(one.generation))
-                if one.time <= hit.time or not voters or voters & (lost | members.roster.dead):
+            for event in sorted(self.turn(), key=lambda event: event.time):
+                voters = set(members.of(event.generation))
+                if event.time <= hit.time or not voters or voters & (lost | members.roster.dead):
                     continue
-                if lost and one.generation < hit.generation:  # the last of an older one, without those lost later
+                if lost and event.generation < hit.generation:  # older generation, without members lost later
                     continue
                 without = bool(excused) and not voters & excused
-                if one.time > until or without:
-                    hit.recovered = one.time - hit.time
+                if event.time > until or without:
+                    hit.recovered = event.time - hit.time
                     break
         times = [at for at in records.step_times[max(0, begun - 50) :] if at <= hit.time + hit.recovered]
         first = max((index for index, at in enumerate(times) if at <= hit.time), default=0)

@@ -1,10 +1,10 @@
 """A network that can be disturbed without privileges: all connections between hosts go through this process.
 
 `main`, in a process of its own, reads the run's secret from its standard input, prints the port at which it takes
-orders from those who know it, one JSON message each, and ends with its standard input. Whoever listens is registered
-under the name of its host; whoever wants to connect asks for a port of its own, so the relay knows both ends of every
-connection. A cut is a network that loses packets: nothing arrives, no end of a connection either, and what was under
-way arrives after the healing, as TCP would send it again.
+orders from clients that know the secret, one JSON message each, and ends with its standard input. Each listener is
+registered under the name of its host, and each client asks for its own port, so the relay knows both ends of every
+connection. A cut is a network that loses packets: nothing arrives, not even the end of a connection, and bytes under
+way arrive after the healing, as TCP would send them again.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ class Line:
             raise CapslogError(f"the relay does not answer: {error}") from error
         except EOFError:
             raise CapslogError("the relay has ended") from None
-        found: dict[str, Any] = json.loads(answer)
-        if "error" in found:
-            raise CapslogError(f"the relay refuses {order}: {found['error']}")
-        return found
+        reply: dict[str, Any] = json.loads(answer)
+        if "error" in reply:
+            raise CapslogError(f"the relay refuses {order}: {reply['error']}")
+        return reply
 
     def register(self, host: str, address: str) -> None:
         """Says on which host somebody listens at `address`."""
         self.ask(do="register", host=host, address=address)
 
     def through(self, source: str, address: str, than: int = 0) -> str:
-        """Where a process of host `source` connects to reach `address`; that itself on its own host.
+        """Return the address at which a process of host `source` reaches `address`; `address` itself on its own host.
 
         Args:
-            than: a port; the one that is given is higher or lower than it as the true one is, in a socket's order of
-                bytes. Two ends that compare their addresses to agree who calls whom still agree.
+            than: a port; the returned port is higher or lower than it as the true one is, in network byte order, so
+                that two ends that compare their addresses to decide which of them connects still agree.
         """
         return str(self.ask(do="open", source=source, address=address, than=than)["address"])
 
@@ -97,10 +97,10 @@ class Line:
 
 
 class Relay:
-    """The relay's process, for the one who starts it; it ends with its owner.
+    """Handle of the relay's process, which ends with the process that started it.
 
     Args:
-        secret: that whoever gives orders must know.
+        secret: that clients must know to give orders.
     """
 
     def __init__(self, secret: Secret) -> None:
@@ -134,7 +134,7 @@ class Relay:
 
 
 class _Network:
-    """Who listens where, which ways are disturbed, and the ports that were given out."""
+    """State of the network: hosts of the listeners, disturbed ways, and the ports that were given out."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, str] = {}
@@ -190,12 +190,12 @@ class _Network:
         return f"127.0.0.1:{self._given[key][0]}"
 
     async def tidy(self) -> None:
-        """Closes ports that nobody needs any more; the connections that were made by them go on."""
+        """Close ports that are no longer needed; connections made through them go on."""
         while True:
             await asyncio.sleep(_UNUSED_SECONDS / 4)
             now = time.monotonic()
             for key in [key for key, used in self._used.items() if now - used > _UNUSED_SECONDS]:
-                if self._hosts.get(key[1]) != "store":  # asked for once, used all the time
+                if self._hosts.get(key[1]) != "store":  # opened once, used all the time
                     del self._used[key]
                     self._given.pop(key)[1].close()
 
@@ -218,35 +218,35 @@ class _Network:
                     end.close()
 
     async def _pump(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One direction of one connection, to its end and with it."""
+        """Carry one direction of a connection until it ends; then close the connection."""
         waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=1024)
 
         async def read() -> None:
             while True:
                 try:
-                    data = await reader.read(_CHUNK)
+                    chunk = await reader.read(_CHUNK)
                 except OSError:
-                    data = b""
-                await waiting.put((time.monotonic() + self.delay(way), data))
-                if not data:
+                    chunk = b""
+                await waiting.put((time.monotonic() + self.delay(way), chunk))
+                if not chunk:
                     return
 
         reading = asyncio.create_task(read())
         try:
             while True:
-                due, data = await waiting.get()
+                due, chunk = await waiting.get()
                 if due > time.monotonic():
                     await asyncio.sleep(due - time.monotonic())
                 await self.gate(way).wait()
-                if not data:
+                if not chunk:
                     break
-                writer.write(data)
+                writer.write(chunk)
                 await writer.drain()
         except OSError:
-            pass  # the other end is gone; this one will hear so by its own direction
+            pass  # the other end is gone; this end learns it from its own direction
         finally:
             reading.cancel()
-            # Who is gone is gone for both directions: processes that end close their connections as a whole.
+            # A process that ends closes its connections in both directions.
             writer.close()
 
 

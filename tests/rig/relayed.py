@@ -1,7 +1,7 @@
-"""Makes a member's connections go through the relay: the addresses that it learns from the store are exchanged.
+"""Makes a member's connections go through the relay: replaces the addresses that it reads from the store.
 
-The other members' listeners, and the sockets of every gloo group: gloo hands its addresses round as blobs that hold a
-`sockaddr`, which is found in them and overwritten. Nothing else of a member knows of it.
+These are the addresses of the other members' listeners and of the sockets of every gloo group. Gloo sends addresses as
+blobs that hold a `sockaddr`, which is overwritten there. No other code of a member knows of the relay.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def opener() -> Callable[[str, Secret, str | None], store.MembershipStore]:
     def opened(address: str, secret: Secret, identity: str | None = None) -> RelayedStore:
         line = Line(relay, secret)
         where, _, port = address.rpartition(":")
-        found = RelayedStore(where, int(port), secret, identity)
-        found.relay(line, host)
-        return found
+        store_client = RelayedStore(where, int(port), secret, identity)
+        store_client.relay(line, host)
+        return store_client
 
     return opened
 
@@ -48,7 +48,7 @@ class RelayedStore(store.OwnMembershipStore):
     """A store whose addresses lead to the relay."""
 
     def relay(self, line: Line, host: str) -> None:
-        """Says who asks."""
+        """Set the relay, and the host of this member."""
         self._relay, self._relay_host = line, host
         self._kept: deque[dist.Store] = deque(maxlen=_KEPT)
 
@@ -64,13 +64,13 @@ class RelayedStore(store.OwnMembershipStore):
         return self._relay.through(self._relay_host, value)
 
     def rendezvous(self) -> dist.Store:
-        found = _Exchanging(super().rendezvous(), self._relay, self._relay_host)
-        self._kept.append(found)  # C++ holds only its own half
-        return found
+        exchanging_store = _Exchanging(super().rendezvous(), self._relay, self._relay_host)
+        self._kept.append(exchanging_store)  # C++ holds only its own half
+        return exchanging_store
 
 
 class _Exchanging(dist.Store):
-    """What a gloo group meets by: its own address is registered, the others' are exchanged."""
+    """Rendezvous store of a gloo group: registers the rank's own address and replaces those of the others."""
 
     def __init__(self, inner: dist.Store, line: Line, host: str) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ _LOCAL = socket.inet_aton("127.0.0.1")
 
 
 def _place_of(blob: bytes) -> int | None:
-    """Where a `sockaddr_in` of this machine's loopback begins in a blob: family 2, port, 127.0.0.1."""
+    """Offset of a `sockaddr_in` of this machine's loopback in a blob (family 2, port, 127.0.0.1), or None."""
     family = socket.AF_INET.to_bytes(2, "little")
     at = blob.find(_LOCAL)
     while at >= 0:
@@ -142,10 +142,10 @@ def _address_in(blob: bytes) -> str | None:
     return None if at is None else f"127.0.0.1:{int.from_bytes(blob[at + 2 : at + 4], 'big')}"
 
 
-def rewrite(blob: bytes, address: str, other: str) -> bytes:
-    """The blob with `other` in place of `address`, both 127.0.0.1:port."""
+def rewrite(blob: bytes, address: str, replacement: str) -> bytes:
+    """Return the blob with `replacement` in place of `address`, both 127.0.0.1:port."""
     at = _place_of(blob)
     assert at is not None
     assert _address_in(blob) == address, address
-    port = int(other.rpartition(":")[2]).to_bytes(2, "big")
+    port = int(replacement.rpartition(":")[2]).to_bytes(2, "big")
     return blob[: at + 2] + port + blob[at + 4 :]

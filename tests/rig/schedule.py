@@ -1,7 +1,7 @@
-"""Which faults a chaos run meets, and when: a pure function of the seed.
+"""Draws the faults of a chaos run and their times, as a pure function of the seed.
 
-A fault is drawn without knowing whom there will be to hit: it says *how*, and with numbers in 0..1 *whom*, which the
-run turns into members that exist at that moment.
+A fault is drawn before its victims are known: it has the kind of fault, and numbers in 0..1 that the run maps to
+members that exist at that moment.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ _LONGEST = {"freeze": 6.0, "slow": 5.0, "cut": 8.0, "half-open": 8.0, "store-cut
 
 @dataclass(frozen=True)
 class ScheduledFault:
-    """One fault to come.
+    """A fault that will be injected.
 
     Attributes:
-        after: seconds since the run has recovered from the one before.
-        whom: numbers in 0..1, as many as a fault may hit; see `pick`.
-        count: how many are hit, where that varies.
+        after: seconds between the recovery from the previous fault and this one.
+        whom: numbers in 0..1 that choose the victims, as many as a fault may hit; see `pick`.
+        count: number of victims, in classes where it varies.
         delay: seconds from the first fault to the second, in classes that have two.
-        lasts: seconds until it is taken back, in classes that are.
+        lasts: seconds until the fault is taken back, in classes whose faults are.
         size: seconds by which the network is slower.
-        point: where in a member's life, in classes that have points.
+        point: point of a member's life, in classes that have points.
         stops: by SIGSTOP instead of SIGKILL.
         rejoin: seconds until a lost worker is replaced.
     """
@@ -108,34 +108,34 @@ class ScheduledFault:
     rejoin: float
 
     def pick(self, candidates: int, count: int) -> list[int]:
-        """`count` different ones of so many candidates, fewer where there are not enough."""
-        left = list(range(candidates))
-        found = []
+        """Choose the indices of `count` different candidates; of all candidates where there are fewer."""
+        remaining = list(range(candidates))
+        picked = []
         for share in self.whom[: min(count, candidates)]:
-            found.append(left.pop(min(int(share * len(left)), len(left) - 1)))
-        return found
+            picked.append(remaining.pop(min(int(share * len(remaining)), len(remaining) - 1)))
+        return picked
 
 
 def weights_of(text: str | None, network: bool) -> dict[str, float]:
-    """The classes to draw from: all, or those of `kill=3,notice` (1 where no share is given)."""
-    known = {**KINDS, **(NETWORK if network else {}), STORE: 0.0}
+    """Parse the shares of the fault classes to draw from: all, or those of `kill=3,notice` (default share: 1)."""
+    weights = {**KINDS, **(NETWORK if network else {}), STORE: 0.0}
     if text is None:
-        return known
-    found: dict[str, float] = {}
+        return weights
+    chosen: dict[str, float] = {}
     for part in text.split(","):
         kind, _, share = part.strip().partition("=")
         if kind in NETWORK and not network:
             raise CapslogError(f"fault class {kind!r} needs the network disturbed; give --network relay")
-        fields.choice(kind, "fault class", tuple(known))
+        fields.choice(kind, "fault class", tuple(weights))
         try:
-            found[kind] = float(share) if share else 1.0
+            chosen[kind] = float(share) if share else 1.0
         except ValueError:
             raise CapslogError(f"the share of fault class {kind!r} is {share!r}; give a number") from None
-        if not 0.0 <= found[kind] < math.inf:
+        if not 0.0 <= chosen[kind] < math.inf:
             raise CapslogError(f"the share of fault class {kind!r} is {share}; give a number, 0 or more")
-    if not any(found.values()):
+    if not any(chosen.values()):
         raise CapslogError("all fault classes have share 0; give one of them more")
-    return found
+    return chosen
 
 
 def schedule(seed: int, weights: Mapping[str, float], mean_seconds: float) -> Iterator[ScheduledFault]:

@@ -1,7 +1,7 @@
-"""Faults let loose on a script's run on one machine, and the verdict: it must be as if nothing had been.
+"""Injects faults into a script's run on one machine, and judges it: the result must be that of a run without faults.
 
-The supervisor is an ordinary `Host`; a thread beside it signals its workers and writes to its log. The judge runs the
-script once more, alone, and compares every loss and the state at the end.
+The supervisor is an ordinary `Host`; another thread signals its workers and writes to its log. The judge runs the
+script again without faults, and compares every loss and the state at the end.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _LOOK_SECONDS = 0.01
 
 
 class Disturber:
-    """Disturbs the workers of one host, one fault after the other; then stops the run.
+    """Injects faults into the workers of a host, one after the other; then stops the run.
 
     Args:
-        faults: how many.
-        mean_seconds: between a recovery and the next fault.
-        say: told of every fault, in a line.
+        faults: number of faults.
+        mean_seconds: mean time between a recovery and the next fault.
+        say: called with a line for every fault.
 
     Attributes:
-        hits: what happened.
-        problem: why it gave up; None where it did not.
+        hits: the faults that happened.
+        problem: reason why it gave up; None where it did not.
     """
 
     def __init__(self, run_dir: Path, faults: int, seed: int, mean_seconds: float, say: Callable[[str], None]) -> None:
@@ -103,9 +103,9 @@ class Disturber:
             host.stop()
 
     def _hear(self, entry: dict[str, Any]) -> None:
-        said = self._roster.take(entry)
-        if isinstance(said, GenerationEntry):
-            self._members[said.record.number] = said.record.members
+        log_entry = self._roster.take(entry)
+        if isinstance(log_entry, GenerationEntry):
+            self._members[log_entry.record.number] = log_entry.record.members
 
     def _newest(self) -> Mapping[str, Any]:
         path = self._run_dir / "metrics.jsonl"
@@ -160,7 +160,7 @@ class Disturber:
 
 
 def judge_script(path: Path, arguments: Sequence[str], run_dir: Path) -> tuple[int, list[str]]:
-    """Compares a run with the same script alone: how many steps, and what is wrong, in sentences.
+    """Compare a run with the same script alone; return the number of steps, and sentences about what is wrong.
 
     Raises:
         CapslogError: the script fails alone, or the run left no state.

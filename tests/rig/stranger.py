@@ -1,7 +1,7 @@
-"""A stranger who reaches every port of a run, and says what it likes: for tests and `benchmarks/stranger`.
+"""An unauthenticated client that reaches every port of a run and sends any bytes, for tests and `benchmarks/stranger`.
 
-It knows no secret, except where it plays a member of another run. It only counts what it hears: an own socket of a run
-must answer everybody with its challenge, and with nothing else.
+It knows no secret, except where it plays a member of another run. It only counts the answers: a run's own socket must
+answer every client with its challenge, and with nothing else.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LISTEN = "0A"
 
 @dataclass
 class Answers:
-    """What the answers to one kind of message were.
+    """Counts of the answers to one kind of message.
 
     Attributes:
-        sent: messages.
-        challenges: that came as the only answer.
-        refused: connections that could not be made, or ended before anything came.
+        sent: messages sent.
+        challenges: messages answered with a challenge alone.
+        refused: connections that could not be made, or ended before an answer.
         more: messages that were answered with more than a challenge.
     """
 
@@ -43,37 +43,37 @@ class Answers:
 
 
 class Stranger:
-    """Speaks to ports of this machine.
+    """Client that sends messages to ports of this machine without knowing the run's secret.
 
     Args:
-        seed: of all that it says.
-        records: what somebody with the secret has once said to each port.
-        seconds: that it waits for an answer; a socket of gloo's gives none.
+        seed: seed of its random messages.
+        records: bytes that a client with the secret once sent to each port.
+        seconds: time to wait for an answer; a socket of gloo's gives none.
     """
 
     def __init__(self, seed: int, records: Mapping[int, bytes], seconds: float = _SECONDS) -> None:
         self._dice, self._records, self._seconds = random.Random(seed), dict(records), seconds
 
     def speak(self, kind: str, port: int, heard: Answers) -> None:
-        """Connects once, says one message of a kind, and waits for the other side to close."""
+        """Connect once, send a message of this kind, and wait for the other side to close."""
         heard.sent += 1
         try:
             with socket.create_connection(("127.0.0.1", port), _SECONDS) as line:
                 line.settimeout(self._seconds)
-                asked = _until(line, CHALLENGE_BYTES)
+                challenge = _until(line, CHALLENGE_BYTES)
                 with contextlib.suppress(OSError):
-                    line.sendall(KINDS[kind](self._dice, self._records.get(port, b""), asked))
+                    line.sendall(KINDS[kind](self._dice, self._records.get(port, b""), challenge))
                     line.shutdown(socket.SHUT_WR)
                 more = _until(line, 1)
         except OSError:
             heard.refused += 1
             return
-        heard.challenges += len(asked) == CHALLENGE_BYTES and not more
+        heard.challenges += len(challenge) == CHALLENGE_BYTES and not more
         heard.more += bool(more)
 
     def crowd(self, port: int, count: int, heard: Answers) -> list[socket.socket]:
-        """Connections that are held and say nothing; the caller closes them."""
-        found = []
+        """Open connections that send nothing; the caller closes them."""
+        lines = []
         for _ in range(count):
             heard.sent += 1
             line = socket.socket()
@@ -84,31 +84,31 @@ class Stranger:
                 heard.refused += 1
                 line.close()
             else:
-                found.append(line)
-        return found
+                lines.append(line)
+        return lines
 
 
-def _garbage(dice: random.Random, record: bytes, asked: bytes) -> bytes:
+def _garbage(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
     return dice.randbytes(dice.randrange(1, 4096))
 
 
-def _replayed(dice: random.Random, record: bytes, asked: bytes) -> bytes:
+def _replayed(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
     return record
 
 
-def _truncated(dice: random.Random, record: bytes, asked: bytes) -> bytes:
+def _truncated(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
     return record[: dice.randrange(1, max(2, len(record)))]
 
 
-def _long(dice: random.Random, record: bytes, asked: bytes) -> bytes:
+def _long(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
     size = dice.choice([(1 << 20) + 1, (1 << 31) - 1, (1 << 32) - 1])
     return dice.choice([b"", record[:64]]) + struct.pack("!IQ", size, 1 << 62) + dice.randbytes(256)
 
 
-def _own_secret(dice: random.Random, record: bytes, asked: bytes) -> bytes:
-    """A proof that fits this challenge, by a member of another run."""
+def _own_secret(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
+    """Return a proof that fits this challenge, by a member of another run."""
     nonce = dice.randbytes(32)
-    return nonce + proof(Secret.new().key("store"), asked, nonce) + record[64:]
+    return nonce + proof(Secret.new().key("store"), challenge, nonce) + record[64:]
 
 
 KINDS: Mapping[str, Callable[[random.Random, bytes, bytes], bytes]] = {
@@ -122,18 +122,18 @@ KINDS: Mapping[str, Callable[[random.Random, bytes, bytes], bytes]] = {
 
 
 def _until(line: socket.socket, size: int) -> bytes:
-    found = b""
+    received = b""
     with contextlib.suppress(OSError):
-        while len(found) < size:
-            part = line.recv(size - len(found))
+        while len(received) < size:
+            part = line.recv(size - len(received))
             if not part:
                 break
-            found += part
-    return found
+            received += part
+    return received
 
 
 def addresses(pids: Iterable[int]) -> dict[int, str]:
-    """Ports at which these processes listen, each with the address, as 127.0.0.1 or 0.0.0.0 (Linux)."""
+    """Ports at which these processes listen, each with its address, such as 127.0.0.1 or 0.0.0.0 (Linux)."""
     sockets: dict[str, tuple[int, str]] = {}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):
@@ -143,14 +143,14 @@ def addresses(pids: Iterable[int]) -> dict[int, str]:
                     place, _, port = columns[1].rpartition(":")
                     host = socket.inet_ntoa(bytes.fromhex(place)[::-1]) if table == "tcp" else place
                     sockets[f"socket:[{columns[9]}]"] = int(port, 16), host
-    found = {}
+    address_of_port = {}
     for pid in pids:
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError, KeyError):
                     port_and_host = sockets[os.readlink(f"/proc/{pid}/fd/{name}")]
-                    found[port_and_host[0]] = port_and_host[1]
-    return found
+                    address_of_port[port_and_host[0]] = port_and_host[1]
+    return address_of_port
 
 
 def recorded(port: int, key: bytes, say: Callable[[Connection], None]) -> bytes:

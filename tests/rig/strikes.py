@@ -1,4 +1,4 @@
-"""The faults of a chaos run, one method for each kind, as they strike the members, machines, network and store."""
+"""Fault injection of a chaos run: a method for each kind of fault in members, machines, network and store."""
 
 from __future__ import annotations
 
@@ -167,12 +167,12 @@ class Strikes:
         return self._recovery.recover(hit, [], until=hit.time + seconds)
 
     def _join_kill(self, hit: Hit, fault: ScheduledFault, names: list[Member]) -> Hit:
-        asked = self._members.asked
-        before = set(asked)
+        requested = self._members.asked
+        before = set(requested)
         self._members.signal(names[0], signal.SIGKILL)
         self._machines.replenish_at = 0.0
         until = time.monotonic() + _FIRE_SECONDS
-        while set(asked) <= before and time.monotonic() < until:
+        while set(requested) <= before and time.monotonic() < until:
             self._recovery.turn()
         self._recovery.wait(fault.delay)
         hit.time = time.time()
@@ -195,7 +195,7 @@ class Strikes:
                 self._machines.notice(name, "chaos")
 
         def passed() -> bool:
-            """Whether the change is over without it: not every member comes to every point of it."""
+            """Return True once the change has ended without this fault: not every member reaches every point of one."""
             newer = self._members.roster.generation.number > hit.generation
             return changes and newer and self._is_past(hit, names[1:])
 
@@ -209,7 +209,7 @@ class Strikes:
         return self._recovery.recover(hit, names)
 
     def _is_past(self, hit: Hit, gone: list[Member]) -> bool:
-        """Whether a step has been made without those that are gone."""
+        """Return True once a generation without the members that are gone has made a step."""
         last = self._records.segment.stepped[-1]
         return last.time > hit.time and not set(gone) & set(self._members.of(last.generation))
 
@@ -240,7 +240,7 @@ class Strikes:
     # -- store and network ---------------------------------------------------------------------------------------------
 
     def _store(self, hit: Hit, name: Member) -> Hit:
-        """No generation can follow: all members write what they hold to disk and end, and the run is begun again."""
+        """Lose the store. No generation can follow: all members write their state to disk and end; the run restarts."""
         machines, records = self._machines, self._records
         before = records.step
         self._say("      the store is lost")
@@ -262,7 +262,7 @@ class Strikes:
         return hit
 
     def _store_server(self, hit: Hit, name: Member, fault: ScheduledFault) -> Hit:
-        """One of three: the others elect a leader, and a member that is lost meanwhile is replaced as ever."""
+        """Kill one of three etcd servers and a member: the others elect a leader; the member is replaced as usual."""
         self._recovery.until(lambda: self._machines.store.is_whole, "a whole store", READY_SECONDS)
         number = int(fault.whom[2] * 3) % 3
         hit.time = time.time()
@@ -274,20 +274,20 @@ class Strikes:
     def _network(self, hit: Hit, fault: ScheduledFault, names: list[Member]) -> Hit | None:
         network = self._machines.network
         away = machine_of(names[0])
-        others = [name for name in self._machines.by_name if name != away]
-        if not others:
+        peers = [name for name in self._machines.by_name if name != away]
+        if not peers:
             return None
-        other = machine_of(names[-1])
-        other = other if other != away else others[int(fault.whom[2] * len(others)) % len(others)]
+        peer = machine_of(names[-1])
+        peer = peer if peer != away else peers[int(fault.whom[2] * len(peers)) % len(peers)]
         delay = None
         if fault.kind == "cut":
-            ways = {way for name in (*others, STORE_HOST) for way in ((away, name), (name, away))}
+            ways = {way for name in (*peers, STORE_HOST) for way in ((away, name), (name, away))}
         elif fault.kind == "store-cut":
             ways = {(away, STORE_HOST), (STORE_HOST, away)}
         elif fault.kind == "half-open":
-            ways = {(away, other)}
+            ways = {(away, peer)}
         else:
-            ways, delay = {(away, other), (other, away)}, fault.size
+            ways, delay = {(away, peer), (peer, away)}, fault.size
         victims = frozenset(self._members_on(away))
         hit.causes = dict.fromkeys(self._members_on(away), "network")
         network.disturb(ways, delay)
@@ -299,13 +299,13 @@ class Strikes:
             network.heal(ways)
 
         self._machines.agenda.later(fault.lasts, heal)
-        sign, whom = ("|" if delay is None else "~"), (other if len(ways) <= 2 else "all")
+        sign, whom = ("|" if delay is None else "~"), (peer if len(ways) <= 2 else "all")
         hit.note = f"{away} {sign} {whom} for {fault.lasts:.1f} s"
         if fault.kind in ("cut", "half-open"):
-            found = self._recovery.recover(hit, [], until=hit.time + fault.lasts, excused=victims)
+            recovered_hit = self._recovery.recover(hit, [], until=hit.time + fault.lasts, excused=victims)
         else:
-            found = self._recovery.recover(hit, [], until=hit.time)
+            recovered_hit = self._recovery.recover(hit, [], until=hit.time)
         self._recovery.until(lambda: bool(healed), "the end of a disturbance", 30.0)
         if fault.kind == "cut":
             self._records.segment.partitions.append(NetworkPartition(hit.time, healed[0], victims))
-        return found
+        return recovered_hit

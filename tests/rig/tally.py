@@ -18,7 +18,7 @@ class Hit:
 
     Attributes:
         time: seconds since the epoch, of the first signal, entry or cut.
-        victims: members that it hit; what else it did stands in `note`.
+        victims: members that it hit; `note` has its other effects.
         recovered: seconds until the next finished step of a generation without the victims; where the membership did
             not change, until the next step after the end of the fault.
         gap: the longest time without a finished step from the last one before it until then.
@@ -40,27 +40,27 @@ class Hit:
 def causes_found(
     hits: Iterable[Hit], events: Sequence[Mapping[str, Any]], lost_at: Mapping[str, float]
 ) -> tuple[int, list[str]]:
-    """How many victims that the run has lost it gave the injected cause, and a sentence for each of the others.
+    """Count the lost victims for which the run reports the injected cause; return a sentence for each of the others.
 
-    A member that outlives one fault may be lost by another: the last one that hit it before it was lost counts.
+    A member that survives one fault may be lost by another: the last fault that hit it before its loss counts.
 
     Args:
         events: lines of events.jsonl; the clocks of the hosts that wrote them may have jumped.
-        lost_at: when members were seen to be lost, by the clock of the hits.
+        lost_at: time when the loss of each member was seen, by the clock of the hits.
     """
-    found = losses_by_cause(events)
+    causes = losses_by_cause(events)
     injected: dict[str, Hit] = {}
     for hit in sorted(hits, key=lambda hit: hit.time):
         for member in hit.causes:
-            if member in found and hit.time <= lost_at.get(member, 0.0):
+            if member in causes and hit.time <= lost_at.get(member, 0.0):
                 injected[member] = hit
     right, wrong = 0, []
     for member, hit in injected.items():
         cause = hit.causes[member]
-        if found[member] == cause:
+        if causes[member] == cause:
             right += 1
         else:
-            wrong.append(f"{member} ({hit.kind}): {cause}, found {found[member]}")
+            wrong.append(f"{member} ({hit.kind}): {cause}, found {causes[member]}")
     return right, wrong
 
 
@@ -71,16 +71,16 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def by_class(hits: Iterable[Hit]) -> list[dict[str, Any]]:
-    """One row per class: how many, and the distribution of both times in seconds."""
+    """Return a row for each fault class: number of faults, and the distribution of both times in seconds."""
     rows = []
     kinds: dict[str, list[Hit]] = {}
     for hit in hits:
         kinds.setdefault(hit.kind, []).append(hit)
     for kind in sorted(kinds):
-        done = [hit for hit in kinds[kind] if hit.recovered is not None]
-        row: dict[str, Any] = {"kind": kind, "count": len(kinds[kind]), "recovered": len(done)}
+        recovered = [hit for hit in kinds[kind] if hit.recovered is not None]
+        row: dict[str, Any] = {"kind": kind, "count": len(kinds[kind]), "recovered": len(recovered)}
         for name in ("recovered", "gap"):
-            values = [getattr(hit, name) for hit in done if getattr(hit, name) is not None]
+            values = [getattr(hit, name) for hit in recovered if getattr(hit, name) is not None]
             if values:
                 row[f"{name}_seconds"] = {
                     "p50": round(statistics.median(values), 4),

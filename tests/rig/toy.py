@@ -1,8 +1,8 @@
-"""The training that chaos is let loose on by default: a few small layers with all that makes equality hard.
+"""Default workload of chaos runs: a few small layers with everything that makes equal bits hard.
 
-Running statistics, dropout and a parameter that the first and the last layer share; a step takes milliseconds. With
-`model.towers` the blocks are two branches. The data are made from the samples' numbers. `data.pause_seconds` and
-`model.block_seconds` make a step as long as wished without costing a processor; they change no number.
+It has running statistics, dropout and a parameter that the first and the last layer share; a step takes milliseconds.
+With `model.towers` the blocks are two branches. The data are made from the samples' numbers. `data.pause_seconds` and
+`model.block_seconds` make steps longer without using a processor; they change no number.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ class _ToyBlock(nn.Module):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         if self.seconds:
             time.sleep(self.seconds)
-        found = x + self.dropout(F.gelu(self.norm(self.linear(x))))
-        return found if context is None else found + 0.5 * context
+        output = x + self.dropout(F.gelu(self.norm(self.linear(x))))
+        return output if context is None else output + 0.5 * context
 
     def split(self, into: Splitter) -> None:
-        """By columns, with the running statistics of each."""
+        """Split the block by columns, each part with the running statistics of its columns."""
         columns = [into.value(f"columns.{part}") for part in range(into.degree)]
         for part, name in enumerate(columns):
             into.add(f"columns.{part}", _Columns(self, into, part), into.reads[:1], [name])
@@ -105,18 +105,21 @@ class _ToyBlock(nn.Module):
 
 
 class _Columns(nn.Module):
-    """Some columns of what a block adds to its input."""
+    """A share of the columns that a block adds to its input."""
 
-    def __init__(self, whole: _ToyBlock, into: Splitter, part: int) -> None:
+    def __init__(self, block: _ToyBlock, into: Splitter, part: int) -> None:
         super().__init__()
-        own = share_of(whole.linear.out_features, part, into.degree, "columns")
-        self.linear = linear_rows(into, whole.linear, part)
-        self.norm, self.dropout = into.sharing(whole.norm), nn.Dropout(whole.dropout.p)
-        self.norm.num_features = own[1] - own[0]
-        self.norm.weight, self.norm.bias = into.cut(whole.norm.weight, 0, [own]), into.cut(whole.norm.bias, 0, [own])
+        columns = share_of(block.linear.out_features, part, into.degree, "columns")
+        self.linear = linear_rows(into, block.linear, part)
+        self.norm, self.dropout = into.sharing(block.norm), nn.Dropout(block.dropout.p)
+        self.norm.num_features = columns[1] - columns[0]
+        self.norm.weight, self.norm.bias = (
+            into.cut(block.norm.weight, 0, [columns]),
+            into.cut(block.norm.bias, 0, [columns]),
+        )
         for name in ("running_mean", "running_var"):
-            setattr(self.norm, name, into.cut_buffer(getattr(whole.norm, name), 0, [own]))
-        self.seconds = whole.seconds / into.degree
+            setattr(self.norm, name, into.cut_buffer(getattr(block.norm, name), 0, [columns]))
+        self.seconds = block.seconds / into.degree
 
     def forward(self, x: Tensor) -> Tensor:
         if self.seconds:
@@ -125,9 +128,9 @@ class _Columns(nn.Module):
 
 
 class _JoinedColumns(nn.Module):
-    """Called with what the block reads, and with the columns.
+    """Joins the columns of a block; called with the block's inputs and the columns.
 
-    read: how many tensors the block reads, with or without a context.
+    read: number of tensors that the block reads, with or without a context.
     """
 
     def __init__(self, read: int) -> None:
@@ -135,16 +138,16 @@ class _JoinedColumns(nn.Module):
         self.read = read
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        found = x + torch.cat(tensors[self.read - 1 :], -1)
-        return found if self.read == 1 else found + 0.5 * tensors[0]
+        output = x + torch.cat(tensors[self.read - 1 :], -1)
+        return output if self.read == 1 else output + 0.5 * tensors[0]
 
 
 class _SideStem(_Stem):
-    """The second tower's: its state, and what all of its blocks read."""
+    """Stem of the second tower: returns the tower's state, and the context that all of its blocks read."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        found = super().forward(x)
-        return found, found.tanh()
+        output = super().forward(x)
+        return output, output.tanh()
 
 
 class _Join(nn.Module):
@@ -220,8 +223,8 @@ class Toy(Workload):
         return _ToyBlock(self.model.dim, self.model.dropout, self.model.block_seconds)
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        (found,) = outputs.values()
-        return {"loss": F.mse_loss(found, targets, reduction="sum") / (INPUTS * normalisers["samples"])}
+        (prediction,) = outputs.values()
+        return {"loss": F.mse_loss(prediction, targets, reduction="sum") / (INPUTS * normalisers["samples"])}
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
         return {name: TensorSpec((microbatch_size, INPUTS)) for name in self.inputs}
@@ -234,7 +237,7 @@ class Toy(Workload):
 
 
 def workload(config: Config) -> Toy:
-    """What a config names."""
+    """Entry for a config's `workload`."""
     return Toy(config)
 
 

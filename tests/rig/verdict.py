@@ -1,4 +1,4 @@
-"""What a chaos run is compared with: an uninterrupted run of the same config in one process, by the plain engine."""
+"""Compares a chaos run with an uninterrupted run of the same config in one process, by the plain engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["breaches_of", "truth_of", "weights_of_run"]
 
 
 def breaches_of(config: Config, segments: Sequence[Segment], last: int, reached: int) -> list[str]:
-    """What is wrong with a run in the config's folder, in sentences; empty for one that came through.
+    """Sentences about all that is wrong with a run in the config's folder; empty for a run that passed.
 
     Args:
         last, reached: see `truth_of`.
@@ -40,11 +40,11 @@ def breaches_of(config: Config, segments: Sequence[Segment], last: int, reached:
 
 
 def truth_of(config: Config, last: int, reached: int) -> Truth:
-    """What the plain engine makes of the same config in one process, without any fault.
+    """Train the same config with the plain engine in one process, without faults, and return its numbers and weights.
 
     Args:
         last: the step whose weights are compared.
-        reached: the newest step that any member made; more than `last` where a run ended while it made up for a loss.
+        reached: the newest step that any member made; more than `last` where a run ended while it repeated lost steps.
 
     Raises:
         CapslogError: the uninterrupted run failed.
@@ -67,7 +67,7 @@ def truth_of(config: Config, last: int, reached: int) -> Truth:
                 update={
                     "max_steps": max(1, last, reached),
                     "checkpoint_every": last if reached > last > 0 else None,
-                    "checkpoint_keep": max(1, reached),  # the one of `last` too, however far the run had come
+                    "checkpoint_keep": max(1, reached),  # also that of `last`, however far the run had come
                     "max_seconds": None,
                     "lr_decay_steps": _decay_steps(config),
                 }
@@ -91,7 +91,7 @@ def _train(config: Config, folder: Path) -> None:
 
 
 def _decay_steps(config: Config) -> int | None:
-    """Where the learning rate of the run ends, which a run of another length would put elsewhere."""
+    """Step at which the run's learning rate reaches its end; a run of another length would end it at another step."""
     train = config.train
     if train.lr_schedule == "constant" or train.lr_decay_steps is not None:
         return train.lr_decay_steps

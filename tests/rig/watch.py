@@ -1,8 +1,8 @@
-"""A member under observation: an ordinary one that leaves a line for every generation it opens and step it applies.
+"""A member under observation: an ordinary one that writes a line for every generation it opens and step it applies.
 
-The lines outlive the member, whatever ends it; `judge` reads them. A fault may be armed in it while it runs, at a point
-that it has not come to yet. SIGUSR2 has it write what all its threads are doing into its log. It changes nothing of
-what a member does, except that it draws plans where it is told to (`drawing`).
+The lines outlive the member, however it ends; `judge` reads them. A fault may be armed in it while it runs, at a point
+that it has not come to yet. On SIGUSR2 it writes the stacks of all its threads into its log. Otherwise it behaves like
+every member, except that it draws plans if it is told to (`drawing`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DIGEST_BYTES = 4 << 20
 
 
 def records_folder(run_dir: Path) -> Path:
-    """Where the members' lines are: one file `<segment>-<member>.jsonl` each."""
+    """Folder of the members' lines: a file `<segment>-<member>.jsonl` for each."""
     return run_dir / "chaos" / "records"
 
 
@@ -61,7 +61,7 @@ class WatchedWork(DrawingWork):
         super().open(opening, communicator, states)
         self._opened, self._own = opening.number, sorted(states)
         ways = self._running.layout.layers_of_ways
-        # what was opened before the last but one opening is of generations that have ended before the last one
+        # groups from before the last but one opening belong to generations that ended before the last opening
         about = {"ways": ways, "left": nccl_manners.left_open(self._openings[0])}
         self._openings.append(time.monotonic())
         self._record("open", generation=opening.number, base=list(opening.base), members=list(opening.members), **about)

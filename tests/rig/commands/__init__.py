@@ -1,1 +1,1 @@
-"""What `launch/chaos.sh` runs: faults in a training (`chaos`) and in any elastic script (`script`)."""
+"""Commands of `launch/chaos.sh`: faults in a training (`chaos`) and in any elastic script (`script`)."""

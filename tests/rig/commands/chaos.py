@@ -71,7 +71,7 @@ class ChaosFlags:
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
 @options_of(ChaosFlags)
-def chaos(given: ChaosFlags) -> None:
+def chaos(flags: ChaosFlags) -> None:
     """Disturb a training and judge it: all losses, gradient norms and weights must be as if nothing had been.
 
     `launch/chaos.sh script FILE` does the same to a script; see `launch/chaos.sh script --help`.
@@ -83,81 +83,81 @@ def chaos(given: ChaosFlags) -> None:
     from tests.rig.namespaces import enter
     from varuna_capslog.base import files
 
-    options = _options(given)
+    options = _options(flags)
     if options.network == "namespaces":
         enter()
-    folder = given.output or Path(tempfile.mkdtemp(prefix="capslog-chaos-"))
-    settings = _settings(given, folder, options.hosts * options.workers)
+    folder = flags.output or Path(tempfile.mkdtemp(prefix="capslog-chaos-"))
+    settings = _settings(flags, folder, options.hosts * options.workers)
     say = lambda line: shared.say(line, err=True)  # noqa: E731
-    run = Chaos(settings, options, say) if given.trace is None else _preemptions(given, settings, options, say)
+    run = Chaos(settings, options, say) if flags.trace is None else _preemptions(flags, settings, options, say)
     outcome = run.run()
-    found = outcome.to_json() | run.summary()
-    if given.trace is not None:
-        found |= {"trace": given.trace.name}
-    if given.results is not None:
-        files.append_jsonl(given.results, found)
-    if given.output is None and outcome.passed:
+    results = outcome.to_json() | run.summary()
+    if flags.trace is not None:
+        results |= {"trace": flags.trace.name}
+    if flags.results is not None:
+        files.append_jsonl(flags.results, results)
+    if flags.output is None and outcome.passed:
         shutil.rmtree(folder, ignore_errors=True)
-    if given.as_json:
-        print_json(found)
+    if flags.as_json:
+        print_json(results)
     else:
-        _print(outcome, found)
+        _print(outcome, results)
     if not outcome.passed:
         raise CapslogError(f"the run failed: {outcome.breaches[0]}; everything it wrote is in {folder}")
 
 
-def _options(given: ChaosFlags) -> ChaosOptions:
+def _options(flags: ChaosFlags) -> ChaosOptions:
     from tests.rig.machines.links import LinkShape
     from tests.rig.outcome import ChaosOptions
     from tests.rig.schedule import weights_of
     from varuna_capslog.base import fields, units
 
-    fields.choice(given.network, "network", ("loopback", "relay", "namespaces"))
-    fields.choice(given.store, "store", ("tcp", "etcd"))
-    hosts, network = (given.hosts, given.network) if given.trace is None else (1, "loopback")
-    if given.store == "etcd" and network == "relay":
+    fields.choice(flags.network, "network", ("loopback", "relay", "namespaces"))
+    fields.choice(flags.store, "store", ("tcp", "etcd"))
+    hosts, network = (flags.hosts, flags.network) if flags.trace is None else (1, "loopback")
+    if flags.store == "etcd" and network == "relay":
         raise CapslogError(
             "the relay does not reach etcd's servers; give --network loopback or --network namespaces with --store etcd"
         )
-    links = LinkShape.parse(given.delay, given.loss, given.bandwidth)
+    links = LinkShape.parse(flags.delay, flags.loss, flags.bandwidth)
     if links != LinkShape() and network != "namespaces":
         raise CapslogError(f"--delay, --loss and --bandwidth need --network namespaces, but the network is {network}")
-    weights = weights_of(given.kinds, network != "loopback")
+    weights = weights_of(flags.kinds, network != "loopback")
     return ChaosOptions(
-        seed=given.seed,
-        faults=given.faults,
-        seconds=None if given.duration is None else units.parse_seconds(given.duration, "duration"),
-        mean_seconds=units.parse_seconds(given.mean, "mean"),
+        seed=flags.seed,
+        faults=flags.faults,
+        seconds=None if flags.duration is None else units.parse_seconds(flags.duration, "duration"),
+        mean_seconds=units.parse_seconds(flags.mean, "mean"),
         weights=weights,
         hosts=hosts,
-        workers=given.workers,
+        workers=flags.workers,
         network=network,
         links=links,
-        store=given.store,
-        plans=given.plans,
+        store=flags.store,
+        plans=flags.plans,
     )
 
 
-def _preemptions(given: ChaosFlags, settings: Config, options: ChaosOptions, say: Callable[[str], None]) -> Preemptions:
+def _preemptions(flags: ChaosFlags, settings: Config, options: ChaosOptions, say: Callable[[str], None]) -> Preemptions:
     from tests.rig.preemptions import Preemptions, rents
     from varuna_capslog.base import units
     from varuna_capslog.planning.traces.trace_replay import read_trace
 
-    assert given.trace is not None
-    rented = rents(read_trace(given.trace), options.workers, given.scale, options.seconds)
-    return Preemptions(settings, options, rented, given.scale, units.parse_seconds(given.notice, "notice"), say)
+    assert flags.trace is not None
+    rented = rents(read_trace(flags.trace), options.workers, flags.scale, options.seconds)
+    return Preemptions(settings, options, rented, flags.scale, units.parse_seconds(flags.notice, "notice"), say)
 
 
-def _settings(given: ChaosFlags, folder: Path, devices: int) -> Config:
+def _settings(flags: ChaosFlags, folder: Path, devices: int) -> Config:
     from tests.rig.toy import toy_config
 
-    config, changes = given.config, list(given.overrides or ())
-    if config is not None and "=" in config:  # the first override, as no file was given
+    config, changes = flags.config, list(flags.overrides or ())
+    if config is not None and "=" in config:  # no file was given: this is the first override
         changes.insert(0, config)
         config = None
     forced = [f"run_dir={folder}", f"pipeline.devices={devices}", "elastic.enabled=true"]
     changes = [*forced, *changes]
-    settings = toy_config(folder, changes) if config is None else shared.load(Path(config), changes, trust=given.trust)
+    settings = toy_config(folder, changes) if config is None else shared.load(Path(config), changes, trust=flags.trust)
     if settings.pipeline.plan is not None and settings.world_size != devices:
         raise CapslogError(
             f"the hosts have {devices} workers in all, but pipeline.plan={settings.pipeline.plan} runs on "
@@ -166,14 +166,14 @@ def _settings(given: ChaosFlags, folder: Path, devices: int) -> Config:
     return settings
 
 
-def _print(outcome: ChaosOutcome, found: dict[str, Any]) -> None:
+def _print(outcome: ChaosOutcome, results: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for name in ("fault", "count", "next step: p50", "p90", "max", "gap: p50", "p90", "max"):
         table.add_column(name, justify="left" if name == "fault" else "right", no_wrap=True)
-    for row in found["classes"]:
+    for row in results["classes"]:
         cells = [row["kind"], str(row["count"])]
         for name in ("recovered_seconds", "gap_seconds"):
             times = row.get(name)
@@ -182,17 +182,17 @@ def _print(outcome: ChaosOutcome, found: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"seed {found['seed']}: {found['outcome']}; {found['faults']} faults, {found['joins']} joins, "
-        f"{found['generations']} generations of {'/'.join(map(str, found['layouts']))} members, {found['steps']} steps "
-        f"({found['steps_made_again']} made again) in {found['seconds']:.0f} s",
+        f"seed {results['seed']}: {results['outcome']}; {results['faults']} faults, {results['joins']} joins, "
+        f"{results['generations']} generations of {'/'.join(map(str, results['layouts']))} members, "
+        f"{results['steps']} steps ({results['steps_made_again']} made again) in {results['seconds']:.0f} s",
         highlight=False,
         soft_wrap=True,
     )
     right, wrong = outcome.causes
     if right or wrong:
         console.print(f"causes: {right} of {right + len(wrong)} losses named as injected", highlight=False)
-    for one in wrong:
-        console.print(f"  {one}", highlight=False, soft_wrap=True, markup=False)
+    for sentence in wrong:
+        console.print(f"  {sentence}", highlight=False, soft_wrap=True, markup=False)
     if outcome.packets:
         sent = sum(outcome.packets[name] for name in ("carried", "lost", "dropped", "cut"))
         console.print(
@@ -201,11 +201,12 @@ def _print(outcome: ChaosOutcome, found: dict[str, Any]) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    if "share_of_ideal" in found:
+    if "share_of_ideal" in results:
         console.print(
-            f"{found['trace']} at {found['scale']:g} times its pace: {found['changes']} changes, {found['lost_nodes']} "
-            f"nodes lost, {100 * found['share_of_ideal']:.1f} % of the steps of a run that changes in no time "
-            f"({found['lost_seconds']:.1f} s of {found['seconds']:.0f} s lost)",
+            f"{results['trace']} at {results['scale']:g} times its pace: {results['changes']} changes, "
+            f"{results['lost_nodes']} nodes lost, "
+            f"{100 * results['share_of_ideal']:.1f} % of the steps of a run that changes in no time "
+            f"({results['lost_seconds']:.1f} s of {results['seconds']:.0f} s lost)",
             highlight=False,
             soft_wrap=True,
         )

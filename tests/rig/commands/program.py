@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main() -> NoReturn:
-    """Runs the arguments of this process: those of `script` after that word, those of `chaos` otherwise."""
+    """Run the command `script` with the arguments after that word; without it, `chaos` with all arguments."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["script"]:
         cli.main(arguments[1:], script.app, "launch/chaos.sh script")

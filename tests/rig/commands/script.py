@@ -43,7 +43,7 @@ class ScriptFlags:
     dry_run: DryRun = False
 
 
-# what follows FILE is its own
+# the arguments after FILE are the script's
 @app.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
 @options_of(ScriptFlags)
 def script(flags: ScriptFlags) -> None:

@@ -1,1 +1,1 @@
-"""The machines of a chaos run: their supervisors, network and store, and what can be seen of their members."""
+"""The machines of a chaos run: their supervisors, network and store, and the records of their members."""

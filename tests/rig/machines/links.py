@@ -1,8 +1,7 @@
-"""What happens to packets between machines: they take time, queue for a slow link, get lost, or do not come through.
+"""Model of the links between machines: delay, bandwidth, queues, random loss and cuts.
 
-A model without I/O and without a clock of its own, so that tests can ask it about any moment; `shaper` moves the
-packets. Every machine sends over one line of its own: packets leave it one after the other at the bandwidth, then all
-travel the same time.
+It has no I/O and no clock of its own, so that tests can ask it about any moment; `shaper` moves the packets. Every
+machine sends over its own line: packets leave it one after the other at the bandwidth, then all travel the same time.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _QUEUE_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class LinkShape:
-    """What every way between two machines does to packets.
+    """Delay, loss and bandwidth of every way between two machines.
 
     Attributes:
         delay_seconds: from one end to the other, so a round trip takes twice as long.
         loss: share of packets that never arrive, from 0 to below 1.
-        bytes_per_second: that a machine can send, to all others together; 0: no limit.
+        bytes_per_second: bandwidth of a machine, to all others together; 0: no limit.
 
     Raises:
         CapslogError: a value is out of its range.
@@ -64,8 +63,8 @@ class LinkShape:
 
 @dataclass
 class Counts:
-    """What became of the packets so far: those carried (and their bytes), lost by chance, dropped from a full queue,
-    and dropped on a way that was cut."""
+    """Numbers of packets so far: carried (and their bytes), lost by chance, dropped from a full queue, and dropped on a
+    way that was cut."""
 
     carried: int = 0
     carried_bytes: int = 0
@@ -74,7 +73,7 @@ class Counts:
     cut: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """By name."""
+        """Return the counts by name."""
         return asdict(self)
 
 
@@ -128,14 +127,14 @@ class Links:
         heapq.heappush(self._under_way, (arrives, next(self._number), target, packet))
 
     def arrived(self, now: float) -> list[tuple[str, bytes]]:
-        """(target, packet) of all that have come through by now, in their order."""
-        found = []
+        """Return (target, packet) of all packets that have arrived by `now`, in their order."""
+        arrivals = []
         while self._under_way and self._under_way[0][0] <= now:
             _, _, target, packet = heapq.heappop(self._under_way)
             self.counts.carried += 1
             self.counts.carried_bytes += len(packet)
-            found.append((target, packet))
-        return found
+            arrivals.append((target, packet))
+        return arrivals
 
     def next_arrival(self) -> float | None:
         """When the next packet comes through; None where none is under way."""

@@ -1,7 +1,7 @@
-"""The machines of a chaos run, and one look after another at all that happens to them.
+"""The machines of a chaos run, and a loop that observes them.
 
-`Machines` starts and ends hosts, replaces what was lost and observes; it does no harm. What harm is done is the matter
-of `strikes` and `preemptions`, which call its methods.
+`Machines` starts and ends hosts, replaces lost ones and observes; it injects no faults. `strikes` and `preemptions` do,
+by calling its methods.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _RESTART_SECONDS = 0.5
 
 @dataclass
 class Machine:
-    """One machine. Its supervisor may end and be started again.
+    """A machine. Its supervisor may end and be started again.
 
     Attributes:
-        pid: of the supervisor; None while there is none, -1 while it is being forked.
-        starts: how many supervisors it has had since the run was begun.
-        due: `time.monotonic` from which a new supervisor may be started; None where one is there.
+        pid: process id of the supervisor; None while there is none, -1 while it is being forked.
+        starts: number of supervisors since the run began.
+        due: `time.monotonic` from which a new supervisor may be started; None while one runs.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Machines:
         self._inbox: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         folder = self.run_dir / "chaos"
         folder.mkdir(parents=True, exist_ok=True)
-        self._stack = contextlib.ExitStack()  # what is begun last is ended first
+        self._stack = contextlib.ExitStack()  # closed in reverse order
         host = "0.0.0.0" if options.network == "namespaces" else "127.0.0.1"
         secret = run_secret(self.run_dir, create=True)
         self.store = RunStore(options.store, folder, config.elastic.lease_seconds, secret, host)
@@ -103,7 +103,7 @@ class Machines:
         workload = config.workload.partition(":")[0]
         self._fork_server = ForkServer(
             "tests.rig.machines.host_process:main",
-            lambda what: self._inbox.put((0, "supervisor", what)),
+            lambda message: self._inbox.put((0, "supervisor", message)),
             folder / "nursery.log",
             (*PRELOADED, "varuna_capslog.elastic.host.host", ENTRY.partition(":")[0], *MODULES, workload),
         )
@@ -154,7 +154,7 @@ class Machines:
         return self.until_ended(seconds)
 
     def until_ended(self, seconds: float) -> bool:
-        """Waits until no machine has a supervisor any more; False after so long."""
+        """Wait until no machine has a supervisor any more; False if that takes longer than `seconds`."""
         until = time.monotonic() + seconds
         while any(machine.pid is not None for machine in self.by_name.values()):
             if time.monotonic() > until:
@@ -170,7 +170,7 @@ class Machines:
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def turn(self, everything: bool = False) -> list[Stepped]:
-        """Looks at everything once, after a moment, and does what is due.
+        """Process all messages, after waiting a moment for the first, and run the actions that are due.
 
         Args:
             everything: see `Records.read`.
@@ -179,31 +179,31 @@ class Machines:
             The steps that were applied since the last call.
         """
         with contextlib.suppress(queue.Empty):
-            segment, kind, what = self._inbox.get(timeout=_LOOK_SECONDS)
+            segment, kind, message = self._inbox.get(timeout=_LOOK_SECONDS)
             while True:
                 if kind == "supervisor":
-                    self._supervisor_says(what)
+                    self._supervisor_says(message)
                 elif segment == self.records.number:
-                    self._take(what)
-                segment, kind, what = self._inbox.get_nowait()
+                    self._take(message)
+                segment, kind, message = self._inbox.get_nowait()
         self.agenda.run_due()
         self._replace()
         return self.records.read(everything)
 
-    def _supervisor_says(self, what: Mapping[str, Any]) -> None:
-        if "gone" in what:
+    def _supervisor_says(self, message: Mapping[str, Any]) -> None:
+        if "gone" in message:
             raise CapslogError(f"the rig's own nursery ended; see {self.run_dir / 'chaos' / 'nursery.log'}")
-        if "member" not in what:
+        if "member" not in message:
             return
-        segment, name, start = what["member"].split(":")
+        segment, name, start = message["member"].split(":")
         machine = self.by_name[name]
         if int(segment) != self.records.number or int(start) != machine.starts:
             return
-        if "signal" in what or "status" in what:
+        if "signal" in message or "status" in message:
             machine.pid = None
             machine.due = time.monotonic() + _RESTART_SECONDS
         else:
-            machine.pid = what["pid"]
+            machine.pid = message["pid"]
 
     def _take(self, entry: dict[str, Any]) -> None:
         now = time.time()
@@ -216,18 +216,18 @@ class Machines:
 
     @functools.cached_property
     def _chain(self) -> Chain:
-        """As every member builds it; its edges say what can be drawn."""
+        """Chain that every member builds; its edges limit the plans that can be drawn."""
         return load_workload(self.config).chosen_chain()
 
     def _draw(self, members: Sequence[Member]) -> Plan | None:
-        """What the first generation runs; None where nothing is drawn."""
+        """Draw the plan of the first generation; None if plans are not drawn."""
         if self._plans is None:
             return None
         run = RunShape.of_config(self.config)
         return draw_for(run, self._chain, len(members), self._plans, "first", self.records.number)
 
     def _replace(self) -> None:
-        """Machines come back, and the run asks for as many workers as it should have."""
+        """Start machines that are due again, and request the workers that the run lacks."""
         now, roster = time.monotonic(), self.members.roster
         if not self.replaces or now < self.replenish_at or self.store.is_lost:
             return
@@ -246,12 +246,12 @@ class Machines:
         pid = self.by_name[name].pid
         if pid is None or pid < 0:
             return
-        for one in (pid, *(children_of(pid) if everything else ())):
+        for process_id in (pid, *(children_of(pid) if everything else ())):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(one, number)
+                os.kill(process_id, number)
 
     def request(self, devices: int) -> None:
-        """Asks the run to have so many workers."""
+        """Ask the run to have this number of workers."""
         self.store.append(RequestEntry(devices))
 
     def notice(self, member: Member, source: str, urgent: bool = False, deadline: float | None = None) -> None:
@@ -265,12 +265,12 @@ class Machines:
         self.store.append(NoticeEntry(member, urgent, source=source, **until(deadline)))
 
     def lose_store_server(self, number: int, seconds: float) -> None:
-        """One of etcd's servers is killed, and comes back after so many seconds."""
+        """Kill one of etcd's servers; it comes back after `seconds`."""
         self.store.kill_server(number)
         self.agenda.later(seconds, lambda: self.store.start_server_again(number))
 
     def show_threads(self) -> None:
-        """Has every worker write into its log what it is doing."""
+        """Have every worker write the stacks of its threads into its log."""
         for machine in self.by_name.values():
             for pid in children_of(machine.pid or 0):
                 if self.members.has_process(pid):
@@ -284,18 +284,18 @@ def machine_of(name: str) -> str:
 
 
 def children_of(pid: int) -> list[int]:
-    """All processes below one (Linux)."""
-    found: list[int] = []
+    """Return the ids of all descendants of a process (Linux)."""
+    descendants: list[int] = []
     waiting = [pid]
     while waiting:
-        one = waiting.pop()
+        parent = waiting.pop()
         try:
-            tasks = os.listdir(f"/proc/{one}/task")
+            tasks = os.listdir(f"/proc/{parent}/task")
         except OSError:
             continue
         for task in tasks:
             with contextlib.suppress(OSError):
-                children = [int(text) for text in Path(f"/proc/{one}/task/{task}/children").read_text().split()]
-                found += children
+                children = [int(text) for text in Path(f"/proc/{parent}/task/{task}/children").read_text().split()]
+                descendants += children
                 waiting += children
-    return found
+    return descendants

@@ -1,4 +1,4 @@
-"""Which members a chaos run has, by the store's log so far, and signals to their processes."""
+"""Members of a chaos run, by the store's log so far, and signals to their processes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Members:
     """The members since the run was begun, or begun again.
 
     Attributes:
-        roster: what the log says.
+        roster: the members by the log.
         asked: members that wanted to join, with the time at which that was seen (seconds since the epoch).
-        lost_at: when members were first seen to be taken for dead, in the whole run (seconds since the epoch).
-        joins: how many members have joined a generation that was there, in the whole run.
+        lost_at: time when each member was first seen to be considered dead, in the whole run (seconds since the epoch).
+        joins: number of members that joined an existing generation, in the whole run.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -47,7 +47,7 @@ class Members:
         self._known.clear()
 
     def take(self, entry: Mapping[str, Any], now: float, segment: Segment) -> None:
-        """Adds the log's next entry, and what it founds or breaks to `segment`.
+        """Add the log's next entry, and a generation that it founds or aborts to `segment`.
 
         Args:
             now: seconds since the epoch.
@@ -78,7 +78,7 @@ class Members:
             return None
 
     def voters(self) -> list[Member]:
-        """Those of the newest generation that are neither dead nor about to leave, in a fixed order."""
+        """Return the newest generation's members that are neither dead nor about to leave, in a fixed order."""
         roster = self.roster
         return sorted(
             member
@@ -87,7 +87,7 @@ class Members:
         )
 
     def has_process(self, pid: int) -> bool:
-        """Whether this is the process of a member."""
+        """Return True if this is the process of a member."""
         return any(self.pid_of(member) == pid for member in self.roster.members)
 
     def signal(self, member: Member, number: int) -> None:

@@ -1,4 +1,4 @@
-"""How the machines of a chaos run reach the store and each other, and how these ways are cut, slowed and healed."""
+"""Ways by which the machines of a chaos run reach the store and each other; cuts, slows and heals these ways."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STORE_HOST = "store"
 
 @dataclass(frozen=True)
 class Access:
-    """What a machine needs in order to reach the others.
+    """Settings with which a machine reaches the others.
 
     Attributes:
-        store: the store's address as this machine must call it.
+        store: the store's address for this machine.
         namespace: path of the network namespace to enter; None: none.
         environment: variables for the machine's workers.
     """
@@ -67,7 +67,7 @@ class MachineNetwork:
             self._line.register(STORE_HOST, address)
 
     def access(self, machine: str, store: str) -> Access:
-        """What this machine needs to reach the others, and the store at the address `store`."""
+        """Return the settings with which this machine reaches the others, and the store at the address `store`."""
         if self._line is not None and self._relay is not None:
             return Access(
                 self._line.through(machine, store), environment={VARIABLE: f"{machine}@{self._relay.address}"}
@@ -78,9 +78,9 @@ class MachineNetwork:
 
     @property
     def _disturbed(self) -> Line | Namespaces:
-        found = self._spaces or self._line
-        assert found is not None
-        return found
+        disturbed = self._spaces or self._line
+        assert disturbed is not None
+        return disturbed
 
     def disturb(self, ways: set[Way], delay: float | None = None) -> None:
         """See `Line.disturb`."""

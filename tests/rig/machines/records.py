@@ -1,4 +1,4 @@
-"""What the members of a chaos run write down, read while they write: generations they open and steps they apply."""
+"""Reads the records of a chaos run's members while they write: generations they open and steps they apply."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Records:
 
     @property
     def number(self) -> int:
-        """Of the newest segment, from 1; 0 where there is none."""
+        """Number of the newest segment, from 1; 0 where there is none."""
         return len(self.segments)
 
     def begin(self, first: int) -> None:
@@ -78,25 +78,25 @@ class Records:
         return self._take(lines)
 
     def _new_lines(self, name: str, now: float) -> list[dict[str, Any]]:
-        at = self._ends[name]
+        position = self._ends[name]
         with open(self._folder / name, "rb") as file:
-            file.seek(at)
-            data = file.read()
-        whole = data.rfind(b"\n") + 1
-        self._ends[name] = at + whole
-        if whole or name not in self._wrote:
+            file.seek(position)
+            unread = file.read()
+        complete_bytes = unread.rfind(b"\n") + 1
+        self._ends[name] = position + complete_bytes
+        if complete_bytes or name not in self._wrote:
             self._wrote[name] = now
-        return [json.loads(line) for line in data[:whole].splitlines()]
+        return [json.loads(line) for line in unread[:complete_bytes].splitlines()]
 
     def _take(self, lines: list[dict[str, Any]]) -> list[Stepped]:
         if not lines:
             return []
         before = len(self.segment.stepped)
         read_segment(lines, self.segment)
-        found = self.segment.stepped[before:]
-        for one in sorted(found, key=lambda one: one.time):
-            if (one.step, one.generation) not in self._seen:
-                self._seen.add((one.step, one.generation))
-                self.step_times.append(one.time)
-            self.step = max(self.step, one.step)
-        return found
+        new_steps = self.segment.stepped[before:]
+        for event in sorted(new_steps, key=lambda event: event.time):
+            if (event.step, event.generation) not in self._seen:
+                self._seen.add((event.step, event.generation))
+                self.step_times.append(event.time)
+            self.step = max(self.step, event.step)
+        return new_steps

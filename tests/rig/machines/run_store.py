@@ -22,7 +22,7 @@ class RunStore:
 
     Args:
         kind: "tcp": the run's own server; "etcd": a cluster of three servers.
-        folder: for what etcd keeps.
+        folder: for etcd's data.
         lease_seconds: of the run's hosts.
         secret: of the run.
         host: where the servers listen.
@@ -42,12 +42,12 @@ class RunStore:
 
     @property
     def is_lost(self) -> bool:
-        """Whether there is no store now."""
+        """True while there is no store."""
         return self._client is None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the store could lose a server."""
+        """True if the store can lose a server: a single server, or a cluster whose servers all answer."""
         return self._etcd is None or all(self._etcd.answers(number) for number in range(len(self._etcd.ports)))
 
     def begin(self, keys: Mapping[str, str], heard: Callable[[dict[str, Any]], None]) -> None:
@@ -74,7 +74,7 @@ class RunStore:
         self._client.follow(heard, lambda why: None)
 
     def lose(self) -> None:
-        """The only server ends, and with it all that it knew."""
+        """End the only server, and lose all its data."""
         assert self._server is not None
         assert self._client is not None
         self._client.close()
@@ -82,12 +82,12 @@ class RunStore:
         self._server = self._client = None
 
     def kill_server(self, number: int) -> None:
-        """One of etcd's servers is killed."""
+        """Kill one of etcd's servers."""
         assert self._etcd is not None
         self._etcd.kill(number)
 
     def start_server_again(self, number: int) -> None:
-        """The killed server comes back with what it had kept."""
+        """Start the killed server again with the data that it kept."""
         assert self._etcd is not None
         self._etcd.start_again(number)
 
@@ -104,7 +104,7 @@ class RunStore:
                 self._client.compare_and_set(0, generation)
 
     def close(self) -> None:
-        """Ends the servers."""
-        for one in (self._client, self._server, self._etcd):
-            if one is not None:
-                one.close()
+        """Close the client and the servers."""
+        for service in (self._client, self._server, self._etcd):
+            if service is not None:
+                service.close()

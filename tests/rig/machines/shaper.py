@@ -1,9 +1,9 @@
 """The process that moves every packet between the machines of a chaos run, through the links of `links`.
 
-`main`, in a process of its own, gets one line of JSON on its standard input: the machines, with the paths of their
-network namespaces and their addresses, and the shape of the links. It opens a TUN device in each namespace and in its
-own, writes a line when they are there, takes one order in JSON a line, answers each with a line, and ends with its
-standard input. The machines' TCP is the kernel's: what is lost here is sent again by it. Linux.
+`main`, in its own process, reads a line of JSON from its standard input: the machines, with the paths of their network
+namespaces and their addresses, and the shape of the links. It opens a TUN device in each namespace and in its own,
+writes a line when they are open, reads an order in JSON from each further line, answers each with a line, and ends with
+its standard input. The machines' TCP is the kernel's, which resends lost packets. Linux.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Devices:
         self._at = {socket.inet_aton(address): name for address, name in addresses}
 
     def take(self, source: str) -> None:
-        """Takes what a machine has sent, some packets at once."""
+        """Read packets that a machine has sent, several at once."""
         device, at, links = self.devices[source], self._at, self.links
         now = time.monotonic()
         for _ in range(_AT_ONCE):
@@ -56,7 +56,7 @@ class _Devices:
                 links.send(now, source, target, packet)
 
     def give(self) -> float | None:
-        """Hands over what has come through; the seconds until more does, None where nothing is under way."""
+        """Deliver arrived packets; return the seconds until the next one arrives, None where none is under way."""
         for target, packet in self.links.arrived(time.monotonic()):
             with contextlib.suppress(OSError):  # its queue is full, or it is just beginning or ending: a lost packet
                 os.write(self.devices[target], packet)
@@ -82,7 +82,7 @@ def _way(names: Sequence[str]) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Moves packets until its standard input ends."""
+    """Move packets until the standard input ends."""
     began = json.loads(sys.stdin.readline())
     try:
         network = _Devices(began["machines"], LinkShape(**began["shape"]), int(began["seed"]))
@@ -97,8 +97,8 @@ def main() -> int:
     poll.register(sys.stdin.fileno(), select.EPOLLIN)
     orders = b""
     while True:
-        left = network.give()
-        timeout = -1 if left is None else math.ceil(1000 * left) / 1000
+        seconds_to_next = network.give()
+        timeout = -1 if seconds_to_next is None else math.ceil(1000 * seconds_to_next) / 1000
         for device, _ in poll.poll(timeout):
             if device in sources:
                 network.take(sources[device])

@@ -29,8 +29,8 @@ def join(path: str) -> None:
 
 
 def open_device(namespace: str | None) -> int:
-    """A TUN device in a namespace (None: the caller's own), as a descriptor that does not block. Raises OSError."""
-    found: list[int | OSError] = []
+    """Open a TUN device in a namespace (None: the caller's own); return a non-blocking descriptor. Raises OSError."""
+    outcomes: list[int | OSError] = []
 
     def opened() -> None:  # in a thread of its own, since a thread that has entered a namespace stays there
         try:
@@ -38,13 +38,13 @@ def open_device(namespace: str | None) -> int:
                 join(namespace)
             device = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
             fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
-            found.append(device)
+            outcomes.append(device)
         except OSError as error:
-            found.append(error)
+            outcomes.append(error)
 
-    thread = OwnedThread("tun", opened, lambda error: found.append(OSError(str(error))))
+    thread = OwnedThread("tun", opened, lambda error: outcomes.append(OSError(str(error))))
     thread.start()
     thread.join()
-    if isinstance(found[0], OSError):
-        raise found[0]
-    return found[0]
+    if isinstance(outcomes[0], OSError):
+        raise outcomes[0]
+    return outcomes[0]

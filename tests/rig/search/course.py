@@ -1,6 +1,6 @@
-"""One random history as a world: mail is a pool that is drawn from, faults strike, everything heals, time passes.
+"""Simulates a random history: deliveries drawn from a pool, injected faults, healing and passing time.
 
-`histories` draws what a history is made of and plays it to its end.
+`histories` draws the parameters of a history and plays it to its end.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ DAMAGE = ("damaged copy", "damaged layer", "damaged copy", "damaged layer")
 
 @dataclass(frozen=True)
 class History:
-    """What a history is made of; all of it follows from the seed (see `draw`).
+    """Parameters of a history; all of them follow from the seed (see `draw`).
 
     Attributes:
-        members: at the beginning; each on a host of its own.
-        faults: how many strike, evenly spread over the expected number of events.
-        steps: training ends there.
-        loss, double, early: chance of a delivery to be lost or doubled, and of a `Tick` that comes too early.
+        members: number of members at the beginning, each on its own host.
+        faults: number of faults, evenly spread over the expected number of events.
+        steps: step at which training ends.
+        loss, double, early: probability that a delivery is lost or doubled, and that a `Tick` comes too early.
         store_may_die: the store's loss is among the faults (then all may stop).
         ladder: hints, and leaves that want a checkpoint first, are among the faults.
         damage: damaged copies and layers are among the faults.
@@ -76,7 +76,7 @@ class History:
 
 @dataclass
 class HistoryOutcome:
-    """What happened in a history."""
+    """Outcome of a history."""
 
     events: int = 0
     generations: int = 0
@@ -98,7 +98,7 @@ class Course(World):
         self.history = history
         self.dice = random.Random(f"course {history.seed}")
         self.pool: list[Delivery] = []
-        self.waiting: dict[int, list[Delivery]] = {}  # what a member cannot take yet
+        self.waiting: dict[int, list[Delivery]] = {}  # deliveries that a member cannot take yet
         self.hung: set[int] = set()
         self.cut: set[int] = set()
         self.store_cut = False
@@ -159,7 +159,7 @@ class Course(World):
                 pass
 
     def _offer(self, i: int, number: int, step: int) -> None:
-        """An owner has sent what the followers of its layers need; who has all of it may vote."""
+        """Note that an owner has sent its layers to their followers; a follower that has all its layers may vote."""
         layout = self.states[i].roles.layout
         if layout is None:
             return
@@ -190,7 +190,7 @@ class Course(World):
                 self.pool.append(("copied", j, i, number, step))
 
     def _offer_shadows(self, number: int, step: int) -> None:
-        """As above where what a member follows changes from step to step: each is looked at."""
+        """Like `_offer`, where the layers that members follow change from step to step: check every member."""
         sent = self.sent.get((number, step), set())
         for j, state in enumerate(self.states):
             need = set(state.roles.copies | state.roles.shadows)
@@ -208,7 +208,7 @@ class Course(World):
         return self.store_up and (not self.cut or (i in self.cut) == self.store_cut)
 
     def view(self, i: int) -> frozenset[Member]:
-        """Whom a right failure detector at i suspects."""
+        """Return the members that a perfect failure detector at i suspects."""
         key = i in self.cut
         if key not in self.views:
             gone = [
@@ -220,7 +220,7 @@ class Course(World):
         return self.views[key]
 
     def deliver(self, mail: Delivery) -> None:
-        """One delivery, if it can be made; what a hung or cut off member misses counts as lost."""
+        """Make a delivery, if possible; mail that a hung or cut off member misses counts as lost."""
         kind, i = mail[0], mail[1]
         if kind == "cas":
             if self.reach_store(i):
@@ -308,7 +308,7 @@ class Course(World):
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def strike(self) -> None:
-        """One fault, or one wished change, drawn at random."""
+        """Inject a fault or a wished change, drawn at random."""
         kinds = (*FAULTS, *LADDER, *LADDER) if self.history.ladder else FAULTS
         kinds = (*kinds, *REBALANCE) if self.history.plans else kinds
         kind = self.dice.choice((*kinds, *DAMAGE) if self.history.damage else kinds)
@@ -341,7 +341,7 @@ class Course(World):
                 self.starving.add(i)
             case "rebalance":
                 self.feed(i, m.Wished(("rebalance", self.states[i].me)))
-            case "hint" | "late leave":  # all hear it by the log, each in its own time
+            case "hint" | "late leave":  # all read it in the log, each at its own time
                 change = ("leave", self.states[i].me)
                 event = m.Hint(change) if kind == "hint" else m.Wished(change, urgent=True, save=True)
                 self.pool += [("told", j, event) for j in range(len(self.states)) if self.alive[j]]
@@ -354,9 +354,14 @@ class Course(World):
         self._tell()
 
     def spoil(self) -> None:
-        """Damages a copy made ahead, or a layer on its way, as soon as there is one."""
+        """Damage a copy made ahead, or a layer on its way, as soon as there is one."""
         for kind in tuple(self.spoils):
-            copies = [(i, layer) for i, here in enumerate(self.alive) if here for layer in sorted(self.copies_ahead(i))]
+            copies = [
+                (i, layer)
+                for i, is_alive in enumerate(self.alive)
+                if is_alive
+                for layer in sorted(self.copies_ahead(i))
+            ]
             sent = [number for number, mail in enumerate(self.pool) if mail[0] == "received" and mail[2] >= 0]
             if kind == "damaged copy" and copies:
                 self.damage(*self.dice.choice(copies))
@@ -370,7 +375,7 @@ class Course(World):
 
     def _enter(self) -> None:
         number = len(self.states)
-        newest = max(self.disk)  # by step: what a joining member would find; it need not lie on the lineage
+        newest = max(self.disk)  # by step: the checkpoint that a joining member finds; it need not lie on the lineage
         i = self.add(State(f"m{number:04d}", f"h{number:04d}", checkpoint=newest))
         self.feed(i, m.Enter())
 
@@ -386,7 +391,7 @@ class Course(World):
                 self.feed(i, m.Checkpointed(stamp))
 
     def _tell(self) -> None:
-        """The failure detectors notice what has changed."""
+        """Have the failure detectors report all changes."""
         self.views.clear()
         self.pool += [("suspect", i) for i in range(len(self.states)) if self.alive[i]]
 
@@ -424,21 +429,21 @@ class Course(World):
         return state.at.step >= self.history.steps and state.record.number == self.record.number
 
     def _shuffled(self, members: Iterable[int]) -> list[int]:
-        found = list(members)
-        self.dice.shuffle(found)
-        return found
+        order = list(members)
+        self.dice.shuffle(order)
+        return order
 
     def done(self) -> str:
-        """How the run has ended; empty while it has not."""
+        """Return how the run has ended; empty while it goes on."""
         voters = [self.index[member] for member in self.record.members]
         if voters and all(self.alive[i] and self.states[i].phase is Phase.RUN and self._at_end(i) for i in voters):
             return "trained"
-        here = [state for i, state in enumerate(self.states) if self.alive[i]]
-        if not any(state.phase is not Phase.OUTSIDE or state.wants_in for state in here):
+        living = [state for i, state in enumerate(self.states) if self.alive[i]]
+        if not any(state.phase is not Phase.OUTSIDE or state.wants_in for state in living):
             return "left"  # no member is there that wants to train
         if not self.store_up:
             ended = (Phase.STOPPED, Phase.OUTSIDE, Phase.WAIT)  # these have written what they hold, or hold nothing
-            return "stopped" if all(state.phase in ended for state in here) else ""
-        left = [self.states[i] for i in voters if self.alive[i]]
-        waiting = left and all(state.phase is Phase.WAIT and not state.regress for state in left)
-        return "waits" if waiting and not any(state.wants_in for state in here) else ""
+            return "stopped" if all(state.phase in ended for state in living) else ""
+        voters_left = [self.states[i] for i in voters if self.alive[i]]
+        waiting = voters_left and all(state.phase is Phase.WAIT and not state.regress for state in voters_left)
+        return "waits" if waiting and not any(state.wants_in for state in living) else ""

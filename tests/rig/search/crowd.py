@@ -1,8 +1,8 @@
-"""A long history of many members: as many come as go, for thousands of changes, and what a run keeps must not grow.
+"""A long history of many members: as many join as leave, for thousands of changes, and a run's state must not grow.
 
-The same protocol, world and rules as in the short histories of `histories`. Changes strike in bursts, as a cloud takes
-many machines at once, and the run makes a step or two between them. What no living member can read again is forgotten,
-so that the simulation itself does not grow either.
+It has the same protocol, world and rules as the short histories of `histories`. Changes come in bursts, as a cloud
+takes many machines at once, and the run makes a step or two between them. The simulation forgets what no living member
+can read again, so that it does not grow either.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _QUIET = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """What was kept after so many changes, at its largest since the last look.
+    """Sizes of a run's state after `changes` changes, each the largest since the last look.
 
     Attributes:
-        entry_bytes: of a generation's entry in the store's log.
-        lineage: entries of its lineage.
-        state: holdings, values heard, wishes and suspects of one member together.
-        log_bytes: of all entries so far.
+        entry_bytes: bytes of a generation's entry in the store's log.
+        lineage: number of entries of its lineage.
+        state: number of a member's holdings, values heard, wishes and suspects together.
+        log_bytes: bytes of all entries so far.
     """
 
     changes: int
@@ -69,17 +69,17 @@ def draw_crowd(seed: int, members: int, changes: int) -> History:
 
 
 def largest_burst(members: int) -> int:
-    """How many changes strike together at most."""
+    """Return the largest number of changes in a burst."""
     return max(_LEAST_BURST, int(members * _BURST_SHARE))
 
 
 class Crowd(Course):
-    """A world whose members are replaced for ever."""
+    """Simulation of continuous churn: a world whose members keep being replaced."""
 
     def __init__(self, history: History, transition: Transition) -> None:
         super().__init__(history, transition, compare=True)
         self.log = Roster()
-        self.detected: set[int] = set()  # whose failure detectors will speak
+        self.detected: set[int] = set()  # members whose failure detectors will report
         self.largest = Sizes(0, 0, 0, 0, 0, 0, 0, 0)
         self.old: list[Delivery] = []
         self.unanimous: set[tuple[int, int]] = set()
@@ -135,14 +135,14 @@ class Crowd(Course):
             self.old.append(mail)
 
     def is_unanimous(self, number: int, turn: int) -> bool:
-        """Of a vote that was unanimous it is known: values are cast once."""
-        found = (number, turn) in self.unanimous or super().is_unanimous(number, turn)
-        if found:
+        """Return True for a unanimous vote; votes found unanimous are remembered, since values are cast once."""
+        unanimous = (number, turn) in self.unanimous or super().is_unanimous(number, turn)
+        if unanimous:
             self.unanimous.add((number, turn))
-        return found
+        return unanimous
 
     def asked_of(self, number: int, turn: int) -> tuple[frozenset[m.Change] | None, bool]:
-        """All who apply a step ask this of the same whole vote."""
+        """Return as the base class does, remembered: all members that apply a step ask this of the same vote."""
         if (number, turn) not in self.asked:
             self.asked[number, turn] = super().asked_of(number, turn)
         return self.asked[number, turn]
@@ -158,7 +158,7 @@ class Crowd(Course):
         self.forget()
 
     def forget(self) -> None:
-        """Drops what no member that lives can read again."""
+        """Drop everything that no living member can read again."""
         living = [state for i, state in enumerate(self.states) if self.alive[i]]
         oldest = min((state.record.number for state in living), default=self.record.number)
         for of_generation in (self.records, self.truth.bases, self.truth.rounds, self.truth.behind):
@@ -169,7 +169,9 @@ class Crowd(Course):
                 del of_round[key]
         self.unanimous = {key for key in self.unanimous if key[0] >= oldest}
         settled = self.truth.settled.step
-        self.truth.parents = {after: one for after, one in self.truth.parents.items() if after.step >= settled - 1}
+        self.truth.parents = {
+            after: parent for after, parent in self.truth.parents.items() if after.step >= settled - 1
+        }
         self.saves = {stamp: done for stamp, done in self.saves.items() if stamp.generation >= oldest}
         for i, alive in enumerate(self.alive):
             if not alive:
@@ -179,19 +181,19 @@ class Crowd(Course):
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def strike(self) -> None:
-        """One change; members come as others have gone, so that as many are there as at first."""
-        here = [i for i, state in enumerate(self.states) if self.alive[i]]
-        lacking = self.history.members - len(here)
+        """Make a change; members join as others have left, so that their number stays near that at the beginning."""
+        present = [i for i, state in enumerate(self.states) if self.alive[i]]
+        lacking = self.history.members - len(present)
         missed = min(1.0, lacking / (1 + largest_burst(self.history.members)))
         if lacking > 0 and self.dice.random() < 0.3 + 0.7 * missed:
             self.count("join")
             self._enter()
         else:
             kind = self.dice.choices(list(CHANGES), list(CHANGES.values()))[0]
-            i = self.dice.choice([i for i in here if self.states[i].phase is not Phase.OUTSIDE] or here)
-            self._take_away(kind, i, here)
+            i = self.dice.choice([i for i in present if self.states[i].phase is not Phase.OUTSIDE] or present)
+            self._take_away(kind, i, present)
 
-    def _take_away(self, kind: str, i: int, here: Sequence[int]) -> None:
+    def _take_away(self, kind: str, i: int, present: Sequence[int]) -> None:
         match kind:
             case "crash":
                 self.lose([i], kind)
@@ -200,7 +202,7 @@ class Crowd(Course):
                 self.lose([i], "crash")  # so that somebody proposes
             case "false alarm":
                 self.count(kind)
-                self.feed(i, m.Suspects(frozenset([self.states[self.dice.choice(here)].me])))
+                self.feed(i, m.Suspects(frozenset([self.states[self.dice.choice(present)].me])))
                 self._tell()
             case "hiccup":
                 self.count(kind)
@@ -208,7 +210,7 @@ class Crowd(Course):
             case "late leave":
                 self.count(kind)
                 event = m.Wished(("leave", self.states[i].me), urgent=True, save=True)
-                self.pool += [("told", j, event) for j in here]
+                self.pool += [("told", j, event) for j in present]
             case _:
                 self.count(kind)
                 self.feed(i, m.Wished(("leave", self.states[i].me), kind == "urgent leave"))
@@ -216,9 +218,9 @@ class Crowd(Course):
     def count(self, kind: str) -> None:
         self.outcome.faults[kind] += 1
 
-    def lose(self, who: Sequence[int], kind: str) -> None:
-        """These end without a word; their hosts tell."""
-        for i in who:
+    def lose(self, victims: Sequence[int], kind: str) -> None:
+        """Kill these members without notice; their hosts report it."""
+        for i in victims:
             if self.alive[i]:
                 self.count(kind)
                 self.alive[i] = False
@@ -232,19 +234,19 @@ class Crowd(Course):
 
     def _tell(self) -> None:
         self.views.clear()
-        here = {i for i, alive in enumerate(self.alive) if alive}
-        self.pool += [("suspect", i) for i in sorted(here - self.detected)]
-        self.detected |= here
+        living = {i for i, alive in enumerate(self.alive) if alive}
+        self.pool += [("suspect", i) for i in sorted(living - self.detected)]
+        self.detected |= living
 
     def view(self, i: int) -> frozenset[Member]:
-        """As in shorter histories, without those that are in no generation that counts."""
+        """Suspects as in shorter histories, without members that are in no generation that counts."""
         if not self.views:
             named = {member for record in self.records.values() for member in record.participants}
             self.views[None] = frozenset(member for member in named if not self.alive[self.index[member]])
         return self.views[None]
 
     def trains(self) -> bool:
-        """Whether all voters of the newest generation have made a step of it."""
+        """Return True if all voters of the newest generation have made a step of it."""
         voters = [self.index[member] for member in self.record.members]
         return bool(voters) and all(
             self.alive[i] and self.states[i].phase is Phase.RUN and self.states[i].at.generation == self.record.number
@@ -254,18 +256,22 @@ class Crowd(Course):
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def look(self) -> Sizes:
-        """The largest since the last look."""
+        """Return the largest sizes since the last look."""
         state = max(
-            len(one.held) + len(one.heard) + len(one.suspects) + len(one.wishes.changes) + len(one.wishes.hints)
-            for i, one in enumerate(self.states)
+            len(member_state.held)
+            + len(member_state.heard)
+            + len(member_state.suspects)
+            + len(member_state.wishes.changes)
+            + len(member_state.wishes.hints)
+            for i, member_state in enumerate(self.states)
             if self.alive[i]
         )
-        found = replace(
+        sizes = replace(
             self.largest, changes=self.changes, generations=self.record.number, step=self.truth.settled.step,
             members=len(self.record.members), state=state,
         )  # fmt: skip
-        self.largest = replace(found, entry_bytes=0, lineage=0)
-        return found
+        self.largest = replace(sizes, entry_bytes=0, lineage=0)
+        return sizes
 
 
 def play_crowd(
@@ -274,14 +280,14 @@ def play_crowd(
     every: int = 500,
     transition: Transition = protocol.step,
 ) -> HistoryOutcome:
-    """Plays a long history until all of its changes were made and every member of the last generation trains.
+    """Play a long history until all of its changes were made and every member of the last generation trains.
 
     Args:
-        look: gets the sizes after every so many changes, and at the end.
+        look: called with the sizes after each `every` changes, and at the end.
 
     Raises:
         Violation: a rule is broken.
-        Stuck: nothing goes on.
+        Stuck: the run makes no progress.
     """
     world = Crowd(history, transition)
     begin(world)
@@ -301,12 +307,12 @@ def _run(world: Crowd, look: Callable[[Sizes], None], every: int) -> None:
     while True:
         if not due and world.trains():
             trained_at = outcome.events
-            left = world.history.faults - world.changes
-            if left <= 0:
+            remaining = world.history.faults - world.changes
+            if remaining <= 0:
                 outcome.ended = "trained"
                 return
             first = outcome.events + int(dice.uniform(0.5, 1.5) * _QUIET * many)
-            count = min(left, dice.randint(1, largest_burst(many)))
+            count = min(remaining, dice.randint(1, largest_burst(many)))
             due = sorted(first + dice.randrange(2 * many) for _ in range(count))
         until = due[0] if due else outcome.events + many // 2
         while outcome.events < until:

@@ -1,12 +1,12 @@
 """All interleavings of a few members and a few faults: a search over the states of the world.
 
-Every event that could come next is tried from every state that can be reached: deliveries late, in any order or never;
-the store's operation at any later time; a fault before and after every single action. Safety is what `World` checks on
-the way. Progress is checked afterwards on the graph: from every state there is a way, without further faults, to one
-where a group has trained to the end (or the run has ended as it may). Under fair scheduling it is then reached.
+Every event that could come next is tried from every reachable state: deliveries late, in any order or never; the
+store's operation at any later time; a fault before and after every single action. `World` checks safety on the way.
+Progress is checked afterwards on the graph: from every state there is a way, without further faults, to a state where a
+group has trained to the end (or the run has ended in another permitted way). Under fair scheduling it is then reached.
 
-Model of the transport: what was sent stays deliverable until it is delivered or can have no effect any more (so order
-is free and loss is "never"), except across a cut, which lets nothing through until it heals. Rounds are delivered as
+Model of the transport: a message stays deliverable until it is delivered or can have no effect any more (so order is
+free and loss is "never"), except across a cut, which lets nothing through until it heals. Rounds are delivered as
 tallies, or value by value (`singly`).
 """
 
@@ -31,7 +31,7 @@ _TELL = 100_000
 
 @dataclass
 class Exploration:
-    """What was found: distinct states, transitions, and the first state without a way to the end, if any."""
+    """Result of a search: distinct states, transitions, and the first state without a way to the end, if any."""
 
     states: int
     transitions: int
@@ -48,32 +48,32 @@ def explore(
     deep: bool = False,
     tell: Callable[[int, int], None] | None = None,
 ) -> Exploration:
-    """Explores a scenario to its end, or until `most` states were found.
+    """Explore a scenario to its end, or until `most` states were found.
 
-    State of the search: a world; transition: one action; visited worlds are known by the numbers of their parts.
+    State of the search: a world; transition: an action; visited worlds are identified by the numbers of their parts.
 
     Args:
         deep: depth first instead of breadth first: only the worlds along one way are kept, for searches of millions
             of states, but the path to a violation is not the shortest.
-        tell: called after every 100,000 states with how many were found and how many of them wait to be visited.
+        tell: called after every 100,000 states with the numbers of states found and of those not yet visited.
 
     Raises:
         Violation: with the actions that lead there.
     """
     parts: dict[Any, int] = {}
     seen: dict[bytes, int] = {}
-    came, picks = array("l"), array("H")  # of each state: the one before it, and which of its actions led here
+    came, picks = array("l"), array("H")  # of each state: its predecessor, and the number of the action that led here
     sources, targets = array("l"), array("l")
     good = array("l")
 
     def number(world: MailWorld) -> tuple[int, bool]:
         key = array("I", [parts.setdefault(part, len(parts)) for part in world.key()]).tobytes()
         count = len(seen)
-        found = seen.setdefault(key, count)
-        return found, found == count
+        state = seen.setdefault(key, count)
+        return state, state == count
 
     def trace(state: int) -> list[Action]:
-        """The way there, made once more."""
+        """Return the actions that lead to a state, by following them once more."""
         path: list[int] = []
         while state:
             path.append(picks[state])
@@ -95,36 +95,36 @@ def explore(
         if tell is not None and len(seen) // _TELL > told:
             told = len(seen) // _TELL
             tell(len(seen), len(queue))
-        at, world = queue.pop() if deep else queue.popleft()
+        state, world = queue.pop() if deep else queue.popleft()
         if world.done():
-            good.append(at)
+            good.append(state)
         for pick, (action, fault) in enumerate(world.actions()):
             transitions += 1
             try:
                 following = world.after(action)
             except AssertionError as error:
-                path = "\n".join(map(_show, [*trace(at), action]))
+                path = "\n".join(map(_show, [*trace(state), action]))
                 raise type(error)(f"{error}\nafter\n{path}") from error
-            found, new = number(following)
+            following_state, new = number(following)
             if new:
-                came.append(at)
+                came.append(state)
                 picks.append(pick)
-                queue.append((found, following))
+                queue.append((following_state, following))
             if not fault:
-                sources.append(at)
-                targets.append(found)
+                sources.append(state)
+                targets.append(following_state)
     complete = not queue
     stuck = _stuck(len(seen), sources, targets, good) if complete else []
     return Exploration(len(seen), transitions, complete, len(stuck), tuple(trace(stuck[0])) if stuck else ())
 
 
 def _pick(world: MailWorld, number: int) -> Action:
-    """One of the actions that could come next."""
+    """Return the action of this number among those that could come next."""
     return next(itertools.islice(world.actions(), number, None))[0]
 
 
 def _stuck(count: int, sources: array[int], targets: array[int], good: array[int]) -> list[int]:
-    """States from which no way without faults leads to a good one: a search backwards from those."""
+    """Return the states from which no way without faults leads to a good one, by a backward search from good states."""
     import numpy as np
     from scipy.sparse import csr_matrix
     from scipy.sparse.csgraph import breadth_first_order

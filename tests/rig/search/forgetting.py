@@ -1,7 +1,7 @@
-"""What a member's state says about its future: all that is never read again is forgotten.
+"""Reduces a member's state to the part that decides its future: values that are never read again are forgotten.
 
-The search knows a world by these. Two states may become one here only where whatever happens next makes equal states of
-them again; `tests/rig/search/test_forgetting.py` checks it on whole graphs.
+The search identifies a world by these reduced states. Two states may be merged only if equal events always lead them to
+states that are merged again; `tests/rig/tests/search/test_forgetting.py` checks this on whole graphs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ _MANY = 100_000
 
 
 def adopts(state: State, newest: Generation) -> Generation:
-    """The record that says what of a member's state is void: its own, or the store's where that is what it takes next.
-
-    What a record voids, all later ones void.
+    """Return the record that decides which parts of a member's state are void: its own, or the store's if the member
+    adopts that next. All later records void the same parts.
     """
     return newest if state.phase in (Phase.CHANGE, Phase.OUTSIDE) else state.record
 
 
 @functools.lru_cache(_MANY)
 def living(state: State, newest: Generation) -> State:
-    """A member's state without what in its phase is written before it is read again.
+    """Return a member's state without the fields that its phase writes before it reads them again.
 
     Args:
         newest: the store's record.
@@ -40,7 +39,7 @@ def living(state: State, newest: Generation) -> State:
             return replace(state, roles=replace(state.roles, missing=frozenset()))
         case Phase.INSTALL:
             return replace(state, cast=False, computed=False, copied=0)
-        case Phase.CHANGE if state.record.number < newest.number:  # what it proposes cannot be founded any more
+        case Phase.CHANGE if state.record.number < newest.number:  # its proposal cannot be founded any more
             leaves = frozenset(change for change in state.wishes.changes if change[0] == "leave")
             wishes = replace(state.wishes, changes=leaves, planned=False)
             state = replace(state, wishes=wishes, regress=False, base=None)
@@ -60,7 +59,7 @@ def living(state: State, newest: Generation) -> State:
 
 @functools.lru_cache(_MANY)
 def brought(value: m.Value, record: Generation) -> m.Value:
-    """What a member cast in a generation, without what its record voids."""
+    """Return a member's cast in a generation, without the parts that the generation's record voids."""
     if not isinstance(value, m.Contribution):
         return value
     proofs = frozenset(proof for proof in value.proofs if record.continues(proof.stamp))
@@ -69,7 +68,7 @@ def brought(value: m.Value, record: Generation) -> m.Value:
 
 @functools.lru_cache(_MANY)
 def valid(held: Held, record: Generation) -> Held:
-    """Of what is held, that which lies on a record's past."""
+    """Return the held entries that lie on a record's past."""
     return frozenset(entry for entry in held if record.continues(entry[1]))
 
 

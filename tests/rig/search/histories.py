@@ -1,7 +1,7 @@
 """Random histories: any number of members, faults of every kind at random moments, deliveries in random order.
 
 A history is a function of its seed. It drives the same protocol and the same `World` as the explorer, for sizes and
-lengths that no search reaches. When its faults are over, everything heals, and the run must come to its end.
+lengths that no search reaches. When its faults are over, everything heals, and the run must reach its end.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def begin(world: Course) -> None:
 
 
 def take(world: Course, lossy: bool = False) -> None:
-    """One delivery, drawn from all that are under way.
+    """Make a delivery, drawn from all that are under way.
 
     Args:
-        lossy: it may be lost.
+        lossy: the delivery may be lost.
     """
     history, dice = world.history, world.dice
     position = dice.randrange(len(world.pool))

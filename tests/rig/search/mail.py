@@ -1,7 +1,7 @@
-"""Worlds as values: an action makes another world, and worlds with the same future are one.
+"""Worlds as values: an action makes another world, and worlds with the same future are merged.
 
-`explore` walks them. `post` says what an action does, `possible` which ones there are; here is what a world may forget
-without any effect on what can come, so that `key` is equal for worlds with the same future.
+`explore` visits them. `post` carries out actions, `possible` lists them; this module removes from a world all that
+cannot affect its future, so that `key` is equal for worlds with the same future.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Action", "MailWorld", "Scenario"]
 
 
 class MailWorld(OpenWorld):
-    """A world that `explore` can leave as it was, and recognise."""
+    """A world that `explore` can keep unchanged, and recognise."""
 
     def begin(self) -> None:
         """Founds generation 1 and trains nothing yet: all own layers are initialised."""
@@ -53,14 +53,14 @@ class MailWorld(OpenWorld):
         return world
 
     def after(self, action: Action) -> MailWorld:
-        """The world after an action; this one is left as it is."""
+        """Return the world after an action; this one does not change."""
         world = self.copy()
         world.do(action)
         world.tidy()
         return world
 
     def tidy(self) -> None:
-        """Forgets what can have no effect any more, so that worlds with one future are one."""
+        """Forget all that can have no effect any more, so that worlds with the same future are equal."""
         live = [state for i, state in enumerate(self.states) if self.alive[i] and state.phase is not Phase.STOPPED]
         answered = {state.record.number for state in live if state.phase in ANSWERING}
         self.records = self._known(live)
@@ -74,23 +74,25 @@ class MailWorld(OpenWorld):
             number: count for number, count in truth.behind.items() if number in answered and self._may_vote(number)
         }
         truth.asks = frozenset(ask for ask in truth.asks if self.alive[ask[0]])
-        truth.damaged = frozenset(one for one in truth.damaged if (one.layer, one.stamp) in self.memory[one.holder])
+        truth.damaged = frozenset(
+            damage for damage in truth.damaged if (damage.layer, damage.stamp) in self.memory[damage.holder]
+        )
         at = {state.at for state in live}
         self.saves = {stamp: done for stamp, done in self.saves.items() if stamp in at and stamp.generation in answered}
         truth.rounds = {number: step for number, step in truth.rounds.items() if number in answered}
         newest = max(truth.bases)
         truth.bases = {number: base for number, base in truth.bases.items() if number in answered or number == newest}
         stamps = {stamp for memory in self.memory for _, stamp in memory} | set(truth.bases.values()) | self.disk
-        # who holds no layer may still begin with what one that is lost by now had told
+        # a member that holds no layer may still begin with layers that a member lost by now had announced
         told = [value for values in self.casts.values() for value in values.values()]
         stamps |= {stamp for value in told if isinstance(value, m.Contribution) for _, stamp in value.held}
-        if not self.job.sync:  # what is on its way to those that keep copies, whose owner may be lost by now
+        if not self.job.sync:  # layers on their way to members that keep copies; their owner may be lost by now
             stamps |= {Stamp(entry[2] - 1, entry[1]) for entry in self.mail if entry[0] == "offer"}
         reached = {stamp for top in stamps for stamp in truth.past(top) if stamp.step > truth.settled.step}
         truth.parents = {stamp: parent for stamp, parent in truth.parents.items() if stamp in reached}
 
     def _is_awaited(self, number: int, turn: int, live: Sequence[State]) -> bool:
-        """Whether a member can still act on a round of a generation."""
+        """Return True if a member can still act on a round of a generation."""
         there = [state for state in live if state.record.number == number and state.phase in ANSWERING]
         if turn == 0:
             gathers = any(state.phase is not Phase.RUN for state in there)
@@ -98,7 +100,7 @@ class MailWorld(OpenWorld):
         return any(state.round <= turn for state in there)
 
     def _may_enter(self, state: State, number: int) -> bool:
-        """Whether a member that has not adopted a generation can still do so."""
+        """Return True if a member that has not adopted a generation can still do so."""
         if number not in self.records or state.me not in self.records[number].participants:
             return False
         seen = number == self.record.number or self.scenario.stale
@@ -120,9 +122,9 @@ class MailWorld(OpenWorld):
                 return bool(effect.expected >= self.record.number) or not self.compare
             case ("send", number, layer, _, target):
                 state = self.states[target]
-                known = state.record.number
+                adopted = state.record.number
                 wanted = state.phase is Phase.GATHER or (state.phase is Phase.INSTALL and layer in state.roles.missing)
-                return self.alive[target] and (number > known or (number == known and wanted))
+                return self.alive[target] and (number > adopted or (number == adopted and wanted))
             case ("offer", number, step, _):
                 return any(self._may_copy(i, number, step) for i in range(len(self.states)))
             case ("bye", number, _, target):
@@ -139,17 +141,17 @@ class MailWorld(OpenWorld):
                 return self.alive[i] and self.states[i].phase is Phase.OUTSIDE
             case ("prepare", i, number, changes):
                 state = self.states[i]
-                here = self.alive[i] and state.phase is Phase.RUN and state.record.number == number
-                return here and state.wishes.prepared != changes
+                is_preparing = self.alive[i] and state.phase is Phase.RUN and state.record.number == number
+                return is_preparing and state.wishes.prepared != changes
         return True
 
     def _may_vote(self, number: int) -> bool:
-        """Whether all voters of a generation can still take part in another vote."""
+        """Return True if all voters of a generation can still take part in another vote."""
         voters = [self.index[member] for member in self.records[number].members]
         return all(self.alive[i] and self.left[i] < number for i in voters)
 
     def _may_copy(self, i: int, number: int, step: int) -> bool:
-        """Whether a member can still wait for what it follows in a step of a generation."""
+        """Return True if a member can still wait for the layers that it follows in a step of a generation."""
         state = self.states[i]
         if not self.alive[i] or number not in self.records or state.me not in self.records[number].members:
             return False
@@ -192,7 +194,7 @@ class MailWorld(OpenWorld):
         )
 
     def _told_next(self) -> tuple[Any, ...]:
-        """What members will say of their copies, and what is damaged, without what is void."""
+        """Return the proofs that members will send of their copies, and the damaged copies, without void ones."""
         if not self.proves:
             return ()
         records = [adopts(state, self.record) for state in self.states]
@@ -202,11 +204,11 @@ class MailWorld(OpenWorld):
                 for i in range(len(records))
                 if self.alive[i]
             ),
-            frozenset(one for one in self.truth.damaged if records[one.holder].continues(one.stamp)),
+            frozenset(damage for damage in self.truth.damaged if records[damage.holder].continues(damage.stamp)),
         )
 
     def done(self) -> bool:
-        """Whether a group has trained to the end, or the run has ended as it may."""
+        """Return True if a group has trained to the end, or the run has ended in another permitted way."""
         if not self.store_up:
             return True  # at the next change all stop with their state on disk
         if not any(self.alive[i] for i in range(len(self.states)) if self.states[i].phase is not Phase.OUTSIDE):

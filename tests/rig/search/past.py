@@ -1,4 +1,4 @@
-"""What happened in a world, whatever its members believe. No member can see it; the rules are checked against it."""
+"""Ground truth of a world, which no member can see; the rules are checked against it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Damage", "Past"]
 
 
 class Damage(NamedTuple):
-    """A state in a member's memory that is not what its stamp says, and the members that trained the layer then."""
+    """A state in a member's memory that differs from the state of its stamp, and the layer's owners at that time."""
 
     holder: int
     layer: int
@@ -22,19 +22,19 @@ class Damage(NamedTuple):
 
 @dataclass
 class Past:
-    """The past of every state, and what was wished and by whom it is known.
+    """Ground truth: facts that no member can see, such as the past of every state and all wished changes.
 
     Attributes:
         parents: the boundary that each boundary was made from.
-        bases: where each generation began.
-        rounds: of each generation the newest step that all have voted for.
-        behind: of each generation how many votes were completed after its successor was founded.
+        bases: the boundary at which each generation began.
+        rounds: newest step of each generation that all have voted for.
+        behind: number of votes of each generation that were completed after its successor was founded.
         settled: the newest boundary that all voters of the newest generation are known to have reached.
         protected: members of the newest generation that voted on a step and that copies were placed in.
-        missed: those of them that later generations, which kept the copies they found, did without.
+        missed: protected members that are missing in later generations, which kept the existing copies.
         wished, hinted: the changes that any member was told of.
         asks: (member, change): this member knows that the change wants a checkpoint first.
-        damaged: states that are not what their stamps say.
+        damaged: states that differ from those of their stamps.
     """
 
     parents: dict[Stamp, Stamp] = field(default_factory=dict)
@@ -55,9 +55,9 @@ class Past:
         return replace(self, parents=parents, bases=bases, rounds=rounds, behind=behind)
 
     def past(self, stamp: Stamp) -> set[Stamp]:
-        """A state's whole past, itself included."""
-        found = {stamp}
+        """Return all states of a state's past, itself included."""
+        ancestors = {stamp}
         while stamp in self.parents:
             stamp = self.parents[stamp]
-            found.add(stamp)
-        return found
+            ancestors.add(stamp)
+        return ancestors

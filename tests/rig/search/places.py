@@ -26,12 +26,12 @@ _UNITS = Units(4, 1, 4)
 
 
 def even_places(num_layers: int, redundancy: int, fewest: int = 1, replicas: int = 1) -> Place:
-    """A planner for the rig: layers dealt out evenly in rank order, copies by `place_copies`. A plan that a generation
-    carries is taken as it is.
+    """Return a planner for the rig: layers in even parts in rank order, copies by `place_copies`. A plan that a
+    generation carries is used unchanged.
 
     Args:
         fewest: with fewer members the run waits.
-        replicas: wanted; as many pipelines as there are members for, at most this many.
+        replicas: largest number of pipelines; fewer where members are lacking.
     """
 
     def place(seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
@@ -63,7 +63,7 @@ def even_places(num_layers: int, redundancy: int, fewest: int = 1, replicas: int
 
 
 def with_drawn_plan(effect: CompareAndSet, num_layers: int, dice: random.Random) -> CompareAndSet:
-    """The effect of a founder that draws what the members run, which no other member could compute."""
+    """Return the effect of a founder that draws the members' plan, which no other member could compute."""
     record = effect.record
     if not record.members:
         return effect
@@ -80,22 +80,24 @@ def with_pipeline(record: Generation, num_layers: int) -> Generation:
 
 
 def with_small_motion(effect: CompareAndSet, state: State, dice: random.Random) -> CompareAndSet:
-    """The effect of a founder after a loss that draws who takes over the lost stages, while all others keep theirs, and
-    all keep the copies that they have; as it is where members were not only lost.
+    """Draw, for a founder after a loss, the members that take over the lost stages; all keep their other stages and
+    their copies. Return the effect unchanged where the change is not a loss alone.
     """
     record, before, members = effect.record, state.roles.layout, state.record.members
-    left = list(record.members)
-    possible = left and follows_a_loss(state, record)
-    if not possible or before is None or before.plan is None or not before.covers(left):
+    survivors = list(record.members)
+    possible = survivors and follows_a_loss(state, record)
+    if not possible or before is None or before.plan is None or not before.covers(survivors):
         return effect
-    plan, places = bare(before.plan), {members.index(member): place for place, member in enumerate(left)}
+    plan, places = bare(before.plan), {members.index(member): place for place, member in enumerate(survivors)}
     while plan is not None and (gone := [n for n, stage in enumerate(plan.stages) if stage.rank not in places]):
         ways = list(ways_to_give(plan, gone[0], list(places)))
-        plan = next((one for way in dice.sample(ways, len(ways)) if (one := given(plan, gone[0], way))), None)
+        plan = next(
+            (candidate for way in dice.sample(ways, len(ways)) if (candidate := given(plan, gone[0], way))), None
+        )
     if plan is None:
         return effect
     plan = among(plan, places)
-    copies = kept_copies(before, MemberLayout.of_plan(plan, left, {}).owned, left)
+    copies = kept_copies(before, MemberLayout.of_plan(plan, survivors, {}).owned, survivors)
     return replace(effect, record=replace(record, plan=plan, copies=copies))
 
 

@@ -14,7 +14,7 @@ ANSWERING = (Phase.GATHER, Phase.INSTALL, Phase.RUN)
 
 
 class OpenWorld(PostWorld):
-    """A world that knows what could happen next in it."""
+    """A world that lists the actions that could come next in it."""
 
     def actions(self) -> Iterator[tuple[Action, bool]]:
         """Everything that could happen next, and whether it is a fault (or haste), which progress must not need."""
@@ -54,9 +54,9 @@ class OpenWorld(PostWorld):
         if state.cast and state.phase in (Phase.GATHER, Phase.RUN):
             yield from self._rounds(i)
         if self.reach_store(i):
-            known = max(number, state.unseen.number if state.unseen else 0)
+            newest = max(number, state.unseen.number if state.unseen else 0)
             for newer in range(
-                known + 1 if self.scenario.stale else max(known + 1, self.record.number), self.record.number + 1
+                newest + 1 if self.scenario.stale else max(newest + 1, self.record.number), self.record.number + 1
             ):
                 yield ("watch", i, newer)
         elif not self.store_up and state.phase is Phase.CHANGE:
@@ -97,25 +97,25 @@ class OpenWorld(PostWorld):
             yield ("tally", i, key)
 
     def _may_apply(self, i: int) -> bool:
-        """Whether a member may hear next that all have voted for its step."""
+        """Return True if a member may learn next that all have voted for its step."""
         state = self.states[i]
         voters = [self.index[member] for member in state.record.members]
         voted = state.phase is Phase.RUN and state.cast and self.is_unanimous(state.record.number, state.round)
         return voted and all(self.reach(i, j) for j in voters)
 
     def _offered(self, i: int) -> bool:
-        """Whether the owners of all that i follows have sent what the vote waits for."""
+        """Return True if the owners of all layers that i follows have sent the data that the vote waits for."""
         state = self.states[i]
         if state.roles.layout is None or not (state.roles.copies or state.roles.shadows):
             return False
         need = set(state.roles.copies | state.roles.shadows)
-        for kind, *rest in self.mail:
-            if kind == "offer" and rest[:2] == [state.record.number, state.round] and self.reach(i, rest[2]):
-                need.difference_update(state.roles.layout.owned.get(self.states[rest[2]].me, ()))
+        for kind, *details in self.mail:
+            if kind == "offer" and details[:2] == [state.record.number, state.round] and self.reach(i, details[2]):
+                need.difference_update(state.roles.layout.owned.get(self.states[details[2]].me, ()))
         return not need
 
     def _broken(self, i: int) -> bool:
-        """Whether a member that i waits for is gone, or has left the generation."""
+        """Return True if a member that i waits for is gone, or has left the generation."""
         number, gone = self.states[i].record.number, self.lost_to(i)
         for member in self.states[i].record.participants:
             j = self.index[member]
@@ -131,8 +131,8 @@ class OpenWorld(PostWorld):
         if state.phase is Phase.WAIT:
             return state.regress
         if state.phase is Phase.OUTSIDE and state.wants_in and self.reach_store(i):
-            asked = any(entry[0] in ("ask", "cas", "read") and entry[1] == i for entry in self.mail)
-            return not asked and self.record.number == state.record.number
+            is_asking = any(entry[0] in ("ask", "cas", "read") and entry[1] == i for entry in self.mail)
+            return not is_asking and self.record.number == state.record.number
         return False
 
     def _deliverable(self, entry: Action) -> bool:
@@ -142,7 +142,7 @@ class OpenWorld(PostWorld):
             case ("read", i):
                 alike = self.states[i].record.number == self.record.number  # else the watch tells
                 return alike and self.alive[i] and i not in self.hung and self.reach_store(i)
-            case ("send", number, layer, source, target):  # what comes before its decision waits for it
+            case ("send", number, layer, source, target):  # a layer that arrives before the decision waits for it
                 state = self.states[target]
                 wanted = state.record.number == number and layer in state.roles.missing
                 return wanted and self.alive[target] and target not in self.hung and self.reach(source, target)

@@ -1,4 +1,4 @@
-"""A world with mail: everything that was sent and can still arrive, and what each action does to the world."""
+"""A world with mail: everything that was sent and can still arrive, and the effect of each action on the world."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Action = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What to explore.
+    """Parameters of an exploration.
 
     Attributes:
         members: processes in generation 1 from the beginning; the rest of `processes` join later.
-        faults: how many of `kinds` strike, at any moment each.
+        faults: number of faults of these `kinds`, at any moment each.
         kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, no member is lost), "damage" (of a copy
             made ahead, or of a layer on its way) and "starve" (a member finds no memory when it applies a step), which
             are not among the default kinds.
-        once: each of them strikes at most once.
-        leaves: how many members get a notice, at any moment.
-        hints: how many times a member hears that one, itself or another, may be told to leave; at any moment.
-        late: how many members get a notice that leaves no time for the move, so that a checkpoint is to come first.
-        steps: training ends there.
-        singly: rounds are heard value by value.
+        once: each kind of fault happens at most once.
+        leaves: number of members that get a notice, at any moment.
+        hints: number of hints to a member that a member, itself or another, may be told to leave; at any moment.
+        late: number of members that get a notice without time for the move, so that a checkpoint must come first.
+        steps: step at which training ends.
+        singly: members receive rounds value by value.
         stale: a watch may deliver records that were replaced since; False: the newest only.
-        hasty: how many `Tick`s come too early; besides, one comes where nothing else is left to happen.
+        hasty: number of `Tick`s that come too early; besides, one comes if nothing else can happen.
         plans: every founder draws a plan of any rectangles, which the record carries.
         motions: with `plans`, every founder after a loss hands the lost stages out and keeps the copies that there are.
     """
@@ -107,27 +107,27 @@ class PostWorld(World):
                 pass
 
     def reach(self, i: int, j: int) -> bool:
-        """Whether mail passes between two members (or the disk, -1)."""
+        """Return True if mail passes between two members (or the disk, -1)."""
         return i < 0 or j < 0 or (i in self.cut) == (j in self.cut)
 
     def reach_store(self, i: int) -> bool:
-        """Whether a member reaches the store."""
+        """Return True if a member reaches the store."""
         return self.store_up and (i in self.cut) == self.store_cut if self.cut else self.store_up
 
     def lost_to(self, i: int) -> frozenset[int]:
-        """Whom a perfect failure detector at i takes for lost."""
+        """Return the members that a perfect failure detector at i considers lost."""
         ended = [not self.alive[j] or state.phase is Phase.STOPPED for j, state in enumerate(self.states)]
         return frozenset(
             j for j in range(len(ended)) if j != i and (ended[j] or j in self.hung or not self.reach(i, j))
         )
 
     def do(self, action: Action) -> None:
-        """Carries out an action in this world."""
+        """Carry out an action in this world."""
         kind = "store" if action[0] == "lose store" else action[0]
         if kind in self.scenario.kinds:
             self.faults -= 1
             if self.scenario.once:
-                self.kinds = tuple(other for other in self.kinds if other != kind)
+                self.kinds = tuple(remaining for remaining in self.kinds if remaining != kind)
         match action:
             case ("mail", entry):
                 self._deliver(entry)
@@ -212,10 +212,10 @@ class PostWorld(World):
                 self.feed(i, m.Prepared(number, changes, self._comes_ahead(i, changes)))
 
     def _comes_ahead(self, i: int, changes: frozenset[m.Change]) -> frozenset[int]:
-        """The layers that a member has got ahead of a change, once it says that it is prepared."""
-        state = self.states[i]
-        assert state.roles.layout is not None
-        seats = {other.me: Seat(other.me, other.host, other.capacity) for other in self.states}
+        """Return the layers that a member has received ahead of a change, once it says that it is prepared."""
+        mine = self.states[i]
+        assert mine.roles.layout is not None
+        seats = {state.me: Seat(state.me, state.host, state.capacity) for state in self.states}
         return find_ahead(
-            state.me, state.record, state.roles.layout, changes, seats, self.job.place, self.job.layer_bytes
+            mine.me, mine.record, mine.roles.layout, changes, seats, self.job.place, self.job.layer_bytes
         ).mine

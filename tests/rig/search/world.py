@@ -1,17 +1,17 @@
-"""The truth behind the protocol: what is in each member's memory, what the store holds, what was voted, and the rules.
+"""The truth behind the protocol: each member's memory, the store's contents, the votes, and the rules.
 
 A `World` holds the members' protocol states and plays memory, disk and store for them. It carries out every effect and
-raises `Violation` at the first one that breaks a rule, whatever the members believe. What travels between members is
-left to the two that drive it: `explore` tries every order, `histories` draws one.
+raises `Violation` at the first one that breaks a rule, whatever the members believe. Its two drivers deliver messages:
+`explore` tries every order, `histories` draws one.
 
 The rules, each checked where it could break:
 
 1. No member answers a generation that it has left, nor casts two values in one round; none acts on an unfinished round.
 2. Once a generation is founded, an older one completes at most the vote that was under way: never two groups train.
 3. Equal stamps are equal states: each has one predecessor, and no member computes with a mixture.
-4. A settled step (all voters hold it) is never lost, unless a generation that may go back was founded in so many words;
-   and that is needed only where more members are gone than the redundancy covers. Those that were lost before a
-   generation that keeps the copies it finds count as long as it and others like it train.
+4. A settled step (all voters hold it) is never lost, unless a generation's record says that it may go back; and that
+   is needed only where more members are gone than the redundancy covers. Members lost before a generation that keeps
+   the existing copies count as long as it and others like it train.
 5. A step is applied at most once in the past of any state, and without gaps.
 6. A member sends, drops and claims only what it holds; all members of a generation decide alike, by the plan that its
    record carries, if it carries one.
@@ -49,7 +49,7 @@ class World:
     """Members, memories, disk and store.
 
     Args:
-        redundancy: what rule 4 holds the placement to.
+        redundancy: number of losses that the placement must cover, by rule 4.
         transition: the protocol, or a broken one.
         compare: the store compares before it sets; False is a broken store.
         proves: members compare copies made ahead with their owners, as a live run does; without damage the outcome is
@@ -74,7 +74,9 @@ class World:
         self.records: dict[int, Generation] = {0: EMPTY}
         self.record = EMPTY
         self.disk: frozenset[Stamp] = frozenset([INITIAL])
-        self.saves: dict[Stamp, frozenset[int]] = {}  # who has written its share of a checkpoint that a vote asked for
+        self.saves: dict[
+            Stamp, frozenset[int]
+        ] = {}  # members that have written their share of a checkpoint that a vote asked for
         self.casts: dict[tuple[int, int], dict[Member, m.Value]] = {}
         self.truth = Past()
 
@@ -90,7 +92,7 @@ class World:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def feed(self, i: int, event: m.ProtocolEvent) -> None:
-        """One event at one member, and all that it does because of it.
+        """Pass an event to a member, and carry out and check all of its effects.
 
         Raises:
             Violation: a rule is broken.
@@ -113,7 +115,7 @@ class World:
             self._fail(10, i, event, "goes on in a generation in which a layer arrived damaged")
         self._saves_as_asked(i, event, before, effects)
         if self.truth.asks and state.wishes.changes is not before.wishes.changes:
-            # what it gave up as a wish it need not ask for; it asks for nothing else
+            # a member that gave up a wish need not ask for its change; it asks for no other
             self.truth.asks -= {(i, change) for change in before.wishes.changes - state.wishes.changes}
         for effect in effects:
             self._perform(i, effect, before)
@@ -121,14 +123,16 @@ class World:
             if not dropped <= self.memory[i]:
                 self._fail(6, i, event, "drops what it does not hold")
             self.memory[i] -= dropped
-            self.truth.damaged = frozenset(one for one in self.truth.damaged if not self._is_of(one, i, dropped))
+            self.truth.damaged = frozenset(
+                damage for damage in self.truth.damaged if not self._is_of(damage, i, dropped)
+            )
         if state.held is not before.held and not state.held <= self.memory[i]:
             self._fail(6, i, event, f"claims {sorted(state.held - self.memory[i])}, which is not in its memory")
         if state.phase is Phase.RUN and state.record.number not in self.truth.bases:
             self._fail(6, i, event, "trains in a generation whose base nobody decided")
 
     def _told(self, i: int, event: m.ProtocolEvent, state: State) -> None:
-        """Ghosts: what was wished and hinted, and who knows that a checkpoint is to come first."""
+        """Update the ground truth: wished and hinted changes, and members that know that a checkpoint comes first."""
         match event:
             case m.Wished(change):
                 if change not in self.truth.wished:
@@ -143,20 +147,22 @@ class World:
     def _saves_as_asked(self, i: int, event: m.ProtocolEvent, before: State, effects: Sequence[m.Effect]) -> None:
         state, number = self.states[i], before.record.number
         applied = [effect for effect in effects if isinstance(effect, m.Apply)]
-        said = any(isinstance(effect, m.SaveAll) for effect in effects)
+        saves = any(isinstance(effect, m.SaveAll) for effect in effects)
         if not applied:
-            if said:
+            if saves:
                 self._fail(8, i, event, "writes a checkpoint without a vote")
             return
         asking, changes = self.asked_of(number, before.round)
-        asked = asking is not None
-        if asked and state.wishes.planned:
+        is_asked = asking is not None
+        if is_asked and state.wishes.planned:
             self._fail(8, i, event, "begins a change before the checkpoint that was asked for")
         if state.wishes.planned and not changes:
             self._fail(7, i, event, "begins a change that nobody wishes")
         goes_on = state.phase is Phase.RUN and state.record.number == number
-        if said != (asked and goes_on):
-            self._fail(8, i, event, f"{'writes a' if said else 'does not write the'} checkpoint; asked for: {asked}")
+        if saves != (is_asked and goes_on):
+            self._fail(
+                8, i, event, f"{'writes a' if saves else 'does not write the'} checkpoint; asked for: {is_asked}"
+            )
         if asking is not None and goes_on:
             self.truth.asks |= {(i, change) for change in asking & state.wishes.changes}
 
@@ -208,8 +214,8 @@ class World:
         self.emit(i, effect)
 
     def _is_wished(self, i: int, effect: m.CompareAndSet) -> None:
-        """A member that goes by this record is lost, as far as its founder knows, or was wished to leave; one that
-        comes was wished to join.
+        """Check that a member that leaves by this record is lost, as far as its founder knows, or was wished to leave,
+        and that a member that joins was wished to join.
         """
         before, after = self.records[effect.expected], effect.record
         for member in set(before.members) - set(after.members) - self.states[i].suspects:
@@ -229,44 +235,46 @@ class World:
             self.disk |= {stamp}
 
     def is_saving(self, i: int) -> bool:
-        """Whether a member writes a checkpoint with others and cannot compute before it is complete."""
+        """Return True while a member writes a checkpoint with others and cannot compute before it is complete."""
         at, number = self.states[i].at, self.states[i].record.number
         return at.generation == number and i in self.saves.get(at, ()) and at not in self.disk
 
     def compute(self, i: int, step: int) -> None:
-        """The end of a member's computation; what it wrote before that step is complete."""
+        """End a member's computation; its writes before that step are complete."""
         number, at = self.states[i].record.number, self.states[i].at
         if at.generation == number and i in self.saves.get(at, ()) and self.states[i].checkpoint != at:
             self.feed(i, m.Checkpointed(at))
         self.feed(i, m.Computed(number, step))
 
     def emit(self, i: int, effect: m.Effect) -> None:
-        """What leaves the member: for the one who drives the world."""
+        """Take an effect that leaves the member; implemented by the class that drives the world."""
 
     # -- damage --------------------------------------------------------------------------------------------------------
 
     def copies_ahead(self, i: int) -> frozenset[int]:
-        """The layers of which a member holds a copy made ahead that is still sound, and may be found damaged."""
-        state, struck = self.states[i], {one.layer for one in self.truth.damaged if one.holder == i}
+        """Return the layers of which a member holds a copy made ahead that is sound and may be found damaged."""
+        state, struck = self.states[i], {damage.layer for damage in self.truth.damaged if damage.holder == i}
         if state.phase not in (Phase.RUN, Phase.CHANGE):  # later its digest is already told
             return frozenset()
         return frozenset(layer for layer in state.roles.shadows - struck if (layer, state.at) in state.held)
 
     def damage(self, i: int, layer: int) -> None:
-        """A copy made ahead is from now on not what its owner has, and neither is what follows from it."""
-        state = self.states[i]
+        """Make a copy made ahead, and all states that follow from it, differ from its owner's state."""
+        holder_state = self.states[i]
         owners = frozenset(
-            j for j, other in enumerate(self.states) if other.record == state.record and layer in other.roles.own
+            j for j, state in enumerate(self.states) if state.record == holder_state.record and layer in state.roles.own
         )
-        # what is in memory is the oldest boundary that it can give
-        self.truth.damaged |= {Damage(i, layer, stamp, owners) for one, stamp in state.held if one == layer}
+        # the boundary in memory is the oldest that the member can give
+        self.truth.damaged |= {
+            Damage(i, layer, stamp, owners) for held_layer, stamp in holder_state.held if held_layer == layer
+        }
 
     def proofs(self, i: int) -> frozenset[m.Proof]:
-        """What a member tells of the copies made ahead, and of the layers that it trains, in a first round."""
+        """Proofs that a member sends in a first round, of the copies made ahead and of the layers that it trains."""
         if not self.proves:
             return frozenset()
         state = self.states[i]
-        struck = {(one.layer, one.stamp) for one in self.truth.damaged if one.holder == i}
+        struck = {(damage.layer, damage.stamp) for damage in self.truth.damaged if damage.holder == i}
         oldest: dict[int, Stamp] = {}
         for layer, stamp in state.held:
             if layer in state.roles.shadows:
@@ -281,7 +289,7 @@ class World:
         return damage.holder == i and (damage.layer, damage.stamp) in held
 
     def _can_judge(self, damage: Damage, number: int) -> bool:
-        """Whether a participant of a generation trained the layer beside the damaged copy and still does."""
+        """Return True if a participant of a generation owned the layer when its copy was damaged, and still owns it."""
         told = {self.index[member]: value for member, value in self.casts[number, 0].items()}
         return any(
             proof.owner and proof.layer == damage.layer
@@ -290,9 +298,9 @@ class World:
         )
 
     def _uses(self, i: int, number: int, layer: int, stamp: Stamp, effect: m.Effect) -> None:
-        """A state becomes the beginning of a generation, here or at another member."""
-        for one in self.truth.damaged:
-            if self._is_of(one, i, frozenset([(layer, stamp)])) and self._can_judge(one, number):
+        """Check a state with which a generation begins, at this member or another one."""
+        for damage in self.truth.damaged:
+            if self._is_of(damage, i, frozenset([(layer, stamp)])) and self._can_judge(damage, number):
                 self._fail(9, i, effect, f"uses a damaged copy of layer {layer}, though its owner could tell")
 
     # -- rounds --------------------------------------------------------------------------------------------------------
@@ -328,18 +336,18 @@ class World:
             self._fail(8, i, effect, f"does not ask for the checkpoint that is to come before {sorted(forgotten)}")
 
     def is_complete(self, number: int, turn: int) -> bool:
-        """Whether all have cast in a round."""
+        """Return True if all members have cast in a round."""
         record = self.records[number]
         voters = record.members if turn else record.participants
         return len(self.casts.get((number, turn), ())) == len(voters)
 
     def is_unanimous(self, number: int, turn: int) -> bool:
-        """Whether a vote is complete and no member is against the step."""
+        """Return True if a vote is complete and no member is against the step."""
         votes = self.casts.get((number, turn), {}).values()
         return self.is_complete(number, turn) and all(isinstance(vote, m.Vote) and vote.finite for vote in votes)
 
     def _voted(self, i: int, effect: m.Cast, record: Generation) -> None:
-        """The last vote on a step is cast; who will hear of it is open."""
+        """Check a step whose last vote was cast; it is open which members will learn of it."""
         number = record.number
         if number < self.record.number:
             self.truth.behind[number] = self.truth.behind.get(number, 0) + 1
@@ -349,15 +357,15 @@ class World:
             self._fail(5, i, effect, f"completes step {effect.round} after {self.truth.rounds.get(number)}")
         at = self.states[i].at
         for member in record.members:
-            other = self.states[self.index[member]]
-            if other.record.number == number and other.at != at:
-                self._fail(3, i, effect, f"votes from {at}, {member} from {other.at}")
+            voter_state = self.states[self.index[member]]
+            if voter_state.record.number == number and voter_state.at != at:
+                self._fail(3, i, effect, f"votes from {at}, {member} from {voter_state.at}")
         self.truth.rounds[number] = effect.round
         if number == max(self.truth.bases):
             self.truth.settled = at  # all of them voted from this boundary
             if record.copies is None:
                 self.truth.protected, self.truth.missed = record.members, frozenset()
-            else:  # nothing was copied anew, and what is lost now adds up to what was lost before
+            else:  # no new copies were made, and losses now add up with those before
                 self.truth.missed |= set(self.truth.protected) - set(record.members)
 
     def _apply(self, i: int, effect: m.Apply) -> None:
@@ -376,9 +384,9 @@ class World:
                 self._fail(3, i, effect, f"applies the step to layer {layer}, which it does not hold at the boundary")
         self.memory[i] |= {(layer, after) for layer in follows}
         self.truth.damaged |= {
-            one._replace(stamp=after)
-            for one in self.truth.damaged
-            if (one.holder, one.stamp) == (i, effect.before) and one.layer in follows
+            damage._replace(stamp=after)
+            for damage in self.truth.damaged
+            if (damage.holder, damage.stamp) == (i, effect.before) and damage.layer in follows
         }
 
     # -- generations ---------------------------------------------------------------------------------------------------
@@ -388,13 +396,13 @@ class World:
         if effect.expected != self.record.number and self.compare:
             return
         if effect.record.number in self.records and effect.record != self.records[effect.record.number]:
-            # Only a broken store can come here; what members believe then differs from what was.
+            # Only a broken store can come here; the members' beliefs then differ from the truth.
             raise Violation(f"rule 2: two records claim to be generation {effect.record.number}")
         self.record = effect.record
         self.records[effect.record.number] = effect.record
 
     def park(self) -> None:
-        """The authority on who died closes a generation whose voters have all ended."""
+        """Close a generation whose voters have all ended, as the observer of deaths does."""
         assert not any(self.alive[self.index[member]] for member in self.record.members)
         self.compare_and_set(m.CompareAndSet(self.record.number, self.record.parked()))
 
@@ -410,7 +418,7 @@ class World:
             self._uses(i, effect.generation, layer, effect.base, effect)
 
     def _decided(self, i: int, number: int, base: Stamp, effect: m.Effect) -> None:
-        """A member acts on the decision of its generation's first round."""
+        """Check a member that acts on the decision of its generation's first round."""
         if not self.is_complete(number, 0):
             self._fail(1, i, effect, "acts on an unfinished round")
         if number in self.truth.bases:
@@ -420,10 +428,10 @@ class World:
         truth = self.truth
         newest = number > max(truth.bases, default=-1)
         truth.bases[number] = base
-        here = {self.index[member] for member in self.records[number].participants}
-        # A copy that no participant can judge is taken for the state that its stamp says.
+        participants = {self.index[member] for member in self.records[number].participants}
+        # A copy that no participant can judge counts as the state of its stamp.
         truth.damaged = frozenset(
-            one for one in truth.damaged if one.holder not in here or self._can_judge(one, number)
+            damage for damage in truth.damaged if damage.holder not in participants or self._can_judge(damage, number)
         )
         if not newest or truth.settled in truth.past(base):
             return

@@ -10,13 +10,13 @@ from tests.secret import SECRET
 
 @pytest.fixture(scope="module")
 def relay():
-    found = Relay(SECRET)
-    yield found
-    found.close()
+    relay_process = Relay(SECRET)
+    yield relay_process
+    relay_process.close()
 
 
 @pytest.fixture
 def line(relay):
-    found = Line(relay.address, SECRET)
-    yield found
-    found.close()
+    relay_line = Line(relay.address, SECRET)
+    yield relay_line
+    relay_line.close()

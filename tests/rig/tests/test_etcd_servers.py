@@ -1,4 +1,4 @@
-"""Real etcd servers: a cluster of three serves without one of them, which comes back with what it had kept."""
+"""Real etcd servers: a cluster of three serves without one of them, which comes back with its data."""
 
 from __future__ import annotations
 

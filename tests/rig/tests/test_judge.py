@@ -1,4 +1,4 @@
-"""The judge of chaos runs finds every kind of wrong: a run written by hand is right, each change of it is not."""
+"""The judge of chaos runs finds every kind of breach: a run written by hand passes, each change of it does not."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def doubled_step(run):
 
 
 def left_out_step(run):
-    run.stepped = [one for one in run.stepped if one.step != 7]
+    run.stepped = [event for event in run.stepped if event.step != 7]
 
 
 def never_applied(run):
-    run.stepped = [one for one in run.stepped if (one.step, one.generation) != (3, 1)]
+    run.stepped = [event for event in run.stepped if (event.step, event.generation) != (3, 1)]
 
 
 def other_base(run):
@@ -109,7 +109,7 @@ def without_a_vote(run):
 
 
 def without_a_member(run):
-    run.stepped = [one for one in run.stepped if one.member != "c"]
+    run.stepped = [event for event in run.stepped if event.member != "c"]
     run.opened.pop()  # of c
 
 
@@ -118,7 +118,7 @@ def comes_back(run):
 
 
 def other_members(run):
-    run.opened[3:] = [dataclasses.replace(one, members=("a", "c", "d")) for one in run.opened[3:]]
+    run.opened[3:] = [dataclasses.replace(opening, members=("a", "c", "d")) for opening in run.opened[3:]]
 
 
 def seen_late(run):
@@ -131,13 +131,13 @@ def other_past(run):
 
 
 def from_what_was_taken_back(run):
-    run.opened[3:] = [dataclasses.replace(one, base=Stamp(4, 1)) for one in run.opened[3:]]
+    run.opened[3:] = [dataclasses.replace(opening, base=Stamp(4, 1)) for opening in run.opened[3:]]
 
 
 def idle_generation_between(run):
     """Step 3 was settled, since step 4 was made; generation 2 makes none, and generation 3 begins with step 2."""
-    run.stepped = [one for one in run.stepped if one.generation == 1]
-    run.opened[3:] = [dataclasses.replace(one, base=Stamp(2, 1)) for one in run.opened[3:]]
+    run.stepped = [event for event in run.stepped if event.generation == 1]
+    run.opened[3:] = [dataclasses.replace(opening, base=Stamp(2, 1)) for opening in run.opened[3:]]
     run.stepped += [
         stepped(member, 3, step, step + 6.0, layer)
         for step in range(3, 9)
@@ -146,8 +146,8 @@ def idle_generation_between(run):
 
 
 def nobody_lost(run):
-    """Generation 2 is a alone, which is in generation 3 with all that it has made."""
-    run.opened[3:] = [dataclasses.replace(one, base=Stamp(4, 2)) for one in run.opened[3:]]
+    """Generation 2 is member a alone, which takes all its steps into generation 3."""
+    run.opened[3:] = [dataclasses.replace(opening, base=Stamp(4, 2)) for opening in run.opened[3:]]
     run.stepped += [stepped("a", 3, 5, 8.6, "0"), stepped("c", 3, 5, 8.6, "1")]
 
 
@@ -163,7 +163,7 @@ def nobody_begins(run):
 
 def keeps_groups(run):
     run.opened += [
-        dataclasses.replace(run.opened[4], time=8.6 + n / 10, left=left) for n, left in enumerate((2, 3, 1, 4))
+        dataclasses.replace(run.opened[4], time=8.6 + n / 10, left=groups) for n, groups in enumerate((2, 3, 1, 4))
     ]
 
 
@@ -172,7 +172,7 @@ def goes_back(run, redundancy, **values):
     record = dataclasses.replace(run.founded[1][0], regress=True, **values)
     run.founded[1:] = [(record, 5.0)]
     run.opened[2:] = [opened("a", 2, (0, 0), ("a",), 5.5)]
-    run.stepped = [one for one in run.stepped if one.generation == 1]
+    run.stepped = [event for event in run.stepped if event.generation == 1]
     run.stepped += [stepped("a", 2, step, step + 5.5, "0") for step in range(1, 9)]
     return judge([run], TRUTH, WEIGHTS, 8, 1, redundancy)
 
@@ -209,8 +209,8 @@ def goes_back(run, redundancy, **values):
 def test_every_breach_is_found(breach, words):
     run = good_run()
     breach(run)
-    found = judge([run], TRUTH, WEIGHTS, 8)
-    assert any(words in sentence for sentence in found), found
+    breaches = judge([run], TRUTH, WEIGHTS, 8)
+    assert any(words in sentence for sentence in breaches), breaches
 
 
 def test_one_vote_under_way_may_end_behind_a_cut_and_a_regress_may_go_back_farther():
@@ -222,10 +222,10 @@ def test_one_vote_under_way_may_end_behind_a_cut_and_a_regress_may_go_back_farth
 
 def test_a_run_goes_back_to_a_checkpoint_only_where_more_is_lost_than_the_redundancy_covers():
     assert goes_back(good_run(), 0) == []
-    (found,) = goes_back(good_run(), 1)
-    assert "generation 2 went back from step 4 to 0, though of generation 1 only b was lost" in found
-    (found,) = goes_back(good_run(), 0, leaving=("b",))
-    assert "only nobody was lost" in found
+    (breach,) = goes_back(good_run(), 1)
+    assert "generation 2 went back from step 4 to 0, though of generation 1 only b was lost" in breach
+    (breach,) = goes_back(good_run(), 0, leaving=("b",))
+    assert "only nobody was lost" in breach
 
 
 def test_losses_add_up_as_long_as_no_copies_were_made_anew():
@@ -237,11 +237,11 @@ def test_losses_add_up_as_long_as_no_copies_were_made_anew():
         third = second.successor(("a",), base=Stamp(2, 1), reached=4, regress=True)
         segment = Segment(0)
         segment.founded = [(first, 0.0), (second, 3.0), (third, 6.0)]
-        segment.opened = [opened(one, 1, (0, 0), ("a", "b", "c"), 0.5) for one in "abc"]
-        segment.opened += [opened(one, 2, (2, 1), ("a", "c"), 3.5) for one in "ac"]
+        segment.opened = [opened(member, 1, (0, 0), ("a", "b", "c"), 0.5) for member in "abc"]
+        segment.opened += [opened(member, 2, (2, 1), ("a", "c"), 3.5) for member in "ac"]
         segment.opened.append(opened("a", 3, (0, 0), ("a",), 6.5))
-        segment.stepped = [stepped(one, 1, step, step, "0") for step in (1, 2) for one in "abc"]
-        segment.stepped += [stepped(one, 2, step, step + 1.0, "0") for step in (3, 4) for one in "ac"]
+        segment.stepped = [stepped(member, 1, step, step, "0") for step in (1, 2) for member in "abc"]
+        segment.stepped += [stepped(member, 2, step, step + 1.0, "0") for step in (3, 4) for member in "ac"]
         return [text for text in judge([segment], TRUTH, WEIGHTS, 8, redundancy=1) if "went back" in text]
 
     assert run({}) == []
@@ -251,16 +251,16 @@ def test_losses_add_up_as_long_as_no_copies_were_made_anew():
 def test_what_async_may_take_back_is_counted_from_the_newest_step_of_all_generations():
     run = good_run()
     run.opened[2] = opened("a", 2, (2, 1), ("a",), 5.5)
-    run.opened[3:] = [dataclasses.replace(one, base=Stamp(1, 1)) for one in run.opened[3:]]
-    run.stepped = [one for one in run.stepped if one.generation == 1]
+    run.opened[3:] = [dataclasses.replace(opening, base=Stamp(1, 1)) for opening in run.opened[3:]]
+    run.stepped = [event for event in run.stepped if event.generation == 1]
     run.stepped.append(stepped("a", 2, 3, 6.0, "0"))  # not as far as generation 1: step 2 is settled, whatever follows
     run.stepped += [
         stepped(member, 3, step, step + 7.0, layer)
         for step in range(2, 9)
         for member, layer in (("a", "0"), ("c", "1"))
     ]
-    found = judge([run], TRUTH, WEIGHTS, 8, settled_within=2)
-    assert "segment 0: generation 1 had reached step 4, but generation 3 went on from step 1" in found
+    breaches = judge([run], TRUTH, WEIGHTS, 8, settled_within=2)
+    assert "segment 0: generation 1 had reached step 4, but generation 3 went on from step 1" in breaches
 
 
 def test_a_change_that_was_broken_off_may_take_back_a_step_that_not_all_have_made():
@@ -281,8 +281,8 @@ def test_a_generation_that_is_wholly_behind_a_cut_goes_on_until_another_is_found
 
 
 def test_last_weights_are_compared_by_layer():
-    found = judge([good_run()], TRUTH, {"stem": "w0", "head": "other"}, 8)
-    assert found == ["the last weights of layer head differ from the uninterrupted run's"]
+    breaches = judge([good_run()], TRUTH, {"stem": "w0", "head": "other"}, 8)
+    assert breaches == ["the last weights of layer head differ from the uninterrupted run's"]
     assert judge([good_run()], TRUTH, {"stem": "w0"}, 8)
 
 

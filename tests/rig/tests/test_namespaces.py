@@ -1,4 +1,4 @@
-"""Networks of the kernel's own: how a program enters one, and what is said where that is impossible."""
+"""Network namespaces: how a program enters one, and the error where that is impossible."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from varuna_capslog.base.errors import CapslogError
 
 @pytest.fixture
 def begun(monkeypatch):
-    """The programs that were begun in place of this one: (program, arguments, environment)."""
-    found = []
-    monkeypatch.setattr(namespaces.os, "execvpe", lambda *given: found.append(given))
+    """Programs that replaced this one: (program, arguments, environment)."""
+    programs = []
+    monkeypatch.setattr(namespaces.os, "execvpe", lambda *arguments: programs.append(arguments))
     monkeypatch.setattr(namespaces, "how_to_enter", lambda: ["unshare", "--net"])
-    return found
+    return programs
 
 
 def test_the_same_command_line_is_begun_again_in_a_network_of_its_own_and_only_once(begun, monkeypatch):
@@ -79,15 +79,15 @@ def measured(*shape):
 
 def test_the_kernel_s_tcp_meets_the_delay_and_the_bandwidth_that_were_asked_for():
     """Upper bounds are wide: the machine may be busy. Nothing is faster than asked for."""
-    found = measured("20ms", "-", "40Mbit")
-    assert 0.04 <= found["round_trip"] < 0.06
-    assert 2e6 < found["bytes_per_second"] < 5.2e6
-    assert (found["passed_a_cut"], found["passed_later"]) == (False, True)
-    assert found["cut"] > 0
+    measurements = measured("20ms", "-", "40Mbit")
+    assert 0.04 <= measurements["round_trip"] < 0.06
+    assert 2e6 < measurements["bytes_per_second"] < 5.2e6
+    assert (measurements["passed_a_cut"], measurements["passed_later"]) == (False, True)
+    assert measurements["cut"] > 0
 
 
 def test_packets_that_get_lost_are_sent_again_by_the_kernel():
-    found = measured("1ms", "2%", "-")
-    sent = found["carried"] + found["lost"]
-    assert found["lost"] == pytest.approx(0.02 * sent, rel=0.7)
-    assert found["passed_later"]
+    measurements = measured("1ms", "2%", "-")
+    sent = measurements["carried"] + measurements["lost"]
+    assert measurements["lost"] == pytest.approx(0.02 * sent, rel=0.7)
+    assert measurements["passed_later"]

@@ -15,7 +15,7 @@ MEMBERS = {1: ("a-1", "a-2", "b-1"), 2: ("a-1", "b-1"), 3: ("a-1",)}
 
 def world(*turns):
     machines = FakeMachines(MEMBERS)
-    machines.script = [lambda found=found: found for found in turns]
+    machines.script = [lambda new_steps=new_steps: new_steps for new_steps in turns]
     return machines, Recovery(machines.as_machines, hang_seconds=0.05)
 
 
@@ -55,8 +55,8 @@ def test_a_pause_is_over_with_a_step_after_its_end():
 def test_a_step_without_all_that_a_cut_has_excused_ends_the_waiting_before_the_cut_is_healed():
     now = time.time()
     _, recovery = world([stepped("a-1", 2, 8, now + 1.0)], [stepped("a-1", 3, 9, now + 1.5)])
-    found = recovery.recover(Hit(1, "cut", now), [], until=now + 9.0, excused=frozenset({"b-1"}))
-    assert found.recovered == pytest.approx(1.5)
+    hit = recovery.recover(Hit(1, "cut", now), [], until=now + 9.0, excused=frozenset({"b-1"}))
+    assert hit.recovered == pytest.approx(1.5)
 
 
 def test_a_run_that_makes_no_step_hangs_and_the_fault_is_named():

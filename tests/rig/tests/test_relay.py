@@ -1,4 +1,4 @@
-"""The relay: what it carries, and what a cut, a half-open link and a delay are to those who talk through it."""
+"""The relay: traffic that it carries, and the effect of a cut, a half-open link and a delay on its clients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from varuna_capslog.base.errors import CapslogError
 class Pair:
     """A connection from host `left` to a listener of host `right`, through the relay."""
 
-    def __init__(self, line, left, right):
+    def __init__(self, line, source, target):
         listener = socket.create_server(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        line.register(right, address)
-        assert line.through(right, address) == address  # on its own host nobody needs the relay
-        self.given = line.through(left, address)
+        line.register(target, address)
+        assert line.through(target, address) == address  # on its own host nobody needs the relay
+        self.given = line.through(source, address)
         assert self.given != address
         host, _, port = self.given.rpartition(":")
         self.left = socket.create_connection((host, int(port)), 5.0)
@@ -113,9 +113,9 @@ def test_wrong_orders_are_refused_and_a_lost_relay_is_said(line):
     with pytest.raises(CapslogError, match="refuses"):
         line.ask(do="dance")
     assert line.through("a", "127.0.0.1:1") == "127.0.0.1:1"  # nobody registered: left alone
-    other = Relay(SECRET)
-    lost = Line(other.address, SECRET)
-    other.close()
+    second_relay = Relay(SECRET)
+    lost = Line(second_relay.address, SECRET)
+    second_relay.close()
     with pytest.raises(CapslogError, match="relay"):
         lost.register("a", "127.0.0.1:1")
     lost.close()

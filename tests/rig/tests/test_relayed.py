@@ -38,7 +38,7 @@ def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, r
 
 
 def test_gloo_groups_of_two_hosts_are_cut_with_their_network(line, relay):
-    """If gloo ever hands its addresses round in another way, this sum arrives in spite of the cut."""
+    """If gloo exchanged its addresses in another way, this sum would arrive in spite of the cut."""
     server = StoreServer(SECRET)
     port = server.port
     groups, lines = {}, []
@@ -50,13 +50,13 @@ def test_gloo_groups_of_two_hosts_are_cut_with_their_network(line, relay):
         groups[rank] = (store, connect_group(store.rendezvous(), "try", rank, 2, 5.0))
 
     def together(work):
-        found = {}
-        threads = [threading.Thread(target=lambda rank=rank: found.update({rank: work(rank)})) for rank in (0, 1)]
+        results = {}
+        threads = [threading.Thread(target=lambda rank=rank: results.update({rank: work(rank)})) for rank in (0, 1)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(10.0)
-        return found
+        return results
 
     together(join)
     assert sorted(groups) == [0, 1], f"torch {torch.__version__}: gloo's addresses have another form"
@@ -80,6 +80,6 @@ def test_gloo_groups_of_two_hosts_are_cut_with_their_network(line, relay):
     for store, group in groups.values():
         group.abort()
         store.close()
-    for one in lines:
-        one.close()
+    for relay_line in lines:
+        relay_line.close()
     server.close()

@@ -1,4 +1,4 @@
-"""The schedule of a chaos run: a pure function of its arguments that hits only whom there is."""
+"""The schedule of a chaos run: a pure function of its arguments that hits only existing members."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def test_the_same_seed_gives_the_same_faults_and_another_one_others():
 
 def test_all_classes_come_in_about_their_shares_and_in_their_bounds():
     weights = weights_of(None, True)
-    found = drawn(1, 8000)
-    counts, total = Counter(fault.kind for fault in found), sum(weights.values())
+    faults = drawn(1, 8000)
+    counts, total = Counter(fault.kind for fault in faults), sum(weights.values())
     assert set(counts) == set(KINDS) | set(NETWORK)
     for kind, count in counts.items():
         assert count == pytest.approx(8000 * weights[kind] / total, rel=0.25)
-    assert all(0 <= fault.delay <= 0.2 and fault.lasts > 0 for fault in found)
-    assert {fault.count for fault in found if fault.kind == "bulk"} == {2, 3}
-    assert {fault.count for fault in found if fault.kind != "bulk"} == {1}
+    assert all(0 <= fault.delay <= 0.2 and fault.lasts > 0 for fault in faults)
+    assert {fault.count for fault in faults if fault.kind == "bulk"} == {2, 3}
+    assert {fault.count for fault in faults if fault.kind != "bulk"} == {1}
     for kind, points in POINTS.items():
-        assert {fault.point for fault in found if fault.kind == kind} == set(points)
-    mean = sum(fault.after for fault in found) / len(found)
+        assert {fault.point for fault in faults if fault.kind == kind} == set(points)
+    mean = sum(fault.after for fault in faults) / len(faults)
     assert math.isclose(mean, 0.5, rel_tol=0.05)
 
 
 def test_victims_are_different_ones_and_never_more_than_there_are():
     for fault in drawn(3, 100):
         for candidates, count in itertools.product(range(1, 6), range(1, 4)):
-            found = fault.pick(candidates, count)
-            assert len(found) == len(set(found)) == min(candidates, count)
-            assert all(0 <= index < candidates for index in found)
+            victims = fault.pick(candidates, count)
+            assert len(victims) == len(set(victims)) == min(candidates, count)
+            assert all(0 <= index < candidates for index in victims)
 
 
 def test_classes_are_chosen_by_name_and_share():

@@ -1,4 +1,4 @@
-"""What each fault does to whom, on machines without processes; each strike ends with a step that counts as recovery."""
+"""Effect and victims of each fault, on machines without processes; each ends with a step that counts as recovery."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def fault_of(kind, **values):
 
 
 def strike(kind, members=("a-1", "a-2", "b-1", "b-2"), machines=("a", "b"), **values):
-    """The fault's hit and everything that was done, with the functions that were due later called at once."""
+    """Inject a fault; return its hit and all calls. Functions that were due later are called at once."""
     world = FakeMachines({1: members}, machines)
 
     def recovered():
         """A new generation without any of the old members."""
         world.generations[2] = ("c-1",)
-        for name, *rest in list(world.calls):
+        for name, *arguments in list(world.calls):
             if name == "later":
-                rest[1]()
+                arguments[1]()
         return [stepped("c-1", 2, 9, time.time() + 60.0)]
 
     world.script = [recovered]
@@ -44,7 +44,7 @@ def strike(kind, members=("a-1", "a-2", "b-1", "b-2"), machines=("a", "b"), **va
 
 
 def both(*names):
-    return {way for one, other in itertools.combinations(names, 2) for way in ((one, other), (other, one))}
+    return {way for source, target in itertools.combinations(names, 2) for way in ((source, target), (target, source))}
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def both(*names):
     ],
 )
 def test_who_is_hit_and_how(kind, values, calls):
-    hit, found, _ = strike(kind, **values)
-    assert found == calls
+    hit, done, _ = strike(kind, **values)
+    assert done == calls
     assert hit.kind == kind
     assert hit.recovered > 0
 
@@ -79,16 +79,16 @@ def test_who_is_hit_and_how(kind, values, calls):
     ],
 )
 def test_which_ways_are_disturbed_and_healed(kind, ways, delay, note):
-    hit, found, world = strike(kind, size=0.125)
-    assert found == [("disturb", frozenset(ways), delay), ("heal", frozenset(ways))]
+    hit, done, world = strike(kind, size=0.125)
+    assert done == [("disturb", frozenset(ways), delay), ("heal", frozenset(ways))]
     assert hit.note == note
     partitions = world.records.segment.partitions
-    assert [one.away for one in partitions] == ([frozenset({"a-1", "a-2"})] if kind == "cut" else [])
+    assert [partition.away for partition in partitions] == ([frozenset({"a-1", "a-2"})] if kind == "cut" else [])
 
 
 def test_one_member_at_least_is_left():
-    _, found, _ = strike("bulk", ("a-1", "a-2"), count=3)
-    assert found == [("signal", "a-1", KILL)]
+    _, done, _ = strike("bulk", ("a-1", "a-2"), count=3)
+    assert done == [("signal", "a-1", KILL)]
 
 
 def test_the_only_machine_with_members_is_not_killed_and_one_machine_has_no_network():

@@ -1,4 +1,4 @@
-"""The training that chaos disturbs: what makes its equality hard, and that pauses change no number."""
+"""The workload of chaos runs: features that make equal bits hard, and pauses that change no number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What chaos runs are compared with."""
+"""The uninterrupted runs that chaos runs are compared with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPE = ["train.checkpoint_every=1", "train.optimizer=nadam", "train.lr_schedul
 
 @pytest.fixture(scope="module")
 def alone(forked_servers: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Truth]:
-    """A run of one device, and what comes of two steps of it."""
+    """Config of a run on one device, and the results of two steps of it."""
     config = toy_config(tmp_path_factory.mktemp("alone"), [*RECIPE, "pipeline.devices=1"])
     return config, truth_of(config, 2, 2)
 
@@ -40,11 +40,11 @@ def test_the_uninterrupted_run_comes_as_far_as_any_member_did(alone: tuple[Confi
 
 
 def test_the_uninterrupted_run_of_a_given_plan_has_one_device(tmp_path: Path, alone: tuple[Config, Truth]) -> None:
-    """It was prepared with the plan of several ranks, of which only one was started."""
+    """It was once prepared with a plan for several ranks, of which only one was started."""
     path = tmp_path / "given.json"
     write_plan(path, Plan.of_cuts(8, (0, 2, 5)))
-    given = truth_of(toy_config(tmp_path / "given", [*RECIPE, f"pipeline.plan={path}"]), 2, 2)
-    assert given == alone[1]
+    truth = truth_of(toy_config(tmp_path / "given", [*RECIPE, f"pipeline.plan={path}"]), 2, 2)
+    assert truth == alone[1]
 
 
 def test_an_uninterrupted_run_that_fails_is_no_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

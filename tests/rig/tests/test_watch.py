@@ -10,12 +10,12 @@ from tests.rig.watch import SEGMENT, arm, armed
 
 def test_an_armed_fault_happens_once_at_its_point_in_its_member_and_segment(tmp_path, monkeypatch):
     monkeypatch.setenv(SEGMENT, "2")
-    probe, other = armed("a-1", tmp_path), armed("a-2", tmp_path)
+    probe, probe_of_other = armed("a-1", tmp_path), armed("a-2", tmp_path)
     probe("vote")  # nothing is armed yet
     arm(tmp_path, "1", Fault("a-1", "vote", "raise"))
     probe("vote")  # it is armed in a member of the same name of another segment
     arm(tmp_path, "2", Fault("a-1", "vote", "raise"))
-    other("vote")
+    probe_of_other("vote")
     probe("apply")
     with pytest.raises(RuntimeError, match="'vote'"):
         probe("vote")

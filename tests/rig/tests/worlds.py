@@ -1,4 +1,4 @@
-"""Machines without processes: what the waiting and the striking half of the chaos rig see, moved by hand."""
+"""Machines without processes, moved by hand: test doubles for the rig's recovery and fault injection."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class FakeMachines:
         self.store = SimpleNamespace(is_cluster=False)
 
     def turn(self) -> list[Stepped]:
-        found = self.script.pop(0)() if self.script else []
-        self.records.step_times += [one.time for one in found]
-        self.records.segment.stepped += found
-        return found
+        new_steps = self.script.pop(0)() if self.script else []
+        self.records.step_times += [event.time for event in new_steps]
+        self.records.segment.stepped += new_steps
+        return new_steps
 
     def signal(self, name: str, number: int, everything: bool = False) -> None:
         self.calls.append(("signal machine", name, int(number), everything))

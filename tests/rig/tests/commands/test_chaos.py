@@ -1,4 +1,4 @@
-"""`launch/chaos.sh` as people call it: two machines, a few faults, the network among them, and a verdict."""
+"""`launch/chaos.sh` as users call it: two machines, a few faults, also of the network, and a verdict."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_
     folder = tmp_path / "run"
     done = CliRunner().invoke(app, [*words, "-o", str(folder), "--results", str(results), "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(results.read_text())
-    assert json.loads(done.stdout) == found
-    assert (found["outcome"], found["breaches"], found["faults"]) == ("passed", [], 5)
-    assert {row["kind"] for row in found["classes"]} == set(FAULTS)
+    row = json.loads(results.read_text())
+    assert json.loads(done.stdout) == row
+    assert (row["outcome"], row["breaches"], row["faults"]) == ("passed", [], 5)
+    assert {class_row["kind"] for class_row in row["classes"]} == set(FAULTS)
     jumped = [json.loads(line)["time"] < time.time() - 3600 for line in (folder / "events.jsonl").open()]
     assert any(jumped), "the host went on with another time of day"
-    assert all(row["recovered"] == row["count"] for row in found["classes"])
-    assert {1, 2} <= set(found["layouts"])
-    assert found["joins"] >= 1
-    assert found["steps"] > 3
-    # what the verdict rests on is there to be looked at
+    assert all(class_row["recovered"] == class_row["count"] for class_row in row["classes"])
+    assert {1, 2} <= set(row["layouts"])
+    assert row["joins"] >= 1
+    assert row["steps"] > 3
+    # the records behind the verdict can be read
     records = [json.loads(line) for file in (folder / "chaos" / "records").iterdir() for line in file.open()]
-    assert max(line["step"] for line in records if line["kind"] == "step") >= found["steps"]
+    assert max(line["step"] for line in records if line["kind"] == "step") >= row["steps"]
     metrics = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
-    assert metrics == list(range(1, found["steps"] + 1))
+    assert metrics == list(range(1, row["steps"] + 1))
 
 
 def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path, forked_servers):
-    """Stages of any kind, direct routes and orders among them, through a kill and a notice: all that the verdict asks
-    holds for them, too, also where tensors travel as over NCCL. How many generations a run has depends on the machine's
-    speed, so up to three runs draw.
+    """Plans with stages of any kind, direct routes and orders pass the verdict through a kill and a notice, also where
+    tensors are sent as over NCCL. The number of generations depends on the machine's speed, so up to three runs draw.
     """
     drawn = []
     for seed in ("5", "6", "7"):
@@ -58,8 +57,8 @@ def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path, forked_
         words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
-        found = json.loads(done.stdout)
-        assert (found["outcome"], found["faults"], found["plans"]) == ("passed", 2, True)
+        result = json.loads(done.stdout)
+        assert (result["outcome"], result["faults"], result["plans"]) == ("passed", 2, True)
         log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
         records = [entry["record"] for entry in log if entry["kind"] == "generation"]
         carried = [record["plan"] for record in records if "plan" in record]
@@ -77,8 +76,8 @@ def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tm
     folder = tmp_path / "run"
     done = CliRunner().invoke(app, [*words, "--kinds", "store", "--mean", "50ms", "-o", str(folder), "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert (found["outcome"], found["faults"], found["store"], found["store_losses"]) == ("passed", 2, "etcd", 0)
+    result = json.loads(done.stdout)
+    assert (result["outcome"], result["faults"], result["store"], result["store_losses"]) == ("passed", 2, "etcd", 0)
     log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
     assert {entry["segment"] for entry in log} == {1}, "nothing was started again"
     assert sum(entry["kind"] == "dead" for entry in log) >= 2
@@ -95,9 +94,9 @@ def test_machines_with_networks_of_their_own_are_cut_off_by_the_kernel(tmp_path)
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["outcome"], found["network"], found["faults"]) == ("passed", "namespaces", 1)
-    assert {1, 2} <= set(found["layouts"]), "nobody was cut off"
+    result = json.loads(done.stdout)
+    assert (result["outcome"], result["network"], result["faults"]) == ("passed", "namespaces", 1)
+    assert {1, 2} <= set(result["layouts"]), "nobody was cut off"
     log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
     assert any("does not answer" in str(entry.get("why")) for entry in log if entry["kind"] == "dead")
 

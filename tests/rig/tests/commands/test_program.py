@@ -48,7 +48,7 @@ def test_a_mistake_ends_in_one_sentence_that_names_the_program() -> None:
 
 
 def test_a_project_with_tests_of_its_own_is_no_hindrance(tmp_path: Path) -> None:
-    """Its package `tests` came first, in this process and in those that fork members."""
+    """The project's package `tests` once came first on the path, in this process and in those that fork members."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     (tmp_path / "queue.py").write_text("raise SystemExit(9)\n")

@@ -1,4 +1,4 @@
-"""`launch/chaos.sh script` as people call it: a script, two faults and a verdict; and what is refused before."""
+"""`launch/chaos.sh script` as users call it: a script, two faults and a verdict; and calls that are refused."""
 
 from __future__ import annotations
 

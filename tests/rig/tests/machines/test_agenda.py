@@ -1,4 +1,4 @@
-"""What is due later in a chaos run."""
+"""Actions that are due later in a chaos run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.rig.machines.agenda import Agenda
 def test_what_is_due_is_done_once_in_the_order_of_the_moments(monkeypatch):
     clock = SimpleNamespace(now=10.0)
     monkeypatch.setattr(agenda, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    found, done = Agenda(), []
+    calendar, done = Agenda(), []
     for name, seconds in (("late", 2.0), ("first", 1.0), ("second", 1.0), ("never", 9.0)):
-        found.later(seconds, lambda name=name: done.append(name))
-    found.run_due()
+        calendar.later(seconds, lambda name=name: done.append(name))
+    calendar.run_due()
     assert done == []
     clock.now = 11.5
-    found.run_due()
+    calendar.run_due()
     assert done == ["first", "second"]
     clock.now = 13.0
-    found.run_due()
+    calendar.run_due()
     assert done == ["first", "second", "late"]

@@ -1,4 +1,4 @@
-"""What links do to packets, by a clock that the test turns."""
+"""Effects of links on packets, by a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -21,19 +21,19 @@ def test_a_member_and_every_later_supervisor_run_on_the_same_machine(name):
 
 
 def test_threads_are_shown_by_workers_only(tmp_path):
-    """Since the fork server had got another name, the signal that shows what hangs went to no worker any more."""
+    """Once the fork server was renamed, the signal that prints the threads of hanging workers reached no worker."""
     program = (
         "import signal, sys, time; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7));"
         "print('ready', flush=True); time.sleep(60)"
     )
-    worker, other = (
+    worker, plain_process = (
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)
     )
     try:
-        for process in (worker, other):
+        for process in (worker, plain_process):
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        assert {worker.pid, other.pid} <= set(children_of(os.getpid()))
+        assert {worker.pid, plain_process.pid} <= set(children_of(os.getpid()))
         members = Members(tmp_path)
         members.roster.members["a-1"] = "a"
         (tmp_path / "workers").mkdir()
@@ -41,8 +41,8 @@ def test_threads_are_shown_by_workers_only(tmp_path):
         machines: Any = SimpleNamespace(by_name={"a": Machine("a", os.getpid()), "b": Machine("b")}, members=members)
         Machines.show_threads(machines)
         assert worker.wait(10.0) == 7
-        assert other.poll() is None
+        assert plain_process.poll() is None
     finally:
-        for process in (worker, other):
+        for process in (worker, plain_process):
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""What a machine needs to reach the store, and which ways a disturbed network carries."""
+"""Access of a machine to the store, and ways that a disturbed network carries."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from tests.secret import SECRET
 
 
 def test_on_loopback_the_store_is_called_directly():
-    found = MachineNetwork("loopback", ["a"], SECRET)
-    found.register_store("127.0.0.1:4711")
-    assert found.access("a", "127.0.0.1:4711") == Access("127.0.0.1:4711", None, {})
-    found.close()
+    machine_network = MachineNetwork("loopback", ["a"], SECRET)
+    machine_network.register_store("127.0.0.1:4711")
+    assert machine_network.access("a", "127.0.0.1:4711") == Access("127.0.0.1:4711", None, {})
+    machine_network.close()
 
 
 def test_through_the_relay_a_machine_is_cut_from_the_store():
-    found = MachineNetwork("relay", ["a", "b"], SECRET)
+    machine_network = MachineNetwork("relay", ["a", "b"], SECRET)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(5.0)
     store = f"127.0.0.1:{listener.getsockname()[1]}"
-    found.register_store(store)
-    access = found.access("a", store)
+    machine_network.register_store(store)
+    access = machine_network.access("a", store)
     assert access.store != store
     assert access.environment[VARIABLE].startswith("a@127.0.0.1:")
     host, _, port = access.store.rpartition(":")
-    left = socket.create_connection((host, int(port)), 5.0)
-    right, _ = listener.accept()
+    client = socket.create_connection((host, int(port)), 5.0)
+    connection, _ = listener.accept()
     ways = {("a", STORE_HOST)}
-    found.disturb(ways)
-    left.sendall(b"x")
-    right.settimeout(0.15)
+    machine_network.disturb(ways)
+    client.sendall(b"x")
+    connection.settimeout(0.15)
     with pytest.raises(TimeoutError):
-        right.recv(1)
-    found.heal(ways)
-    right.settimeout(5.0)
-    assert right.recv(1) == b"x"
-    for one in (left, right, listener):
-        one.close()
-    found.close()
+        connection.recv(1)
+    machine_network.heal(ways)
+    connection.settimeout(5.0)
+    assert connection.recv(1) == b"x"
+    for end in (client, connection, listener):
+        end.close()
+    machine_network.close()
 
 
 def test_with_namespaces_the_store_is_at_the_gateway_of_every_machine(monkeypatch):
@@ -69,14 +69,14 @@ def test_with_namespaces_the_store_is_at_the_gateway_of_every_machine(monkeypatc
 
     calls = []
     monkeypatch.setattr(network, "Namespaces", Spaces)
-    found = MachineNetwork("namespaces", ["a", "b"], SECRET, LinkShape(0.02), 5)
-    assert found.access("b", "127.0.0.1:4711") == Access("10.77.2.1:4711", "/proc/b/ns/net", {})
-    cluster = found.access("a", "etcd://127.0.0.1:1,127.0.0.1:2/chaos").store
+    machine_network = MachineNetwork("namespaces", ["a", "b"], SECRET, LinkShape(0.02), 5)
+    assert machine_network.access("b", "127.0.0.1:4711") == Access("10.77.2.1:4711", "/proc/b/ns/net", {})
+    cluster = machine_network.access("a", "etcd://127.0.0.1:1,127.0.0.1:2/chaos").store
     assert cluster == "etcd://10.77.1.1:1,10.77.1.1:2/chaos"
-    found.disturb({("a", "b")})
-    found.disturb({("b", "a")}, 0.1)
-    found.heal({("a", "b")})
-    found.close()
+    machine_network.disturb({("a", "b")})
+    machine_network.disturb({("b", "a")}, 0.1)
+    machine_network.heal({("a", "b")})
+    machine_network.close()
     assert calls == [("disturb", {("a", "b")}, None), ("disturb", {("b", "a")}, 0.1)] + [
         ("heal", {("a", "b")}),
         ("close",),

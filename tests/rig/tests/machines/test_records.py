@@ -1,4 +1,4 @@
-"""What the chaos rig reads of its members."""
+"""Records that the chaos rig reads from its members."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_a_member_that_was_silent_for_long_is_heard_within_a_second(
 ) -> None:
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    found = Records(tmp_path)
-    found.begin(0)
+    member_records = Records(tmp_path)
+    member_records.begin(0)
 
     def steps_at(now: float, everything: bool = False) -> list[int]:
         clock.now = now
-        return [stepped.step for stepped in found.read(everything)]
+        return [stepped.step for stepped in member_records.read(everything)]
 
     write(tmp_path, "1-m.jsonl", 1, clock.now)
     assert steps_at(100.0) == [1]
@@ -44,24 +44,28 @@ def test_a_member_that_was_silent_for_long_is_heard_within_a_second(
     write(tmp_path, "1-m.jsonl", 4, clock.now)
     assert steps_at(109.5) == []
     assert steps_at(109.5, everything=True) == [4], "at the end of a run all files are read at once"
-    assert found.step == 4
+    assert member_records.step == 4
 
 
 def test_a_step_of_two_members_is_one_step_and_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
-    found = Records(tmp_path)
-    found.begin(3)
+    member_records = Records(tmp_path)
+    member_records.begin(3)
     write(tmp_path, "1-a.jsonl", 4, 10.0)
     write(tmp_path, "1-b.jsonl", 4, 11.0)
     write(tmp_path, "2-a.jsonl", 9, 12.0)  # of a segment that has not begun
     path = records_folder(tmp_path) / "1-a.jsonl"
-    whole = path.read_text()
-    path.write_text(whole + whole[:20])
-    assert [one.step for one in found.read(everything=True)] == [4, 4]
-    assert (found.step, found.step_times, found.segment.first) == (4, [10.0], 3)
-    path.write_text(whole + whole.replace('"step": 4', '"step": 5'))
-    assert [one.step for one in found.read(everything=True)] == [5]
-    found.begin(4)  # the same step of the same generation number is another one now
+    text = path.read_text()
+    path.write_text(text + text[:20])
+    assert [event.step for event in member_records.read(everything=True)] == [4, 4]
+    assert (member_records.step, member_records.step_times, member_records.segment.first) == (4, [10.0], 3)
+    path.write_text(text + text.replace('"step": 4', '"step": 5'))
+    assert [event.step for event in member_records.read(everything=True)] == [5]
+    member_records.begin(4)  # the same step of the same generation number is another one now
     write(tmp_path, "2-a.jsonl", 4, 13.0)
-    assert [one.step for one in found.read(everything=True)] == [9, 4]
-    assert (found.number, len(found.segments[0].stepped), len(found.segment.stepped)) == (2, 3, 2)
-    assert found.step_times == [10.0, 10.0, 12.0, 13.0]
+    assert [event.step for event in member_records.read(everything=True)] == [9, 4]
+    assert (member_records.number, len(member_records.segments[0].stepped), len(member_records.segment.stepped)) == (
+        2,
+        3,
+        2,
+    )
+    assert member_records.step_times == [10.0, 10.0, 12.0, 13.0]

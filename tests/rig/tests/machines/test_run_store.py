@@ -19,9 +19,9 @@ def test_a_lost_store_takes_nothing_and_the_next_one_is_empty(tmp_path):
     assert store.is_lost
     store.begin({"key": "first"}, heard.put)
     assert (store.is_cluster, store.is_lost, store.is_whole) == (False, False, True)
-    other = open_store(store.address, SECRET)
-    assert other.get("key") == "first"
-    other.close()
+    client = open_store(store.address, SECRET)
+    assert client.get("key") == "first"
+    client.close()
     store.append(RequestEntry(2))
     assert heard.get(timeout=5.0) == {"kind": "request", "devices": 2}
     store.found(Generation(1, ("a-1",)))

@@ -1,4 +1,4 @@
-"""Long histories: whatever was long ago, the run keeps no more for it. `benchmarks/scale` has a thousand members."""
+"""Long histories: a run's state does not grow with its past. `benchmarks/scale` has a thousand members."""
 
 from __future__ import annotations
 

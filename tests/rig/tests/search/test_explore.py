@@ -1,4 +1,4 @@
-"""All interleavings of three members and two faults; and that the search finds what is broken on purpose."""
+"""All interleavings of three members and two faults; the search also finds rules that are broken on purpose."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ MOTIONS = {"plans": True, "motions": True}
     + ["async, one that only keeps copies"],
 )
 def test_every_interleaving_keeps_the_rules_and_leads_on(options: Mapping[str, Any], least: int) -> None:
-    found = explore(Scenario(**options))
-    assert found.complete
-    assert found.stuck == 0, "\n".join(map(str, found.trace))
-    assert found.states > least  # it did look
+    exploration = explore(Scenario(**options))
+    assert exploration.complete
+    assert exploration.stuck == 0, "\n".join(map(str, exploration.trace))
+    assert exploration.states > least  # it did look
 
 
-# -- what is broken on purpose is found --------------------------------------------------------------------------------
+# -- rules broken on purpose are found ---------------------------------------------------------------------------------
 
 
 def goes_on_voting(job: Job, state: State, event: messages.ProtocolEvent) -> Step:
@@ -106,13 +106,13 @@ voted = protocol._voted
 
 
 def saves_alone(job: Job, state: State, event: messages.ProtocolEvent) -> Step:
-    """Only who was told of the notice writes its share of the checkpoint; in a live run it waits for the others."""
+    """Only a member that got the notice writes its share of the checkpoint; in a live run it waits for the others."""
     new, effects = protocol.step(job, state, event)
     return new, tuple(e for e in effects if state.wishes.save or not isinstance(e, messages.SaveAll))
 
 
 def forgets_the_checkpoint(job: Job, state: State, event: messages.ProtocolEvent) -> Step:
-    """What was to be written before a change is forgotten with the generation."""
+    """Protocol that forgets, with the generation, the checkpoint that was to be written before a change."""
     new, effects = protocol.step(job, state, event)
     return (
         new if new.record.number == state.record.number else replace(new, wishes=replace(new.wishes, save=False))
@@ -120,7 +120,7 @@ def forgets_the_checkpoint(job: Job, state: State, event: messages.ProtocolEvent
 
 
 def takes_what_arrives_damaged(job: Job, state: State, event: messages.ProtocolEvent) -> Step:
-    """Goes on with a layer that is not what was sent."""
+    """Protocol that goes on with a layer that arrived damaged."""
     damaged = isinstance(event, messages.Damaged)
     return protocol.step(job, state, messages.Received(event.generation, event.layer) if damaged else event)
 
@@ -213,18 +213,18 @@ def test_the_search_finds_a_protocol_that_stands_still_and_a_way_there(
     tick = changes.tick
     monkeypatch.setattr(changes, "tick", lambda state: (state, ()) if state.at.step else tick(state))
     scenario = Scenario(faults=1, kinds=("hiccup",))
-    found = explore(scenario, deep=deep)
-    assert found.stuck > 0
-    assert len(found.trace) > 3, "a step is made before"
+    exploration = explore(scenario, deep=deep)
+    assert exploration.stuck > 0
+    assert len(exploration.trace) > 3, "a step is made before"
     world = MailWorld(scenario, protocol.step, True)
     world.begin()
-    for action in found.trace:
+    for action in exploration.trace:
         world = world.after(action)
     assert not leads_on(world)
 
 
 def leads_on(first: MailWorld) -> bool:
-    """Whether a world comes to a good end without further faults."""
+    """Return True if a world can reach a good end without further faults."""
     seen, stack = {first.key()}, [first]
     while stack:
         world = stack.pop()

@@ -1,4 +1,4 @@
-"""What the search over all orders forgets has no effect: worlds that it takes for one have the same future."""
+"""State that the search over all orders forgets has no effect: worlds with the same key have the same future."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def futures_differ(scenario: Scenario) -> tuple[int, int, int]:
         following = [(fault, world.after(action)) for action, fault in world.actions()]
         future = {(fault, name(what_is_left(after))) for fault, after in following}  # type: ignore[arg-type]
         of_kept = {(fault, name(kept.after(action))) for action, fault in kept.actions()}
-        still = {(False, me)}  # what changes nothing leads nowhere
+        still = {(False, me)}  # an action that changes nothing leads nowhere
         told = (world.done(), future - still)
         different += told != futures.setdefault(me, told) or told != (kept.done(), of_kept - still)
         for _, after in following:
@@ -90,6 +90,6 @@ def futures_differ(scenario: Scenario) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_worlds_that_are_one_to_the_search_have_one_future(name: str) -> None:
-    all_worlds, known, different = futures_differ(Scenario(**SCENARIOS[name]))
+    all_worlds, distinct, different = futures_differ(Scenario(**SCENARIOS[name]))
     assert different == 0
-    assert known < all_worlds, "something was forgotten"
+    assert distinct < all_worlds, "something was forgotten"

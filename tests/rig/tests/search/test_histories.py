@@ -46,7 +46,7 @@ def test_a_slice_of_histories_with_damage() -> None:
 
 @pytest.mark.parametrize("kind", ["", "ladder", "damage"])
 def test_a_slice_of_histories_with_plans_of_any_rectangles(kind: str) -> None:
-    """Founders draw what the members run: rectangles that no member could compute by itself. Some wish for another plan
+    """Founders draw the members' plans: rectangles that no member could compute by itself. Some wish for another plan
     for the same members.
     """
     ends: Counter[str] = Counter()
