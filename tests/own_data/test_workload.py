@@ -46,11 +46,9 @@ def config(run_dir: Path, data: dict[str, Any] | None = None, **sections: Any) -
     )
 
 
-def train(pool: WorkerPool, settings: Config, cuts: tuple[int, ...], stop_after: int | None = None) -> dict[str, Any]:
+def train(pool: WorkerPool, options: Config, cuts: tuple[int, ...], stop_after: int | None = None) -> dict[str, Any]:
     plan = Plan.of_cuts(num_layers=LAYERS, cuts=cuts, model=NAME)
-    end: dict[str, Any] = pool.run(cases.train_run, len(cuts) * settings.pipeline.replicas, settings, plan, stop_after)[
-        0
-    ]
+    end: dict[str, Any] = pool.run(cases.train_run, len(cuts) * options.pipeline.replicas, options, plan, stop_after)[0]
     return end
 
 
@@ -93,12 +91,12 @@ def test_two_replicas_change_no_bit(pool: WorkerPool, whole: Path, tmp_path: Pat
 
 
 def test_the_losses_are_those_of_a_plain_loop_with_a_data_loader(pool: WorkerPool, tmp_path: Path) -> None:
-    settings = config(tmp_path, {"arguments": {}}, model={"factory": NAME, "arguments": {"dropout": 0.0}})
-    train(pool, settings, (0, 3))
-    torch.manual_seed(settings.train.seed)
+    options = config(tmp_path, {"arguments": {}}, model={"factory": NAME, "arguments": {"dropout": 0.0}})
+    train(pool, options, (0, 3))
+    torch.manual_seed(options.train.seed)
     model = samples.model(0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    feed = Feed(DatasetWorkload(settings).train_data(), 8, 2, settings.train.seed, [])
+    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
     order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
     expected = []
     for batch in DataLoader(samples.Points(), batch_sampler=order):
@@ -122,12 +120,12 @@ def test_labels_that_are_ignored_unevenly_count_for_the_whole_minibatch(
     data["val_arguments"] = {"labelled": 5, "count": 8}
     model = {"factory": NAME, "arguments": {"dropout": 0.0}}
     sections = {"model": model, "pipeline": {"replicas": 2}, "train": {"evaluate_every": 0}}
-    settings = config(tmp_path, data, **sections)
-    train(pool, settings, (0, 3))
-    torch.manual_seed(settings.train.seed)
+    options = config(tmp_path, data, **sections)
+    train(pool, options, (0, 3))
+    torch.manual_seed(options.train.seed)
     plain = samples.model(0.0)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=1e-4)
-    feed = Feed(DatasetWorkload(settings).train_data(), 8, 2, settings.train.seed, [])
+    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
     order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
     expected = []
     for batch in DataLoader(samples.Points(labelled=9), batch_sampler=order):
@@ -146,9 +144,9 @@ def test_labels_that_are_ignored_unevenly_count_for_the_whole_minibatch(
 
 
 def test_a_minibatch_without_any_label_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    settings = config(tmp_path, {"arguments": {"labelled": 0}, "loss": "cross_entropy"})
+    options = config(tmp_path, {"arguments": {"labelled": 0}, "loss": "cross_entropy"})
     assert (
-        "step 1: none of its targets counts in the loss; nothing was applied" in train(pool, settings, (0, 3))["error"]
+        "step 1: none of its targets counts in the loss; nothing was applied" in train(pool, options, (0, 3))["error"]
     )
 
 
@@ -173,11 +171,11 @@ def test_the_scores_are_means_over_the_samples_that_fill_microbatches(whole: Pat
 def test_a_sample_that_cannot_be_read_or_judged_loses_no_step(
     pool: WorkerPool, tmp_path: Path, data: dict[str, Any]
 ) -> None:
-    settings = config(tmp_path, data, train={"max_steps": 2})
-    feed = Feed(DatasetWorkload(settings).train_data(), 8, 2, settings.train.seed, [])
+    options = config(tmp_path, data, train={"max_steps": 2})
+    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
     bad = 2
     assert 12 in [*itertools.chain(*feed.minibatch(bad).sample_ids)], "of this seed"
-    error = train(pool, settings, (0, 3))["error"]
+    error = train(pool, options, (0, 3))["error"]
     if "broken" in data.get("arguments", {}):
         assert (
             f"StepRefused: step {bad}: sample 12 of the data set cannot be read (OSError: point-12.png is cut" in error
@@ -206,9 +204,9 @@ def test_a_sample_that_cannot_be_read_or_judged_loses_no_step(
 def test_what_cannot_be_trained_is_said_before_a_worker_starts(
     tmp_path: Path, data: dict[str, Any], sentence: str
 ) -> None:
-    settings = config(tmp_path, data)
+    options = config(tmp_path, data)
     with pytest.raises(CapslogError, match=sentence):
-        DatasetWorkload(settings).hand_over()
+        DatasetWorkload(options).hand_over()
 
 
 def test_the_number_of_samples_is_a_fact_that_a_run_must_find_again(tmp_path: Path) -> None:
@@ -254,12 +252,12 @@ def test_random_numbers_are_the_samples_own_and_the_runs_stay(tmp_path: Path) ->
 
 
 def test_a_loss_gets_the_outputs_as_the_model_names_them(tmp_path: Path) -> None:
-    settings = config(
+    options = config(
         tmp_path,
         {"loss": "tests.own_data.samples:named_loss", "inputs": None},
         model={"factory": "tests.own_data.samples:Named"},
     )
-    workload = DatasetWorkload(settings)
+    workload = DatasetWorkload(options)
     workload.hand_over()
     batch, normalisers = workload.profile_targets(2)
     chain = workload.build_chain()

@@ -1,4 +1,4 @@
-"""`pipeline.plan=FILE` with stages of several pieces of a chain with branches; one sentence refuses others."""
+"""`pipeline.plan=FILE` with stages of several pieces of a chain with branches: one sentence per refusal."""
 
 from __future__ import annotations
 
