@@ -22,19 +22,19 @@ A100 = DecodingDevice(80 << 30, 2e12, 300e12)
 def seconds_of(shape, batch, length, degree, shard, link, device):
     """Worked out rank by rank; the slowest reads and multiplies for as long as this says."""
     total = 0.0
-    for given, taken in exchanges(shape, batch, degree, shard) if degree > 1 else ():
-        total += link.latency_seconds + max([*given.values(), *taken.values()]) / degree / link.bandwidth
+    for sent_bytes, received_bytes in exchanges(shape, batch, degree, shard) if degree > 1 else ():
+        total += link.latency_seconds + max([*sent_bytes.values(), *received_bytes.values()]) / degree / link.bandwidth
     total *= shape.layers
     if shard == SEQUENCE and degree > 1:  # every rank tells the others the tokens of its requests
         homed = len([i for i in range(batch) if i % degree == 0])
         total += link.latency_seconds + 8 * homed * (degree - 1) / link.bandwidth
     slowest = 0.0
     for rank in range(degree):
-        own = batch if shard == HEADS else len([i for i in range(batch) if i % degree == rank])
+        rank_batch = batch if shard == HEADS else len([i for i in range(batch) if i % degree == rank])
         matrices = [shape.divided / (degree if shard == HEADS else 1), shape.output]
         spent = 0.0
         for numbers in matrices:
-            spent += max(numbers * shape.itemsize / device.bytes_per_second, 2 * numbers * own / device.flops)
+            spent += max(numbers * shape.itemsize / device.bytes_per_second, 2 * numbers * rank_batch / device.flops)
         slowest = max(slowest, spent)
     cached = [0] * degree
     for request in range(batch):
@@ -57,7 +57,7 @@ def test_the_faster_way_is_chosen():
         device = DecodingDevice(None, 10 ** draw.uniform(3, 6), 10 ** draw.uniform(3, 6))
         plan = choose_shard(shape, batch, length, degree, link, device)
         expected = {shard: seconds_of(shape, batch, length, degree, shard, link, device) for shard in SHARDS}
-        for cost in [one for one in plan.costs if one.refused is None]:
+        for cost in [cost for cost in plan.costs if cost.refused is None]:
             assert cost.seconds == pytest.approx(expected[cost.shard], rel=1e-9)
         if shape.heads % degree or shape.kv_heads % degree:
             assert plan.shard == SEQUENCE

@@ -1,4 +1,4 @@
-"""Decoding on several ranks against transformers on one, in float64; and what was sent against the formulas."""
+"""Decoding on several ranks against transformers on one, in float64; and the bytes sent against the formulas."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ RAGGED = (1, 9, 4, 2, 5)
 
 
 def generated(model, prompts, new_tokens):
-    """By transformers, all requests in one batch, padded on the left."""
+    """Tokens that transformers generates, with all requests in one batch, padded on the left."""
     longest = max(map(len, prompts))
-    tokens = torch.tensor([[0] * (longest - len(one)) + one for one in prompts])
-    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     with torch.no_grad():
         made = model.generate(tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
     return made[:, longest:].tolist()
 
 
 def logits_of_one(model, prompt, following):
-    """By transformers' own forward with a cache, of the prompt's last token and of each token that follows it."""
+    """Logits, by transformers' own forward with a cache, of the prompt's last token and each token that follows it."""
     with torch.no_grad():
         made = model(torch.tensor([prompt]), use_cache=True)
-        found = [made.logits[0, -1]]
+        logits = [made.logits[0, -1]]
         cache = getattr(made, "cache", None) or made.past_key_values
         name = "cache" if hasattr(made, "cache") else "past_key_values"
         for token in following:
             made = model(torch.tensor([[token]]), **{name: cache}, use_cache=True)
-            found.append(made.logits[0, -1])
-    return torch.stack(found)
+            logits.append(made.logits[0, -1])
+    return torch.stack(logits)
 
 
 WAYS = [
@@ -59,28 +59,28 @@ def test_logits_and_tokens_are_those_of_one_process(family, shard, degree):
     def decode(communicator):
         decoder = ShardedDecoder(model, communicator, shard)
         logits = [decoder.read(prompts, 5)]
-        own = decoder.cache.own
+        requests = decoder.cache.own
         for place in range(4):
-            logits.append(decoder.step(torch.tensor([following[request][place] for request in own])))
-        return own, torch.stack(logits, 1), decode_greedily(model, prompts, 5, communicator, shard).tokens
+            logits.append(decoder.step(torch.tensor([following[request][place] for request in requests])))
+        return requests, torch.stack(logits, 1), decode_greedily(model, prompts, 5, communicator, shard).tokens
 
     answers = generated(model, prompts, 5)
     assert len(set(map(tuple, answers))) == len(prompts)
     homes = []
-    for own, logits, tokens in on_ranks(degree, decode):
-        homes += own
+    for requests, logits, tokens in on_ranks(degree, decode):
+        homes += requests
         assert tokens == answers
-        for request, found in zip(own, logits, strict=True):
+        for request, request_logits in zip(requests, logits, strict=True):
             scale = float(expected[request].abs().max())
-            assert float((found - expected[request]).abs().max()) <= 1e-12 * scale
+            assert float((request_logits - expected[request]).abs().max()) <= 1e-12 * scale
     assert sorted(homes) == sorted(range(5) if shard == SEQUENCE else [*range(5)] * degree)
 
 
 def test_one_request_on_four_ranks():
     """Three ranks decode nothing, and attend for the fourth."""
     model, prompts = small_model("Llama"), some_prompts(3)
-    found = on_ranks(4, lambda ranks: decode_greedily(model, prompts, 9, ranks))
-    assert [one.tokens for one in found] == [generated(model, prompts, 9)] * 4
+    results = on_ranks(4, lambda ranks: decode_greedily(model, prompts, 9, ranks))
+    assert [result.tokens for result in results] == [generated(model, prompts, 9)] * 4
 
 
 @pytest.mark.parametrize(("shard", "degree"), [(SEQUENCE, 4), (HEADS, 3)])
@@ -92,9 +92,9 @@ def test_a_number_of_ranks_has_the_same_bits_every_time(shard, degree):
         first = decoder.read(prompts, 3)
         return torch.stack([first, decoder.step(first.argmax(-1))])
 
-    one, other = on_ranks(degree, logits), on_ranks(degree, logits)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert shard == SEQUENCE or all(torch.equal(one[0], rank) for rank in one)
+    first_run, second_run = on_ranks(degree, logits), on_ranks(degree, logits)
+    assert all(torch.equal(a, b) for a, b in zip(first_run, second_run, strict=True))
+    assert shard == SEQUENCE or all(torch.equal(first_run[0], rank) for rank in first_run)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -104,18 +104,18 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(family, degree, batch):
     model, prompts = small_model(family), some_prompts(*(5, 2, 7, 1, 4)[:batch])
     shape, steps = shape_of(model), 2 * degree
     for shard, formula in ((SEQUENCE, sequence_bytes), (HEADS, heads_bytes)):
-        found = on_ranks(degree, lambda ranks, shard=shard: decode_greedily(model, prompts, steps + 1, ranks, shard))
-        sent = sum(one.sent_bytes["step"] for one in found) / degree / steps
+        results = on_ranks(degree, lambda ranks, shard=shard: decode_greedily(model, prompts, steps + 1, ranks, shard))
+        sent = sum(result.sent_bytes["step"] for result in results) / degree / steps
         assert sent == pytest.approx(shape.layers * formula(shape, batch, degree), rel=1e-12)
-        assert {one.steps for one in found} == {steps}
+        assert {result.steps for result in results} == {steps}
 
 
 def test_shares_of_the_cache_stay_equal():
-    """30 tokens of each request over 3 ranks: 10 on each, whatever was prompt and what was decoded."""
+    """30 tokens of each request over 3 ranks: 10 on each, for tokens of the prompt and decoded tokens alike."""
     model, prompts = small_model("Llama"), some_prompts(2, 20, 11)
-    for one in on_ranks(3, lambda ranks: decode_greedily(model, prompts, 10, ranks)):
+    for result in on_ranks(3, lambda ranks: decode_greedily(model, prompts, 10, ranks)):
         # 2 layers, keys and values, 3 requests, 2 heads of 8 numbers
-        assert one.cache_bytes == 2 * 2 * 3 * 10 * 2 * 8 * 8
+        assert result.cache_bytes == 2 * 2 * 3 * 10 * 2 * 8 * 8
 
 
 @pytest.mark.parametrize("shard", [SEQUENCE, HEADS])
@@ -123,13 +123,13 @@ def test_a_request_ends_with_the_models_end_token(shard):
     model, prompts = small_model("Llama"), some_prompts(3, 8)
     plain = generated(model, prompts, 8)
     model.generation_config.eos_token_id = [plain[0][2], plain[1][4]]
-    found = on_ranks(2, lambda ranks: decode_greedily(model, prompts, 8, ranks, shard))
+    results = on_ranks(2, lambda ranks: decode_greedily(model, prompts, 8, ranks, shard))
     expected = [
         row[: next(at for at, token in enumerate(row) if token in model.generation_config.eos_token_id) + 1]
         for row in plain
     ]
-    assert [one.tokens for one in found] == [expected] * 2
-    assert found[0].steps == max(map(len, expected)) - 1
+    assert [result.tokens for result in results] == [expected] * 2
+    assert results[0].steps == max(map(len, expected)) - 1
 
 
 def test_mistakes_are_told_in_one_sentence():
@@ -164,7 +164,7 @@ class Counted:
 
 @pytest.mark.parametrize("shard", [SEQUENCE, HEADS])
 def test_a_token_takes_as_many_exchanges_as_are_reckoned(shard):
-    """Each costs a latency. By heads a rank once asked for two empty ones in every layer, on its own cache's behalf."""
+    """Each costs a latency. With heads sharding a rank once requested two empty ones per layer, for its own cache."""
     model, prompts = small_model("Llama"), some_prompts(2, 3)
     shape = shape_of(model)
 

@@ -1,4 +1,4 @@
-"""What is read off a model, what a rank's copy holds, and the models that are refused."""
+"""The shape that is read from a model, the layers of a rank's copy, and the models that are refused."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_sizes_of_both_forms():
     assert shape_of(llama) == DecoderShape(2, 48, 6, 2, 8, 96, 8, divided, 61 * 48, 61 * 48 + 5 * 48)
     # tied: the output's matrix is the embedding; 128 positions, 5 norms with weights and biases, biases of the matrices
     divided = 2 * (4 * 48 * 48 + 2 * 96 * 48)
-    rest = 128 * 48 + 5 * 2 * 48 + 2 * (4 * 48 + 96 + 48)
-    assert shape_of(gpt2) == DecoderShape(2, 48, 6, 6, 8, 96, 8, divided, 61 * 48, rest)
+    undivided = 128 * 48 + 5 * 2 * 48 + 2 * (4 * 48 + 96 + 48)
+    assert shape_of(gpt2) == DecoderShape(2, 48, 6, 6, 8, 96, 8, divided, 61 * 48, undivided)
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "Qwen2"])
@@ -36,13 +36,15 @@ def test_a_copy_holds_its_part_and_the_model_stays(family):
     def numbers(communicator):
         wire = Wire(communicator, torch.device("cpu"))
         made = rank_model(model, shape, wire, HEADS)
-        weights = [one for one in made.parameters() if one.ndim == 2]
+        weights = [parameter for parameter in made.parameters() if parameter.ndim == 2]
         same = rank_model(model, shape, wire, SEQUENCE)
-        assert all(one is other for one, other in zip(same.parameters(), model.parameters(), strict=True))
-        return sum(one.numel() for one in weights)
+        assert all(
+            parameter is original for parameter, original in zip(same.parameters(), model.parameters(), strict=True)
+        )
+        return sum(parameter.numel() for parameter in weights)
 
-    whole = sum(one.numel() for one in model.parameters() if one.ndim == 2)
-    assert on_ranks(2, numbers) == [whole - shape.divided // 2] * 2
+    total = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
+    assert on_ranks(2, numbers) == [total - shape.divided // 2] * 2
     assert model.config._attn_implementation == "sdpa"
     assert {name: value.data_ptr() for name, value in model.state_dict().items()}.keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

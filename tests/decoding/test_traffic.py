@@ -36,15 +36,15 @@ Moved = tuple[Counter[int], Counter[int]]
 
 
 def exchanges(shape: DecoderShape, batch: int, degree: int, shard: str) -> list[Moved]:
-    """Of each exchange of one layer, the bytes that each rank sends and those that it receives, over N tokens."""
-    found: list[Moved] = []
+    """Bytes that each rank sends and those that it receives in each exchange of one layer, over N tokens."""
+    moved: list[Moved] = []
 
     def move(exchange: int, source: int, to: int, count: int) -> None:
-        while len(found) <= exchange:
-            found.append((Counter(), Counter()))
+        while len(moved) <= exchange:
+            moved.append((Counter(), Counter()))
         if source != to:
-            found[exchange][0][source] += count
-            found[exchange][1][to] += count
+            moved[exchange][0][source] += count
+            moved[exchange][1][to] += count
 
     for token in range(degree):
         if shard == HEADS:
@@ -64,11 +64,11 @@ def exchanges(shape: DecoderShape, batch: int, degree: int, shard: str) -> list[
                 move(1, rank, home, result)
             pair = 2 * shape.kv_heads * shape.head_dim * shape.itemsize
             move(0, home, (position + request) % degree, pair)
-    return found
+    return moved
 
 
 def _slice(count: int, degree: int, rank: int) -> range:
-    sizes = [count // degree + (one < count % degree) for one in range(degree)]
+    sizes = [count // degree + (part < count % degree) for part in range(degree)]
     return range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
@@ -79,9 +79,11 @@ def test_formulas_against_every_number_that_travels(shard):
     for _ in range(60):
         shape, batch, degree = random_shape(draw), draw.randint(1, 7), draw.randint(2, 5)
         counted = exchanges(shape, batch, degree, shard)
-        sent = sum(sum(given.values()) for given, _ in counted) / degree / degree
+        sent = sum(sum(sent_bytes.values()) for sent_bytes, _ in counted) / degree / degree
         assert formula(shape, batch, degree) == pytest.approx(sent, rel=1e-12)
-        busiest = [max([*given.values(), *taken.values()]) / degree for given, taken in counted]
+        busiest = [
+            max([*sent_bytes.values(), *received_bytes.values()]) / degree for sent_bytes, received_bytes in counted
+        ]
         assert phases(shape, batch, degree, shard) == pytest.approx(busiest, rel=1e-12)
 
 
@@ -92,7 +94,7 @@ def test_one_rank_sends_nothing():
 
 
 def test_what_the_thesis_prints_and_what_it_means():
-    """As printed, cache parallelism sends 2 to 4.5 times less than tensor parallelism; as described, it sends more."""
+    """Cache parallelism sends 2 to 4.5 times less than tensor parallelism as printed, and more as described."""
     assert printed_sequence_bytes(LLAMA_7B, 32, 4) == 2 * (3 / 4 * 3 * 32 * 4096 + 3 * 32 * (4096 + 64) / 2)
     assert printed_heads_bytes(LLAMA_7B, 32, 4) == 2 * 4 * 3 * 32 * 4096
     for degree, printed, sent in ((2, 16384 / 8224, 12352), (4, 49152 / 15456, 10304), (8, 114688 / 25312, 9280)):

@@ -23,24 +23,28 @@ def test_sums_are_those_of_one_process_in_rank_order():
             wire.phase = "sums"
             return wire.sum(parts[wire.rank]), wire.sent_bytes["sums"]
 
-        found = on_ranks(3, add)
-        assert all(torch.equal(total, expected) for total, _ in found)
+        results = on_ranks(3, add)
+        assert all(torch.equal(total, expected) for total, _ in results)
         # 2 (N-1)/N of the numbers on the average rank
-        assert sum(sent for _, sent in found) == 4 * 2 * 2 * expected.numel()
+        assert sum(sent for _, sent in results) == 4 * 2 * 2 * expected.numel()
 
 
 def test_messages_of_several_tensors():
     """Types of other sizes lie one after the other in a message, at places where they could not begin by themselves."""
-    given = [torch.tensor([1.5], dtype=torch.bfloat16), torch.tensor([[2.0, 3.0]], dtype=torch.float64), torch.empty(0)]
+    tensors = [
+        torch.tensor([1.5], dtype=torch.bfloat16),
+        torch.tensor([[2.0, 3.0]], dtype=torch.float64),
+        torch.empty(0),
+    ]
 
     def swap(communicator):
         wire = Wire(communicator, CPU)
         peer = 1 - wire.rank
-        came = wire.exchange({peer: given}, {peer: [TensorSpec.of(one) for one in given]})
+        came = wire.exchange({peer: tensors}, {peer: [TensorSpec.of(tensor) for tensor in tensors]})
         nothing = wire.exchange({peer: []}, {peer: []})
         return came[peer], nothing, dict(wire.sent_bytes)
 
     for came, nothing, sent in on_ranks(2, swap):
-        assert all(torch.equal(one, other) for one, other in zip(came, given, strict=True))
+        assert all(torch.equal(received, expected) for received, expected in zip(came, tensors, strict=True))
         assert list(nothing.values()) == [[]]
         assert sent == {"": 18}

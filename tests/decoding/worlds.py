@@ -47,7 +47,7 @@ def some_prompts(*lengths: int) -> list[list[int]]:
 
 
 def on_ranks(degree: int, work: Callable[[Communicator], Any], timeout_seconds: float = 20) -> list[Any]:
-    """What `work` returns on each rank."""
+    """Run `work` on every rank, each in a thread, and return the results in rank order."""
     store = dist.HashStore()
 
     def rank_of(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""What the pool's workers run: module-level functions on (communicator, ...) that return plain results."""
+"""Cases that the pool's workers run: module-level functions on (communicator, ...) that return plain results."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ def train(
     made: str = "build_chain",
     device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """Some steps of the tiny chain.
+    """Train the tiny chain for some steps.
 
     Args:
-        device: of this rank; what is returned lies on the CPU.
+        device: device of this rank; the returned tensors lie on the CPU.
         made: the function of `models` that gives the chain, or the name of one of its graphs.
         twist: "even" gives a graph's microbatches one size, and no dropout; "pair groups" sends over one group per
             ordered pair, as NCCL does; "overflow" gives one microbatch of step 2 a target so far away that gradients of
             float16 overflow; the others break the engine on purpose, to see that a comparison notices: "drop"
             loses a gradient, "swap" gives two microbatches each other's targets, "reseed" draws other dropout masks.
-        copies: how those to and from the host tier go; see `copying`.
+        copies: how copies to and from the host tier are made; see `copying`.
     """
     model: Any = ALL_GRAPHS.get(made, models)
     chain = _built(made, dtype, 0.0 if twist == "even" else 0.1)
@@ -129,29 +129,33 @@ def train(
         )
     verify_copies(engine)
     layers = engine.layers
-    moments = [one for address in engine.optimizer.parameters for one in engine.optimizer.moments(address).values()]
-    waiting = sum(one.nbytes for one in moments) - sum(one.nbytes for one in engine.optimizer.resident())
+    moments = [
+        moment for address in engine.optimizer.parameters for moment in engine.optimizer.moments(address).values()
+    ]
+    waiting = sum(moment.nbytes for moment in moments) - sum(moment.nbytes for moment in engine.optimizer.resident())
     return {
-        # those of moments that wait stay there
+        # without the bytes of moments, which stay in the tier
         "host bytes": (0, 0) if tier is None else (tier.bytes - waiting, tier.peak_bytes - waiting),
         "parts": [result.parts for result in results],
         "norms": [result.grad_norm for result in results],
         "scales": [(result.loss_scale, result.skipped) for result in results],
         "gradients": first,
         "calls": calls,
-        "state": {f"{one.name}.{n}": p.detach().clone().cpu() for one in layers for n, p in one.values.items()},
-        "weights": {f"{one.name}.{n}": p.detach().clone().cpu() for one in layers for n, p in one.parameters.items()},
-        "moments": {
-            f"{address}.{key}": one.clone().cpu()
-            for address in engine.optimizer.parameters
-            for key, one in engine.optimizer.moments(address).items()
+        "state": {f"{layer.name}.{n}": p.detach().clone().cpu() for layer in layers for n, p in layer.values.items()},
+        "weights": {
+            f"{layer.name}.{n}": p.detach().clone().cpu() for layer in layers for n, p in layer.parameters.items()
         },
-        "buffers": {f"{one.name}.{n}": b.clone().cpu() for one in layers for n, b in one.buffers.items()},
+        "moments": {
+            f"{address}.{key}": moment.clone().cpu()
+            for address in engine.optimizer.parameters
+            for key, moment in engine.optimizer.moments(address).items()
+        },
+        "buffers": {f"{layer.name}.{n}": b.clone().cpu() for layer in layers for n, b in layer.buffers.items()},
     }
 
 
 class Reordered(HostTier):
-    """Copies that end in another order than they began, each after a time of its own."""
+    """Copies that end in another order than they began, each after a different time."""
 
     def __init__(self, device: torch.device, options: TierOptions) -> None:
         super().__init__(device, options)
@@ -207,7 +211,7 @@ def _tensors(engine: PipelineEngine) -> list[Tensor]:
 
 
 def refuse_a_step(communicator: Communicator, layout: Cuts, poison: str) -> str:
-    """One good step, then one with a value that is not finite; returns the refusal, checks that nothing changed."""
+    """Make a good step, then one with a value that is not finite; check that nothing changed and return the refusal."""
     chain = models.build_chain()
     settings = EngineOptions(**SETTINGS)
     placed = layout_for(layout, len(chain), settings.num_blocks)
@@ -256,7 +260,7 @@ def train_run(
     starve: tuple[int, str] | None = None,
     device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """A whole `Run` on these ranks.
+    """Train with a whole `Run` on these ranks.
 
     Args:
         plan: of any form, or the cuts of one pipeline of the tiny chain.
@@ -264,7 +268,7 @@ def train_run(
         full_disk_at: rank 1 finds the disk full when it writes the checkpoint of this step.
         starve: rank 1 finds no memory in the update of this step, as the fault of this kind and name says.
     """
-    asked: dict[str, Any] = {}
+    holder: dict[str, Any] = {}
     last = communicator.world_size - 1
 
     class Starved(PipelineEngine):
@@ -292,12 +296,12 @@ def train_run(
         communicator,
         device,
         stop_wished=lambda: (
-            communicator.rank == last and stop_after is not None and asked["run"].loop.step + 1 >= stop_after
+            communicator.rank == last and stop_after is not None and holder["run"].loop.step + 1 >= stop_after
         ),
         engines=Engines({"capslog": EngineKind(build)}),
     )
-    asked["run"] = run
-    found = run.resume()
+    holder["run"] = run
+    resumed = run.resume()
     original = checkpoint.write_synced
 
     def write(path: Any, state: Any) -> Any:
@@ -309,20 +313,20 @@ def train_run(
     try:
         end = run.train()
         return {
-            "resumed": found.step if found else None,
+            "resumed": resumed.step if resumed else None,
             "step": end.step,
             "stopped": end.stopped,
             "scores": end.scores,
         }
     except CapslogError as error:
-        return {"resumed": found.step if found else None, "error": f"{type(error).__name__}: {error}"}
+        return {"resumed": resumed.step if resumed else None, "error": f"{type(error).__name__}: {error}"}
     finally:
         checkpoint.write_synced = original
         run.loop.close()
 
 
 def bytes_of_parameters(communicator: Communicator, layout: Cuts, made: str = "build_chain") -> int:
-    """What this rank's parameters take, those of the chain included, once a run has its engine and made two steps."""
+    """Bytes of this rank's parameters, the chain's included, once a run has its engine and has made two steps."""
     chain, settings = getattr(models, made)(), EngineOptions(**SETTINGS)
     placed, cpu = layout_for(layout, len(chain), settings.num_blocks), torch.device("cpu")
     minibatch, inputs = models.make_minibatch(4, 1)
@@ -330,7 +334,7 @@ def bytes_of_parameters(communicator: Communicator, layout: Cuts, made: str = "b
     engine = build(EngineParts(chain, models.loss, placed, settings, communicator, cpu, example, 30.0))
     for step in (1, 2):
         train_step(engine, step, minibatch, inputs.__getitem__)
-    held = [*chain.named_parameters().values(), *(p for one in engine.layers for p in one.parameters.values())]
+    held = [*chain.named_parameters().values(), *(p for layer in engine.layers for p in layer.parameters.values())]
     storages = {p.untyped_storage().data_ptr(): p.nbytes for p in held if p.device.type != "meta"}
     return sum(storages.values())
 
@@ -339,12 +343,14 @@ BULK_BYTES = 4 << 20
 
 
 def peak_of_building(communicator: Communicator, factories: bool) -> int:
-    """The most bytes that are alive while four layers of `BULK_BYTES` become the engines of four ranks."""
+    """Peak of the bytes that are alive while four layers of `BULK_BYTES` become the engines of four ranks."""
     options = EngineOptions(**SETTINGS)
     layout, cpu = Layout.pipelines((0, 1, 2, 3), 4, None, 1, options.num_blocks), torch.device("cpu")
     makers = [LayerFactory(f"layer.{k}", lambda: nn.Linear(1024, 1024, bias=False)) for k in range(4)]
     with PeakProbe(cpu) as probe:
-        made = Chain.from_factories(makers) if factories else Chain([Layer(one.name, one.make()) for one in makers])
+        made = (
+            Chain.from_factories(makers) if factories else Chain([Layer(maker.name, maker.make()) for maker in makers])
+        )
         engine = build(EngineParts(made, models.loss, layout, options, communicator, cpu, lambda: ({}, None, {}), 30.0))
         assert sum(parameter.nbytes for layer in engine.layers for parameter in layer.parameters.values()) == BULK_BYTES
     return probe.peak_bytes

@@ -10,17 +10,17 @@ from torch import Tensor
 __all__ = ["differences", "gradient_error", "merged"]
 
 
-def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+def gradient_error(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """Largest `max|a-b| / max(max|b|, 1e-3 * the model's largest gradient)` and the parameter it belongs to.
 
     A parameter that only one side has counts as an error of infinity.
     """
-    missing = set(found) ^ set(expected)
+    missing = set(gradients) ^ set(expected)
     if missing:
         return float("inf"), sorted(missing)[0]
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     errors = {
-        name: float((found[name] - gradient).abs().max()) / max(float(gradient.abs().max()), 1e-3 * largest)
+        name: float((gradients[name] - gradient).abs().max()) / max(float(gradient.abs().max()), 1e-3 * largest)
         for name, gradient in expected.items()
     }
     worst = max(errors, key=errors.__getitem__)
@@ -28,16 +28,16 @@ def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def differences(results: list[dict[str, Any]], expected: Mapping[str, Any]) -> list[str]:
-    """What all ranks together have otherwise than one rank: numbers of the steps, and every bit of the tensors."""
+    """Names of the steps' numbers and of the tensors in which all ranks together differ from one rank in any bit."""
     numbers = [name for name in ("parts", "norms", "norm", "loss") if name in expected]
-    found = [name for name in numbers for one in results if one[name] != expected[name]]
+    different = [name for name in numbers for result in results if result[name] != expected[name]]
     for kind in (kind for kind in ("gradients", "state", "weights", "moments", "buffers") if kind in expected):
         ours: Mapping[str, Tensor] = merged(results, kind)
-        found += [f"{kind} {name}" for name in sorted(expected[kind].keys() ^ ours.keys())]
-        found += [
+        different += [f"{kind} {name}" for name in sorted(expected[kind].keys() ^ ours.keys())]
+        different += [
             f"{kind} {name}" for name in ours if name in expected[kind] and not ours[name].equal(expected[kind][name])
         ]
-    return found
+    return different
 
 
 def merged(results: list[dict], key: str) -> dict[str, Tensor]:  # type: ignore[type-arg]

@@ -128,14 +128,18 @@ def of_transformers(name: str) -> tuple[float, dict[str, Tensor]]:
     batch, inputs = minibatch(name)
     total = 0.0
     for values, targets in zip(inputs, batch.targets, strict=True):
-        labels = [{"class_labels": one["labels"], "boxes": one["boxes"]} for one in targets]
-        share = sum(len(one["labels"]) for one in targets) / batch.normalisers["boxes"]
+        labels = [{"class_labels": target["labels"], "boxes": target["boxes"]} for target in targets]
+        share = sum(len(target["labels"]) for target in targets) / batch.normalisers["boxes"]
         loss = model(values["images"], labels=labels).loss * share
         loss.backward()
         total += float(loss.detach())
-    known = dict(model.named_parameters())
-    found = {address: known[own].grad for address, own in workload.own_names(chain).items() if own in known}
-    return total, {address: gradient for address, gradient in found.items() if gradient is not None}
+    parameters = dict(model.named_parameters())
+    gradients = {
+        address: parameters[parameter_name].grad
+        for address, parameter_name in workload.own_names(chain).items()
+        if parameter_name in parameters
+    }
+    return total, {address: gradient for address, gradient in gradients.items() if gradient is not None}
 
 
 def plain(name: str, seed: int) -> tuple[float, dict[str, Tensor]]:
@@ -159,7 +163,7 @@ Shapes = dict[tuple[tuple[str, TensorSpec], ...], list[dict[str, TensorSpec]]]
 
 
 class Traced(ShapeTable):
-    """What another process has traced, which takes several times as long as the step."""
+    """Shapes that another process has traced: tracing takes several times as long as the step."""
 
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
@@ -176,11 +180,11 @@ def step(
     shapes: Shapes | None = None,
     device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """One step on the pipeline; gradients before clipping, and the weights after it; the shapes that it met.
+    """Make one step on the pipeline; return gradients before clipping, weights after it, and the shapes that it met.
 
     Args:
-        shapes: None: they are traced.
-        device: of this rank; what is returned lies on the CPU.
+        shapes: shapes at the boundaries; None: they are traced.
+        device: device of this rank; the returned tensors lie on the CPU.
     """
     workload, chain = build(name)
     settings = EngineOptions(**({"num_microbatches": 4, "num_blocks": 2, "seed": 7, "clip_norm": 0.1} | options))
@@ -197,6 +201,8 @@ def step(
 
     result = train_step(engine, 1, batch, inputs.__getitem__, before_commit=keep)
     verify_copies(engine)
-    state = {f"{one.name}.{n}": p.detach().clone().cpu() for one in engine.layers for n, p in one.parameters.items()}
+    state = {
+        f"{layer.name}.{n}": p.detach().clone().cpu() for layer in engine.layers for n, p in layer.parameters.items()
+    }
     met: Shapes = {tuple(sorted(inputs.items())): engine.table.boundaries(inputs) for inputs in batch.inputs}
     return {"loss": result.parts["loss"], "gradients": gradients, "state": state, "shapes": met}

@@ -1,4 +1,4 @@
-"""Layouts for the tests: equal pipelines by their cuts, whatever chain they cut, and random ones of any shape."""
+"""Layouts for the tests: equal pipelines by their cuts, for any chain, and random layouts of any shape."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Cuts:
 
 
 def layout_for(layout: Layout | Cuts, num_layers: int, num_blocks: int = 1) -> Layout:
-    """The layout that a test means, for a chain of so many layers and a step of so many blocks."""
+    """The layout that a test means, for a chain of this number of layers and a step of this number of blocks."""
     if isinstance(layout, Layout):
         return layout
     return Layout.pipelines(layout.cuts, num_layers, layout.placement, layout.replicas, num_blocks)
@@ -44,13 +44,13 @@ def layout_for(layout: Layout | Cuts, num_layers: int, num_blocks: int = 1) -> L
 def random_layout(
     seed: int, num_layers: int, num_blocks: int, ranks: int, edges: Sequence[tuple[int, int]] | None = None
 ) -> Layout:
-    """Stages of any shape on at most so many ranks, all of which have work: several stages on a rank, single stages in
-    replicas of unequal shares, pipelines of unequal length and cuts. What they keep is left to the run.
+    """Stages of any shape on at most `ranks` ranks, all of which have work: several stages on a rank, single stages in
+    replicas of unequal shares, pipelines of unequal length and cuts. The run decides what the stages keep.
 
     edges: of the chain's graph: direct routes, and stages of any layers that can be put in an order."""
     stages = draw_plan(random.Random(seed), num_layers, Units(num_blocks, 1, num_blocks), ranks, None, edges).stages
     used = sorted({stage.rank for stage in stages})
-    placed = tuple(dataclasses.replace(one, ranks=(used.index(one.rank),), memory=None) for one in stages)
+    placed = tuple(dataclasses.replace(stage, ranks=(used.index(stage.rank),), memory=None) for stage in stages)
     return Layout(placed, num_blocks, direct=edges is not None)
 
 
@@ -71,13 +71,13 @@ def with_shares(layout: Layout, seed: int, apart: Collection[int] = ()) -> Layou
     for number, stage in enumerate(layout.stages):
         for layer in stage.numbers:
             holders.setdefault(layer, []).append(number)
-    left: list[set[int]] = [set() for _ in layout.stages]
+    elsewhere: list[set[int]] = [set() for _ in layout.stages]
     for layer, numbers in holders.items():
         if len(numbers) > 1 and layer not in apart and dice.random() < 0.8:
             for number in dice.sample(numbers, dice.randint(1, len(numbers) - 1)):
-                left[number].add(layer)
+                elsewhere[number].add(layer)
     stages = []
-    for stage, layers in zip(layout.stages, left, strict=True):
+    for stage, layers in zip(layout.stages, elsewhere, strict=True):
         kinds = dict.fromkeys(stage.moments_away, "host") | dict.fromkeys(layers, "replica")
         moments = tuple(MemoryInterval(layer, layer + 1, kind) for layer, kind in sorted(kinds.items()))
         stages.append(dataclasses.replace(stage, moments=moments))

@@ -1,6 +1,6 @@
 """Tiny chains that hold every kind of layer the engine must get right, and data whose microbatches differ in size.
 
-`build_chain` is the one of most tests; `GRAPHS` has those whose layers form branches.
+Most tests use `build_chain`; the chains of `GRAPHS` have layers that form branches.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def layer_factories(
         LayerFactory("queries", Queries, ("positions",), ("state", "outputs")),
         *(LayerFactory(f"decoder.{i}", lambda: Decoder(head(), dropout), *decoded) for i in range(3)),
     ]
-    return [dataclasses.replace(one, make=lambda make=one.make: make().to(dtype)) for one in layers]
+    return [dataclasses.replace(layer, make=lambda make=layer.make: make().to(dtype)) for layer in layers]
 
 
 def make_head() -> nn.Module:
@@ -131,10 +131,10 @@ def make_head() -> nn.Module:
 
 def _ready_made(layers: Sequence[LayerFactory], seeds: Sequence[int] | None = None) -> Chain:
     made = []
-    for index, one in enumerate(layers):
+    for index, factory in enumerate(layers):
         if seeds is not None:
             torch.manual_seed(seeds[index])
-        made.append(Layer(one.name, one.make(), one.reads, one.writes))
+        made.append(Layer(factory.name, factory.make(), factory.reads, factory.writes))
     return Chain(made, ("x", "sizes"), ("outputs",), "tiny")
 
 
@@ -164,7 +164,7 @@ def factory_chain_by_hand(dropout: float = 0.1, dtype: torch.dtype = torch.float
 def make_minibatch(
     microbatches: int, step: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Minibatch, list[dict[str, Tensor]]]:
-    """Microbatches of two images whose size changes from one to the next; targets of another number each."""
+    """Microbatches of two images whose size changes from one to the next; each has another number of targets."""
     generator = torch.Generator().manual_seed(100 + step)
     inputs, targets = [], []
     for index in range(microbatches):
@@ -234,7 +234,7 @@ class Tokens(nn.Module):
 
 
 class Contrast(nn.Module):
-    """Where two towers meet: how alike every image and every text of the batch are."""
+    """Layer where two towers meet: the similarity of every image and every text of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class ConvBlock(nn.Sequential):
 
 
 class Concatenate(nn.Module):
-    """Where the branches of an Inception block meet."""
+    """Layer where the branches of an Inception block meet."""
 
     def __init__(self, branches: int) -> None:
         super().__init__()
@@ -382,8 +382,8 @@ def _draw_translation(size: int, generator: torch.Generator) -> tuple[dict[str, 
     return {"source": source, "target": target}, torch.randn(2, 3, generator=generator)
 
 
-def _errors(found: Tensor, targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    error = found - targets
+def _errors(output: Tensor, targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    error = output - targets
     square, absolute = error.square().sum() / normalisers["count"], error.abs().sum() / normalisers["count"]
     return {"loss": square + 0.1 * absolute, "square": square, "absolute": absolute}
 
@@ -437,7 +437,7 @@ class Graph:
     outputs: tuple[str, ...]
 
     def build_chain(self, dropout: float = 0.1, dtype: torch.dtype = torch.float32, seed: int = 0) -> Chain:
-        """As `build_chain` of this module."""
+        """Build the graph's chain, as this module's `build_chain` does."""
         torch.manual_seed(seed)
         layers = self.layers(dropout)
         for layer in layers:
@@ -447,8 +447,8 @@ class Graph:
     def make_minibatch(
         self, microbatches: int, step: int, dtype: torch.dtype = torch.float32, even: bool = False
     ) -> tuple[Minibatch, list[dict[str, Tensor]]]:
-        """As `make_minibatch` of this module: two samples each, of a size that changes from one to the next unless
-        `even`."""
+        """Make a minibatch, as this module's `make_minibatch` does: two samples in each microbatch, of a size that
+        changes from microbatch to microbatch unless `even`."""
         generator = torch.Generator().manual_seed(100 + step)
         drawn = [self.draw(0 if even else (index + step) % 3, generator) for index in range(microbatches)]
         inputs = [

@@ -75,13 +75,13 @@ def captured(name: str, folder: Path, writes: bool = False) -> Chain:
     some = [inputs_of(shapes, 0) for shapes in SHAPES[name]]
     example: Any = OneOf(some)
     if name in OPEN:
-        example = {key: Varying(one, OPEN[name] if key != "tgt" else (0,)) for key, one in some[0].items()}
+        example = {key: Varying(tensor, OPEN[name] if key != "tgt" else (0,)) for key, tensor in some[0].items()}
     return Chain.from_module(new_model(name), None, example, evaluates=False, kept=kept)
 
 
 def steps(communicator: Communicator, name: str, folder: Path, cuts: tuple[int, ...]) -> list[dict[str, Any]]:
-    """A step for each size, the second microbatch of the next size: the loss, and this rank's gradients by address."""
-    found, sizes, ready = [], SHAPES[name], Ready()
+    """Make a step per size, its second microbatch of the next size; return losses and this rank's gradients."""
+    results, sizes, ready = [], SHAPES[name], Ready()
     for number in range(len(sizes)):
         chain = captured(name, folder)
         inputs = [inputs_of(sizes[(number + index) % len(sizes)], index) for index in range(2)]
@@ -98,31 +98,31 @@ def steps(communicator: Communicator, name: str, folder: Path, cuts: tuple[int, 
                     gradients[key] = parameter.grad.clone()
 
         result = train_step(engine, 1, batch, inputs.__getitem__, before_commit=keep)
-        found.append({"loss": result.parts["loss"], "gradients": gradients})
-    return found
+        results.append({"loss": result.parts["loss"], "gradients": gradients})
+    return results
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cuts_and_sizes_change_no_bit_and_the_step_is_the_models(pool: WorkerPool, name: str, tmp_path: Path) -> None:
     chain = captured(name, tmp_path, writes=True)
-    one = pool.run(steps, 1, name, tmp_path, (0,))[0]
+    single = pool.run(steps, 1, name, tmp_path, (0,))[0]
     for cuts in ((0, len(chain) // 2), (0, 1, len(chain) - 1)):
         ranks = pool.run(steps, len(cuts), name, tmp_path, cuts)
-        for number, whole in enumerate(one):
+        for number, expected in enumerate(single):
             rows = [rank[number] for rank in ranks]
-            assert {row["loss"] for row in rows} == {whole["loss"]}
-            found = merged(rows, "gradients")
-            assert found.keys() == whole["gradients"].keys()
-            assert all(torch.equal(found[key], whole["gradients"][key]) for key in found)
-    for number, whole in enumerate(one):
+            assert {row["loss"] for row in rows} == {expected["loss"]}
+            gradients = merged(rows, "gradients")
+            assert gradients.keys() == expected["gradients"].keys()
+            assert all(torch.equal(gradients[key], expected["gradients"][key]) for key in gradients)
+    for number, expected in enumerate(single):
         model = new_model(name)
         for index in range(2):
             shapes = SHAPES[name][(number + index) % 3]
             loss({"": model(**inputs_of(shapes, index))}, None, {"microbatches": 2.0})["loss"].backward()
         plain = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
-        own = {
+        chain_gradients = {
             next(key for key in plain if address.endswith(key)): gradient
-            for address, gradient in whole["gradients"].items()
+            for address, gradient in expected["gradients"].items()
         }
-        error, worst = gradient_error(own, plain)
+        error, worst = gradient_error(chain_gradients, plain)
         assert error <= 1e-5, f"{worst}: {error:.2e}"

@@ -1,4 +1,4 @@
-"""Groups without global state, and `abort`, which rests on how gloo behaves and not on what it promises."""
+"""Groups without global state, and `abort`, which rests on gloo's behaviour and not on its documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = TensorSpec((4,))
 
 
 def open_group(outer: Communicator, prefix: str, timeout_seconds: float = 30.0) -> Communicator:
-    """A further group of the same ranks, on a client of the store of its own."""
+    """Open a further group of the same ranks, with a separate client of the store."""
     assert isinstance(outer._store, dist.TCPStore)
     store = dist.TCPStore("127.0.0.1", outer._store.port, is_master=False, wait_for_workers=False)
     prefix = f"{outer.generation}/{prefix}"
@@ -28,13 +28,13 @@ def open_group(outer: Communicator, prefix: str, timeout_seconds: float = 30.0) 
 
 
 def talk(communicator: Communicator) -> list[Any]:
-    """A bit of everything: what rank r gets from its neighbours, from a sum and from a gather."""
+    """Return a sum, a gather and the messages from the neighbours, as this rank gets them."""
     rank, world = communicator.rank, communicator.world_size
     slots = torch.zeros(world, dtype=torch.float64)
     slots[rank] = rank + 0.5
     neighbours = dict.fromkeys([(rank + 1) % world, (rank - 1) % world], SPEC)
-    given = dict.fromkeys(neighbours, torch.full((4,), float(rank)))
-    theirs = communicator.exchange(given, neighbours, 7, torch.device("cpu"))
+    messages = dict.fromkeys(neighbours, torch.full((4,), float(rank)))
+    theirs = communicator.exchange(messages, neighbours, 7, torch.device("cpu"))
     return [
         communicator.sum_(slots).tolist(),
         communicator.gather(("rank", rank)),
@@ -43,14 +43,14 @@ def talk(communicator: Communicator) -> list[Any]:
 
 
 def two_at_once(outer: Communicator) -> list[Any]:
-    one, other = open_group(outer, "one"), open_group(outer, "other")
-    results = [talk(other), talk(one)]
-    one.abort()
-    results += [talk(other), talk(outer)]
+    first, second = open_group(outer, "one"), open_group(outer, "other")
+    results = [talk(second), talk(first)]
+    first.abort()
+    results += [talk(second), talk(outer)]
     third = open_group(outer, "third")
-    one.close()
+    first.close()
     results.append(talk(third))
-    for communicator in (other, third):
+    for communicator in (second, third):
         communicator.close()
     return results
 
@@ -64,9 +64,9 @@ def test_several_groups_live_in_one_process(pool: WorkerPool) -> None:
             assert theirs == {peer: [float(peer)] * 4 for peer in range(3) if peer != rank}
 
 
-def blocked(outer: Communicator, what: str, aborts: int) -> dict[str, Any]:
+def blocked(outer: Communicator, operation: str, aborts: int) -> dict[str, Any]:
     """Every rank waits for a message, or a vote, that never comes; rank `aborts` ends it all from another thread."""
-    group = open_group(outer, f"{what}-{aborts}")
+    group = open_group(outer, f"{operation}-{aborts}")
     group.describe_ranks({1: "rank 1 (stage 7)"})
     talk(group)
     began: list[float] = []
@@ -80,17 +80,17 @@ def blocked(outer: Communicator, what: str, aborts: int) -> dict[str, Any]:
     thread = threading.Thread(target=end)
     if group.rank == aborts:
         thread.start()
-    said = []
+    messages = []
     for attempt in range(2):
         try:
-            if what == "receive":
+            if operation == "receive":
                 group.receive(SPEC, (group.rank + 1) % group.world_size, 99, CPU).wait()
             elif group.rank == 0:
                 group.receive(SPEC, 1, 99, CPU).wait()
             else:
                 group.barrier()  # which rank 0 does not reach
         except PeerLost as error:
-            said.append(str(error))
+            messages.append(str(error))
         if attempt == 0:
             ended = time.time()
     if group.rank == aborts:
@@ -105,7 +105,7 @@ def blocked(outer: Communicator, what: str, aborts: int) -> dict[str, Any]:
                 call()
     group.close()
     talk(outer)
-    return {"said": said, "ended": ended, "began": began}
+    return {"said": messages, "ended": ended, "began": began}
 
 
 @pytest.mark.parametrize(("what", "aborts"), [("receive", 0), ("receive", 2), ("vote", 1)])
@@ -128,7 +128,7 @@ def neighbour_is_dead(outer: Communicator) -> str:
     if group.rank == 1:
         group.abort()
     outer.barrier()  # rank 1 is gone
-    said = ""
+    message = ""
     if group.rank == 0:
         time.sleep(0.2)
         group.abort()
@@ -136,10 +136,10 @@ def neighbour_is_dead(outer: Communicator) -> str:
         try:
             group.receive(SPEC, 0, 99, CPU).wait()
         except PeerLost as error:
-            said = str(error)
+            message = str(error)
     outer.barrier()  # a group that is thrown away would close its connections, too
     group.close()
-    return said
+    return message
 
 
 def test_abort_reaches_the_healthy_where_the_first_peer_is_gone_already(pool: WorkerPool) -> None:

@@ -1,4 +1,4 @@
-"""Compiled layers: the same bits under any cuts, replicas and memory intervals; what cannot be compiled is refused."""
+"""Compiled layers: the same bits under any cuts, replicas and memory intervals; and the refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def loss(outputs: Any, targets: Any, normalisers: Any) -> dict[str, Tensor]:
 
 
 def step(communicator: Communicator, layout: Cuts, options: dict[str, Any]) -> dict[str, Any]:
-    """Two steps; what the first one's gradients and the last one's state are, and how many graphs were made."""
+    """Make two steps; return the first one's gradients, the last one's state and the number of compiled graphs."""
     chain, options = build(), dict(options)
     if backend := options.pop("variant", None):
         for layer in chain.layers:
@@ -70,25 +70,29 @@ def step(communicator: Communicator, layout: Cuts, options: dict[str, Any]) -> d
     generator, gradients = torch.Generator().manual_seed(1), dict[str, Tensor]()
 
     def keep() -> None:
-        found = engine.optimizer.parameters.items()
-        gradients.update({name: one.grad.clone() for name, one in found if one.grad is not None})
+        parameters = engine.optimizer.parameters.items()
+        gradients.update({name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None})
 
     parts = []
     for number in (1, 2):
         inputs = [{"x": torch.randn(3, DIM, generator=generator)} for _ in range(4)]
         targets = [torch.randn(3, DIM, generator=generator) for _ in range(4)]
-        specs = [{"x": TensorSpec.of(one["x"])} for one in inputs]
+        specs = [{"x": TensorSpec.of(values["x"])} for values in inputs]
         minibatch = Minibatch(specs, targets, {"microbatches": 4.0})
         done = train_step(engine, number, minibatch, inputs.__getitem__, before_commit=keep if number == 1 else None)
         parts.append(done.parts)
-    state = {f"{one.name}.{name}": p.detach().clone() for one in engine.layers for name, p in one.parameters.items()}
-    buffers = {f"{one.name}.{name}": value.clone() for one in engine.layers for name, value in one.buffers.items()}
+    state = {
+        f"{layer.name}.{name}": p.detach().clone() for layer in engine.layers for name, p in layer.parameters.items()
+    }
+    buffers = {
+        f"{layer.name}.{name}": value.clone() for layer in engine.layers for name, value in layer.buffers.items()
+    }
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return {"parts": parts, "gradients": gradients, "state": state, "buffers": buffers, "graphs": graphs}
 
 
 def sentence(communicator: Communicator, options: dict[str, Any]) -> str:
-    """What is said of two steps over as many stages as ranks; the backend `failing` compiles nothing on rank 1."""
+    """Return the refusal of two steps on a stage per rank; the backend `failing` compiles nothing on rank 1."""
 
     def failing(module: Any, inputs: Any) -> Any:
         if communicator.rank == 1:
@@ -126,7 +130,8 @@ def test_bits_do_not_depend_on_the_plan(pool: WorkerPool, layout: Cuts, options:
     assert differences(results, single) == []
     error, worst = gradient_error(merged(results, "gradients"), plain["gradients"])
     assert error <= 1e-5, f"{worst}: {error:.2e}"
-    assert [one["graphs"] for one in results] == [1] * len(results)  # made ahead in a thread, and not again in the step
+    # compiled ahead in a thread, and not again in the step
+    assert [result["graphs"] for result in results] == [1] * len(results)
     assert plain["graphs"] == 0
 
 
@@ -149,10 +154,10 @@ def test_a_layer_that_cannot_be_compiled_is_refused_on_all_ranks_before_the_step
 
 
 def test_what_needs_the_layers_own_operations_is_refused(pool: WorkerPool) -> None:
-    (said,) = pool.run(sentence, 1, {"compile": "aot_eager", "schedule": "zb-h1"})
-    assert "this plan splits its backwards" in said
-    (said,) = pool.run(sentence, 1, {"variant": "aot_eager", "schedule": "zb-h1"})
-    assert said.startswith("CapslogError: variant 'compiled' makes one operation of a layer, but this plan splits")
+    (refusal,) = pool.run(sentence, 1, {"compile": "aot_eager", "schedule": "zb-h1"})
+    assert "this plan splits its backwards" in refusal
+    (refusal,) = pool.run(sentence, 1, {"variant": "aot_eager", "schedule": "zb-h1"})
+    assert refusal.startswith("CapslogError: variant 'compiled' makes one operation of a layer, but this plan splits")
 
 
 def test_an_unknown_backend_and_another_engine_are_refused() -> None:

@@ -37,7 +37,7 @@ class Watcher(Observer):
         self.open.append(kind)
         yield
         if kind != "B":
-            stage.kept(context.index)  # what waits for the backward can be read
+            stage.kept(context.index)  # the state that waits for the backward can be read
         self.open.pop()
         self.worked.append(f"{stage.index}{kind}{context.index}")
 

@@ -32,7 +32,7 @@ def train(pool: WorkerPool, name: str, layout: Layout, **options: Any) -> list[d
 
 @functools.cache
 def layer_by_layer(pool: WorkerPool, name: str, grains: tuple[int, ...]) -> dict[str, Any]:
-    """One rank with a stage for every layer, which takes so many microbatches in a call and keeps everything."""
+    """Train on one rank with a stage per layer; each takes its grain of microbatches in a call and keeps everything."""
     stages = tuple(PlanStage(((n, n + 1),), (0,), grain=grain) for n, grain in enumerate(grains))
     return train(pool, name, Layout(stages, 1), schedule="gpipe", recompute=False)[0]
 
@@ -103,13 +103,13 @@ def test_a_batch_norm_takes_one_microbatch() -> None:
 def test_the_dimension_of_the_samples_is_the_one_that_grows() -> None:
     graph = models.GRAPHS["translation"]
     chain, (minibatch, _) = graph.build_chain(), graph.make_minibatch(4, 1, even=True)
-    rows = [dict(one) for one in minibatch.inputs]
+    rows = [dict(microbatch) for microbatch in minibatch.inputs]
     table = ShapeTable(chain)
-    found = []
+    specs = []
     for microbatches in ((0,), (0, 1, 2)):
-        cuts = table.boundaries(joined_inputs([rows[one] for one in microbatches], microbatches))
-        found.append({value: cuts[cut][value.name] for cut in range(len(cuts)) for value in chain.values_at(cut)})
-    samples = sample_dimensions(chain, range(len(chain) + 1), (), (found[0], found[1]), 3)
+        cuts = table.boundaries(joined_inputs([rows[microbatch] for microbatch in microbatches], microbatches))
+        specs.append({value: cuts[cut][value.name] for cut in range(len(cuts)) for value in chain.values_at(cut)})
+    samples = sample_dimensions(chain, range(len(chain) + 1), (), (specs[0], specs[1]), 3)
     assert set(samples) == set(chain.readers)
     assert set(samples.values()) == {0}
 
@@ -120,7 +120,7 @@ def test_inputs_are_joined_in_their_first_dimension() -> None:
 
 
 def test_a_value_without_samples_is_handed_on_and_its_gradients_are_added() -> None:
-    """By hand: such as a table of positions, which two calls of one microbatch make and one call of both reads."""
+    """Example by hand: a table of positions, which two calls of one microbatch make and one call of both reads."""
     table, images = Value("table", 0), Value("images", 1)
     joining, spec = Joining({table: None, images: 0}), TensorSpec((2, 3))
     first, second = torch.ones(2, 3), torch.full((2, 3), 2.0)

@@ -52,7 +52,7 @@ CROSSED = Layout(
 
 @functools.cache
 def alone(pool: WorkerPool, name: str, blocks: int) -> dict[str, Any]:
-    """One rank and one stage, which keeps everything."""
+    """Train on one rank and one stage, which keeps everything."""
     options = {"schedule": "1f1b", "recompute": False, "num_blocks": blocks}
     return pool.run(cases.train, 1, Cuts((0,), (0,)), options, 2, torch.float32, None, None, name)[0]
 
@@ -91,7 +91,7 @@ def test_any_stages_of_a_graph_give_the_bits_of_one_rank(pool: WorkerPool, name:
 
 
 def test_parts_of_captured_layers_give_the_bits_of_one_rank(pool: WorkerPool) -> None:
-    """Of a GPT-2: two ranks, each with some of the parts of attention and of the columns."""
+    """Two ranks train a GPT-2, each with some of the parts of attention and of the columns."""
     edges = (0, 3, 4, 6, 7, 11, 13, 16, 18, 20)
     stages = (PlanStage((span,), (at % 2,), memory=None) for at, span in enumerate(itertools.pairwise(edges)))
     check(pool, "split, captured", Layout(tuple(stages), 2, direct=True), schedule="1f1b")
@@ -100,7 +100,7 @@ def test_parts_of_captured_layers_give_the_bits_of_one_rank(pool: WorkerPool) ->
 def test_a_plan_of_budget_with_branches_replicas_and_intervals_gives_the_bits_of_one_rank(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    """And the bytes of the fold are those of each rank's own program."""
+    """The bytes of the fold are also those of each rank's own program."""
     text = "workload: tests.engine.workload:workload\ntrain: {minibatch_size: 8, microbatch_size: 2}\n"
     (tmp_path / "config.yaml").write_text(text)
     words = ["device=cpu", "model.graph=towers", "profile.source=estimated", "train.accumulation_blocks=4"]
@@ -114,10 +114,10 @@ def test_a_plan_of_budget_with_branches_replicas_and_intervals_gives_the_bits_of
     assert any(stage.memory for stage in plan.stages)
     assert any(stage.blocks is not None for stage in plan.stages)
     assert any(len(stage.layers) > 1 for stage in plan.stages)
-    own = with_choices_of(config, plan)
-    folds = fold_plan(profile, plan, RunShape.of_config(own))
-    assert [one.peak_bytes for one in folds] == pytest.approx(rehearse_plan(own, plan), rel=0.01)
-    check(pool, "towers", layout_of(plan, own), schedule="1f1b", actions=plan.actions)
+    settled = with_choices_of(config, plan)
+    folds = fold_plan(profile, plan, RunShape.of_config(settled))
+    assert [fold.peak_bytes for fold in folds] == pytest.approx(rehearse_plan(settled, plan), rel=0.01)
+    check(pool, "towers", layout_of(plan, settled), schedule="1f1b", actions=plan.actions)
 
 
 def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(pool: WorkerPool) -> None:
@@ -128,12 +128,12 @@ def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(pool: WorkerPo
         layout = Layout(
             tuple(PlanStage((span,), (n % 3,), memory=None) for n, span in enumerate(spans)), 2, direct=direct
         )
-        found = merged(check(pool, "dead ends", layout, schedule="1f1b"), "gradients")
-        assert {name.rsplit(".", 1)[0] for name in found} == {"stem", "gated", "head.linear"}
+        gradients = merged(check(pool, "dead ends", layout, schedule="1f1b"), "gradients")
+        assert {name.rsplit(".", 1)[0] for name in gradients} == {"stem", "gated", "head.linear"}
 
 
 def test_a_value_with_many_readers_travels_once_and_its_gradients_one_by_one() -> None:
-    """By hand: layer 1 reads the encoder's output on another stage twice, layers 2 and 4."""
+    """Example by hand: layer 1 reads the encoder's output on another stage twice, layers 2 and 4."""
     chain = models.GRAPHS["translation"].build_chain()
     many = max(chain.readers, key=lambda value: len(chain.readers[value]))
     writer, readers = many.writer, chain.readers[many]

@@ -1,4 +1,4 @@
-"""A backward in two halves gives the bits of a whole one, whatever the module does with its parameters."""
+"""A backward in two halves gives the bits of a whole one, however the module uses its parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from varuna_capslog.engine.halves import input_half
 
 
 class Twice(nn.Module):
-    """One weight at two depths, a third time beside, and another that only ways to parameters read."""
+    """Module with a weight at two depths and in a branch beside, and a scale that only paths to parameters read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,41 +115,41 @@ class Second(nn.Module):
 def _outputs(module: nn.Module, x: Tensor) -> list[Tensor]:
     torch.manual_seed(3)
     result = module(x)
-    return [one for one in ([result] if isinstance(result, Tensor) else result) if one.requires_grad]
+    return [output for output in ([result] if isinstance(result, Tensor) else result) if output.requires_grad]
 
 
 @pytest.mark.parametrize("reads_gradient", [True, False], ids=["inside", "first layer"])
 @pytest.mark.parametrize("name", MODULES)
 def test_two_halves_are_a_whole_backward(name: str, reads_gradient: bool) -> None:
     torch.manual_seed(0)
-    whole = MODULES[name]()
-    halves = copy.deepcopy(whole)
+    module = MODULES[name]()
+    halves = copy.deepcopy(module)
     for microbatch in range(3):  # gradients of microbatches add up in one order
         torch.manual_seed(microbatch)
         x = torch.randn(7, 6)
         leaves = [x.clone().requires_grad_(reads_gradient) for _ in range(2)]
-        expected, outputs = _outputs(whole, leaves[0]), _outputs(halves, leaves[1])
-        seeds = [torch.randn_like(one) for one in expected]
+        expected, outputs = _outputs(module, leaves[0]), _outputs(halves, leaves[1])
+        seeds = [torch.randn_like(output) for output in expected]
         if expected:
             torch.autograd.backward(expected, seeds)
         before = {key: None if p.grad is None else p.grad.clone() for key, p in halves.named_parameters()}
-        edges = [(get_gradient_edge(one), seed) for one, seed in zip(outputs, seeds, strict=True)]
+        edges = [(get_gradient_edge(output), seed) for output, seed in zip(outputs, seeds, strict=True)]
         del outputs
-        found, rest = input_half(edges, {"x": leaves[1]} if reads_gradient else {})
+        gradients, parameter_half = input_half(edges, {"x": leaves[1]} if reads_gradient else {})
         if "reentrant" not in name:
             assert all(_equal(before[key], p.grad) for key, p in halves.named_parameters()), "it is of inputs"
-        assert _equal(found.get("x"), leaves[0].grad)
-        rest.run()
-        for (key, ours), theirs in zip(halves.named_parameters(), whole.parameters(), strict=True):
+        assert _equal(gradients.get("x"), leaves[0].grad)
+        parameter_half.run()
+        for (key, ours), theirs in zip(halves.named_parameters(), module.parameters(), strict=True):
             assert _equal(ours.grad, theirs.grad), key
 
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second if first is None or second is None else torch.equal(first, second)
 
 
 def test_the_first_half_does_not_compute_what_parameters_need() -> None:
-    """Counted by the products of matrices, one for each half of each Linear."""
+    """The matrix products are counted: one for each half of each Linear."""
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     x = torch.randn(4, 8, requires_grad=True)
     edge = get_gradient_edge(module(x))

@@ -19,8 +19,9 @@ def test_an_engine_has_all_of_the_protocol_and_no_base(engine: type) -> None:
     """VarunaEngine once inherited methods of ours that would have met attributes which it never set."""
     assert engine.__bases__ == (object,)
     assert "apply" in METHODS
-    own = {*vars(engine), *engine.__init__.__code__.co_names}  # a property may be an attribute that is set at once
-    assert [name for name in METHODS if name not in own] == []
+    # a property may be an attribute that is set at once
+    attributes = {*vars(engine), *engine.__init__.__code__.co_names}
+    assert [name for name in METHODS if name not in attributes] == []
 
 
 def test_a_name_that_no_engine_has_is_refused_with_those_there_are() -> None:

@@ -39,7 +39,7 @@ class Scale(nn.Module):
 
 
 def graphs_kept(chain: Chain) -> tuple[int, Stage, MicrobatchContext]:
-    """How many graphs one forward of the whole chain leaves."""
+    """Return how many graphs one forward of the whole chain leaves, the stage and the context of the call."""
     device = torch.device("cpu")
     stage = Stage(0, chain, take_layers(chain, range(len(chain)), device), lambda out, *_: {"loss": out["x"].sum()})
     specs = {value: TensorSpec((3, 4), requires_grad=value.writer >= 0) for value in chain.readers}
@@ -74,7 +74,7 @@ def test_a_tensor_that_passes_by_separates_the_graphs_and_gets_the_sum_of_its_gr
 
 
 def test_where_graphs_end_is_what_the_specs_of_the_call_say() -> None:
-    """What passes by wants a gradient in some calls only."""
+    """A value that a layer passes on wants a gradient in some calls only."""
     layers = [
         Layer("first", Scale(), ("x",), ("memory",)),
         Layer("second", Scale(), ("memory",), ("x",)),
@@ -125,11 +125,11 @@ def test_a_gradient_takes_the_layout_of_its_tensor() -> None:
         before = leaf * 1
         written = Both.apply(before)[1]
         assert layout_of_its_gradient(written, before, kept) == stride, "two outputs of one operation"
-    own = torch.randn(3, 4, requires_grad=True)
-    keep_layout(own)
-    (own.t() * torch.randn(4, 3)).sum().backward()
-    assert own.grad is not None
-    assert own.grad.stride() == (4, 1), "a layer may hand on a leaf"
+    plain_leaf = torch.randn(3, 4, requires_grad=True)
+    keep_layout(plain_leaf)
+    (plain_leaf.t() * torch.randn(4, 3)).sum().backward()
+    assert plain_leaf.grad is not None
+    assert plain_leaf.grad.stride() == (4, 1), "a layer may hand on a leaf"
 
 
 def test_a_gradient_of_what_a_layer_expanded_is_contiguous() -> None:
@@ -139,18 +139,18 @@ def test_a_gradient_of_what_a_layer_expanded_is_contiguous() -> None:
     keep_layout(written)
     (written.t() * torch.randn(4, 3)).sum().backward()
     assert leaf.grad is not None
-    own = torch.randn(1, 4, requires_grad=True).expand(3, 4).detach().requires_grad_()
-    keep_layout(own)
-    (own.t() * torch.ones(4, 3)).sum().backward()
-    assert torch.equal(own.grad if own.grad is not None else torch.empty(0), torch.ones(3, 4))
+    expanded = torch.randn(1, 4, requires_grad=True).expand(3, 4).detach().requires_grad_()
+    keep_layout(expanded)
+    (expanded.t() * torch.ones(4, 3)).sum().backward()
+    assert torch.equal(expanded.grad if expanded.grad is not None else torch.empty(0), torch.ones(3, 4))
 
 
 def test_a_layer_keeps_a_graph_only_where_it_is_asked_to() -> None:
     chain = Chain([Layer("only", Scale(), ("x",), ("x",))], inputs=("x",), outputs=("x",))
     (layer,) = take_layers(chain, [0], torch.device("cpu"))
     for graph in (True, False, True, False):  # the first forward looks at more than the later ones
-        found = layer.forward({"x": torch.randn(3, 4)}, 0, 0, graph, record=False)["x"]
-        assert found.requires_grad is graph
+        output = layer.forward({"x": torch.randn(3, 4)}, 0, 0, graph, record=False)["x"]
+        assert output.requires_grad is graph
 
 
 # -- weights of 16 bits, moments of 16 bits
@@ -169,29 +169,29 @@ TYPES = pytest.mark.parametrize(
 
 
 def by_hand(types: Types) -> dict[str, Any]:
-    """Some steps of the unsplit model in a loop of our own: masters of float32, weights that are rounded anew before
+    """Train the unsplit model in a plain loop for some steps: masters of float32, weights that are rounded anew before
     every step, gradients that are added in float32 in the order of the blocks, torch's AdamW over the masters, and its
     moments rounded behind every step.
     """
     graph, precision = models.LINE["line"], types.get("precision", "float32")
     chain, low = graph.build_chain(), getattr(torch, types.get("weights", "float32"))
     weights = chain.named_parameters()
-    masters = {name: nn.Parameter(one.detach().clone()) for name, one in weights.items()}
+    masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=1e-4, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=precision == "float16")
     parts = []
     for step in range(1, STEPS + 1):
-        for name, one in weights.items():
-            one.data = masters[name].detach().to(torch.float32 if ".norm." in name else low)
+        for name, weight in weights.items():
+            weight.data = masters[name].detach().to(torch.float32 if ".norm." in name else low)
         blocks: list[dict[str, Tensor]] = [{}, {}]
 
         def add(index: int, sums: list[dict[str, Tensor]] = blocks) -> None:
-            for name, one in weights.items():
-                assert one.grad is not None
-                assert one.grad.dtype == one.dtype
-                known = sums[index // 2].get(name)
-                sums[index // 2][name] = one.grad.float() if known is None else known + one.grad.float()
-                one.grad = None
+            for name, weight in weights.items():
+                assert weight.grad is not None
+                assert weight.grad.dtype == weight.dtype
+                total = sums[index // 2].get(name)
+                sums[index // 2][name] = weight.grad.float() if total is None else total + weight.grad.float()
+                weight.grad = None
 
         minibatch, inputs = graph.make_minibatch(4, step)
         parts.append(models.plain_step(chain, minibatch, inputs, 7, step, graph.loss, precision, scaler, add))
@@ -204,7 +204,9 @@ def by_hand(types: Types) -> dict[str, Any]:
     return {
         "parts": parts,
         "state": {name: master.detach() for name, master in masters.items()},
-        "weights": {name: one.detach().to(torch.float32 if ".norm." in name else low) for name, one in masters.items()},
+        "weights": {
+            name: master.detach().to(torch.float32 if ".norm." in name else low) for name, master in masters.items()
+        },
         "moments": {
             f"{name}.{key}": value.bfloat16() if "recipe" in types and key != "step" else value
             for name, master in masters.items()
@@ -247,14 +249,14 @@ def test_types_of_16_bits_do_not_depend_on_the_cuts(pool: WorkerPool, name: str,
     expected = one_rank(pool, number)
     assert not differences(results, expected)
     low = getattr(torch, types["weights"])
-    found = {name: one.dtype for name, one in expected["weights"].items()}
-    assert {name for name, dtype in found.items() if dtype != low} == {n for n in found if ".norm." in n}
+    dtypes = {name: weight.dtype for name, weight in expected["weights"].items()}
+    assert {name for name, dtype in dtypes.items() if dtype != low} == {n for n in dtypes if ".norm." in n}
     assert expected["state"]["stem.conv.weight"].dtype == low, "a frozen parameter has no master"
     assert expected["state"]["conv1.conv.weight"].dtype == torch.float32
 
 
 def test_another_holder_updates_masters_for_all(pool: WorkerPool) -> None:
-    """And averages, in whose place the weights are rounded, too."""
+    """Averages are also tested: the weights in their place are rounded, too."""
     layout = with_shares(layout_for(Cuts((0, 7), (0, 1), 2), 11, 2), 3, apart=(8, 9, 10))
     assert any(stage.moments_elsewhere for stage in layout.stages)
     recipe = dataclasses.replace(ROUNDED["recipe"], ema=0.9)
@@ -284,7 +286,7 @@ def test_averages_are_evaluated_as_weights_of_16_bits() -> None:
 
 
 def masters_that_differ(communicator: Communicator) -> str:
-    """What is said where the masters of two replicas differ by less than their roundings show."""
+    """Return the refusal where the masters of two replicas differ by less than their roundings show."""
     chain, options = models.build_chain(), EngineOptions(**(cases.SETTINGS | BFLOAT16))
     placed = layout_for(Cuts((0,), (0,), 2), len(chain), options.num_blocks)
     ready = Ready(cases.shapes_of(precision="bfloat16", weights="bfloat16"))
@@ -320,16 +322,16 @@ def test_a_parameter_with_a_hook_that_several_layers_use_is_refused_by_name() ->
 
 
 def test_a_parameter_with_a_hook_keeps_it_where_the_layer_is_made_anew() -> None:
-    """As when a run changes its plan; and a leaf of 16 bits, which would have none, is refused."""
+    """A run that changes its plan makes layers anew; a leaf of 16 bits, which would have no hook, is refused."""
     chain = Chain([Layer("a", _hooked(Scale()))])
     first = take_layers(chain, [0], torch.device("cpu"))[0]
     again = take_layers(chain, [0], torch.device("cpu"), ready={})[0]
     assert again.parameters["weight"] is not first.parameters["weight"]
-    found = []
+    gradients = []
     for layer in (first, again):
         layer.layer.run({"x": torch.ones(2, 4)})["x"].sum().backward()
-        found.append(layer.parameters["weight"].grad)
-    assert torch.equal(*found)  # type: ignore[arg-type]
-    assert torch.equal(found[0], torch.full((4,), 6.0))  # type: ignore[arg-type]
+        gradients.append(layer.parameters["weight"].grad)
+    assert torch.equal(*gradients)  # type: ignore[arg-type]
+    assert torch.equal(gradients[0], torch.full((4,), 6.0))  # type: ignore[arg-type]
     with pytest.raises(CapslogError, match=r"'weight' has a hook on its gradient, .* set train\.weights=float32"):
         take_layers(chain, [0], torch.device("cpu"), weights="bfloat16")

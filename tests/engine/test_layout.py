@@ -1,4 +1,4 @@
-"""What the engine makes of a plan: the layout it says, or one sentence that names the field it cannot run."""
+"""Plans in the engine: the plan's layout, or one sentence that names the field that the engine cannot run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_memory_intervals_are_the_plans_whatever_the_config_says(memory: tuple[M
 
 
 def test_stages_of_several_pieces_are_ordered_by_what_they_read() -> None:
-    """By hand: layers 0 and 2 make one branch, layer 1 another, and layer 3 joins them."""
+    """Example by hand: layers 0 and 2 make one branch, layer 1 another, and layer 3 joins them."""
     stages = PlanStage(((1, 2),), (1,)), PlanStage(((3, 4),), (0,)), PlanStage(((0, 1), (2, 3)), (2,))
     layout = layout_of(Plan(4, stages, Units(4, 2, 2), "varuna", routes="direct"), config_of(2))
     graph = layout.graph(4, ((0, 2), (1, 3), (2, 3)))
@@ -119,7 +119,7 @@ def test_a_layout_holds_every_layer_once(stages: tuple[PlanStage, ...], message:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_owners_of_random_layouts(seed: int) -> None:
-    """Every layer of every block has one owner, and who does not hold a use of a shared parameter asks one who does."""
+    """Every layer of every block has one owner; a rank without a use of a shared parameter asks a rank that has one."""
     layout = random_layout(seed, 6, 4, 5)
     for layer in range(6):
         owners = [layout.owner(layer, block) for block in range(4)]

@@ -63,26 +63,28 @@ SCALES = [(8.0, False), (8.0, True), (4.0, False), (4.0, False), (4.0, False)]
 
 @functools.cache
 def plain(clip_norm: float) -> dict[str, Any]:
-    """Five steps of the unsplit model in torch's own way; a target of step 2 is far away."""
+    """Make five steps of the unsplit model in torch's own way; a target of step 2 is far away."""
     graph = models.LINE["line"]
     chain = graph.build_chain()
     parameters = chain.named_parameters()
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=1e-4)
     scaler = torch.amp.GradScaler("cpu", init_scale=SMALL.scale)
-    found: dict[str, Any] = {"parts": [], "norms": [], "scales": []}
+    records: dict[str, Any] = {"parts": [], "norms": [], "scales": []}
     for step in range(1, STEPS + 1):
         minibatch, inputs = graph.make_minibatch(4, step)
         if step == 2:
             minibatch.targets[1] = 1e15 * minibatch.targets[1]
-        found["scales"].append(scaler.get_scale())
-        found["parts"].append(models.plain_step(chain, minibatch, inputs, 7, step, graph.loss, "float16", scaler))
+        records["scales"].append(scaler.get_scale())
+        records["parts"].append(models.plain_step(chain, minibatch, inputs, 7, step, graph.loss, "float16", scaler))
         scaler.unscale_(optimizer)
-        found["norms"].append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), clip_norm or 1e30)))
+        records["norms"].append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), clip_norm or 1e30)))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    buffers = {f"{layer.name}.{name}": one for layer in chain.layers for name, one in layer.module.named_buffers()}
-    return found | {"state": {name: one.detach() for name, one in parameters.items()}, "buffers": buffers}
+    buffers = {
+        f"{layer.name}.{name}": buffer for layer in chain.layers for name, buffer in layer.module.named_buffers()
+    }
+    return records | {"state": {name: parameter.detach() for name, parameter in parameters.items()}, "buffers": buffers}
 
 
 def run(pool: WorkerPool, layout: Any, made: str = "build_chain", **options: Any) -> list[dict[str, Any]]:
@@ -102,10 +104,10 @@ def test_losses_weights_and_skips_are_those_of_torchs_scaler(pool: WorkerPool, l
         assert result["norms"][1] == float("inf")
         assert result["norms"][::2] == pytest.approx(expected["norms"][::2], rel=1e-5)
     for kind in ("state", "buffers"):
-        found = merged(results, kind)
-        assert found.keys() == expected[kind].keys()
+        tensors = merged(results, kind)
+        assert tensors.keys() == expected[kind].keys()
         for name, tensor in expected[kind].items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @functools.cache
@@ -140,15 +142,15 @@ def one_engine(**options: Any) -> PipelineEngine:
 def test_a_scale_changes_no_bit_of_a_step_that_neither_over_nor_underflows() -> None:
     """Gradients are divided where they are added up, so that the norm and the update have the same bits."""
     minibatch, inputs = models.make_minibatch(4, 1)
-    found = []
+    runs = []
     for scale in (1.0, 64.0):
         loss_scale = None if scale == 1.0 else LossScale(scale)
         engine = one_engine(loss_scale=loss_scale, clip_norm=0.5, precision="float32")
         verdict = train_step(engine, 1, copy.deepcopy(minibatch), inputs.__getitem__)
-        found.append([verdict.grad_norm, verdict.parts, verdict.scale * scale])
-        found[-1] += [one.detach().clone() for one in engine.optimizer.parameters.values()]
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        runs.append([verdict.grad_norm, verdict.parts, verdict.scale * scale])
+        runs[-1] += [parameter.detach().clone() for parameter in engine.optimizer.parameters.values()]
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
 
 
 def test_a_skipped_step_leaves_averages_and_what_the_optimizer_counts() -> None:

@@ -1,4 +1,4 @@
-"""The learning rate by step; optimizers beside torch's own over the whole model; averages; what is refused."""
+"""The learning rate by step; optimizers against torch's own over the whole model; averages; refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROUNDED = tuple(dataclasses.replace(recipe, moments="bfloat16") for recipe in OP
 
 
 class Counting(torch.optim.Optimizer):
-    """A user's own, which keeps a plain number beside a tensor."""
+    """Optimizer of a user, which keeps a plain number beside a tensor."""
 
     def __init__(self, params: object, lr: float = 1e-3, pull: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "pull": pull})  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ class Counting(torch.optim.Optimizer):
 
 
 class Codes(Tensor):
-    """A momentum of 8 bits that looks like one of 32, as torchao's do; whoever reads it as that one fails."""
+    """A momentum of 8 bits that looks like one of 32, as torchao's do; reading it as 32 bits fails."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Codes:
@@ -202,7 +202,7 @@ def test_linear_and_cosine_decays_are_torchs() -> None:
 @pytest.mark.parametrize("away", [(), (0, 1, 2)], ids=["on the device", "in the host tier"])
 @pytest.mark.parametrize("recipe", OPTIMIZERS, ids=str)
 def test_any_cuts_step_as_the_optimizer_itself_does_over_the_whole_model(recipe: Recipe, away: tuple[int, ...]) -> None:
-    """And the state moves to another rank half way, through the forms in which it travels and lies on disk.
+    """The state also moves to another rank half way, through the forms in which it travels and lies on disk.
 
     away: the layers whose moments wait in the host tier, on these other ranks as on the first ones.
     """
@@ -214,9 +214,9 @@ def test_any_cuts_step_as_the_optimizer_itself_does_over_the_whole_model(recipe:
         groups=(ParameterGroup(vectors=True, weight_decay=0.0), ParameterGroup(match="l2.*", lr_factor=3.0)),
         ema=0.9,
     )
-    whole = parameters_of(layers_of(0, 1, 2))
+    unsplit = parameters_of(layers_of(0, 1, 2))
     split: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for address, parameter in whole.items():
+    for address, parameter in unsplit.items():
         split.setdefault((parameter.dim() < 2, address.startswith("l2.")), []).append(parameter)
     decays = "weight_decay" in recipe.kind.__init__.__code__.co_varnames
     plain = recipe.kind(
@@ -227,15 +227,15 @@ def test_any_cuts_step_as_the_optimizer_itself_does_over_the_whole_model(recipe:
         lr=1.0,
         **recipe.arguments,
     )
-    averages = {address: parameter.detach().clone() for address, parameter in whole.items()}
+    averages = {address: parameter.detach().clone() for address, parameter in unsplit.items()}
     for step in (1, 2, 3, 4):
         for group, (_, last) in zip(plain.param_groups, split, strict=True):
             rate = 0.01 * min(1.0, step / 2) * (3.0 if last else 1.0)
             group["lr"] = torch.tensor(rate) if isinstance(group["lr"], Tensor) else rate
-        for address, parameter in whole.items():
+        for address, parameter in unsplit.items():
             parameter.grad = gradient(address, parameter, step) * 0.5
         plain.step()
-        for address, parameter in whole.items():
+        for address, parameter in unsplit.items():
             averages[address].lerp_(parameter.detach(), 1 - 0.9)
     ranks = [layers_of(0), layers_of(1, 2)]
     states: dict[int, layer_state.LayerState] = {}
@@ -250,46 +250,53 @@ def test_any_cuts_step_as_the_optimizer_itself_does_over_the_whole_model(recipe:
             layer_state.install(layer, optimizer, states[layer.index])
         advance(optimizer, layers, 3, 4)
         for address, parameter in parameters_of(layers).items():
-            torch.testing.assert_close(parameter, whole[address], rtol=3e-7, atol=1e-8)  # fused kernels round otherwise
+            # fused kernels round differently
+            torch.testing.assert_close(parameter, unsplit[address], rtol=3e-7, atol=1e-8)
             torch.testing.assert_close(optimizer.moments(address)["ema"], averages[address], rtol=3e-7, atol=1e-9)
-            kept = {key: one.nbytes for key, one in optimizer.moments(address).items() if isinstance(one, Tensor)}
+            kept = {
+                key: moment.nbytes for key, moment in optimizer.moments(address).items() if isinstance(moment, Tensor)
+            }
             assert recipe.kept(parameter) == kept
-        here = [one for address in optimizer.parameters for one in optimizer.moments(address).values()]
-        large = [one for one in here if isinstance(one, Tensor) and one.nbytes >= 512]
-        assert tier.bytes == (sum(one.nbytes for one in large) if away else 0)
-        on_device = [one for one in optimizer.resident() if one.nbytes >= 512]
+        moments = [moment for address in optimizer.parameters for moment in optimizer.moments(address).values()]
+        large = [moment for moment in moments if isinstance(moment, Tensor) and moment.nbytes >= 512]
+        assert tier.bytes == (sum(moment.nbytes for moment in large) if away else 0)
+        on_device = [moment for moment in optimizer.resident() if moment.nbytes >= 512]
         assert len(on_device) == (0 if away else len(large))
         with optimizer.averaged():
             for address, parameter in parameters_of(layers).items():
                 torch.testing.assert_close(parameter.detach(), averages[address], rtol=3e-7, atol=1e-9)
         for address, parameter in parameters_of(layers).items():
-            torch.testing.assert_close(parameter, whole[address], rtol=3e-7, atol=1e-8)
+            torch.testing.assert_close(parameter, unsplit[address], rtol=3e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("recipe", ROUNDED, ids=str)
 def test_rounded_moments_are_those_of_the_optimizer_itself_rounded_after_every_step(recipe: Recipe) -> None:
-    """What has its parameter's shape; counts, and the rows and columns of factored moments, stay as they are."""
+    """Moments of the parameter's shape are rounded; counts, and rows and columns of factored moments, are not."""
     recipe = dataclasses.replace(recipe, rate=LearningRate(0.01), ema=0.9)
-    layers, whole = layers_of(0, 1, 2), parameters_of(layers_of(0, 1, 2))
-    optimizer, plain = StageOptimizer(layers, recipe), recipe.build(whole, on_cpu=True)
+    layers, parameters = layers_of(0, 1, 2), parameters_of(layers_of(0, 1, 2))
+    optimizer, plain = StageOptimizer(layers, recipe), recipe.build(parameters, on_cpu=True)
     for step in (1, 2, 3, 4):
         advance(optimizer, layers, step)
-        for address, parameter in whole.items():
+        for address, parameter in parameters.items():
             parameter.grad = gradient(address, parameter, step) * 0.5
         plain.step()
-        for address, parameter in whole.items():
+        for address, parameter in parameters.items():
             state, kept = plain.state[parameter], optimizer.moments(address)
-            parts = {key: one for key, one in in_parts(state).items() if isinstance(one, Tensor)}
-            shaped = {key for key, one in parts.items() if one.is_floating_point() and one.shape == parameter.shape}
+            parts = {key: moment for key, moment in in_parts(state).items() if isinstance(moment, Tensor)}
+            shaped = {
+                key for key, moment in parts.items() if moment.is_floating_point() and moment.shape == parameter.shape
+            }
             for key in shaped:
                 state[key] = state[key].bfloat16().float()
                 assert kept[key].dtype == torch.bfloat16
                 assert torch.equal(kept[key].float(), state[key]), (address, key)
-            rest = {key: one for key, one in in_parts(state).items() if key not in shaped}
-            assert all(torch.equal(torch.as_tensor(kept[key]), torch.as_tensor(one)) for key, one in rest.items())
+            unrounded = {key: moment for key, moment in in_parts(state).items() if key not in shaped}
+            assert all(
+                torch.equal(torch.as_tensor(kept[key]), torch.as_tensor(moment)) for key, moment in unrounded.items()
+            )
             assert kept["ema"].dtype == torch.float32
             assert torch.equal(parameters_of(layers)[address], parameter)
-            sizes = {key: one.nbytes for key, one in kept.items() if isinstance(one, Tensor)}
+            sizes = {key: moment.nbytes for key, moment in kept.items() if isinstance(moment, Tensor)}
             assert recipe.kept(parameter) == sizes
 
 
@@ -299,21 +306,21 @@ def test_optimizers_that_step_together_change_what_they_would_change_alone(recip
     groups = (ParameterGroup(vectors=True, weight_decay=0.0), ParameterGroup(match="l2.*", lr_factor=3.0))
     rate = LearningRate(0.01, warmup_steps=2)
     recipe = dataclasses.replace(recipe, rate=rate, weight_decay=0.1, groups=groups, ema=ema)
-    every = [[layers_of(index) for index in range(3)] for _ in range(2)]
-    alone, together = [[StageOptimizer(layers, recipe) for layers in row] for row in every]
+    layer_sets = [[layers_of(index) for index in range(3)] for _ in range(2)]
+    alone, together = [[StageOptimizer(layers, recipe) for layers in row] for row in layer_sets]
     for step in (1, 2, 3, 4):
-        for layers in (layers for row in every for layers in row):
+        for layers in (layers for row in layer_sets for layers in row):
             for address, parameter in parameters_of(layers).items():
                 if (address, step) != ("l1.weight", 3):  # in one step it has no gradient
                     parameter.grad = gradient(address, parameter, step)
         for optimizer in alone:
             optimizer.step(step, 0.5)
         step_alike(together, step, 0.5)
-        for layers, one, other in zip(every[0], alone, together, strict=True):
-            assert all(parameter.grad is None for parameter in other.parameters.values())
+        for layers, single, joint in zip(layer_sets[0], alone, together, strict=True):
+            assert all(parameter.grad is None for parameter in joint.parameters.values())
             mine, theirs = (
-                digest(layer_state.capture(found[0], optimizer, copy=False))
-                for found, optimizer in ((layers, one), (every[1][layers[0].index], other))
+                digest(layer_state.capture(captured[0], optimizer, copy=False))
+                for captured, optimizer in ((layers, single), (layer_sets[1][layers[0].index], joint))
             )
             assert mine == theirs
 
@@ -327,30 +334,30 @@ def test_the_average_begins_slowly_where_it_is_asked_to() -> None:
 @pytest.mark.parametrize("recipe", [*OPTIMIZERS, *ROUNDED], ids=str)
 def test_moments_that_wait_in_the_host_tier_change_no_bit(recipe: Recipe) -> None:
     recipe = dataclasses.replace(recipe, rate=LearningRate(0.01), ema=0.9)
-    found = []
+    digests = []
     for away in ((), (0, 2), (0, 1, 2)):
         layers = layers_of(0, 1, 2)
         optimizer = StageOptimizer(layers, recipe, away, HostTier(CPU))
         advance(optimizer, layers, 1, 2, 3)
         states = [layer_state.capture(layer, optimizer, copy=False) for layer in layers]
-        found.append([digest(state) for state in states])
+        digests.append([digest(state) for state in states])
         assert all(key in states[0] for key in ("optimizer/weight/ema", "optimizer/bias/ema"))
-    assert found[0] == found[1] == found[2]
+    assert digests[0] == digests[1] == digests[2]
 
 
 def test_no_more_than_two_layers_are_away_from_the_tier_at_a_time() -> None:
-    """By the regions that are copied: what comes back for a layer is asked for when that before the last has left."""
+    """Copied regions are counted: a layer's moments are fetched once those of the layer before the last have left."""
     torch.manual_seed(5)
     named = [Layer(f"l{index}", nn.Linear(16, 16), [f"x{index}"], [f"x{index + 1}"]) for index in range(5)]
     layers = take_layers(Chain(named, ["x0"], ["x5"]), range(5), CPU, "float32")
-    here: set[int] = set()
+    on_device: set[int] = set()
     most = 0
 
     class Counted(HostTier):
         def come_back(self, region, beside):  # type: ignore[no-untyped-def]
             nonlocal most
-            here.add(id(region))
-            most = max(most, len(here))
+            on_device.add(id(region))
+            most = max(most, len(on_device))
             return super().come_back(region, beside)
 
         def copy_out(self, tensor, region, beside):  # type: ignore[no-untyped-def]
@@ -358,7 +365,7 @@ def test_no_more_than_two_layers_are_away_from_the_tier_at_a_time() -> None:
 
             def settled() -> None:
                 wait()
-                here.discard(id(region))
+                on_device.discard(id(region))
 
             return settled
 
@@ -368,7 +375,7 @@ def test_no_more_than_two_layers_are_away_from_the_tier_at_a_time() -> None:
     assert most == 0, "before the first step nothing is kept"
     advance(optimizer, layers, 2, 3)
     assert most == 2 * 2
-    assert not here
+    assert not on_device
     assert tier.bytes == 5 * 2 * 16 * 16 * 4
 
 
@@ -382,11 +389,11 @@ def test_what_another_optimizer_kept_is_one_sentence() -> None:
     optimizer = StageOptimizer(layers, Recipe())
     advance(optimizer, layers, 1)
     state = layer_state.capture(layers[0], optimizer, copy=True)
-    other = StageOptimizer(layers_of(0), Recipe(optimizer="sgd", arguments={"momentum": 0.9}))
+    sgd = StageOptimizer(layers_of(0), Recipe(optimizer="sgd", arguments={"momentum": 0.9}))
     with pytest.raises(
         CapslogError, match=r"kept \['exp_avg', 'exp_avg_sq', 'step'\], but train.optimizer=sgd keeps \["
     ):
-        layer_state.install(layers_of(0)[0], other, state)
+        layer_state.install(layers_of(0)[0], sgd, state)
 
 
 @pytest.mark.parametrize(
@@ -428,12 +435,14 @@ def test_torchaos_optimizers_step_two_ranks_as_a_plain_loop_does(kind: str) -> N
     recipe.check({"l0.weight": 2, "l0.bias": 1})
     torch.manual_seed(5)
     modules = [nn.Linear(64, 128), nn.Linear(128, 64)]
-    whole = {f"l{at}.{name}": one for at, module in enumerate(modules) for name, one in module.named_parameters()}
-    named = [Layer(f"l{at}", copy.deepcopy(one), [f"x{at}"], [f"x{at + 1}"]) for at, one in enumerate(modules)]
+    unsplit = {
+        f"l{at}.{name}": parameter for at, module in enumerate(modules) for name, parameter in module.named_parameters()
+    }
+    named = [Layer(f"l{at}", copy.deepcopy(module), [f"x{at}"], [f"x{at + 1}"]) for at, module in enumerate(modules)]
     chain = Chain(named, ["x0"], ["x2"])
-    plain = recipe.kind(whole.values(), lr=0.01, weight_decay=0.1)
+    plain = recipe.kind(unsplit.values(), lr=0.01, weight_decay=0.1)
     for step in (1, 2):
-        for address, parameter in whole.items():
+        for address, parameter in unsplit.items():
             parameter.grad = gradient(address, parameter, step) * 0.5
         plain.step()
     for rank in (0, 1):
@@ -445,8 +454,10 @@ def test_torchaos_optimizers_step_two_ranks_as_a_plain_loop_does(kind: str) -> N
         layer_state.install(layers[0], optimizer, state)  # as on another rank
         advance(optimizer, layers, 2)
         for address, parameter in parameters_of(layers).items():
-            assert torch.equal(parameter, whole[address])
-            kept = {key: one.nbytes for key, one in optimizer.moments(address).items() if isinstance(one, Tensor)}
+            assert torch.equal(parameter, unsplit[address])
+            kept = {
+                key: moment.nbytes for key, moment in optimizer.moments(address).items() if isinstance(moment, Tensor)
+            }
             assert recipe.kept(parameter) == kept
 
 

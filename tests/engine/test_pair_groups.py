@@ -56,7 +56,7 @@ def two_ranks(store: dist.Store) -> list[PairGroups]:
 
 
 def device_of(rank: int) -> Opener:
-    """An opener for a rank that lives in this process, as if it were in one of its own."""
+    """Opener for a rank that lives in this process, as if it had a process to itself."""
 
     def opener(store: dist.Store, number: int, timeout: datetime.timedelta) -> nccl_manners.StandIn:
         return nccl_manners.open_group(store, number, timeout, device=f"device {rank}")
@@ -145,19 +145,22 @@ def test_a_group_that_cannot_be_opened_is_one_sentence() -> None:
 
 def test_two_ranks_of_one_device_are_refused(threads: ThreadPoolExecutor) -> None:
     store = dist.HashStore()
-    both: list[Future[Any]] = [threads.submit(device_of(0), store, number, SECONDS) for number in range(2)]
-    for one in both:
+    openings: list[Future[Any]] = [threads.submit(device_of(0), store, number, SECONDS) for number in range(2)]
+    for opening in openings:
         with pytest.raises(RuntimeError, match="both ranks are on device device 0"):
-            one.result(timeout=10)
+            opening.result(timeout=10)
 
 
 def test_a_peer_that_does_not_answer_is_named(threads: ThreadPoolExecutor) -> None:
     """NCCL itself would wait for ever; here a watch ends the generation."""
     store = dist.HashStore()
     communicators = [Communicator(rank, 2, "g", datetime.timedelta(seconds=0.5), None, store) for rank in range(2)]
-    opened = [threads.submit(one.open_pair_groups, [(0, 1), (1, 0)], device_of(one.rank), CPU) for one in communicators]
-    for one in opened:
-        one.result(timeout=10)
+    openings = [
+        threads.submit(communicator.open_pair_groups, [(0, 1), (1, 0)], device_of(communicator.rank), CPU)
+        for communicator in communicators
+    ]
+    for opening in openings:
+        opening.result(timeout=10)
     waiting = communicators[1].receive(TensorSpec((4,)), 0, 7, CPU)
     waiting.wait()  # returns, though nothing came
     for doing in (lambda: communicators[1].check_open("computing"), communicators[1].barrier):
@@ -256,25 +259,25 @@ def test_a_group_that_connects_after_the_abort_is_ended_too() -> None:
 
 
 def test_every_abort_waits_until_the_groups_have_ended(threads: ThreadPoolExecutor) -> None:
-    """Else one thread would go on with the memory that the group of another thread's abort still writes to."""
+    """Otherwise one thread would reuse memory that the group of another thread's abort still writes to."""
     ends = threading.Event()
     group = Sluggish(happened(), ends)
     groups = PairGroups(0, dist.HashStore(), SECONDS, CPU, lambda doing: None)
     groups.begin([(0, 1)], lambda store, number, timeout: group)
     groups.wait((0, 1))
-    both = [threads.submit(groups.abort) for _ in range(2)]
+    aborts = [threads.submit(groups.abort) for _ in range(2)]
     time.sleep(0.2)
-    assert not any(one.done() for one in both)
+    assert not any(abort.done() for abort in aborts)
     ends.set()
-    for one in both:
-        one.result(timeout=5)
+    for abort in aborts:
+        abort.result(timeout=5)
     assert group.aborted == 1
     with pytest.raises(RuntimeError, match="were aborted"):
         groups.route(0, 1)
 
 
 def test_peers_learn_of_an_abort_though_a_group_of_two_waits_for_them_to_end_it(threads: ThreadPoolExecutor) -> None:
-    """Some versions of NCCL end a communicator only together: the vote must fail first, so that the peer ends its."""
+    """The vote must fail first, so that the peer ends its group: some versions of NCCL end one only together."""
     store, ends = dist.HashStore(), threading.Event()
     ranks = list(threads.map(lambda rank: connect_group(store, "g", rank, 2, 20), range(2)))
     group = Sluggish(happened(), ends)

@@ -1,4 +1,4 @@
-"""The peak against programs whose peak can be counted by hand, and what the meter of a stage counts."""
+"""The peak against programs whose peak can be counted by hand, and the bytes that a stage's meter counts."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def test_an_autograd_step_has_the_peak_counted_by_hand() -> None:
 
 def test_releases_of_memory_from_before_the_block_do_not_corrupt_the_peak() -> None:
     with PeakProbe(CPU):
-        known, unknown = block(4), block(8)  # the allocator knows their sizes: it reports their release
+        tracked, unknown = block(4), block(8)  # the allocator knows their sizes: it reports their release
     before = block(16)  # here it does not
-    with PeakProbe(CPU, [known]) as probe:
+    with PeakProbe(CPU, [tracked]) as probe:
         del unknown, before
-        one = block(1)  # known, one: 5 MiB
-        del known
-        two = block(2)  # one, two: 3 MiB
+        first = block(1)  # tracked, first: 5 MiB
+        del tracked
+        second = block(2)  # first, second: 3 MiB
     assert probe.peak_bytes == 5 * MIB
-    del one, two
+    del first, second
 
 
 def test_another_python_threads_memory_is_left_out_as_a_whole() -> None:
@@ -71,7 +71,7 @@ def test_another_python_threads_memory_is_left_out_as_a_whole() -> None:
         thread.start()
         thread.join()
         first = block(2)
-        made.clear()  # its release here must not be taken off what is counted
+        made.clear()  # its release here must not be subtracted from the count
         second = block(2)
     assert probe.peak_bytes == 4 * MIB
     del first, second
@@ -86,7 +86,7 @@ def test_threads_of_one_operation_are_seen() -> None:
             (x @ x).relu().sum().backward()
     finally:
         torch.set_num_threads(threads)
-    # x, the gradient of x @ x, and what each of the two factors gives to the gradient of x
+    # x, the gradient of x @ x, and the contribution of each of the two factors to the gradient of x
     assert 16 * MIB <= probe.peak_bytes <= 16 * MIB + SLACK
 
 

@@ -1,4 +1,4 @@
-"""Memory intervals: whatever a stage keeps, recomputes or offloads, a step has the bits of one rank that keeps all."""
+"""Memory intervals: stages keep, recompute or offload, and a step has the bits of one rank that keeps everything."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ def trained(pool: WorkerPool, layout: Layout, copies: str = "plain", **options: 
 
 
 def differences(results: list[dict[str, Any]], expected: dict[str, Any]) -> list[str]:
-    found = [f"{kind} of a rank" for kind in ("parts", "norms") for one in results if one[kind] != expected[kind]]
+    different = [
+        f"{kind} of a rank" for kind in ("parts", "norms") for result in results if result[kind] != expected[kind]
+    ]
     for kind in ("gradients", "state", "buffers"):
         ours = merged(results, kind)
         assert ours.keys() == expected[kind].keys()
-        found += [f"{kind} {name}" for name in ours if not torch.equal(ours[name], expected[kind][name])]
-    return found
+        different += [f"{kind} {name}" for name in ours if not torch.equal(ours[name], expected[kind][name])]
+    return different
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -62,7 +64,7 @@ def test_any_intervals_give_the_bits_of_one_rank_that_keeps_all(pool: WorkerPool
         layout = dataclasses.replace(layout, stages=stages)
     results = trained(pool, layout, schedule=schedule)
     assert not differences(results, one_rank(pool))
-    assert all(one["host bytes"][0] == 0 for one in results)
+    assert all(result["host bytes"][0] == 0 for result in results)
 
 
 @pytest.mark.parametrize("planner", ["dawnpiper", "vpipe"])
@@ -74,7 +76,7 @@ def test_the_intervals_of_a_planner_give_the_bits_of_one_rank_that_keeps_all(poo
     assert most is not None
     link = Link(host_bandwidth=5e3, copies_beside=True)
     stages = plan(profile, 2, planner, capacity=most * 3 // 5, run=run, link=link).stages
-    assert {one.kind for stage in stages for one in stage.memory or ()} == {"offload", "recompute"}
+    assert {interval.kind for stage in stages for interval in stage.memory or ()} == {"offload", "recompute"}
     assert not differences(trained(pool, Layout(stages, 4), schedule="gpipe"), one_rank(pool))
 
 
@@ -95,17 +97,17 @@ def test_copies_that_come_late_change_no_bit(pool: WorkerPool, seed: int, copies
     layout = with_intervals(TWO_STAGES, seed, ("offload", "recompute+offload"))
     results = trained(pool, layout, copies, schedule="gpipe")
     assert not differences(results, one_rank(pool))
-    assert all(in_use == 0 and most > 0 for in_use, most in (one["host bytes"] for one in results))
+    assert all(in_use == 0 and most > 0 for in_use, most in (result["host bytes"] for result in results))
 
 
 def test_the_comparison_notices_what_is_read_too_early(pool: WorkerPool) -> None:
     layout = with_intervals(TWO_STAGES, 1, ("offload", "recompute+offload"))
     expected = one_rank(pool)
     try:
-        found = differences(trained(pool, layout, "early", schedule="gpipe"), expected)
-    except RuntimeError as error:  # autograd itself sees a tensor that changes under its hands, or a step is refused
-        found = [str(error)]
-    assert found
+        different = differences(trained(pool, layout, "early", schedule="gpipe"), expected)
+    except RuntimeError as error:  # autograd itself notices a tensor that changed in place, or a step is refused
+        different = [str(error)]
+    assert different
 
 
 def test_a_copy_that_fails_ends_the_step_in_one_sentence(pool: WorkerPool) -> None:
@@ -161,7 +163,7 @@ def peak_of(memory: tuple[MemoryInterval, ...]) -> int:
 
 
 def test_what_is_offloaded_is_not_on_the_device() -> None:
-    """By hand, in MiB: a graph saves 7, of which 1 is the output that the loss reads; a backward needs 4 besides."""
+    """Example by hand, in MiB: a graph saves 7, 1 of them the output that the loss reads; a backward needs 4 more."""
 
     def peak(*kinds: str) -> int:
         return round(peak_of(tuple(MemoryInterval(0, 6, kind) for kind in kinds)) / (1 << 20))

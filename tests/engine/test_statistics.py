@@ -1,4 +1,4 @@
-"""Running statistics belong to the module that saw the batch, in whatever order the modules run."""
+"""Running statistics belong to the module that saw the batch, in any order of the modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from varuna_capslog.model.chain import Layer
 
 
 class ShortcutFirst(nn.Module):
-    """As the blocks of RT-DETR's backbone: the module that is made first runs last."""
+    """Module like the blocks of RT-DETR's backbone: the submodule that is made first runs last."""
 
     def __init__(self, times: int = 1) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ def assert_as_plain(module: nn.Module) -> None:
     plain = copy.deepcopy(module)
     for microbatch in range(2):
         plain(torch.randn(5, 4, generator=torch.Generator().manual_seed(microbatch)))
-    found = buffers_after_two_microbatches(module)
+    buffers = buffers_after_two_microbatches(module)
     for name, value in plain.named_buffers():
-        torch.testing.assert_close(found[name], value, msg=name)
+        torch.testing.assert_close(buffers[name], value, msg=name)
 
 
 def test_modules_that_run_in_another_order_than_they_were_made() -> None:
@@ -54,7 +54,7 @@ def test_modules_that_run_in_another_order_than_they_were_made() -> None:
 
 
 def test_modules_that_run_unequally_often() -> None:
-    """Were refused, and so was a frozen module beside one that is not."""
+    """Such modules were once refused, as was a frozen module beside a trained one."""
     assert_as_plain(ShortcutFirst(2))
     module = ShortcutFirst()
     module.inner.eval()

@@ -128,14 +128,14 @@ def test_gradients_are_the_unsplit_models_and_bits_do_not_depend_on_the_cuts(poo
         assert result["parts"] == one_rank(pool)["parts"]
         assert result["norms"] == one_rank(pool)["norms"]
     for kind in ("state", "buffers"):
-        found, expected = merged(results, kind), one_rank(pool)[kind]
-        assert found.keys() == expected.keys()
-        different = [name for name in expected if not torch.equal(found[name], expected[name])]
+        tensors, expected = merged(results, kind), one_rank(pool)[kind]
+        assert tensors.keys() == expected.keys()
+        different = [name for name in expected if not torch.equal(tensors[name], expected[name])]
         assert not different
 
 
 def test_a_periodic_schedule_on_a_rank_that_comes_back_gives_the_bits_of_one_rank(pool: WorkerPool) -> None:
-    """MadPipe's plan: two heavy layers in the middle, and what lies around them on one of three ranks."""
+    """MadPipe's plan: two heavy layers in the middle, and the layers around them on one of three ranks."""
     drawn = profile_of(Model.random(random.Random(5), 11, True, 1000), "cuda")
     seconds = [1.0, 1.0, 0.1, 5.0, 0.1, 0.1, 0.1, 5.0, 0.1, 0.9, 1.0]
     rows = [
@@ -143,9 +143,9 @@ def test_a_periodic_schedule_on_a_rank_that_comes_back_gives_the_bits_of_one_ran
         for row, took in zip(drawn.layers, seconds, strict=True)
     ]
     profile = dataclasses.replace(drawn, layers=tuple(rows))
-    found = plan(profile, 3, "madpipe", run=RunShape(4, "1f1b", False, num_blocks=2), link=Link(10**7))
-    assert [one.rank for one in found.stages] == [0, 1, 0, 2, 0]
-    layout, options = Layout(found.stages, 2), {"schedule": "1f1b", "recompute": False, "actions": found.actions}
+    planned = plan(profile, 3, "madpipe", run=RunShape(4, "1f1b", False, num_blocks=2), link=Link(10**7))
+    assert [stage.rank for stage in planned.stages] == [0, 1, 0, 2, 0]
+    layout, options = Layout(planned.stages, 2), {"schedule": "1f1b", "recompute": False, "actions": planned.actions}
     results = pool.run(cases.train, 3, layout, options, 2)
     assert not differences(results, one_rank(pool))
 
@@ -193,10 +193,10 @@ def test_running_statistics_are_those_of_one_process(pool: WorkerPool) -> None:
     models.plain_step(chain, minibatch, inputs, seed=7, step=1)
     expected = {f"{layer.name}.{name}": b for layer in chain.layers for name, b in layer.module.named_buffers()}
     for name in ("one-layer stages", "two replicas of two"):
-        found = merged(run(pool, name, steps=1), "buffers")
-        assert int(found["conv1.norm.num_batches_tracked"]) == 4
+        buffers = merged(run(pool, name, steps=1), "buffers")
+        assert int(buffers["conv1.norm.num_batches_tracked"]) == 4
         for key, buffer in expected.items():
-            torch.testing.assert_close(found[key], buffer, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(buffers[key], buffer, rtol=1e-6, atol=1e-7)
 
 
 def test_clipping_and_adamw_are_torchs(pool: WorkerPool) -> None:
@@ -208,9 +208,9 @@ def test_clipping_and_adamw_are_torchs(pool: WorkerPool) -> None:
     torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=1e-4).step()
     results = run(pool, "heads on three ranks", steps=1, clip_norm=0.1)
     assert results[0]["norms"][0] == pytest.approx(float(norm), rel=1e-6)
-    found = merged(results, "state")
+    tensors = merged(results, "state")
     for name, parameter in parameters.items():
-        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(tensors[name], parameter.detach(), rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
@@ -250,7 +250,7 @@ def step_in_parts(communicator: Communicator, layout: Cuts, ballots: list[bytes]
         verdict = engine.vote(step, minibatch, wishes, ballots[communicator.rank] if step == 1 else b"")
         untouched.append(all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True)))
         if verdict.refusal is None:
-            communicator.world_size, kept = 1, communicator.world_size  # a word to anybody would now go wrong
+            communicator.world_size, kept = 1, communicator.world_size  # a message to any rank would now fail
             communicator.sum_ = communicator.send = communicator.receive = None  # type: ignore[assignment, method-assign]
             engine.apply(verdict)
             communicator.world_size = kept
@@ -292,7 +292,7 @@ def test_idle_ranks_vote_and_the_step_is_as_without_them(pool: WorkerPool) -> No
 
 
 def test_replicas_of_the_vote_apply_alone(pool: WorkerPool) -> None:
-    """With two replicas the running statistics of the other one are there before the vote."""
+    """With two replicas the other one's running statistics arrive before the vote."""
     alone = pool.run(cases.train, 1, Cuts((0,), (0,)), {"clip_norm": 0.5}, 2)[0]
     for result in pool.run(step_in_parts, 3, Cuts((0,), (0,), 2), [b""] * 3, False)[:2]:
         for kind in ("state", "buffers"):
@@ -312,19 +312,19 @@ def test_a_refused_step_is_a_verdict_with_a_sentence(pool: WorkerPool, ranks: in
 
 
 def test_a_rank_holds_its_own_layers_only(pool: WorkerPool) -> None:
-    whole = sum(p.nbytes for p in models.build_chain().named_parameters().values())
+    total = sum(p.nbytes for p in models.build_chain().named_parameters().values())
     held = pool.run(cases.bytes_of_parameters, 3, Cuts((0, 5, 8), (0, 1, 2)))
-    assert sum(held) == whole
-    # a head that three layers share is held where it is used, whatever the others do
-    assert sum(pool.run(cases.bytes_of_parameters, 3, Cuts((0, 5, 8), (0, 1, 2)), "factory_chain")) == whole
+    assert sum(held) == total
+    # a head that three layers share is held where it is used, independent of the others
+    assert sum(pool.run(cases.bytes_of_parameters, 3, Cuts((0, 5, 8), (0, 1, 2)), "factory_chain")) == total
     held = pool.run(cases.bytes_of_parameters, 2, Cuts((0, 9), (0, 1)))
     head = sum(p.nbytes for n, p in models.build_chain().named_parameters().items() if ".head." in n)
-    assert sum(held) == whole + head
+    assert sum(held) == total + head
 
 
 @pytest.mark.parametrize("seed", [None, 0, 3])
 def test_layers_of_factories_have_the_bits_of_those_that_one_process_builds(pool: WorkerPool, seed: int | None) -> None:
-    """Whichever ranks build them; the heads are tied, and with one layer per stage no rank has two of them."""
+    """Any ranks may build them; the heads are tied, and with one layer per stage no rank has two of them."""
     each = Layout.pipelines(tuple(range(11)), 11, tuple(k % 6 for k in range(11)), 1, 4)
     layout = each if seed is None else random_layout(seed, 11, 4, 5)
     settings = {"num_blocks": 4}
@@ -333,9 +333,9 @@ def test_layers_of_factories_have_the_bits_of_those_that_one_process_builds(pool
     for result in results:
         assert result["parts"] == alone["parts"]
     for kind in ("gradients", "state", "buffers"):
-        found, expected = merged(results, kind), alone[kind]
-        assert found.keys() == expected.keys()
-        assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+        tensors, expected = merged(results, kind), alone[kind]
+        assert tensors.keys() == expected.keys()
+        assert not [name for name in expected if not torch.equal(tensors[name], expected[name])]
 
 
 def test_a_rank_never_has_more_than_its_own_layers_of_factories(pool: WorkerPool) -> None:

@@ -12,7 +12,7 @@ from tests.engine import cases, models
 from varuna_capslog.profiling.estimation.rates import speed_of
 
 torch.set_num_threads(1)
-with contextlib.suppress(Exception):  # what fails here fails in a worker again, which tells it
+with contextlib.suppress(Exception):  # a failure here happens in a worker again, which reports it
     for step in (1, 2):
         for values in models.make_minibatch(4, step)[0].inputs:
             cases.shapes_of().boundaries(values)

@@ -18,7 +18,7 @@ from varuna_capslog.model.workload import Minibatch, Workload
 
 
 class TinyData:
-    """Images whose size follows from their index, or have all the one size `even`; `poison` is an index whose targets
+    """Images whose size follows from their index, or all have the size `even`; `poison` is an index whose targets
     are not finite, `far` one whose targets are so far away that gradients of float16 overflow.
 
     `pause` seconds make a minibatch, and so a step, as long as wished; they change no number.
@@ -93,8 +93,8 @@ class MeanOutput:
         self._name = name
 
     def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[Any]:
-        found = outputs[self._name]
-        mean = (found[-1] if found.dim() > 3 else found).flatten(1).mean(dim=1).tolist()
+        output = outputs[self._name]
+        mean = (output[-1] if output.dim() > 3 else output).flatten(1).mean(dim=1).tolist()
         return list(zip(minibatch.sample_ids[microbatch], mean, strict=True))
 
     def summarize(self, results: list[Any]) -> dict[str, Any]:
@@ -175,5 +175,5 @@ class GraphWorkload(Workload):
 
 
 def workload(config: Config) -> Workload:
-    """What a config's `workload: tests.engine.workload:workload` calls."""
+    """Return the workload that a config's `workload: tests.engine.workload:workload` asks for."""
     return GraphWorkload(config) if "graph" in config.model else TinyWorkload(config)

@@ -62,7 +62,7 @@ class Named(nn.Module):
 
 
 def noted_loss(outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss, and as another part the sum of 2 ** number over the samples, which tells who was there."""
+    """The loss, and as another part the sum of 2 ** number over the samples, which tells which samples were there."""
     return {"loss": F.cross_entropy(outputs, batch["label"]), "who": (2 ** batch["number"]).sum().float()}
 
 
@@ -99,7 +99,7 @@ def stream() -> Any:
 
 
 def told(model: nn.Module) -> str:
-    return f"training: {model.training}, sum {sum(float(one.detach().sum()) for one in model.parameters()):.4f}"
+    return f"training: {model.training}, sum {sum(float(weight.detach().sum()) for weight in model.parameters()):.4f}"
 
 
 def shares(outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Objects that are handed over to the processes of a run: what no other process could find is refused at once."""
+"""Objects that are handed over to the processes of a run; objects that no other process finds are refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of pictures per class: which pictures there are, what a sample is, and a picture that is damaged."""
+"""A folder of pictures per class: its pictures, its samples, and a picture that is damaged."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_parts_share_no_picture_and_have_all_classes(folder: Path) -> None:
 def test_a_sample_is_the_middle_normalised(folder: Path) -> None:
     data = ImageFolder(folder, 8)
     path, number = data.files[0]
-    pixels, found = data[0]
-    assert (found, pixels.shape, pixels.dtype) == (number, (3, 8, 8), torch.float32)
+    pixels, label = data[0]
+    assert (label, pixels.shape, pixels.dtype) == (number, (3, 8, 8), torch.float32)
     red, green = (250 if number == 0 else 10) / 255, int(path.stem) / 255
     assert torch.allclose(pixels[0], torch.tensor((red - 0.485) / 0.229), atol=1e-5)
     assert torch.allclose(pixels[1], torch.tensor((green - 0.456) / 0.224), atol=1e-5)
@@ -47,10 +47,10 @@ def test_a_sample_is_the_middle_normalised(folder: Path) -> None:
 def test_augmentation_follows_the_random_numbers_of_torch(folder: Path) -> None:
     data = ImageFolder(folder, 8, augment=True)
     torch.manual_seed(1)
-    one, other = data[0][0], data[0][0]
+    first, second = data[0][0], data[0][0]
     torch.manual_seed(1)
-    assert torch.equal(data[0][0], one)
-    assert not torch.equal(one, other)
+    assert torch.equal(data[0][0], first)
+    assert not torch.equal(first, second)
 
 
 def test_a_damaged_picture_is_named(folder: Path) -> None:

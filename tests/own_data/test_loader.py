@@ -35,17 +35,17 @@ TASKS = [(0, [1, 2]), (0, [5, 6]), (1, [1, 2]), (0, [7, 3])]
 def read(workers: int) -> tuple[list[Any], Loader]:
     loader = Loader(SampleReader(KEYS, 3), KEYS, 3, workers)
     batches = [loader.begin("dataset", epoch, samples) for epoch, samples in TASKS]
-    found: list[Any] = []
+    outcomes: list[Any] = []
     for batch in batches:
         try:
-            found.append(batch.result())
+            outcomes.append(batch.result())
         except CapslogError as error:
-            found.append(str(error))
-    return found, loader
+            outcomes.append(str(error))
+    return outcomes, loader
 
 
 class Sour:
-    """As collate functions return them: pickles well, and raises where it is unpickled."""
+    """Batch, as a collate function may return it, that pickles well and raises when it is unpickled."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -93,7 +93,7 @@ class BrokenQueue(queue.SimpleQueue):  # type: ignore[type-arg]
 
 
 def test_an_end_of_the_reading_thread_ends_every_batch() -> None:
-    """Also the batches that it has not begun, and those that are asked for afterwards."""
+    """Batches that it has not begun and batches requested afterwards fail, too."""
     loader = Answers()
     loader._tasks = BrokenQueue()
     for number in range(3):
@@ -103,14 +103,14 @@ def test_an_end_of_the_reading_thread_ends_every_batch() -> None:
 
 def children(parent: int) -> list[int]:
     """The processes whose parent is this one."""
-    found = []
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(stat.parent.name))
+                pids.append(int(stat.parent.name))
         except (OSError, ValueError):
             continue
-    return found
+    return pids
 
 
 def is_running(pid: int) -> bool:
@@ -126,9 +126,9 @@ def test_two_loader_processes_read_the_same_bits_and_end_with_a_parent_that_is_k
     parent = os.fork()
     if parent == 0:  # a process that has nothing to do but to be killed
         try:
-            found, loader = read(2)
+            outcomes, loader = read(2)
             _busy = [loader.begin("dataset", 0, [9]) for _ in range(2)]  # they sleep when their parent is killed
-            data = pickle.dumps((found, children(os.getpid())))
+            data = pickle.dumps((outcomes, children(os.getpid())))
             os.write(answer, struct.pack("<Q", len(data)) + data)
             signal.pause()
         finally:
@@ -136,7 +136,7 @@ def test_two_loader_processes_read_the_same_bits_and_end_with_a_parent_that_is_k
     os.close(answer)
     with os.fdopen(answers, "rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
-        found, workers = pickle.loads(stream.read(length))
+        outcomes, workers = pickle.loads(stream.read(length))
     expected, _ = read(0)
     assert len(workers) == 2
     assert all(is_running(worker) for worker in workers)
@@ -146,11 +146,11 @@ def test_two_loader_processes_read_the_same_bits_and_end_with_a_parent_that_is_k
     while any(is_running(worker) for worker in workers) and time.monotonic() < ends:
         time.sleep(0.02)
     assert not any(is_running(worker) for worker in workers)
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(other, str):
-            assert one == other
-            assert "sample 5 of the data set cannot be read (OSError: point-5.png is cut short)" in other
+    for outcome, wanted in zip(outcomes, expected, strict=True):
+        if isinstance(wanted, str):
+            assert outcome == wanted
+            assert "sample 5 of the data set cannot be read (OSError: point-5.png is cut short)" in wanted
         else:
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[name], other[name]) for name in other)
+            assert outcome.keys() == wanted.keys()
+            assert all(torch.equal(outcome[name], wanted[name]) for name in wanted)
     assert not torch.equal(expected[0]["input"], expected[2]["input"]), "each epoch has its own random numbers"

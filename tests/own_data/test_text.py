@@ -22,9 +22,9 @@ def test_the_samples_of_two_parts_are_the_text_in_order(tmp_path: Path) -> None:
     data = path.read_bytes()
     first, last = (TextFile(path, 8, part) for part in ((0, 0.5), (0.5, 1)))
     half = len(data) // 2
-    for part, whole in ((first, data[:half]), (last, data[half:])):
-        found = [bytes(part[index]["input_ids"].tolist()) for index in range(len(part))]
-        assert found == [whole[at : at + 8] for at in range(0, len(whole) - 7, 8)]
+    for part, content in ((first, data[:half]), (last, data[half:])):
+        samples = [bytes(part[index]["input_ids"].tolist()) for index in range(len(part))]
+        assert samples == [content[at : at + 8] for at in range(0, len(content) - 7, 8)]
     again = pickle.loads(pickle.dumps(first))
     assert torch.equal(again[1]["labels"], first[1]["input_ids"])
     assert first[0]["input_ids"].dtype == torch.int64

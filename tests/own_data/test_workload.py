@@ -46,10 +46,10 @@ def config(run_dir: Path, data: dict[str, Any] | None = None, **sections: Any) -
     )
 
 
-def train(pool: WorkerPool, given: Config, cuts: tuple[int, ...], stop_after: int | None = None) -> dict[str, Any]:
+def train(pool: WorkerPool, options: Config, cuts: tuple[int, ...], stop_after: int | None = None) -> dict[str, Any]:
     plan = Plan.of_cuts(num_layers=LAYERS, cuts=cuts, model=NAME)
-    found: dict[str, Any] = pool.run(cases.train_run, len(cuts) * given.pipeline.replicas, given, plan, stop_after)[0]
-    return found
+    end: dict[str, Any] = pool.run(cases.train_run, len(cuts) * options.pipeline.replicas, options, plan, stop_after)[0]
+    return end
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -91,12 +91,12 @@ def test_two_replicas_change_no_bit(pool: WorkerPool, whole: Path, tmp_path: Pat
 
 
 def test_the_losses_are_those_of_a_plain_loop_with_a_data_loader(pool: WorkerPool, tmp_path: Path) -> None:
-    given = config(tmp_path, {"arguments": {}}, model={"factory": NAME, "arguments": {"dropout": 0.0}})
-    train(pool, given, (0, 3))
-    torch.manual_seed(given.train.seed)
+    options = config(tmp_path, {"arguments": {}}, model={"factory": NAME, "arguments": {"dropout": 0.0}})
+    train(pool, options, (0, 3))
+    torch.manual_seed(options.train.seed)
     model = samples.model(0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    feed = Feed(DatasetWorkload(given).train_data(), 8, 2, given.train.seed, [])
+    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
     order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
     expected = []
     for batch in DataLoader(samples.Points(), batch_sampler=order):
@@ -120,21 +120,21 @@ def test_labels_that_are_ignored_unevenly_count_for_the_whole_minibatch(
     data["val_arguments"] = {"labelled": 5, "count": 8}
     model = {"factory": NAME, "arguments": {"dropout": 0.0}}
     sections = {"model": model, "pipeline": {"replicas": 2}, "train": {"evaluate_every": 0}}
-    given = config(tmp_path, data, **sections)
-    train(pool, given, (0, 3))
-    torch.manual_seed(given.train.seed)
+    options = config(tmp_path, data, **sections)
+    train(pool, options, (0, 3))
+    torch.manual_seed(options.train.seed)
     plain = samples.model(0.0)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=1e-4)
-    feed = Feed(DatasetWorkload(given).train_data(), 8, 2, given.train.seed, [])
+    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
     order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
     expected = []
     for batch in DataLoader(samples.Points(labelled=9), batch_sampler=order):
         optimizer.zero_grad()
-        found = F.cross_entropy(plain(batch["input"]), batch["label"])
-        found.backward()
+        mean_loss = F.cross_entropy(plain(batch["input"]), batch["label"])
+        mean_loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         optimizer.step()
-        expected += [float(found.detach()), float(norm)]
+        expected += [float(mean_loss.detach()), float(norm)]
     told = [line[name] for line in lines(tmp_path) for name in ("loss", "grad_norm")]
     assert told == pytest.approx(expected, abs=1e-5)
     assert all(line["parts"] == {} for line in lines(tmp_path))
@@ -144,18 +144,20 @@ def test_labels_that_are_ignored_unevenly_count_for_the_whole_minibatch(
 
 
 def test_a_minibatch_without_any_label_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    given = config(tmp_path, {"arguments": {"labelled": 0}, "loss": "cross_entropy"})
-    assert "step 1: none of its targets counts in the loss; nothing was applied" in train(pool, given, (0, 3))["error"]
+    options = config(tmp_path, {"arguments": {"labelled": 0}, "loss": "cross_entropy"})
+    assert (
+        "step 1: none of its targets counts in the loss; nothing was applied" in train(pool, options, (0, 3))["error"]
+    )
 
 
 def test_the_scores_are_means_over_the_samples_that_fill_microbatches(whole: Path) -> None:
     checkpoint, _ = latest_checkpoint(whole / "checkpoints")
     assert checkpoint is not None
     model = samples.model()
-    own = DatasetWorkload(config(whole)).build_chain()
-    for layer in own.layers:
+    chain = DatasetWorkload(config(whole)).build_chain()
+    for layer in chain.layers:
         layer.module.load_state_dict(checkpoint.weights(layer.name))
-    weights = {name.partition(".")[2]: tensor for name, tensor in own.named_tensors().items()}
+    weights = {name.partition(".")[2]: tensor for name, tensor in chain.named_tensors().items()}
     model.load_state_dict({name: weights[name] for name in model.state_dict()})
     batch = next(iter(DataLoader(samples.Points(6), batch_size=6)))
     outputs = model.eval()(batch["input"])
@@ -169,17 +171,17 @@ def test_the_scores_are_means_over_the_samples_that_fill_microbatches(whole: Pat
 def test_a_sample_that_cannot_be_read_or_judged_loses_no_step(
     pool: WorkerPool, tmp_path: Path, data: dict[str, Any]
 ) -> None:
-    given = config(tmp_path, data, train={"max_steps": 2})
-    feed = Feed(DatasetWorkload(given).train_data(), 8, 2, given.train.seed, [])
+    options = config(tmp_path, data, train={"max_steps": 2})
+    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
     bad = 2
     assert 12 in [*itertools.chain(*feed.minibatch(bad).sample_ids)], "of this seed"
-    said = train(pool, given, (0, 3))["error"]
+    error = train(pool, options, (0, 3))["error"]
     if "broken" in data.get("arguments", {}):
         assert (
-            f"StepRefused: step {bad}: sample 12 of the data set cannot be read (OSError: point-12.png is cut" in said
+            f"StepRefused: step {bad}: sample 12 of the data set cannot be read (OSError: point-12.png is cut" in error
         )
     else:
-        assert "the loss is not finite" in said
+        assert "the loss is not finite" in error
     kept = latest_checkpoint(tmp_path / "checkpoints")[0]
     assert (kept.step if kept else 0) == bad - 1
 
@@ -202,9 +204,9 @@ def test_a_sample_that_cannot_be_read_or_judged_loses_no_step(
 def test_what_cannot_be_trained_is_said_before_a_worker_starts(
     tmp_path: Path, data: dict[str, Any], sentence: str
 ) -> None:
-    given = config(tmp_path, data)
+    options = config(tmp_path, data)
     with pytest.raises(CapslogError, match=sentence):
-        DatasetWorkload(given).hand_over()
+        DatasetWorkload(options).hand_over()
 
 
 def test_the_number_of_samples_is_a_fact_that_a_run_must_find_again(tmp_path: Path) -> None:
@@ -233,14 +235,14 @@ def test_random_numbers_are_the_samples_own_and_the_runs_stay(tmp_path: Path) ->
         config(tmp_path, {"collate": "tests.own_data.samples:noisy_collate", "inputs": ["x"]})
     ).train_data()
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
-    one = source.load(source.minibatch([[3, 4], [5, 6]], 1), 1)["x"]
+    noisy = source.load(source.minibatch([[3, 4], [5, 6]], 1), 1)["x"]
     random.random()
     torch.rand(1)
     again = DatasetWorkload(
         config(tmp_path, {"collate": "tests.own_data.samples:noisy_collate", "inputs": ["x"]})
     ).train_data()
-    assert torch.equal(again.load(again.minibatch([[5, 6]], 1), 0)["x"], one)
-    assert not torch.equal(again.load(again.minibatch([[5, 6]], 2), 0)["x"], one)
+    assert torch.equal(again.load(again.minibatch([[5, 6]], 1), 0)["x"], noisy)
+    assert not torch.equal(again.load(again.minibatch([[5, 6]], 2), 0)["x"], noisy)
     random.setstate(before[1])
     torch.set_rng_state(before[0])
     source.load(source.minibatch([[7, 8]], 0), 0)
@@ -250,19 +252,19 @@ def test_random_numbers_are_the_samples_own_and_the_runs_stay(tmp_path: Path) ->
 
 
 def test_a_loss_gets_the_outputs_as_the_model_names_them(tmp_path: Path) -> None:
-    given = config(
+    options = config(
         tmp_path,
         {"loss": "tests.own_data.samples:named_loss", "inputs": None},
         model={"factory": "tests.own_data.samples:Named"},
     )
-    workload = DatasetWorkload(given)
+    workload = DatasetWorkload(options)
     workload.hand_over()
     batch, normalisers = workload.profile_targets(2)
     chain = workload.build_chain()
     assert chain.inputs == ("input",)
-    found = workload.loss(chain.run({"input": batch["input"]}), batch, {"microbatches": 4.0})
+    parts = workload.loss(chain.run({"input": batch["input"]}), batch, {"microbatches": 4.0})
     assert normalisers == {"microbatches": 1.0}
-    assert 0 < float(found["loss"].detach()) < 1
+    assert 0 < float(parts["loss"].detach()) < 1
 
 
 def test_the_text_of_the_report_is_what_the_trained_model_makes(whole: Path) -> None:

@@ -38,5 +38,5 @@ class Attending(Workload):
 
 
 def workload(config: Any) -> Workload:
-    """What a config names."""
+    """Return the workload that a config names."""
     return Attending()

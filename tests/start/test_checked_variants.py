@@ -1,4 +1,4 @@
-"""A variant that is not what it promises: it is named, the plain layer is used, and every rank is told the same."""
+"""A variant that breaks its promise is named, the plain layer is used, and every rank is told the same."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def checked(folder: Path, variants: dict[str, str]) -> tuple[dict[str, str], lis
     config = tiny_workload(folder, plain, variants=variants, numerics="loose").config
     path = folder / "config.yaml"
     path.write_text(dump_config(config))
-    found = load_run_config(path, say=told.append)
-    load_workload(found).chosen_chain()
-    assert dump_config(found).splitlines()[:5] == dump_config(config).splitlines()[:5]
-    return found.variants, told
+    loaded = load_run_config(path, say=told.append)
+    load_workload(loaded).chosen_chain()
+    assert dump_config(loaded).splitlines()[:5] == dump_config(config).splitlines()[:5]
+    return loaded.variants, told
 
 
 def test_variants_that_pass_are_left_as_they_are(tmp_path: Path, louder: None) -> None:
@@ -60,11 +60,11 @@ def test_variants_that_pass_are_left_as_they_are(tmp_path: Path, louder: None) -
 
 
 def test_a_variant_that_fails_is_named_once_and_the_plain_layer_used(tmp_path: Path, louder: None) -> None:
-    found, told = checked(tmp_path, {"*": "louder", "encoder.*": "chunked"})
+    variants, told = checked(tmp_path, {"*": "louder", "encoder.*": "chunked"})
     config = tiny_workload(tmp_path, {"attention": "eager"}).config
     names = [layer.name for layer in load_workload(config).build_chain().layers]
     encoder = [f"#{number}" for number, name in enumerate(names) if name.startswith("encoder.")]
-    assert found == dict.fromkeys(encoder, "chunked")
+    assert variants == dict.fromkeys(encoder, "chunked")
     assert all("variant 'louder' of layer 'decoder." in line for line in told)
     assert "promises results within 1e-5, but " in told[0]
     assert told[0].endswith("; the plain layer is used")
@@ -72,8 +72,8 @@ def test_a_variant_that_fails_is_named_once_and_the_plain_layer_used(tmp_path: P
 
 
 def test_a_variant_that_cannot_run_is_named_with_its_reason(tmp_path: Path, louder: None) -> None:
-    found, told = checked(tmp_path, {"encoder.*": "raising"})
-    assert found == {}
+    variants, told = checked(tmp_path, {"encoder.*": "raising"})
+    assert variants == {}
     assert "it cannot be checked: no kernel for this device" in told[0]
 
 
@@ -82,8 +82,8 @@ def test_a_compiled_layer_is_checked_by_its_code(louder: None) -> None:
     register(Variant("nudged", "close", functools.partial(compiled, backend=nudged.__name__)))
     register(Variant("eagerly", "close", functools.partial(compiled, backend="aot_eager")))
     model = Attending()
-    found = check_variants(model.build_chain(), {0: "nudged", 3: "eagerly"}, model.profile_inputs(1))
-    assert {one.variant: one.fault.partition(" differs by ")[0] for one in found} == {
+    checks = check_variants(model.build_chain(), {0: "nudged", 3: "eagerly"}, model.profile_inputs(1))
+    assert {check.variant: check.fault.partition(" differs by ")[0] for check in checks} == {
         "nudged": "output 0",
         "eagerly": "",
     }

@@ -25,7 +25,7 @@ from varuna_capslog.variants.registry import Variant, known_variants, register
 
 
 class _Wrong(SdpaAttention):
-    """As cheap as `sdpa`, and a thousandth too large."""
+    """Attention as cheap as `sdpa` whose outputs are a thousandth too large."""
 
     def forward(self, *tensors: Any) -> torch.Tensor:
         return super().forward(*tensors) * 1.001
@@ -34,12 +34,12 @@ class _Wrong(SdpaAttention):
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only attention, so that the search is short."""
-    known = known_variants()
-    monkeypatch.setattr(registry, "_registered", {name: known[name] for name in ("eager", "sdpa")})
+    variants = known_variants()
+    monkeypatch.setattr(registry, "_registered", {name: variants[name] for name in ("eager", "sdpa")})
 
 
 def config_of(folder: Path, numerics: str, capacity: str | None = "1MiB", source: str = "estimated") -> Config:
-    """By default the maps of eager attention do not fit, which no speed of the machine changes."""
+    """Return the config of a run. By default the maps of eager attention do not fit, at any speed of the machine."""
     values = {
         "workload": "tests.start.attending:workload",
         "train": {"minibatch_size": 4, "microbatch_size": 1},
@@ -86,11 +86,11 @@ def test_the_planner_chooses_and_the_run_keeps_its_choice(tmp_path: Path, few: N
 
 
 def test_the_planner_chooses_by_a_measured_profile(tmp_path: Path, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It chose by estimates alone, and said so."""
-    asked = list[tuple[str | None, int]]()
+    """The planner once chose by estimates alone, and said so."""
+    requests = list[tuple[str | None, int]]()
 
     def measured(config: Config, show: bool, memo: None, variants: str | None = None) -> Profile:
-        asked.append((variants, len(config.variants)))
+        requests.append((variants, len(config.variants)))
         conditions = RunConditions(recompute=False)
         return profile_workload(load_workload(config), conditions, variants=variants)
 
@@ -102,7 +102,7 @@ def test_the_planner_chooses_by_a_measured_profile(tmp_path: Path, few: None, mo
     assert chosen.variants == {"#1": "sdpa", "#2": "sdpa"}
     assert "sdpa for 2 of 4 layers (block.0 to block.1); it fits, and without them" in told[0]
     # the predictions of the plan come from runs that did not decide the choice
-    assert asked == [("close", 0), (None, 2)]
+    assert requests == [("close", 0), (None, 2)]
     assert alternatives_of(profile) == {}
 
 
@@ -113,9 +113,9 @@ def test_the_default_chooses_nothing(tmp_path: Path, few: None) -> None:
 
 
 def test_a_choice_that_fails_its_check_is_named_and_left_out(tmp_path: Path, few: None) -> None:
-    known = known_variants()
+    variants = known_variants()
     registry._registered.clear()
-    registry._registered["eager"] = known["eager"]
+    registry._registered["eager"] = variants["eager"]
     register(Variant("wrong", "close", lambda layer: put_in(layer, _Wrong)))
     config, told = config_of(tmp_path, "close"), list[str]()
     assert profile_and_variants(config, False, estimate_memo(config), say=told.append)[0].variants == {}

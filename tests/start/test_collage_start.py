@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("kept_here")
 def kept_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache of its own, and attention alone, so that there are few runs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    known = known_variants()
-    monkeypatch.setattr(registry, "_registered", {name: known[name] for name in ("eager", "sdpa")})
+    variants = known_variants()
+    monkeypatch.setattr(registry, "_registered", {name: variants[name] for name in ("eager", "sdpa")})
 
 
 class Whole:
@@ -45,8 +45,8 @@ class Whole:
         pass
 
     def seconds(self, choices: Sequence[Mapping[int, str]], rounds: int = 1) -> list[list[float]]:
-        self.asked += [dict(one) for one in choices]
-        return [[2.0 - 0.5 * len(one)] * rounds for one in choices]
+        self.asked += [dict(choice) for choice in choices]
+        return [[2.0 - 0.5 * len(choice)] * rounds for choice in choices]
 
 
 def test_the_candidates_and_the_config_that_is_written(
@@ -77,19 +77,19 @@ def test_the_candidates_and_the_config_that_is_written(
 
 
 def test_nothing_is_measured_twice() -> None:
-    whole, first = Whole(), {1: "sdpa"}
+    timer, first = Whole(), {1: "sdpa"}
     choices = [{1: "sdpa"}, {1: "sdpa", 2: "sdpa"}]
-    ratios = _Log(whole, first, "sha256:abc").ratios(choices)  # type: ignore[arg-type]
+    ratios = _Log(timer, first, "sha256:abc").ratios(choices)  # type: ignore[arg-type]
     assert ratios == [1.0, 1.0 / 1.5]
-    assert whole.asked == [first, *choices]
-    again = _Log(whole, first, "sha256:abc").ratios([choices[1], {}])  # type: ignore[arg-type]
+    assert timer.asked == [first, *choices]
+    again = _Log(timer, first, "sha256:abc").ratios([choices[1], {}])  # type: ignore[arg-type]
     assert again == [1.0 / 1.5, 2.0 / 1.5]
-    assert whole.asked[3:] == [first, {}]
+    assert timer.asked[3:] == [first, {}]
 
 
 def test_a_gain_within_two_hundredths_is_none() -> None:
     profile = Profile((LayerProfile("layer", 1),))
     plain = MeasuredChoice("as configured", {}, 1.0, (1.0, 2.0, 1.0))
     for seconds, best in (((0.99, 1.98, 0.5), "as configured"), ((0.97, 1.9, 1.5), "sdpa")):
-        found = Collaged((plain, MeasuredChoice("sdpa", {0: "sdpa"}, 1.0, seconds)), profile)
-        assert found.best.name == best
+        collaged = Collaged((plain, MeasuredChoice("sdpa", {0: "sdpa"}, 1.0, seconds)), profile)
+        assert collaged.best.name == best

@@ -1,4 +1,4 @@
-"""What is planned for where nobody says it: the planner and the capacity."""
+"""Defaults of a plan: the planner and the capacity."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def config_of(**values: Any) -> Config:
     ],
 )
 def test_budget_plans_what_it_can_and_exact_the_rest(values: dict[str, Any], planner: str) -> None:
-    found = config_of(**values).pipeline
-    assert found.planner == planner
-    assert found.schedule == values.get("pipeline", {}).get("schedule", "auto" if planner == "budget" else "varuna")
+    pipeline = config_of(**values).pipeline
+    assert pipeline.planner == planner
+    assert pipeline.schedule == values.get("pipeline", {}).get("schedule", "auto" if planner == "budget" else "varuna")
 
 
 def test_a_profile_that_cannot_feed_budget_is_planned_by_exact() -> None:
@@ -60,8 +60,8 @@ def test_a_profile_that_cannot_feed_budget_is_planned_by_exact() -> None:
     assert with_planner_for(config, PROFILE) is config
     for profile in (short, dataclasses.replace(PROFILE, observations=())):
         assert default_planner(profile, "auto") == "exact"
-        found = with_planner_for(config, profile).pipeline
-        assert (found.planner, found.schedule) == ("exact", "varuna")
+        pipeline = with_planner_for(config, profile).pipeline
+        assert (pipeline.planner, pipeline.schedule) == ("exact", "varuna")
         named = config_of(pipeline={"planner": "budget"})
         assert with_planner_for(named, profile) is named
         plan = plan_run(config_of_profile(profile, {"devices": 2}), profile)

@@ -1,4 +1,4 @@
-"""`pipeline.plan=FILE` with stages of several pieces of a chain with branches: one sentence for what cannot be run."""
+"""`pipeline.plan=FILE` with stages of several pieces of a chain with branches: one sentence per refusal."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def made() -> Rows:
     return [list(row) for row in to_strings(schedule_of("1f1b", graph))]
 
 
-def swapped(rank: int, one: str, other: str) -> Rows:
+def swapped(rank: int, first: str, second: str) -> Rows:
     rows = made()
-    names = {one: other, other: one}
+    names = {first: second, second: first}
     rows[rank] = [names.get(name, name) for name in rows[rank]]
     return rows
 
@@ -122,7 +122,7 @@ def test_what_the_graph_does_not_allow_is_one_sentence_and_starts_nothing(
 
 
 def test_the_fold_judges_direct_routes_and_grains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit status 3 on small devices, and the bytes of the ranks on large ones. What fits by the fold is rehearsed."""
+    """Exit status 3 on small devices, bytes of the ranks on large ones. A plan that fits by the fold is rehearsed."""
     grained = TOWERS | {"units": TOWERS["units"] | {"blocks": 1}} | first_stage(grain=2)
     for name, plan in (("direct", TOWERS), ("grain", grained)):
         path = write(tmp_path, plan)
@@ -137,8 +137,8 @@ def test_the_fold_judges_direct_routes_and_grains(tmp_path: Path, capsys: pytest
             path, {"accumulation_blocks": plan["units"]["blocks"]}, pipeline=pipeline, model={"graph": "towers"},
             profile={"source": "estimated"}, run_dir=str(tmp_path / f"{name} fits"),
         )  # fmt: skip
-        found = prepare_run(with_given_plan(config), show=False)
-        assert found.fits is True
-        for ours, theirs in zip(found.ranks, refused.ranks, strict=True):
+        prepared = prepare_run(with_given_plan(config), show=False)
+        assert prepared.fits is True
+        for ours, theirs in zip(prepared.ranks, refused.ranks, strict=True):
             assert ours.bytes == pytest.approx(theirs.bytes, rel=0.05)
-        assert max(rank.bytes or 0 for rank in found.ranks) == found.peak_bytes
+        assert max(rank.bytes or 0 for rank in prepared.ranks) == prepared.peak_bytes

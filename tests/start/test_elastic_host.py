@@ -1,4 +1,4 @@
-"""`capslog host`: two machines as two process groups; one is lost whole and comes back; what does not go together."""
+"""`capslog host`: two machines as two process groups, one of which is lost and comes back; refused settings."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from varuna_capslog.start.elastic_host import check_elastic, join_run, starting_
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
-    found = Machines(tmp_path)
-    yield found
-    found.close()
+    cluster = Machines(tmp_path)
+    yield cluster
+    cluster.close()
 
 
 def test_a_machine_is_lost_whole_and_another_of_its_name_joins(tmp_path, machines):
@@ -60,12 +60,12 @@ def test_a_machine_is_lost_whole_and_another_of_its_name_joins(tmp_path, machine
 def test_a_run_that_waits_can_be_stopped_and_one_whose_disk_is_full_ends_with_one_sentence(tmp_path, machines):
     config = write_config(tmp_path, min_devices=2)
     train = ["train", str(config)]
-    one = machines.start([CAPSLOG, *train])
+    process = machines.start([CAPSLOG, *train])
     machines.wait_for_steps(3)
     os.kill(files.read_json(machines.run_dir / "workers/" / f"{socket.gethostname()}-2.json")["pid"], signal.SIGKILL)
     machines.wait_for(lambda: machines.events("waiting"), "a run that waits")
-    one.send_signal(signal.SIGINT)
-    assert machines.end(one) == 130, machines.said()
+    process.send_signal(signal.SIGINT)
+    assert machines.end(process) == 130, machines.said()
     assert len(re.findall("waiting for 1 more", machines.text(0))) == 1
     assert "continues the run in" in machines.text(0)
     number = machines.events("waiting")[0]["generation"]
@@ -76,9 +76,9 @@ def test_a_run_that_waits_can_be_stopped_and_one_whose_disk_is_full_ends_with_on
         file.write("\n" * (32 * 1024 - file.tell() - 700))
     limited = ["bash", "-c", 'ulimit -f 32; exec "$@"', "train", *PROGRAM, *train]
     assert machines.end(machines.start(limited), 90) == 2, machines.said()
-    said = machines.text(1)
-    assert len(re.findall("File too large; free space", said)) == 1, said
-    assert f"resumed after step {machines.events('resume')[-1]['step']} from" in said
+    log = machines.text(1)
+    assert len(re.findall("File too large; free space", log)) == 1, log
+    assert f"resumed after step {machines.events('resume')[-1]['step']} from" in log
     assert machines.events("resume")[-1]["generation"] >= number, "a number that was given counts on"
 
 
@@ -96,12 +96,12 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path):
 
 
 def test_a_store_that_nobody_serves_is_waited_for_so_long_and_no_longer(tmp_path):
-    said: list[str] = []
+    messages: list[str] = []
     config = load_config(write_config(tmp_path))
-    options = HostOptions(config.run_dir, store=f"127.0.0.1:{free_port()}", say=said.append)
+    options = HostOptions(config.run_dir, store=f"127.0.0.1:{free_port()}", say=messages.append)
     with pytest.raises(CapslogError, match=r"nobody serves the run's store at 127\.0\.0\.1:\d+ .* --serve"):
         join_run(config, options, wait_seconds=0.6)
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,11 @@ def test_what_a_run_goes_on_from_is_said(tmp_path):
     config = load_config(write_config(tmp_path))
     write_plan(run_dir / "plan-0.json", Plan.of_cuts(num_layers=11, cuts=(0, 5)))
     leave(run_dir, 4)
-    said: list[str] = []
-    assert starting_point(config, said.append)[1].step == 4
+    messages: list[str] = []
+    assert starting_point(config, messages.append)[1].step == 4
     (run_dir / "checkpoints/step-00000009").mkdir()
-    assert starting_point(config, said.append)[1].step == 4
-    assert [line.partition(str(run_dir))[0] for line in said] == [
+    assert starting_point(config, messages.append)[1].step == 4
+    assert [line.partition(str(run_dir))[0] for line in messages] == [
         "resumed after step 4 from ",
         "passed over a checkpoint: ",
         "resumed after step 4 from ",
@@ -173,9 +173,9 @@ def test_members_are_told_the_address_that_leads_to_the_store(monkeypatch):
     outwards = address_towards("203.0.113.1:1")
     if outwards is None:
         pytest.skip("this machine has no network but the loopback")
-    found = network_variables("203.0.113.1:1")
-    assert found["CAPSLOG_ADDRESS"] == outwards
-    assert interface_of(outwards) == found.get("GLOO_SOCKET_IFNAME")
+    variables = network_variables("203.0.113.1:1")
+    assert variables["CAPSLOG_ADDRESS"] == outwards
+    assert interface_of(outwards) == variables.get("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("CAPSLOG_ADDRESS", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert network_variables("203.0.113.1:1") == {}, "what the user set was changed"

@@ -1,4 +1,4 @@
-"""`pipeline.plan=FILE`: the file's plan is trained as it is, or one sentence says why not, before any worker starts."""
+"""`pipeline.plan=FILE`: the file's plan is trained as it is, or refused in one sentence before any worker starts."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ def config_of(path: Path | None, train: dict[str, Any] | None = None, **sections
 
 
 def test_the_plan_replaces_what_it_decides_and_one_line_says_so(tmp_path: Path) -> None:
-    said: list[str] = []
-    config = with_given_plan(config_of(write(tmp_path, REPLICATED_MIDDLE)), said.append)
+    messages: list[str] = []
+    config = with_given_plan(config_of(write(tmp_path, REPLICATED_MIDDLE)), messages.append)
     pipeline = config.pipeline
     assert (pipeline.devices, pipeline.replicas, pipeline.schedule, pipeline.recompute) == (3, 1, "1f1b", True)
     assert config.train.accumulation_blocks == 4
-    assert len(said) == 1
-    assert said[0].endswith(
+    assert len(messages) == 1
+    assert messages[0].endswith(
         "given.json decides: pipeline.devices=3, pipeline.schedule=1f1b, pipeline.stage_inputs=device"
     )
-    assert with_given_plan(config, said.append) == config
+    assert with_given_plan(config, messages.append) == config
     plain = config_of(None)
     assert with_given_plan(plain) is plain
     assert given_plan(plain) is None
@@ -86,9 +86,9 @@ def test_the_configs_capacity_replaces_that_of_the_file(tmp_path: Path) -> None:
     plan = given_plan(with_given_plan(config_of(path)))
     assert plan is not None
     assert [rank.capacity_bytes for rank in plan.ranks] == [9, 9, 9]
-    other = given_plan(with_given_plan(config_of(path, pipeline={"capacity": "6B"})))
-    assert other is not None
-    assert [(rank.bytes, rank.capacity_bytes) for rank in other.ranks] == [(5, 6)] * 3
+    limited = given_plan(with_given_plan(config_of(path, pipeline={"capacity": "6B"})))
+    assert limited is not None
+    assert [(rank.bytes, rank.capacity_bytes) for rank in limited.ranks] == [(5, 6)] * 3
     with pytest.raises(CapslogError, match="fits is true, but rank 0 has 4 bytes of capacity"):
         given_plan(with_given_plan(config_of(path, pipeline={"capacity": "4B"})))
 
@@ -104,10 +104,10 @@ def test_the_configs_capacity_replaces_that_of_the_file(tmp_path: Path) -> None:
 def test_what_contradicts_the_plan_is_refused(
     tmp_path: Path, train: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(CapslogError, match=message):
-        with_given_plan(config_of(write(tmp_path, REPLICATED_MIDDLE), train, **sections), said.append)
-    assert said == [], "the one sentence is the refusal"
+        with_given_plan(config_of(write(tmp_path, REPLICATED_MIDDLE), train, **sections), messages.append)
+    assert messages == [], "the one sentence is the refusal"
 
 
 def test_cuts_beside_a_plan_are_refused(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
 
 def test_a_given_plan_trains_as_one_device_does_and_another_goes_on(tmp_path: Path) -> None:
     """Losses, norms and scores to the last bit; the checkpoint of one plan is resumed under another."""
-    one = ["pipeline.devices=1", "pipeline.cuts=[0]", "train.max_steps=5"]
-    assert cli._run(command(tmp_path, "alone", *one)) == 0
+    one_device = ["pipeline.devices=1", "pipeline.cuts=[0]", "train.max_steps=5"]
+    assert cli._run(command(tmp_path, "alone", *one_device)) == 0
     first = write(tmp_path, REPLICATED_MIDDLE)
     assert cli._run(command(tmp_path, "planned", f"pipeline.plan={first}")) == 0
     second = tmp_path / "second.json"
@@ -220,7 +220,7 @@ def called(tmp_path: Path, name: str, *arguments: str) -> int:
 
 
 def test_a_host_trains_the_plan_that_the_config_names(tmp_path: Path, short: str) -> None:
-    """It trained another plan without a word, on as many workers as `pipeline.devices` said."""
+    """The run once trained another plan silently, on as many workers as `pipeline.devices`."""
     address = f"127.0.0.1:{free_port()}"
     assert called(tmp_path, "host", "--serve", address, short, "train.max_steps=2") == 0
     run_dir = tmp_path / "run"
@@ -246,25 +246,25 @@ def test_commands_that_search_set_the_plan_aside(
     tmp_path: Path, short: str, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`plan` gave back the plan that the config names, as if it had been searched for."""
-    asked = ("--profile", profile, "--devices", "3", "--json")
+    options = ("--profile", profile, "--devices", "3", "--json")
     for plan in (short, "pipeline.plan=nowhere.json"):
-        assert called(tmp_path, "plan", *asked, plan) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["planner"] == "exact"
-        assert found["cuts"] != SHORT["cuts"]
-        assert called(tmp_path, "compare", *asked, plan) == 0
+        assert called(tmp_path, "plan", *options, plan) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["planner"] == "exact"
+        assert answer["cuts"] != SHORT["cuts"]
+        assert called(tmp_path, "compare", *options, plan) == 0
         assert json.loads(capsys.readouterr().out)
 
 
 def test_the_plan_of_the_config_is_simulated(tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It was refused for its schedule, which it decides."""
-    known = ("--profile", profile, "--json")
+    options = ("--profile", profile, "--json")
     path = write(tmp_path, REPLICATED_MIDDLE)
-    assert called(tmp_path, "simulate", *known, f"pipeline.plan={path}") == 0
+    assert called(tmp_path, "simulate", *options, f"pipeline.plan={path}") == 0
     from_config = json.loads(capsys.readouterr().out)
     assert (from_config["schedule"], from_config["num_microbatches"]) == ("1f1b", 4)
     assert from_config["pipelines"][0]["stages_of_rank"] == [[0, 3], [1], [2]]
-    assert called(tmp_path, "simulate", *known, "pipeline.plan=nowhere.json", "--plan", str(path)) == 0
+    assert called(tmp_path, "simulate", *options, "pipeline.plan=nowhere.json", "--plan", str(path)) == 0
     assert json.loads(capsys.readouterr().out) == from_config
 
 
@@ -302,9 +302,9 @@ def test_ranks_that_do_not_fit_are_named_before_any_worker_starts(
     assert cli._run(command(tmp_path, "given", f"pipeline.plan={path}", "profile.source=estimated")) == 3
     cuts = ["pipeline.cuts=[0, 3, 6, 8]", "pipeline.devices=2", "profile.source=estimated"]
     assert cli._run([*command(tmp_path, "cuts", *cuts), "pipeline.capacity=20KiB"]) == 3
-    said = capsys.readouterr().err
-    assert "does not fit: rank 1 needs" in said
-    assert "does not fit: rank 0 needs" in said
+    errors = capsys.readouterr().err
+    assert "does not fit: rank 1 needs" in errors
+    assert "does not fit: rank 0 needs" in errors
     for name, capacities in (("given", [1 << 20, 20 << 10, 1 << 20]), ("cuts", [20 << 10] * 2)):
         plan = files.read_json(tmp_path / name / "plan-0.json")
         assert [rank["capacity_bytes"] for rank in plan["ranks"]] == capacities

@@ -21,8 +21,8 @@ JOINT = ("pipeline.planner=joint", "pipeline.devices=3", "profile.source=estimat
 
 
 def test_three_devices_in_unequal_pipelines_train_as_one_device_does(tmp_path: Path) -> None:
-    one = ["pipeline.devices=1", "pipeline.cuts=[0]"]
-    assert cli._run(command(tmp_path, "alone", *one)) == 0
+    one_device = ["pipeline.devices=1", "pipeline.cuts=[0]"]
+    assert cli._run(command(tmp_path, "alone", *one_device)) == 0
     assert cli._run(command(tmp_path, "shared", *JOINT)) == 0
     assert losses(tmp_path / "shared") == losses(tmp_path / "alone")
     plan = read_plan(tmp_path / "shared" / "plan-0.json")
@@ -55,7 +55,7 @@ def test_an_elastic_run_is_planned_with_its_snapshots_and_told_of_its_copies(tmp
 def test_an_elastic_run_that_fits_without_its_snapshots_only_ends_with_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No plan with the snapshots was found, and the one without them was begun as if they took nothing."""
+    """No plan with the snapshots was found, and the plan without them was begun as if they took no memory."""
     one_block = "train.accumulation_blocks=1"
     words = command(tmp_path, "run", *JOINT, "pipeline.devices=2", one_block, "pipeline.capacity=1MiB")
     config = load_config(Path(words[1]), words[2:])
@@ -69,16 +69,16 @@ def test_an_elastic_run_that_fits_without_its_snapshots_only_ends_with_3(
 
 
 def test_a_joint_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> None:
-    """The search goes by its model of one pipeline; what the plan holds was not looked at again before the run."""
+    """The search uses its model of one pipeline; the plan's bytes were not checked again before the run."""
     words = command(tmp_path, "run", *JOINT, "pipeline.capacity=100KiB")
     config = load_config(Path(words[1]), words[2:])
     plan = plan_run(config, profile_run(config, show=False))
     assert (plan.fits, plan.memory_model, plan.planner) == (True, "ranks", "joint")
-    assert [one.bytes for one in plan.ranks] == rehearse_plan(config, plan)
+    assert [rank.bytes for rank in plan.ranks] == rehearse_plan(config, plan)
 
 
 def test_a_planner_that_needs_seconds_gets_its_profile_beside_a_given_plan(tmp_path: Path) -> None:
-    """An elastic run trains by the given plan, and plans with the profile once its devices are other ones."""
+    """An elastic run trains by the given plan, and plans with the profile once its devices have changed."""
     words = command(tmp_path, "run", *JOINT, f"pipeline.plan={write(tmp_path, REPLICATED_MIDDLE)}")
     for elastic in (False, True):
         config = load_config(Path(words[1]), [*words[2:], f"elastic.enabled={json.dumps(elastic)}"])

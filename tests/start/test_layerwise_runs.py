@@ -1,4 +1,4 @@
-"""`pipeline.planner=dawnpiper` and `vpipe`: what a config settles before the run, and what it refuses."""
+"""`pipeline.planner=dawnpiper` and `vpipe`: settings that are fixed before the run, and refused configs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def config_of(tmp_path: Path, planner: str, *words: str) -> Config:
 
 
 def test_plans_have_the_bytes_that_their_ranks_programs_take(tmp_path: Path) -> None:
-    """Their own fold is the search's; what they really hold, as far as it is known without a device, is rehearsed."""
+    """The search uses its own fold; the bytes of the plans, as far as known without a device, are rehearsed."""
     profile = profile_run(config_of(tmp_path, "vpipe"), show=False)
     kinds: dict[str, set[str]] = {}
     for name in LAYERWISE:
@@ -30,9 +30,9 @@ def test_plans_have_the_bytes_that_their_ranks_programs_take(tmp_path: Path) -> 
         config = config_of(tmp_path, name, *words)
         plan = plan_run(config, profile)
         assert (plan.fits, plan.planner, plan.num_ranks) == (True, name, 2)
-        assert [one.bytes for one in plan.ranks] == rehearse_plan(config, plan)
-        assert all(one.bytes is not None and one.bytes <= 110 << 10 for one in plan.ranks)
-        kinds[name] = {one.kind for stage in plan.stages for one in stage.memory or ()}
+        assert [rank.bytes for rank in plan.ranks] == rehearse_plan(config, plan)
+        assert all(rank.bytes is not None and rank.bytes <= 110 << 10 for rank in plan.ranks)
+        kinds[name] = {interval.kind for stage in plan.stages for interval in stage.memory or ()}
     expected = {"dawnpiper": {"offload"}, "vpipe": {"offload", "recompute"}}
     assert kinds == {"budget": {"recompute"}, **expected}, "nobody says what copies cost"
 

@@ -1,4 +1,4 @@
-"""The process of one member: what it makes known of itself, and what it takes from the config."""
+"""The process of one member: the facts that it announces, and the settings that it takes from the config."""
 
 from __future__ import annotations
 

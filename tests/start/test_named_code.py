@@ -77,7 +77,7 @@ def run(*words: object) -> int:
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's state folder, and a current folder without modules."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(Path.cwd()))])
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(Path.cwd()))])
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "state" / "varuna-capslog" / "key"
@@ -187,7 +187,7 @@ def test_what_is_offered_is_ours() -> None:
 
 
 def test_a_run_started_here_is_not_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it was trained, and moved; packed, unpacked elsewhere and edited it is anybody's."""
+    """Commands trust it in its folder and after a move; packed, unpacked elsewhere and edited, it is anybody's."""
     Path("mine.py").write_text(
         "from torch import nn\ndef model(width): return nn.Sequential(nn.Linear(width, 2), nn.Tanh())\n"
     )
@@ -207,7 +207,7 @@ def test_a_run_started_here_is_not_asked_about(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_handed_files_are_part_of_the_mark(tmp_path: Path) -> None:
-    """A run with a data set that was handed over, whose pickle is then replaced."""
+    """A run with a data set that was handed over; its pickle is replaced afterwards."""
     folder = handed_run(tmp_path / "run", tmp_path / "PWNED")
     mark_run(folder)
     assert refusal(folder) is None
@@ -218,19 +218,19 @@ def test_handed_files_are_part_of_the_mark(tmp_path: Path) -> None:
 
 def test_a_mark_is_of_one_run_and_one_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mark that is copied, of another user's key, damaged, or a link proves nothing."""
-    mine, other = factory_run(tmp_path / "mine", path="a"), factory_run(tmp_path / "other", path="b")
-    mark_run(mine)
-    mark = (mine / "mark.json").read_text()
+    first, second = factory_run(tmp_path / "mine", path="a"), factory_run(tmp_path / "other", path="b")
+    mark_run(first)
+    mark = (first / "mark.json").read_text()
     for text in (mark, "{}", "[]", '{"mark": "\\ud800", "modules": {}}', "[" * 5000, mark.replace("null", '"x"')):
-        (other / "mark.json").write_text(text)
-        assert refusal(other) is not None
-    (other / "mark.json").unlink()
-    (other / "mark.json").symlink_to(mine / "mark.json")
-    assert refusal(other) is not None
-    assert refusal(mine) is None
+        (second / "mark.json").write_text(text)
+        assert refusal(second) is not None
+    (second / "mark.json").unlink()
+    (second / "mark.json").symlink_to(first / "mark.json")
+    assert refusal(second) is not None
+    assert refusal(first) is None
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another"))
-    mark_run(other)
-    assert refusal(mine) is not None
+    mark_run(second)
+    assert refusal(first) is not None
 
 
 @pytest.mark.parametrize("fault", ["mode", "link", "short", "folder"])
@@ -259,7 +259,7 @@ def test_a_key_that_others_may_know_marks_nothing(fault: str, tmp_path: Path, st
 
 
 def test_without_a_home_there_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container: the run is not marked, and a command says what is missing."""
+    """Without a home, as in a container, the run is not marked, and a command says what is missing."""
     monkeypatch.delenv("HOME")
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     folder = factory_run(tmp_path / "run", path="a")

@@ -1,4 +1,4 @@
-"""Workers import ahead what their run uses, and nothing that takes time besides."""
+"""Workers import ahead the modules that their run uses, and no other slow module."""
 
 from __future__ import annotations
 

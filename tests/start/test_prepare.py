@@ -1,4 +1,4 @@
-"""What is settled before the first worker starts: which plan a run's folder gets."""
+"""Preparation before the first worker starts: which plan a run's folder gets."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_a_run_that_gets_a_plan_of_the_other_form_gets_a_new_plan_file(
     """The comparison with the run's last plan ended in a KeyError, since the two forms have different keys."""
     for number, plan in enumerate((first, first, second, second)):
         prepare(tmp_path, plan)
-        found = latest_plan(tmp_path / "run")
-        assert found is not None
-        assert found[0] == number // 2
-        assert found[1].short == ("cuts" in plan)
+        latest = latest_plan(tmp_path / "run")
+        assert latest is not None
+        assert latest[0] == number // 2
+        assert latest[1].short == ("cuts" in plan)
 
 
 # -- data
@@ -110,8 +110,8 @@ def test_interleaved_stages_go_round_the_devices(tmp_path: Path) -> None:
     assert plan.placement() == [0, 1, 0, 1, 2, 3, 2, 3]
     assert plan.fits
     assert all(rank.bytes for rank in plan.ranks)
-    other = planned(tmp_path, schedule="interleaved", devices=2, stages_per_rank=3, recompute=False)
-    assert other.placement() == [0, 1, 0, 1, 0, 1]
+    deeper = planned(tmp_path, schedule="interleaved", devices=2, stages_per_rank=3, recompute=False)
+    assert deeper.placement() == [0, 1, 0, 1, 0, 1]
 
 
 def test_1f1b_star_has_the_limits_of_its_stages_in_the_plan(tmp_path: Path) -> None:
@@ -120,9 +120,9 @@ def test_1f1b_star_has_the_limits_of_its_stages_in_the_plan(tmp_path: Path) -> N
     assert limits[-1] == 1
     assert None not in limits
     assert limits == sorted(limits, reverse=True)
-    found = latest_plan(tmp_path / "run")
-    assert found is not None
-    assert found[1].stages == plan.stages
+    latest = latest_plan(tmp_path / "run")
+    assert latest is not None
+    assert latest[1].stages == plan.stages
 
 
 def test_split_backwards_are_folded_and_rehearsed(tmp_path: Path) -> None:
@@ -164,12 +164,12 @@ def test_too_many_stages_for_the_layers(tmp_path: Path) -> None:
 def given_ranks(folder: Path, capacities: list[int | None], **sections: Any) -> Config:
     path, ranks = folder / "given.json", [{"capacity_bytes": size} for size in capacities]
     path.write_text(json.dumps(REPLICATED_MIDDLE | {"ranks": ranks}))
-    known = {"run_dir": str(folder / "run"), "profile": {"source": "estimated"}}
-    return with_given_plan(config_of(path, **known, **sections))
+    settings = {"run_dir": str(folder / "run"), "profile": {"source": "estimated"}}
+    return with_given_plan(config_of(path, **settings, **sections))
 
 
 def test_a_given_plan_of_an_elastic_run_is_judged_with_its_snapshots(tmp_path: Path) -> None:
-    """Only one pipeline was; any other plan began, and its members did not run it."""
+    """Only plans of one pipeline were judged so; any other plan began, and its members did not run it."""
     roomy = given_ranks(tmp_path, [1 << 20] * 3)
     profile, held = profile_run(roomy, show=False), prepare_run(roomy, show=False).ranks[1].bytes
     states, headroom = state_bytes(profile), Headroom.of(profile)
@@ -185,14 +185,14 @@ def test_a_given_plan_of_an_elastic_run_is_judged_with_its_snapshots(tmp_path: P
     sentence = f"with elastic.enabled: rank 1 needs {format_bytes(need)} of {format_bytes(need - 1)} where a snapshot"
     with pytest.raises(DoesNotFit, match=f"{sentence} .*; add devices or capacity, or set elastic.enabled to false"):
         prepare_run(given_ranks(tmp_path, less, **elastic), show=False)
-    found = latest_plan(tmp_path / "run")
-    assert found is not None
-    assert found[1].fits is False
-    assert found[1].shortfall == Shortfall(None, 1, rank=1)
+    latest = latest_plan(tmp_path / "run")
+    assert latest is not None
+    assert latest[1].fits is False
+    assert latest[1].shortfall == Shortfall(None, 1, rank=1)
 
 
 def test_the_capacities_of_a_given_plan_are_those_of_its_devices(tmp_path: Path) -> None:
-    """They were forgotten at the first change: members said that their devices had no limit."""
+    """The capacities were forgotten at the first change: members said that their devices had no limit."""
     sizes = [1 << 20, 2 << 20, 3 << 20]
     config = given_ranks(tmp_path, [*sizes])
     assert [capacity_of(config.pipeline.capacity, device) for device in range(3)] == [min(sizes)] * 3
@@ -214,9 +214,9 @@ def fitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A plan that fits by the profile of the config that it is given to."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = config_for(tmp_path, SHORT)
-    found = search(profile_run(config, show=False), 2, capacity=2**30, run=RunShape.of_config(config))
-    assert found.fits
-    return found.to_json()
+    plan = search(profile_run(config, show=False), 2, capacity=2**30, run=RunShape.of_config(config))
+    assert plan.fits
+    return plan.to_json()
 
 
 def test_a_plan_that_fits_by_the_profile_of_the_run_is_taken(tmp_path: Path, fitting: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ def test_a_plan_that_fits_by_the_profile_of_the_run_is_taken(tmp_path: Path, fit
 
 
 def test_a_plan_that_fits_by_another_profile_is_refused(tmp_path: Path, fitting: dict[str, Any]) -> None:
-    """What it says of bytes holds for another model, device or size; the run's folder gets nothing."""
+    """The bytes that it states hold for another model, device or size; the run's folder gets nothing."""
     with pytest.raises(CapslogError, match=f"given.json: fits is true by the profile {OTHER}, but the profile of this"):
         prepare(tmp_path, fitting | {"profile_digest": OTHER})
     assert not (tmp_path / "run").exists()
@@ -235,20 +235,20 @@ def test_a_plan_of_another_profile_that_promises_nothing_is_judged_by_that_of_th
     tmp_path: Path, fitting: dict[str, Any]
 ) -> None:
     """It may come from a machine that measured the same model."""
-    other = fitting | {"profile_digest": OTHER, "fits": None}
-    prepare(tmp_path, other)
-    assert files.read_json(tmp_path / "run" / "plan-0.json") == other
+    foreign_plan = fitting | {"profile_digest": OTHER, "fits": None}
+    prepare(tmp_path, foreign_plan)
+    assert files.read_json(tmp_path / "run" / "plan-0.json") == foreign_plan
     with pytest.raises(DoesNotFit):
-        prepare(tmp_path, other | {"capacity_bytes": 10})
+        prepare(tmp_path, foreign_plan | {"capacity_bytes": 10})
 
 
 def test_a_run_that_is_profiled_anew_goes_on_with_its_plan(tmp_path: Path, fitting: dict[str, Any]) -> None:
     """No two measurements give one digest, and the machine that goes on with a run may have to measure again."""
-    other = fitting | {"profile_digest": OTHER}
-    files.write_json(tmp_path / "run" / "plan-0.json", other)
+    foreign_plan = fitting | {"profile_digest": OTHER}
+    files.write_json(tmp_path / "run" / "plan-0.json", foreign_plan)
     files.write_json(tmp_path / "run" / "plan-1.json", SHORT)  # the devices have changed since
-    prepare(tmp_path, other)
-    assert files.read_json(tmp_path / "run" / "plan-2.json") == other
+    prepare(tmp_path, foreign_plan)
+    assert files.read_json(tmp_path / "run" / "plan-2.json") == foreign_plan
 
 
 # -- the host tier
@@ -264,10 +264,12 @@ def test_a_host_tier_that_is_too_small_is_said_before_any_worker_starts(
     full = {key: REPLICATED_MIDDLE[key] for key in ("format", "num_layers", "units", "schedule")}
     config = config_for(tmp_path, full | {"stages": [first | offloads, second]})
     enough = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"host_capacity": 2**30})})
-    found = prepare_run(enough, show=False)
-    size = found.ranks[0].host_bytes
+    plan = prepare_run(enough, show=False)
+    size = plan.ranks[0].host_bytes
     assert size is not None
     small = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"host_capacity": size - 1})})
-    said = r"rank 0 needs .* that its host tier may hold \(pipeline.host_capacity\), 1 B too much; raise it, or offload"
-    with pytest.raises(DoesNotFit, match=said):
+    sentence = (
+        r"rank 0 needs .* that its host tier may hold \(pipeline.host_capacity\), 1 B too much; raise it, or offload"
+    )
+    with pytest.raises(DoesNotFit, match=sentence):
         prepare_run(small, show=False)

@@ -1,4 +1,4 @@
-"""What `capslog check` finds of a run: everything that stops it, each part in its turn, and nothing is written."""
+"""Findings of `capslog check`: everything that stops a run, part by part; nothing is written."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def found(config: Config, monkeypatch: pytest.MonkeyPatch, server: type = Here) 
 
 
 def of(findings: list[RunFinding], kind: str) -> list[tuple[str, str]]:
-    return [(one.part, one.text) for one in findings if one.kind == kind]
+    return [(finding.part, finding.text) for finding in findings if finding.kind == kind]
 
 
 def test_a_sound_run_is_found_sound_and_nothing_is_written(

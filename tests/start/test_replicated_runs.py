@@ -1,4 +1,4 @@
-"""`pipeline.planner=pipedream`, `piper` and `graphpipe`: what a run takes from their plans, and what it refuses."""
+"""`pipeline.planner=pipedream`, `piper` and `graphpipe`: settings that a run takes from plans, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = ("pipeline.devices=3", "profile.source=estimated")
 def test_the_planner_chooses_the_blocks_of_the_run_where_the_config_leaves_them_null(tmp_path: Path) -> None:
     """They are a constant of the run, and stand in the config of its folder, by which its workers go."""
     words = command(tmp_path, "run", "pipeline.planner=pipedream", "train.accumulation_blocks=null", *SETTINGS)
-    words.append("pipeline.devices=4")  # a quarter of the four microbatches each is what no line of stages reaches
+    words.append("pipeline.devices=4")  # no line of stages reaches a quarter of the four microbatches each
     plan = prepare_run(load_config(Path(words[1]), words[2:]), show=False)
     assert (plan.planner, plan.num_ranks, plan.schedule) == ("pipedream", 4, "1f1b")
     assert plan.units.blocks == 4
@@ -40,7 +40,7 @@ def test_auto_is_another_word_for_budget_and_its_choices_are_constants_of_the_ru
     assert (written.pipeline.planner, written.pipeline.schedule) == ("budget", plan.schedule)
     assert written.num_blocks == (plan.units.blocks or 1)
     assert layout_of(plan, written).num_blocks == written.num_blocks
-    assert [one.bytes for one in plan.ranks] == pytest.approx(rehearse_plan(written, plan), rel=0.01)
+    assert [rank.bytes for rank in plan.ranks] == pytest.approx(rehearse_plan(written, plan), rel=0.01)
     (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
     again = settled_plan(load_config(Path(words[1]), words[2:]), False, print)[0]
     assert (again.num_blocks, again.train.blocks_are_open) == (written.num_blocks, False), "it goes on with them"
@@ -51,7 +51,7 @@ def test_a_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> No
     config = load_config(Path(words[1]), words[2:])
     plan = plan_run(config, profile_run(config, show=False))
     assert (plan.fits, plan.memory_model, plan.planner, plan.units.blocks) == (True, "ranks", "graphpipe", 4)
-    assert [one.bytes for one in plan.ranks] == rehearse_plan(with_choices_of(config, plan), plan)
+    assert [rank.bytes for rank in plan.ranks] == rehearse_plan(with_choices_of(config, plan), plan)
 
 
 def test_a_periodic_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_periodic_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Pa
     written = load_config(tmp_path / "run" / "config.yaml", [])
     assert (plan.fits, plan.memory_model, plan.planner, plan.schedule) == (True, "ranks", "madpipe", "1f1b")
     assert written.pipeline.recompute is False
-    assert [one.bytes for one in plan.ranks] == rehearse_plan(written, plan)
+    assert [rank.bytes for rank in plan.ranks] == rehearse_plan(written, plan)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_the_rank_says_that_it_waits_for_its_data(door: str, monkeypatch: pytest
 
 
 def test_waits_that_end_call_nobody() -> None:
-    """Many short waits are no long one, and what nobody watches starts no thread."""
+    """Many short waits are no long wait, and a feed that is not watched starts no thread."""
     hanging, unwatched = Hanging(), DataWatch(0.01)
     minibatch = Minibatch([{}], [{}], {}, [[1]])
     for watch in (hanging.watch, unwatched):

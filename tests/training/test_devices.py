@@ -1,4 +1,4 @@
-"""What a worker asks of its device before it builds anything.
+"""Checks of a worker's device before it builds anything.
 
 No GPU is here: what torch answers is replaced where a test needs one, so that these tests show the sentences, not that
 CUDA and NCCL behave as their manuals say.

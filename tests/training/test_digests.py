@@ -14,32 +14,32 @@ ROW = 4096 * 8
 
 def test_a_digest_sees_every_change() -> None:
     state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros((), dtype=torch.int64)}
-    known = digest(state)
-    assert digest({"b": state["b"], "a": state["a"].t().contiguous().t()}) == known
+    original = digest(state)
+    assert digest({"b": state["b"], "a": state["a"].t().contiguous().t()}) == original
     changed = state["a"].clone()
     changed[1, 2] = torch.nextafter(changed[1, 2], torch.tensor(9.0))
-    for other in (
+    for different in (
         {"a": changed, "b": state["b"]},
         {"a": state["a"].reshape(3, 2), "b": state["b"]},
         {"a": state["a"].view(torch.int32), "b": state["b"]},
         {"c": state["a"], "b": state["b"]},
         {"a": state["a"]},
     ):
-        assert digest(other) != known
+        assert digest(different) != original
 
 
 @pytest.mark.parametrize("size", [ROW, 3 * ROW, 100 * ROW, 33 * ROW + 8, 40 * ROW + 5, ROW - 1])
 def test_every_bit_of_a_large_tensor_counts(size: int) -> None:
     dice = torch.Generator().manual_seed(size)
     content = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=dice)
-    known = digest({"x": content})
+    original = digest({"x": content})
     places = [0, 7, 8, size // 2, size - 1, *torch.randint(0, size, (20,), generator=dice).tolist()]
     for place in places:
         for bit in (1, 128):
             content[place] ^= bit
-            assert digest({"x": content}) != known, (place, bit)
+            assert digest({"x": content}) != original, (place, bit)
             content[place] ^= bit
-    assert digest({"x": content}) == known
+    assert digest({"x": content}) == original
 
 
 def swapped(rows: Tensor, first: tuple[int, int], second: tuple[int, int]) -> Tensor:
@@ -61,13 +61,13 @@ def test_what_changes_places_is_seen() -> None:
         "all by one": words.flatten().roll(1).view_as(words),
         "bytes by one": words.view(torch.uint8).flatten().roll(1).view(torch.int64).view_as(words),
     }
-    found = {name: digest({"x": other}) for name, other in others.items()}
-    assert len({digest({"x": words}), *found.values()}) == len(found) + 1
+    digests = {name: digest({"x": permuted}) for name, permuted in others.items()}
+    assert len({digest({"x": words}), *digests.values()}) == len(digests) + 1
 
 
 def test_layout_and_place_in_memory_do_not_count() -> None:
-    whole = torch.randn(2 * ROW + 3, generator=torch.Generator().manual_seed(2)).half()
-    part = whole[3:]  # its memory begins at a byte that no word of 8 begins at
+    tensor = torch.randn(2 * ROW + 3, generator=torch.Generator().manual_seed(2)).half()
+    part = tensor[3:]  # its memory begins at a byte that no word of 8 begins at
     assert part.storage_offset() * part.itemsize % 8
     assert digest({"x": part}) == digest({"x": part.clone()})
     table = part[: 2 * ROW].view(2, ROW)

@@ -86,9 +86,9 @@ class Late(TinyData):
 
     def begin(self, minibatch: Minibatch, microbatch: int) -> Late:
         self.begun = [*getattr(self, "begun", []), tuple(minibatch.recipes[microbatch])]
-        found = Late(22)
-        found.asked = minibatch, microbatch
-        return found
+        late = Late(22)
+        late.asked = minibatch, microbatch
+        return late
 
     def result(self) -> tuple[dict[str, Tensor], object]:
         time.sleep(0.01)

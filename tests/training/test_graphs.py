@@ -63,8 +63,8 @@ def train(pool: WorkerPool, run_dir: Path, plan: dict[str, Any], **options: Any)
 def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six steps on one rank, which keeps everything."""
     run_dir = tmp_path_factory.mktemp("alone")
-    whole = RELAY | {"stages": [{"layers": [[0, 8]], "ranks": [0]}]}
-    assert train(pool, run_dir, whole, train={"max_steps": 6})["step"] == 6
+    plan = RELAY | {"stages": [{"layers": [[0, 8]], "ranks": [0]}]}
+    assert train(pool, run_dir, plan, train={"max_steps": 6})["step"] == 6
     return run_dir
 
 
@@ -81,9 +81,9 @@ def test_direct_plans_train_evaluate_and_go_on_as_one_stage_does(
     scores = [{row["step"]: row["scores"] for row in part} for part in rows]
     assert scores[0] == scores[1]
     assert sorted(scores[0]) == [2, 4, 6]
-    one, other = (open_checkpoint(folder / "checkpoints" / "step-00000006") for folder in (tmp_path, alone))
-    for name in other.manifest["layers"]:
-        assert_same(one.layer(name), other.layer(name))
+    direct, single = (open_checkpoint(folder / "checkpoints" / "step-00000006") for folder in (tmp_path, alone))
+    for name in single.manifest["layers"]:
+        assert_same(direct.layer(name), single.layer(name))
 
 
 def test_a_run_of_relays_goes_on_under_a_direct_plan(pool: WorkerPool, alone: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_stages_that_capture_places_on_two_nodes_train_as_one_rank(
     costs = GraphCosts((1.0,) * 8, (1,) * 8, saved, (1,) * 8, (0,) * 9, (), 4, 4, None, 2, Link(node_devices=2))
     costs = dataclasses.replace(costs, isolated=(30,) * 8, added=(None, *[20] * 7))
     parts = capture_stages(costs)
-    assert [(len(one.layers), one.replicas) for one in parts] == [(1, 2), (3, 1), (4, 1)]
+    assert [(len(stage.layers), stage.replicas) for stage in parts] == [(1, 2), (3, 1), (4, 1)]
     frame = Plan.from_json(RELAY | {"schedule": "1f1b"})
     made = plan_of_stages(frame, parts, 2, None)
     train(pool, tmp_path, made.to_json(), train={"max_steps": 6})

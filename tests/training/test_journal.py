@@ -1,4 +1,4 @@
-"""The record of a step: what it says of a measured peak, and that no line is lost together with its writer."""
+"""The record of a step: its measured peak, and that no line is lost together with its writer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from varuna_capslog.training.loggers import check_loggers
 
 
 def test_a_peak_is_recorded_with_the_shapes_of_the_largest_microbatch() -> None:
-    """A peak holds for the sizes it was measured at; without them it was compared with one of the largest input."""
+    """A peak holds for the sizes at which it was measured; without them it was compared with the largest input's."""
     sizes = [(2, 3, 40, 60), (2, 3, 64, 48), (2, 3, 50, 50)]
     microbatches = [
         {"images": TensorSpec(size), "sizes": TensorSpec((2, 2), torch.int64, requires_grad=False)} for size in sizes
@@ -67,8 +67,8 @@ def test_a_rank_that_begins_to_write_adds_the_lines_of_the_one_that_is_lost(tmp_
     second.begin(True, 3, generation=5, world_size=1)
     second.step(record(4))
     lines = files.read_jsonl(tmp_path / "metrics.jsonl")
-    found = [(line["step"], line["generation"], line["world_size"]) for line in lines]
-    assert found == [(1, 4, 2), (2, 4, 2), (3, 4, 2), (4, 5, 1)]
+    rows = [(line["step"], line["generation"], line["world_size"]) for line in lines]
+    assert rows == [(1, 4, 2), (2, 4, 2), (3, 4, 2), (4, 5, 1)]
     for log in (first, second):
         log.close()
 
@@ -96,8 +96,8 @@ def test_a_function_of_the_users_gets_the_numbers_until_it_fails(
         "train/samples_per_second": 10.0, "parts/boxes": 0.25,
     }  # fmt: skip
     assert seen[1][1] == {"val/AP": 0.5}
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("my_logger:take failed and gets no more of this run (OSError: no route to it)") == 1
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("my_logger:take failed and gets no more of this run (OSError: no route to it)") == 1
     assert len(files.read_jsonl(tmp_path / "metrics.jsonl")) == 4, "the training's own record goes on"
 
 

@@ -85,15 +85,15 @@ def states(engine: PipelineEngine, copy: bool = True) -> dict[int, layer_state.L
     return {layer.index: layer_state.capture(layer, engine.optimizer, copy) for layer in engine.layers}
 
 
-def digests(found: Mapping[int, Mapping[str, Tensor]]) -> dict[int, bytes]:
-    return {index: digest(state) for index, state in found.items()}
+def digests(layer_states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, bytes]:
+    return {index: digest(state) for index, state in layer_states.items()}
 
 
 def test_keys_name_parameters_buffers_and_moments_of_every_use() -> None:
     engine = make_engine()
     train(engine, 1)
-    found = states(engine)
-    assert set(found[1]) == {
+    captured = states(engine)
+    assert set(captured[1]) == {
         "buffers/norm.num_batches_tracked",
         "buffers/norm.running_mean",
         "buffers/norm.running_var",
@@ -104,9 +104,11 @@ def test_keys_name_parameters_buffers_and_moments_of_every_use() -> None:
             for moment in ("exp_avg", "exp_avg_sq", "step")
         ),
     }
-    assert set(found[0]) == {"parameters/conv.weight", "parameters/conv.bias"}, "a frozen layer has no moments"
+    assert set(captured[0]) == {"parameters/conv.weight", "parameters/conv.bias"}, "a frozen layer has no moments"
     for index in SHARED:
-        assert torch.equal(found[index]["optimizer/head.0.weight/exp_avg"], found[8]["optimizer/head.0.weight/exp_avg"])
+        assert torch.equal(
+            captured[index]["optimizer/head.0.weight/exp_avg"], captured[8]["optimizer/head.0.weight/exp_avg"]
+        )
 
 
 @TYPES
@@ -129,16 +131,16 @@ def test_initial_is_the_untrained_layer_even_after_training() -> None:
 
 
 def test_what_an_optimizer_keeps_comes_back_as_it_was() -> None:
-    """Tensors stay tensors, whole numbers stay whole; names may contain dots, and one may begin with another."""
+    """Tensors stay tensors, integers stay integers; names may contain dots, and a name may begin with another."""
     kept = {"a.b": {"step": 3, "rate": 0.5, "mean": torch.ones(2), "hook": None}, "a.b.c": {"step": torch.tensor(1.0)}}
     state = layer_state.flatten({"a.b": torch.zeros(2)}, {}, kept)
     assert sorted(state) == [
         "number/a.b/rate", "number/a.b/step", "optimizer/a.b.c/step", "optimizer/a.b/mean", "parameters/a.b"
     ]  # fmt: skip
-    found = layer_state.moments_of(state, "a.b")
-    assert (found["step"], type(found["step"]), found["rate"]) == (3, int, 0.5)
-    assert found["mean"] is kept["a.b"]["mean"]
-    assert set(found) == {"step", "rate", "mean"}
+    moments = layer_state.moments_of(state, "a.b")
+    assert (moments["step"], type(moments["step"]), moments["rate"]) == (3, int, 0.5)
+    assert moments["mean"] is kept["a.b"]["mean"]
+    assert set(moments) == {"step", "rate", "mean"}
     assert layer_state.moments_of(state, "a") == {}
 
 
@@ -147,19 +149,19 @@ def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path, options: Engin
     engine, chain = make_engine(options=options), models.build_chain()
     train(engine, 1, 2)
     checkpoint = open_checkpoint(Saving(tmp_path, 2, 0, engine, {}, copies=None).complete())
-    found = states(engine)
-    for index, state in found.items():
+    captured = states(engine)
+    for index, state in captured.items():
         assert digest(from_checkpoint(checkpoint, chain, index)) == digest(state)
         kept = to_checkpoint(state, chain, index)
-        there = checkpoint.layer(chain.layers[index].name)
-        for kind, part in there.items():
+        stored = checkpoint.layer(chain.layers[index].name)
+        for kind, part in stored.items():
             assert sorted(kept[kind]) == sorted(part)
         assert any("head" in name for name in kept["parameters"]) == (index == SHARED[0])
     # and the plain way of loading it, which knows nothing of these states
-    other = make_engine(options=options)
-    load_layers(checkpoint, other.chain, other.layers, other.optimizer)
-    assert digests(states(other)) == digests(found)
-    assert other.optimizer.loss_scale == engine.optimizer.loss_scale
+    restored = make_engine(options=options)
+    load_layers(checkpoint, restored.chain, restored.layers, restored.optimizer)
+    assert digests(states(restored)) == digests(captured)
+    assert restored.optimizer.loss_scale == engine.optimizer.loss_scale
     wider = models.build_chain(dtype=torch.float64)
     wider.layers[1].module.conv = torch.nn.Conv2d(3, 8, 5)
     with pytest.raises(CapslogError, match=r"'conv1\.conv\.weight' has shape .*the model wants \[8, 3, 5, 5\]"):
@@ -169,8 +171,8 @@ def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path, options: Engin
 @TYPES
 @pytest.mark.parametrize("live", [False, True], ids=["from copies", "with the layers that stay"])
 def test_an_installed_state_goes_on_to_the_last_bit(live: bool, options: EngineOptions) -> None:
-    whole = make_engine(THREE_STAGES, options=options)
-    train(whole, 1, 2, 3, 4)
+    undisturbed = make_engine(THREE_STAGES, options=options)
+    train(undisturbed, 1, 2, 3, 4)
     engine, chain = make_engine(options=options), models.build_chain()
     train(engine, 1, 2)
     minibatch, inputs = models.make_minibatch(4, 3)
@@ -184,7 +186,7 @@ def test_an_installed_state_goes_on_to_the_last_bit(live: bool, options: EngineO
         assert (layer is layers[layer.index]) == (live and layer.index not in SHARED)
     assert digests(states(engine)) == before
     train(engine, 3, 4)
-    assert digests(states(engine)) == digests(states(whole))
+    assert digests(states(engine)) == digests(states(undisturbed))
     if not live:
         assert digests(kept) == before, "what was installed is a copy"
 
@@ -192,7 +194,7 @@ def test_an_installed_state_goes_on_to_the_last_bit(live: bool, options: EngineO
 @TYPES
 def test_installing_an_untrained_state_forgets_the_moments(options: EngineOptions) -> None:
     engine, chain = make_engine(options=dataclasses.replace(options, loss_scale=None)), models.build_chain()
-    fresh, low = digests(states(engine)), [one.detach().clone() for one in engine.optimizer.parameters.values()]
+    fresh, low = digests(states(engine)), [weight.detach().clone() for weight in engine.optimizer.parameters.values()]
     train(engine, 1)
     for layer in engine.layers:
         layer_state.install(layer, engine.optimizer, layer_state.initial(chain, layer.index))
@@ -225,7 +227,7 @@ def follow(communicator: Communicator, layout: Cuts, options: EngineOptions) -> 
         minibatch, inputs = minibatch_of(options, step)
         engine.compute(step, minibatch, inputs.__getitem__)
         updates = {
-            # what a wire would do to it
+            # as sending it would do
             index: {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in update.items()}
             for index, update in ((index, engine.update_of(index)) for index in followers)
         }
@@ -258,7 +260,7 @@ def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Cuts,
         assert min(result["scales"]) < 1.0
         skipped = [step for step, scale in enumerate(result["scales"], 1) if scale == 0.0]
         assert skipped == ([] if options.loss_scale is None else [2])
-    keys = {index: found for result in results for index, found in result["keys"].items()}
+    keys = {index: layer_keys for result in results for index, layer_keys in result["keys"].items()}
     assert [key for key in keys[1] if key.startswith("statistics")] == [f"statistics/{index}/0/0" for index in range(4)]
     assert not keys[0], "nothing of a frozen layer changes"
     for index in SHARED:
@@ -271,7 +273,7 @@ def places(layer: EngineLayer) -> list[int]:
 
 @TYPES
 def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied(options: EngineOptions) -> None:
-    """As on a member whose layers change at a boundary; the values go on as if nothing had been."""
+    """The layers of a member change so at a boundary; training goes on as if nothing had happened."""
     expected = make_engine(options=options)
     train(expected, 1, 2, 3, 4)
     engine = make_engine(options=options)
@@ -296,7 +298,7 @@ def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied(opti
         for index, layer in engine_layers.items()
     }
     assert {index: places(copies[index].layer) for index in lay} == lay
-    for index in SHARED:  # an engine's uses of a shared parameter lie in one place, a copy in one of its own
+    for index in SHARED:  # an engine's uses of a shared parameter lie in one place, a copy in another
         assert places(copies[index].layer) != places(engine_layers[index])
     third = make_engine(options=options)
     for layer in third.layers:
@@ -311,5 +313,5 @@ def test_a_copy_becomes_the_layer_and_the_layer_a_copy_without_being_copied(opti
     wanted = digests(states(expected))
     assert digests(states(third)) == wanted
     assert digests({index: copy.state(copy=False) for index, copy in copies.items()}) == wanted
-    other = layer_state.Follower(chain, 1, options, CPU, states(third)[1], engine_layers[1])
-    assert places(other.layer) != places(engine_layers[1]), "a state of another memory is copied"
+    copied = layer_state.Follower(chain, 1, options, CPU, states(third)[1], engine_layers[1])
+    assert places(copied.layer) != places(engine_layers[1]), "a state of another memory is copied"

@@ -1,4 +1,4 @@
-"""The loop that both kinds of run drive: what is due at which boundary, and what two drivers make of the same steps."""
+"""The loop that both kinds of run drive: work that is due at each boundary, and the same steps under two drivers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make(loop: TrainingLoop, steps: int) -> None:
 
 
 def plain_losses(config: Config, steps: int) -> list[float]:
-    """What the engine gives without any loop around it."""
+    """Losses of the engine without any loop around it."""
     setup = set_up_run(config, TinyWorkload(config))
     engine = PipelineEngine(setup.chain, setup.workload.loss, Layout.pipelines((0,), 11), setup.options, alone(), CPU)
     feed = setup.feed(engine.loaded_microbatches)
@@ -75,12 +75,12 @@ def test_a_driver_of_single_steps_writes_what_a_run_of_a_fixed_number_does(tmp_p
     assert (loop.is_done(3), loop.is_done(4)) == (False, True)
     assert not loop.finish(4, stopped=False)
     loop.close()
-    one, other = (files.read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("fixed", "single"))
-    assert [row["loss"] for row in one] == [row["loss"] for row in other] == plain_losses(config, 4)
-    assert [row["grad_norm"] for row in one] == [row["grad_norm"] for row in other]
-    assert [row["generation"] for row in other] == [7] * 4
+    fixed, single = (files.read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("fixed", "single"))
+    assert [row["loss"] for row in fixed] == [row["loss"] for row in single] == plain_losses(config, 4)
+    assert [row["grad_norm"] for row in fixed] == [row["grad_norm"] for row in single]
+    assert [row["generation"] for row in single] == [7] * 4
     # the peak of the second step is of that step in both: its update ends one measurement and begins no other
-    assert [[row["step"] for row in rows if "peak_bytes" in row] for rows in (one, other)] == [[2], [2]]
+    assert [[row["step"] for row in rows if "peak_bytes" in row] for rows in (fixed, single)] == [[2], [2]]
     assert saved_steps(tmp_path / "fixed") == saved_steps(tmp_path / "single") == [4]
 
 
@@ -116,15 +116,15 @@ def test_a_generation_that_begins_with_a_saved_boundary_does_not_save_it_again(t
 
 
 def test_a_stop_by_the_clock_is_evaluated_and_one_by_a_person_is_not(tmp_path: Path) -> None:
-    for asked in (False, True):
-        folder = tmp_path / str(asked)
+    for stopped in (False, True):
+        folder = tmp_path / str(stopped)
         config = cases.run_config(str(folder), train={"evaluate_every": 50, "max_steps": 50, "max_seconds": 1e-9})
         plan = Plan.of_cuts(num_layers=11, cuts=(0,), model="tiny")
-        run = Run(config, plan, TinyWorkload(config), alone(), CPU, stop_wished=lambda asked=asked: asked)
+        run = Run(config, plan, TinyWorkload(config), alone(), CPU, stop_wished=lambda stopped=stopped: stopped)
         end = run.train()
         run.loop.close()
-        assert (end.step, end.stopped, end.scores is None) == (1, asked, asked)
-        assert (folder / "evaluations.jsonl").exists() != asked
+        assert (end.step, end.stopped, end.scores is None) == (1, stopped, stopped)
+        assert (folder / "evaluations.jsonl").exists() != stopped
         assert saved_steps(folder) == [1]
 
 
@@ -139,14 +139,14 @@ def test_going_on_from_an_older_checkpoint_is_said(tmp_path: Path, capsys: pytes
     first = run()
     first.train()
     first.loop.close()
-    for step, said in ((2, "step-00000002/layer-0003.pt: missing or cut short"), (1, "the run begins anew")):
+    for step, sentence in ((2, "step-00000002/layer-0003.pt: missing or cut short"), (1, "the run begins anew")):
         (tmp_path / "checkpoints" / f"step-{step:08d}" / "layer-0003.pt").write_bytes(b"x")
         capsys.readouterr()
         again = run()
-        found = again.resume()
+        resumed = again.resume()
         again.loop.close()
-        assert (found.step if found else 0) == step - 1
-        assert said in capsys.readouterr().out
+        assert (resumed.step if resumed else 0) == step - 1
+        assert sentence in capsys.readouterr().out
 
 
 def test_a_refused_step_leaves_the_boundary_before_it_and_names_no_microbatch(tmp_path: Path) -> None:

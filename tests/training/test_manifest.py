@@ -1,4 +1,4 @@
-"""Checkpoints of strangers: what their manifests and files must be, and which checkpoint is taken where they are not.
+"""Checkpoints of strangers: the rules for manifests and files, and the checkpoint that is taken where they are broken.
 
 A fuzz of 465 damaged checkpoints ended 70 times in a KeyError or a TypeError ("this is a defect"), and a run did not go
 on from the older, whole checkpoint, as it does when the newest is cut short.
@@ -44,8 +44,8 @@ def written(folder: Path, number: int, layer: Any = LAYER, **changes: Any) -> Pa
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    whole = {"file": "layer-0000.pt", "bytes": 1, "digest": "0", **changes}
-    return {"a": {key: value for key, value in whole.items() if value is not ...}}
+    fields = {"file": "layer-0000.pt", "bytes": 1, "digest": "0", **changes}
+    return {"a": {key: value for key, value in fields.items() if value is not ...}}
 
 
 PIECE = {"whole": {"part": {"w": ["w", 4, 0, [[0, 4]]]}}}
@@ -101,7 +101,7 @@ def test_a_whole_manifest_may_have_all_of_it(tmp_path: Path) -> None:
      LAYER | {"optimizer": {"w": {"step": "x"}}}, LAYER | {"scaler": {"scale": 1.0}}],
 )  # fmt: skip
 def test_a_layer_of_another_shape_is_one_sentence(tmp_path: Path, layer: Any) -> None:
-    """Who wrote the manifest wrote the digest, too: it says nothing of what a file holds."""
+    """The author of a manifest also wrote its digests, so they say nothing of what a file holds."""
     with pytest.raises(CapslogError, match=r"layer-0000.pt: holds no layer's parameters, buffers and moments"):
         open_checkpoint(written(tmp_path, 1, layer)).layer("a")
 
@@ -149,7 +149,7 @@ def test_a_pipe_in_a_checkpoint_is_no_file(tmp_path: Path) -> None:
 
 
 def test_no_layer_is_written_through_a_link(tmp_path: Path) -> None:
-    """The name of the next unfinished checkpoint can be guessed by who made the run's folder."""
+    """The maker of a run's folder can guess the name of the next unfinished checkpoint."""
     (tmp_path / "own").write_text("mine")
     (tmp_path / "layer-0000.pt").symlink_to(tmp_path / "own")
     with pytest.raises(OSError, match=r"layer-0000\.pt is a link"):
@@ -158,11 +158,11 @@ def test_no_layer_is_written_through_a_link(tmp_path: Path) -> None:
 
 
 def test_parts_that_make_no_whole_layer_are_one_sentence() -> None:
-    """What a stranger's file holds need not be what the manifest says of it; torch's own errors came to the user."""
+    """A stranger's file need not hold what its manifest says; torch's own errors came to the user."""
     half = TensorPiece("w", 4, 0, ((0, 2),))
-    for part, whole in ((torch.zeros(3), None), (torch.zeros(2), 0.5), (torch.zeros(2, 3), torch.zeros(4, 2))):
+    for part, target in ((torch.zeros(3), None), (torch.zeros(2), 0.5), (torch.zeros(2, 3), torch.zeros(4, 2))):
         with pytest.raises(CapslogError, match="'w'"):
-            half.put(part, whole)
+            half.put(part, target)
     with pytest.raises(CapslogError, match=r"'w' has shape \[3\], but 4 in dimension 0 is due"):
         half.of(torch.zeros(3))
     assert half.of(torch.arange(4)).tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""A checkpoint gives the same weights and moments to whatever parts the layers are split into, and to whole layers."""
+"""A checkpoint gives the same weights and moments to layers that are split into any parts, and to whole layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Stored = tuple[Checkpoint, dict[str, Tensor]]
 
 @functools.cache
 def _transformer() -> Chain:
-    """Of a DETR whose decoder layers share their heads."""
+    """Transformer layers of a DETR whose decoder layers share their heads."""
     chain = tiny_chain(heads="every_decoder")
     first = next(index for index, layer in enumerate(chain.layers) if layer.name == "encoder.0")
     return Chain(chain.layers[first:], ("memory", "valid"), chain.outputs)
@@ -68,30 +68,30 @@ def written(folder: Path, chain: Chain) -> Checkpoint:
 
 def whole_states(states: Mapping[str, LayerState], chain: Chain) -> dict[str, Tensor]:
     """Every tensor of the states by its key in the whole layers, put together from the parts of the chain."""
-    found = {}
+    tensors = {}
     table = split_table(chain.layers)
     for layer in chain.layers:
         if layer.part is None:
-            kept = {key: one for key, one in states[layer.name].items() if not key.startswith("scaler/")}
-            found |= {f"{layer.name}/{key}": tensor for key, tensor in kept.items()}
-    for whole, rows in table.items():
+            kept = {key: tensor for key, tensor in states[layer.name].items() if not key.startswith("scaler/")}
+            tensors |= {f"{layer.name}/{key}": tensor for key, tensor in kept.items()}
+    for layer_name, rows in table.items():
         parts = [(pieces, states[part]) for part, pieces in parts_from_json(rows).items()]
         for kind in ("parameters", "buffers", "optimizer", "number"):
             keyed = [(_by_key(pieces, state, kind), state) for pieces, state in parts]
-            found |= {f"{whole}/{key}": tensor for key, tensor in put_together(keyed).items()}
-    return found
+            tensors |= {f"{layer_name}/{key}": tensor for key, tensor in put_together(keyed).items()}
+    return tensors
 
 
 def _by_key(pieces: Mapping[str, TensorPiece], state: LayerState, kind: str) -> dict[str, TensorPiece]:
-    """The keys of one kind in a part's state, each with where it belongs in the whole layer's."""
-    found = {}
+    """The keys of one kind in a part's state, each with its place in the state of the whole layer."""
+    keyed = {}
     for key, tensor in state.items():
-        name, _, rest = key.removeprefix(f"{kind}/").partition("/")
+        name, _, suffix = key.removeprefix(f"{kind}/").partition("/")
         if key.startswith(f"{kind}/"):
             piece = pieces[name]
-            own = f"{kind}/{piece.name}" + (f"/{rest}" if rest else "")
-            found[key] = TensorPiece(own, piece.size, piece.dim, piece.ranges if tensor.dim() else ())
-    return found
+            whole_key = f"{kind}/{piece.name}" + (f"/{suffix}" if suffix else "")
+            keyed[key] = TensorPiece(whole_key, piece.size, piece.dim, piece.ranges if tensor.dim() else ())
+    return keyed
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -103,25 +103,25 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for parameter in chain.named_parameters().values():
             parameter.normal_()
     checkpoint = written(tmp_path_factory.mktemp("stored") / "step-00000003", chain)
-    own = {layer.name: from_checkpoint(checkpoint, chain, index) for index, layer in enumerate(chain.layers)}
-    return checkpoint, whole_states(own, chain)
+    states = {layer.name: from_checkpoint(checkpoint, chain, index) for index, layer in enumerate(chain.layers)}
+    return checkpoint, whole_states(states, chain)
 
 
 @pytest.mark.parametrize("target", WAYS)
 def test_any_parts_read_what_any_parts_wrote(stored: Stored, target: dict[str, str]) -> None:
     checkpoint, expected = stored
-    other = transformer(target)
-    theirs = {layer.name: from_checkpoint(checkpoint, other, index) for index, layer in enumerate(other.layers)}
-    found = whole_states(theirs, other)
-    assert found.keys() == expected.keys()
-    assert not [key for key, tensor in expected.items() if not torch.equal(tensor, found[key])]
-    for index, layer in enumerate(other.layers):
-        assert theirs[layer.name].keys() >= model_state(other, index).keys()
+    chain = transformer(target)
+    theirs = {layer.name: from_checkpoint(checkpoint, chain, index) for index, layer in enumerate(chain.layers)}
+    tensors = whole_states(theirs, chain)
+    assert tensors.keys() == expected.keys()
+    assert not [key for key, tensor in expected.items() if not torch.equal(tensor, tensors[key])]
+    for index, layer in enumerate(chain.layers):
+        assert theirs[layer.name].keys() >= model_state(chain, index).keys()
         assert {key: float(theirs[layer.name][f"scaler/{key}"]) for key in SCALER} == SCALER
     # and for prediction, on one device
-    load_chain(checkpoint, other)
-    states = {layer.name: model_state(other, index) for index, layer in enumerate(other.layers)}
-    weights = whole_states(states, other)
+    load_chain(checkpoint, chain)
+    states = {layer.name: model_state(chain, index) for index, layer in enumerate(chain.layers)}
+    weights = whole_states(states, chain)
     assert not [key for key, tensor in weights.items() if not torch.equal(tensor, expected[key])]
 
 
@@ -134,19 +134,21 @@ def test_running_statistics_of_parts_come_together(tmp_path: Path) -> None:
         torch.manual_seed(1)
         return load_workload(config).chosen_chain()
 
-    whole = chain("")
-    for layer in whole.layers:
+    plain = chain("")
+    for layer in plain.layers:
         for buffer in layer.module.buffers():
             buffer.copy_(torch.rand_like(buffer.float()) * 9)
-    checkpoint = written(tmp_path / "one", whole)
+    checkpoint = written(tmp_path / "one", plain)
     halves, quarters = chain("tensor-2"), chain("tensor-4")
-    assert [sum(layer.part is not None for layer in one.layers) for one in (whole, halves, quarters)] == [0, 6, 10]
+    assert [sum(layer.part is not None for layer in model.layers) for model in (plain, halves, quarters)] == [0, 6, 10]
     load_chain(checkpoint, halves)
     load_chain(written(tmp_path / "two", halves), quarters)
     back = chain("")
     load_chain(written(tmp_path / "three", quarters), back)
-    known = whole.named_tensors()
-    assert not [address for address, tensor in back.named_tensors().items() if not torch.equal(tensor, known[address])]
+    expected = plain.named_tensors()
+    assert not [
+        address for address, tensor in back.named_tensors().items() if not torch.equal(tensor, expected[address])
+    ]
 
 
 @pytest.mark.parametrize("target", [HEADS, ROWS])
@@ -161,22 +163,24 @@ def test_parts_begin_from_a_run_of_whole_layers(tmp_path: Path, target: dict[str
     assert initialise(chain, workload, tmp_path / "step-00000003", []) == []
     states = {layer.name: model_state(chain, index) for index, layer in enumerate(chain.layers)}
     expected = {layer.name: model_state(source, index) for index, layer in enumerate(source.layers)}
-    found, known = whole_states(states, chain), whole_states(expected, source)
-    assert not [key for key, tensor in known.items() if not torch.equal(tensor, found[key])]
+    tensors, expected_tensors = whole_states(states, chain), whole_states(expected, source)
+    assert not [key for key, tensor in expected_tensors.items() if not torch.equal(tensor, tensors[key])]
 
 
 def test_parts_begin_from_a_file_of_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, chain = transformer({}), transformer(HEADS)
-    weights = {address: torch.randn_like(one) for address, one in source.named_parameters().items()}
+    weights = {address: torch.randn_like(parameter) for address, parameter in source.named_parameters().items()}
     (tmp_path / "weights").touch()
     workload = load_workload(toy_config(tmp_path / "toy", []))
     monkeypatch.setattr(workload, "import_weights", lambda path: (weights, ["one that is not known"]), raising=True)
     assert initialise(chain, workload, tmp_path / "weights", []) == ["one that is not known"]
     states = {layer.name: model_state(chain, index) for index, layer in enumerate(chain.layers)}
-    found = whole_states(states, chain)
+    tensors = whole_states(states, chain)
     for address, value in weights.items():
-        layer = max((one.name for one in source.layers if address.startswith(f"{one.name}.")), key=len)
-        assert torch.equal(found[f"{layer}/parameters/{address.removeprefix(f'{layer}.')}"], value)
+        layer = max(
+            (candidate.name for candidate in source.layers if address.startswith(f"{candidate.name}.")), key=len
+        )
+        assert torch.equal(tensors[f"{layer}/parameters/{address.removeprefix(f'{layer}.')}"], value)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_name_that_it_lacks(tmp_path: Path) -> None:

@@ -51,22 +51,22 @@ def test_resume_continues_to_the_last_bit(pool: WorkerPool, whole: Path, tmp_pat
     resumed = train(pool, tmp_path, cuts)
     assert (resumed["resumed"], resumed["step"], resumed["stopped"]) == (3, 6, False)
     assert losses(tmp_path) == losses(whole)
-    one, other = (latest_checkpoint(folder / "checkpoints")[0] for folder in (whole, tmp_path))
-    assert one is not None
-    assert other is not None
-    for name in one.manifest["layers"]:
-        assert_same(one.layer(name), other.layer(name))
+    expected, continued = (latest_checkpoint(folder / "checkpoints")[0] for folder in (whole, tmp_path))
+    assert expected is not None
+    assert continued is not None
+    for name in expected.manifest["layers"]:
+        assert_same(expected.layer(name), continued.layer(name))
 
 
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
+def assert_same(actual: Any, expected: Any) -> None:
+    if isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_same(actual[key], expected[key])
+    elif isinstance(actual, torch.Tensor):
+        assert torch.equal(actual, expected)
     else:
-        assert one == other
+        assert actual == expected
 
 
 BFLOAT16 = {"precision": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}
@@ -124,11 +124,11 @@ def test_a_changed_constant_is_refused(pool: WorkerPool, whole: Path, tmp_path: 
     ],
 )
 def test_other_types_are_refused(tmp_path: Path, before: dict[str, Any], now: dict[str, Any], message: str) -> None:
-    one, other = (cases.run_config(str(tmp_path), train=keys) for keys in (before, now))
-    manifest = {"model": "tiny", "constants": run_constants(one)}
-    check_continues(one, "tiny", manifest, tmp_path)
+    original, changed = (cases.run_config(str(tmp_path), train=keys) for keys in (before, now))
+    manifest = {"model": "tiny", "constants": run_constants(original)}
+    check_continues(original, "tiny", manifest, tmp_path)
     with pytest.raises(CapslogError, match=message):
-        check_continues(other, "tiny", manifest, tmp_path)
+        check_continues(changed, "tiny", manifest, tmp_path)
 
 
 def test_a_checkpoint_of_before_there_were_other_types_is_one_of_float32(tmp_path: Path) -> None:
@@ -136,9 +136,9 @@ def test_a_checkpoint_of_before_there_were_other_types_is_one_of_float32(tmp_pat
     constants = run_constants(config)
     del constants["weights"], constants["moments"]
     check_continues(config, "tiny", {"model": "tiny", "constants": constants}, tmp_path)
-    other = cases.run_config(str(tmp_path), train=BFLOAT16)
+    narrow = cases.run_config(str(tmp_path), train=BFLOAT16)
     with pytest.raises(CapslogError, match=r"train\.weights=float32, the config says bfloat16"):
-        check_continues(other, "tiny", {"model": "tiny", "constants": constants}, tmp_path)
+        check_continues(narrow, "tiny", {"model": "tiny", "constants": constants}, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_checkpoints_keep_the_facts_of_the_data(whole: Path) -> None:
 
 
 def test_a_run_begins_from_one_of_other_types(pool: WorkerPool, whole: Path, tmp_path: Path) -> None:
-    """From float32 to 16 bits and back: the masters are the weights, and only what is frozen is rounded."""
+    """From float32 to 16 bits and back: the masters are the weights, and only frozen parameters are rounded."""
     still = {"max_steps": 1, "lr": 1e-30}
     for name, source, types in (("low", whole, BFLOAT16), ("wide", tmp_path / "low", {})):
         assert train(pool, tmp_path / name, train=still | types, init_from=str(source))["step"] == 1
@@ -178,10 +178,10 @@ def test_a_run_begins_from_one_of_other_types(pool: WorkerPool, whole: Path, tmp
     assert wide is not None
     for layer in first.manifest["layers"]:
         for name, tensor in first.layer(layer)["parameters"].items():
-            found, back = low.layer(layer)["parameters"][name], wide.layer(layer)["parameters"][name]
+            narrowed, widened = low.layer(layer)["parameters"][name], wide.layer(layer)["parameters"][name]
             frozen = layer == "stem"
-            assert torch.equal(found, tensor.bfloat16() if frozen else tensor), (layer, name)
-            assert torch.equal(back, found.float())
+            assert torch.equal(narrowed, tensor.bfloat16() if frozen else tensor), (layer, name)
+            assert torch.equal(widened, narrowed.float())
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(pool: WorkerPool, tmp_path: 
 def test_an_update_that_finds_no_memory_ends_the_run_and_is_in_no_checkpoint(
     pool: WorkerPool, tmp_path: Path, operation: str
 ) -> None:
-    """One rank has changed some of its parameters, the other all of its own; the same command goes on from before."""
+    """A rank has changed some of its parameters, the other rank all; the same command resumes before that step."""
     settings: dict[str, Any] = {"optimizer": "rmsprop", "optimizer_args": {"momentum": 0.9}, "checkpoint_every": 2}
     settings["checkpoint_background"] = False  # that of step 2 has its name before step 4 fails
     with pytest.raises(RuntimeError, match="you tried to allocate 500 bytes"):
@@ -209,11 +209,13 @@ def test_an_update_that_finds_no_memory_ends_the_run_and_is_in_no_checkpoint(
     assert (resumed["resumed"], resumed["step"]) == (2, 6)
     train(pool, tmp_path / "undisturbed", train=settings)
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
-    one, other = (latest_checkpoint(tmp_path / name / "checkpoints")[0] for name in ("run", "undisturbed"))
-    assert one is not None
-    assert other is not None
-    for name in one.manifest["layers"]:
-        assert_same(one.layer(name), other.layer(name))
+    interrupted, undisturbed = (
+        latest_checkpoint(tmp_path / name / "checkpoints")[0] for name in ("run", "undisturbed")
+    )
+    assert interrupted is not None
+    assert undisturbed is not None
+    for name in interrupted.manifest["layers"]:
+        assert_same(interrupted.layer(name), undisturbed.layer(name))
 
 
 def test_a_checkpoint_cut_short_is_passed_over(whole: Path, tmp_path: Path) -> None:
@@ -315,11 +317,11 @@ def by_hand(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def assert_same_end(one: Path, other: Path) -> None:
-    found, expected = (open_checkpoint(folder / "checkpoints" / "step-00000006") for folder in (one, other))
+def assert_same_end(first_run: Path, second_run: Path) -> None:
+    actual, expected = (open_checkpoint(folder / "checkpoints" / "step-00000006") for folder in (first_run, second_run))
     for name in expected.manifest["layers"]:
-        assert_same(found.layer(name), expected.layer(name))
-    assert found.manifest["shared"] == expected.manifest["shared"]
+        assert_same(actual.layer(name), expected.layer(name))
+    assert actual.manifest["shared"] == expected.manifest["shared"]
 
 
 def test_a_run_of_factories_is_stopped_resumed_and_evaluated(pool: WorkerPool, by_hand: Path, tmp_path: Path) -> None:
@@ -335,10 +337,10 @@ def test_a_run_of_factories_is_stopped_resumed_and_evaluated(pool: WorkerPool, b
 
 
 def test_layers_of_factories_begin_from_a_checkpoint(pool: WorkerPool, by_hand: Path, tmp_path: Path) -> None:
-    """One that their chain did not write; what is skipped is as the factory makes it."""
-    given = {"init_from": str(by_hand), "init_skip": ["encoder.0", "head.2"], "train": {"seed": 12}}
+    """The checkpoint is not one that their chain wrote; layers that are skipped keep the factory's weights."""
+    settings = {"init_from": str(by_hand), "init_skip": ["encoder.0", "head.2"], "train": {"seed": 12}}
     for name, cuts, model in (("one", (0,), BY_HAND), ("three", (0, 6, 9), FACTORIES)):
-        assert train(pool, tmp_path / name, cuts, model=model, **given)["step"] == 6
+        assert train(pool, tmp_path / name, cuts, model=model, **settings)["step"] == 6
     assert_same_end(tmp_path / "three", tmp_path / "one")
     assert losses(tmp_path / "three") == losses(tmp_path / "one")
     assert losses(tmp_path / "one") != losses(by_hand)

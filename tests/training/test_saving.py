@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: what they hold, when they get their name, and what breaks them off."""
+"""Checkpoints that are written beside training: their contents, when they get their name, and what breaks them off."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def written(loop: TrainingLoop) -> None:
 
 def digests(loop: TrainingLoop) -> dict[str, bytes]:
     optimizer = loop.running.optimizer
-    return {one.name: digest(layer_state.capture(one, optimizer, False)) for one in loop.running.layers}
+    return {layer.name: digest(layer_state.capture(layer, optimizer, False)) for layer in loop.running.layers}
 
 
 def digests_on_disk(loop: TrainingLoop, step: int) -> dict[str, bytes]:
-    found = open_checkpoint(loop.setup.checkpoints / f"step-{step:08d}")
+    stored = open_checkpoint(loop.setup.checkpoints / f"step-{step:08d}")
     chain = loop.setup.chain
     names = [layer.name for layer in chain.layers]
-    states = {name: from_checkpoint(found, chain, index) for index, name in enumerate(names)}
+    states = {name: from_checkpoint(stored, chain, index) for index, name in enumerate(names)}
     return {name: digest(state) for name, state in states.items()}
 
 
@@ -231,11 +231,11 @@ def test_killed_while_writing_the_checkpoint_before_is_whole(tmp_path: Path) -> 
     assert ended.returncode == -signal.SIGKILL
     partial = next((tmp_path / "checkpoints").glob(".partial-step-00000004-*"))
     assert len(list(partial.iterdir())) == 5
-    found, skipped = latest_checkpoint(tmp_path / "checkpoints")
-    assert found is not None
-    assert (found.step, skipped) == (2, [])
-    for name in found.manifest["layers"]:
-        found.layer(name)
+    newest, skipped = latest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None
+    assert (newest.step, skipped) == (2, [])
+    for name in newest.manifest["layers"]:
+        newest.layer(name)
 
 
 def test_a_write_that_fails_under_torch_says_why(tmp_path: Path) -> None:

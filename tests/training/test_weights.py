@@ -35,14 +35,14 @@ class Small(nn.Module):
 
 
 def made(model: nn.Module, **example: Tensor) -> tuple[ModelWorkload, Chain]:
-    """Its chain, whose weights are no longer those with which the model begins."""
+    """Return the model's workload and its chain, whose weights differ from those with which the model begins."""
     settings = ModelSection(
         factory="a:model", inputs=[], cut_points=[name for name in CUTS if name in dict(model.named_modules())]
     )
     workload = ModelWorkload(settings, next(iter(example.values())).shape[0], made=lambda: (model, example))
     chain = workload.build_chain()
     torch.manual_seed(3)
-    chain.begin_with({name: torch.rand_like(one) for name, one in chain.named_parameters().items()})
+    chain.begin_with({name: torch.rand_like(parameter) for name, parameter in chain.named_parameters().items()})
     return workload, chain
 
 
@@ -107,9 +107,9 @@ def test_detr_has_facebooks_names_and_no_other_model_has(tmp_path: Path) -> None
         build_chain = loss = profile_inputs = None  # type: ignore[assignment]
 
     write_weights(Detr(), chain, tmp_path / "detr.pth", "detr")
-    found = read_state_file(tmp_path / "detr.pth")
-    assert found.keys() == to_reference(chain).keys()
-    assert all(torch.equal(found[name], one) for name, one in to_reference(chain).items())
+    weights = read_state_file(tmp_path / "detr.pth")
+    assert weights.keys() == to_reference(chain).keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in to_reference(chain).items())
     with pytest.raises(CapslogError, match="the model 'a:model' is no DETR, whose original layout this form is"):
         write_weights(*small(), tmp_path / "other.pth", "detr")
 
@@ -125,7 +125,7 @@ def test_transformers_reads_a_folder(tmp_path: Path) -> None:
     weights = own_weights(workload, chain)
     state = again.state_dict()
     assert len(weights) > 20
-    assert all(torch.equal(state[name], one) for name, one in weights.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
     with pytest.raises(CapslogError, match=r"is no Hugging Face model .it has no save_pretrained"):
         write_weights(*small(), tmp_path / "small", "hf")
 

@@ -1,1 +1,1 @@
-"""Tests of what waits in the host tier."""
+"""Tests of layers that several ranks hold."""

@@ -17,8 +17,8 @@ def test_the_norm_is_float64s(shape: tuple[int, ...]) -> None:
     expected = math.sqrt(math.fsum((gradient.double().numpy() ** 2).ravel()))
     assert float(norm_of(gradient)) == pytest.approx(expected, rel=1e-13)
     if len(shape) == 2:
-        other = gradient.t().contiguous().t()
-        assert float(norm_of(other)) == pytest.approx(expected, rel=1e-13)
+        transposed = gradient.t().contiguous().t()
+        assert float(norm_of(transposed)) == pytest.approx(expected, rel=1e-13)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -1,4 +1,4 @@
-"""Slices of a layer's gradients are added to what one rank that has all blocks makes, to the last bit."""
+"""Sums of slices of a layer's gradients are those of one rank that has all blocks, to the last bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SHAPES = {"weight": (3, 4), "scale": (), "conv": (2, 3, 2, 5), "bias": (7,), "un
 
 
 def parameters_of() -> dict[str, nn.Parameter]:
-    found = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
-    found["conv"].data = found["conv"].data.to(memory_format=torch.channels_last)
-    return found
+    parameters = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    parameters["conv"].data = parameters["conv"].data.to(memory_format=torch.channels_last)
+    return parameters
 
 
 def blocks_of(parameters: dict[str, nn.Parameter], missing: bool) -> list[dict[str, Tensor]]:
-    """Six, whose gradients have the layouts of autograd; `missing`: some lack some of them."""
+    """Gradients of six blocks, in autograd's layouts; `missing`: some blocks lack some gradients."""
     blocks = []
     for number in range(6):
         block = {
@@ -56,9 +56,9 @@ def test_the_sums_are_those_of_one_rank(missing: bool, owned: tuple[tuple[int, .
         part, present = sliced.add([rows[number] for number in sorted(rows)], place)
         assert present == [name for name in parameters if name in expected]
         parts.append(part)
-    found = sliced.unpack(torch.cat(parts), present)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    unpacked = sliced.unpack(torch.cat(parts), present)
+    assert unpacked.keys() == expected.keys()
+    for name, gradient in unpacked.items():
         assert gradient.stride() == parameters[name].stride(), name
         assert torch.equal(gradient.contiguous().view(torch.int32), expected[name].contiguous().view(torch.int32)), name
 
@@ -70,9 +70,9 @@ def test_a_gradient_in_another_layout_and_a_parameter_with_gaps() -> None:
     sliced = Slices({"gaps": gaps, "weight": weight}, 2)
     packed = sliced.pack({0: dict(gradients)})
     parts = [sliced.add([packed[place, 0]], place)[0] for place in range(2)]
-    found = sliced.unpack(torch.cat(parts), ["gaps", "weight"])
-    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
-    assert [found[name].stride() for name in found] == [(3, 1), (4, 1)]
+    unpacked = sliced.unpack(torch.cat(parts), ["gaps", "weight"])
+    assert all(torch.equal(unpacked[name], gradient) for name, gradient in gradients.items())
+    assert [unpacked[name].stride() for name in unpacked] == [(3, 1), (4, 1)]
 
 
 def test_two_dtypes_in_one_layer_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Moments that another replica keeps: the bits under any layout and optimizer, checkpoints, and what is refused."""
+"""Moments that another replica keeps: the bits under any layout and optimizer, checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def one_rank(pool: WorkerPool, number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", [5, 6, 7, 9, 10, 11])
 def test_replicas_that_take_updated_values_have_the_bits_of_one_rank(pool: WorkerPool, seed: int) -> None:
-    """Also where they go over one group for every ordered pair of ranks, as with NCCL."""
+    """The values also travel over one group for every ordered pair of ranks, as with NCCL."""
     layout = with_shares(random_layout(seed, 11, 4, 4), seed - 4, APART)
     assert sum(len(stage.moments_elsewhere) for stage in layout.stages) > 4
     options, twist = {"num_blocks": 4, "recipe": RECIPES[seed % 2], "clip_norm": 0.5}, "pair groups"
     results = pool.run(cases.train, layout.world_size, layout, options, 3, torch.float32, twist if seed == 6 else None)
     expected = one_rank(pool, seed % 2)
-    for one in results:
-        assert (one["parts"], one["norms"]) == (expected["parts"], expected["norms"])
+    for result in results:
+        assert (result["parts"], result["norms"]) == (expected["parts"], expected["norms"])
         for kind in ("state", "buffers"):
-            assert all(torch.equal(value, expected[kind][name]) for name, value in one[kind].items())
+            assert all(torch.equal(value, expected[kind][name]) for name, value in result[kind].items())
 
 
 def shared_plan(*moments: tuple[MemoryInterval, ...]) -> Plan:
     """Two replicas of a pipeline of two stages on four ranks."""
     stages = [
-        PlanStage(((first, end),), (rank,), blocks, moments=own)
-        for (first, end, rank, blocks), own in zip(
+        PlanStage(((first, end),), (rank,), blocks, moments=intervals)
+        for (first, end, rank, blocks), intervals in zip(
             [(0, 5, 0, (0,)), (5, 11, 1, (0,)), (0, 5, 2, (1,)), (5, 11, 3, (1,))], moments, strict=True
         )
     ]
@@ -84,7 +84,7 @@ def test_checkpoints_and_scores_do_not_know_who_kept_the_moments(pool: WorkerPoo
         "to one pipeline": (SHARED, (0, 6)),
         "to shares": (WHOLE, SHARED),
     }
-    found = {}
+    records = {}
     for name, (first, then) in ways.items():
         run_of(pool, tmp_path / name, first, max_steps=3)
         assert run_of(pool, tmp_path / name, then)["resumed"] == 3
@@ -93,21 +93,21 @@ def test_checkpoints_and_scores_do_not_know_who_kept_the_moments(pool: WorkerPoo
         layers = {layer: checkpoint.layer(layer) for layer in checkpoint.manifest["layers"]}
         rows = [(row["step"], row["loss"]) for row in files.read_jsonl(tmp_path / name / "metrics.jsonl")]
         scores = [row | {"time": 0} for row in files.read_jsonl(tmp_path / name / "evaluations.jsonl")]
-        found[name] = layers, rows, [{k: v for k, v in row.items() if k != "generation"} for row in scores]
-    layers, *rest = found["alone"]
+        records[name] = layers, rows, [{k: v for k, v in row.items() if k != "generation"} for row in scores]
+    layers, *expected = records["alone"]
     assert len(layers) == 11
     for name in ("to one pipeline", "to shares"):
-        assert found[name][1:] == tuple(rest)
-        assert_same(found[name][0], layers)
+        assert records[name][1:] == tuple(expected)
+        assert_same(records[name][0], layers)
 
 
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
+def assert_same(actual: Any, expected: Any) -> None:
+    if isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_same(actual[key], expected[key])
     else:
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert torch.equal(actual, expected) if isinstance(actual, torch.Tensor) else actual == expected
 
 
 @pytest.mark.parametrize("operation", ["500 1", "500 20"])

@@ -1,4 +1,4 @@
-"""What one call offloads: every storage once, parameters not at all, and every tensor back as it was."""
+"""One call offloads every storage once and no parameters; every tensor comes back as it was."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ CPU = torch.device("cpu")
 def test_a_storage_leaves_once_and_every_tensor_on_it_comes_back_with_its_strides() -> None:
     tier = HostTier(CPU)
     call = OffloadedCall(tier)
-    whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    matrix = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     halves = torch.arange(7, dtype=torch.bfloat16)  # 14 bytes: no multiple of 4
     flags, nothing = torch.tensor([True, False, True]), torch.empty(0, 3)
-    tensors = [whole, whole.t(), whole[1:3, ::2], whole[0].expand(5, 6), halves[2:], flags, nothing]
+    tensors = [matrix, matrix.t(), matrix[1:3, ::2], matrix[0].expand(5, 6), halves[2:], flags, nothing]
     expected = [(tensor.clone(), tensor.stride(), tensor.dtype) for tensor in tensors]
     taken = [call.take(tensor) for tensor in tensors]
-    storages = [weakref.ref(tensor.untyped_storage()) for tensor in (whole, halves, flags)]
-    del whole, halves, flags, tensors
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in (matrix, halves, flags)]
+    del matrix, halves, flags, tensors
     call.leave(beside=True)
     call.settle()
     assert [storage() for storage in storages] == [None] * 3
     assert tier.bytes == 96 + 14 + 3
     call.come_back(beside=True)
-    for one, (value, stride, dtype) in zip(taken, expected, strict=True):
-        found = one.get()
-        assert (found.stride(), found.dtype) == (stride, dtype)
-        assert torch.equal(found, value)
+    for handle, (value, stride, dtype) in zip(taken, expected, strict=True):
+        restored = handle.get()
+        assert (restored.stride(), restored.dtype) == (stride, dtype)
+        assert torch.equal(restored, value)
     call.end()
     assert (tier.bytes, tier.peak_bytes) == (0, 113)
 
@@ -54,7 +54,7 @@ def test_what_autograd_saves_leaves_but_not_the_parameters() -> None:
     del start
     call.leave(beside=True)
     call.settle()
-    assert tier.bytes == 4 * (3 * 4 + 3 * 8)  # the input, and what tanh wrote, which both of its neighbours save
+    assert tier.bytes == 4 * (3 * 4 + 3 * 8)  # the input, and the output of tanh, which both of its neighbours save
     call.come_back(beside=True)
     torch.autograd.backward(result, 2 * result.detach())
     assert kept.grad is not None
@@ -86,10 +86,10 @@ def test_memory_that_was_given_back_is_used_again_and_a_bound_holds(tmp_path) ->
     assert again is first
     tier.give_back(again)
     # 40 bytes are mapped and free, and must make place for 80
-    other, _ = tier.leave(torch.zeros(20), beside=False)
+    larger, _ = tier.leave(torch.zeros(20), beside=False)
     with pytest.raises(CapslogError, match=r"may hold 100 bytes .* 80 are in use and 40 more are needed"):
         tier.leave(torch.zeros(10), beside=False)
-    tier.give_back(other)
+    tier.give_back(larger)
     assert os.listdir(tmp_path) == []
 
 

@@ -19,20 +19,22 @@ class Own:
     x: int
 
 
-def same(one, other) -> bool:
-    if type(one) is not type(other):
+def same(first, second) -> bool:
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Tensor):
+    if isinstance(first, torch.Tensor):
         return (
-            one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+            first.dtype == second.dtype
+            and first.shape == second.shape
+            and first.numpy().tobytes() == second.numpy().tobytes()
         )
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return repr(one) == repr(other)
+    if isinstance(first, np.ndarray):
+        return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return repr(first) == repr(second)
 
 
 @pytest.mark.parametrize(
