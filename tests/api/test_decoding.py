@@ -33,12 +33,12 @@ def test_a_plan_of_a_folder_reads_its_config_alone(tmp_path):
     plan = capslog.plan_decoding(str(tmp_path), degree=3, batch=4, length=64, bandwidth="100Mbit")
     assert plan.shard == "sequence"
     assert "the degree 3 does not divide the 2 key-value heads" in plan.why
-    own = capslog.plan_decoding(small_model("Llama"), degree=2, batch=4, length=64, bandwidth="100Mbit")
-    assert own.costs[1].refused is None
+    small_plan = capslog.plan_decoding(small_model("Llama"), degree=2, batch=4, length=64, bandwidth="100Mbit")
+    assert small_plan.costs[1].refused is None
 
 
 def test_one_process_decodes_alone():
     pytest.importorskip("transformers", minversion="5.0")
-    found = capslog.decode(small_model("GPT2"), some_prompts(3, 5), 4)
-    assert [len(one) for one in found.tokens] == [4, 4]
-    assert sum(found.sent_bytes.values()) == 0
+    decoding = capslog.decode(small_model("GPT2"), some_prompts(3, 5), 4)
+    assert [len(tokens) for tokens in decoding.tokens] == [4, 4]
+    assert sum(decoding.sent_bytes.values()) == 0

@@ -1,4 +1,4 @@
-"""`capslog.plan` and `capslog.estimate` on objects: the command's plan, an untouched model, pictures, refusals."""
+"""`capslog.plan` and `capslog.estimate` on objects: same plan as the command, model unchanged, pictures, refusals."""
 
 from __future__ import annotations
 
@@ -83,60 +83,62 @@ def test_an_object_is_planned_as_the_command_plans_its_function(nets, plan, tmp_
     assert isinstance(plan, capslog.Plan)
     assert list(plan.cuts) == command["cuts"]
     assert list(plan.stage_bytes) == [stage["bytes"] for stage in command["stages"]]
-    assert [one.capacity_bytes for one in plan.ranks] == [one["capacity_bytes"] for one in command["ranks"]]
-    assert {one.capacity_bytes for one in plan.ranks} == {1 << 20}
+    assert [rank.capacity_bytes for rank in plan.ranks] == [rank["capacity_bytes"] for rank in command["ranks"]]
+    assert {rank.capacity_bytes for rank in plan.ranks} == {1 << 20}
     plan.save(tmp_path / "saved.json")
     assert capslog.read_plan(tmp_path / "saved.json").to_json() == plan.to_json()
 
 
 @pytest.mark.parametrize("planner", [None, "exact"])
 def test_an_estimate_in_place_of_its_model_gives_the_same_plan(nets, planner: str | None) -> None:
-    """The pages promise "the same", but a step had one microbatch per device for a model and four for its estimate."""
+    """Documentation promises the same plan, but a step had one microbatch per device for a model and four for its
+    estimate.
+    """
     costs = capslog.estimate(nets.Net(), X, device="cpu")
-    both = [
+    plans = [
         capslog.plan(model, *sample, devices=3, planner=planner, minibatch_size=size, capacity=capacity, **device)
         for size, capacity in ((None, None), (8, "1GiB"))
         for model, sample, device in ((nets.Net(), (X,), {"device": "cpu"}), (costs, (), {}))
     ]
-    assert [one.num_microbatches for one in both] == [12, 12, 2, 2]
-    for one, other in zip(both[::2], both[1::2], strict=True):
-        assert (one.cuts, one.units, one.schedule, one.planner) == (
-            other.cuts,
-            other.units,
-            other.schedule,
-            other.planner,
+    assert [plan.num_microbatches for plan in plans] == [12, 12, 2, 2]
+    for model_plan, costs_plan in zip(plans[::2], plans[1::2], strict=True):
+        assert (model_plan.cuts, model_plan.units, model_plan.schedule, model_plan.planner) == (
+            costs_plan.cuts,
+            costs_plan.units,
+            costs_plan.schedule,
+            costs_plan.planner,
         )
-        assert one.step_seconds == pytest.approx(other.step_seconds)
+        assert model_plan.step_seconds == pytest.approx(costs_plan.step_seconds)
 
 
 def test_an_estimate_for_a_kind_of_gpu_is_planned_within_its_memory(nets) -> None:
     costs = capslog.estimate(nets.Net(), X, device="cuda:t4")
-    both = capslog.plan(nets.Net(), X, devices=2, device="cuda:t4"), capslog.plan(costs, devices=2)
-    assert [one.capacities_of([0, 1]) for one in both] == [[gpu_of("cuda:t4").memory_bytes] * 2] * 2
+    plans = capslog.plan(nets.Net(), X, devices=2, device="cuda:t4"), capslog.plan(costs, devices=2)
+    assert [plan.capacities_of([0, 1]) for plan in plans] == [[gpu_of("cuda:t4").memory_bytes] * 2] * 2
 
 
 def test_a_plan_of_an_estimate_has_the_smallest_peak_of_all_cuts(nets) -> None:
     costs = capslog.estimate(nets.Net(), "x=float32[4,8]", device="cpu")
-    found = capslog.plan(costs, devices=3, planner="exact")
-    every = ((0, *inner) for inner in combinations(range(1, costs.num_layers), 2))
-    peaks = {cuts: asking.plan(costs, 3, cuts=cuts).peak_bytes for cuts in every}
-    assert found.peak_bytes == min(peaks.values()) == peaks[found.cuts]
+    plan = capslog.plan(costs, devices=3, planner="exact")
+    cut_lists = ((0, *inner) for inner in combinations(range(1, costs.num_layers), 2))
+    peaks = {cuts: asking.plan(costs, 3, cuts=cuts).peak_bytes for cuts in cut_lists}
+    assert plan.peak_bytes == min(peaks.values()) == peaks[plan.cuts]
 
 
 def test_the_model_is_not_changed(nets) -> None:
-    """Its mode, weights, running statistics and gradients are its owner's; weights on the meta device are enough."""
+    """Mode, weights, running statistics and gradients stay as they were; weights on the meta device are enough."""
     net = nets.Net().eval()
     net.blocks[0].train()
     net(X).sum().backward()
     before, gradients = copy.deepcopy(net), [parameter.grad.clone() for parameter in net.parameters()]
-    found = capslog.estimate(net, (X,), device="cpu")
+    costs = capslog.estimate(net, (X,), device="cpu")
     assert [module.training for module in net.modules()] == [module.training for module in before.modules()]
-    assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.state_dict().items())
+    assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in before.state_dict().items())
     pairs = zip(net.parameters(), gradients, strict=True)
     assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in pairs)
     with torch.device("meta"):
-        hollow = nets.Net()
-    assert capslog.estimate(hollow, {"x": X}, device="cpu").column("isolated_bytes") == found.column("isolated_bytes")
+        meta_net = nets.Net()
+    assert capslog.estimate(meta_net, {"x": X}, device="cpu").column("isolated_bytes") == costs.column("isolated_bytes")
 
 
 def test_a_plan_shows_itself_as_text_table_and_picture(plan, tmp_path: Path) -> None:
@@ -145,9 +147,9 @@ def test_a_plan_shows_itself_as_text_table_and_picture(plan, tmp_path: Path) -> 
         assert "budget: 2 stages of 4 layers" in shown
     assert plan._repr_html_().count("<tr>") == 3
     assert repr(plan).startswith("ModelPlan(cuts=(0, ")
-    for what in ("step", "layers"):
-        picture = plan.plot(tmp_path / "new" / f"{what}.png", what)
-        assert picture._repr_png_() == (tmp_path / "new" / f"{what}.png").read_bytes()
+    for kind in ("step", "layers"):
+        picture = plan.plot(tmp_path / "new" / f"{kind}.png", kind)
+        assert picture._repr_png_() == (tmp_path / "new" / f"{kind}.png").read_bytes()
         assert picture.png.startswith(b"\x89PNG")
     assert plan.simulate().step_seconds == pytest.approx(plan.step_seconds)
     with pytest.raises(capslog.CapslogError, match="unknown picture 'memory'"):
@@ -155,16 +157,16 @@ def test_a_plan_shows_itself_as_text_table_and_picture(plan, tmp_path: Path) -> 
 
 
 def test_a_plan_that_does_not_fit_is_an_answer(plan) -> None:
-    found = capslog.plan(plan.profile, devices=2, capacity=["2KiB", "3KiB"])
-    assert found.fits is False
-    assert "does not fit" in str(found) or "nothing fits" in str(found)
+    tight_plan = capslog.plan(plan.profile, devices=2, capacity=["2KiB", "3KiB"])
+    assert tight_plan.fits is False
+    assert "does not fit" in str(tight_plan) or "nothing fits" in str(tight_plan)
 
 
 def test_settings_are_keys_of_a_config(nets) -> None:
-    found = capslog.plan(
+    plan = capslog.plan(
         nets.Net(), X, devices=2, device="cpu", minibatch_size=16, settings={"pipeline.schedule": "1f1b"}
     )
-    assert (found.schedule, found.num_microbatches, found.microbatch_size) == ("1f1b", 4, 4)
+    assert (plan.schedule, plan.num_microbatches, plan.microbatch_size) == ("1f1b", 4, 4)
     with pytest.raises(capslog.CapslogError, match=r"pipeline.scedule is not a known key; did you mean"):
         capslog.estimate(nets.Net(), X, settings={"pipeline.scedule": "1f1b"})
 
@@ -190,7 +192,7 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(nets, arguments, senten
 
 
 def test_an_object_is_not_measured(nets) -> None:
-    """The processes that measure were forked with it, and failed with a sentence about torch's threads."""
+    """The measuring processes were forked with the model and failed with an error about torch's threads."""
     with pytest.raises(capslog.CapslogError, match="a model that is given as an object is estimated"):
         capslog.plan(nets.Net(), X, devices=2, device="cpu", settings={"profile.source": "measured"})
 
@@ -251,7 +253,7 @@ cli.main(["plan", "--profile", {str(tmp_path / "profile.json")!r}, "--devices", 
 
 
 def test_a_capacity_in_bytes_may_be_small() -> None:
-    """In a command a capacity of 16 has lost its unit; in Python it is one of bytes."""
+    """On the command line a capacity of 16 lacks its unit; in Python it means 16 bytes."""
     profile = Profile([LayerProfile(name, 10, 4 if number else None) for number, name in enumerate("abc")])
     assert capslog.plan(profile, devices=2, capacity=16).fits
     assert not capslog.plan(profile, devices=2, capacity=[9, 16]).fits

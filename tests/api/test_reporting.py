@@ -1,4 +1,4 @@
-"""What the page of a run predicts anew: its plan, rehearsed at the sizes that the run measured."""
+"""Predictions that a run's page makes anew: its plan, rehearsed at the sizes that the run measured."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from varuna_capslog.profiling.rehearsal import rehearse_plan
 
 
 def test_an_elastic_run_whose_schedule_its_planner_chose_is_rehearsed_by_its_plan() -> None:
-    """The quickstart's own report gave no error: "unknown schedule 'auto'", since the config.yaml of an elastic run
-    leaves the schedule to each plan. What the plan keeps or runs again was not rehearsed either, only its cuts.
+    """The quickstart's report gave no error because of "unknown schedule 'auto'": the config.yaml of an elastic run
+    leaves the schedule to each plan. Also, only the plan's cuts were rehearsed, not what it keeps or recomputes.
     """
     values = {
         "workload": "tests.engine.workload:workload",

@@ -1,4 +1,4 @@
-"""`capslog.train`: which config a file, a dict, a workload's name or function stand for; the workers are stand-ins."""
+"""`capslog.train`: the config that a file, dict, workload name or function stands for. Workers are stand-ins."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def starter(config, *flags):
-        found = starter_of([sys.executable, "-S", "-c", WORKER, str(config.run_dir)])
-        found.server = None  # this process has torch, and plans itself
-        return contextlib.nullcontext(found)
+        worker_starter = starter_of([sys.executable, "-S", "-c", WORKER, str(config.run_dir)])
+        worker_starter.server = None  # this process has torch, and plans itself
+        return contextlib.nullcontext(worker_starter)
 
     monkeypatch.setattr(local_run, "worker_starter", starter)
     import toy_of_api
@@ -72,8 +72,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 )
 def test_every_form_of_a_run_is_trained(toy, run, folder, capsys) -> None:
     forms = {"function": toy.workload, "config": capslog.load_config("toy.yaml")}
-    given = forms.get(run, run) if isinstance(run, str) else run
-    done = capslog.train(given, CUTS | {"train.max_steps": 2})
+    source = forms.get(run, run) if isinstance(run, str) else run
+    done = capslog.train(source, CUTS | {"train.max_steps": 2})
     assert done.run_dir == Path(folder)
     assert done.losses == [1.0, 0.5]
     assert done.plan is not None
@@ -152,7 +152,7 @@ def test_a_model_and_a_data_set_reach_every_process_of_the_run(own, form) -> Non
     assert done.run_dir == Path("runs/Sequential" if form == "objects" else "runs/own_of_api")
     config = capslog.load_config(done.run_dir / "config.yaml")
     train = config.train
-    # all 12 samples, in microbatches that the two of the validation data fill; none of DETR's values
+    # all 12 samples, in microbatches of 2 since there are 2 validation samples; none of DETR's values
     assert (train.optimizer, train.lr, train.clip_norm) == ("adamw", 1e-3, 0)
     assert (train.minibatch_size, train.microbatch_size) == (12, 2)
     workload = load_workload(config)
@@ -191,7 +191,7 @@ def test_a_script_that_trains_while_it_is_imported_is_told_to_guard_the_call(own
         (("own_of_api:model",), {"loss": "mse"}, "loss goes with a dataset, and there is none"),
         ((3, "own_of_api:data"), {}, "the model is a int"),
         (("own_of_api:model", lambda: 3), {}, "cannot import '<lambda>'"),
-        (("own_of_api:model", (one for one in "ab")), {}, "the dataset is a generator that cannot be handed"),
+        (("own_of_api:model", (letter for letter in "ab")), {}, "the dataset is a generator that cannot be handed"),
         (
             ("own_of_api:model", {"train": torch.zeros(3), "test": [1, 2]}),
             {},

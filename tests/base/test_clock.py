@@ -1,4 +1,4 @@
-"""The time of day of a process, and that nothing in the library asks the machine's clock behind its back."""
+"""The time of day of a process; no module of the library reads the machine's clock directly."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def test_a_process_may_be_given_another_time_of_day_and_gets_the_machine_s_again
 
 
 def asked(text: str) -> list[int]:
-    """The lines that ask for the time of day."""
+    """Return the lines that read the time of day."""
     return [number for number, line in enumerate(text.splitlines(), 1) if ASKS.search(line)]
 
 
 def test_whoever_wants_the_time_of_day_asks_the_clock_that_a_test_can_turn() -> None:
-    found = []
+    places = []
     for path in sorted(LIBRARY.rglob("*.py")):
         name = str(path.relative_to(LIBRARY))
         if not name.startswith(NOT_OF_A_RUN):
-            found += [f"{name}:{line}" for line in asked(path.read_text(encoding="utf-8"))]
-    assert not found, "a machine's clock may jump: wait and measure with time.monotonic, tell times by base/clock"
+            places += [f"{name}:{line}" for line in asked(path.read_text(encoding="utf-8"))]
+    assert not places, "a machine's clock may jump: wait and measure with time.monotonic, tell times by base/clock"
     assert asked("import time\nbegan = time.time()") == [2], "it would be seen"

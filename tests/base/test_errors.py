@@ -1,4 +1,4 @@
-"""Findings of a run that has not begun: all are told, and a run ends with the first that stops it."""
+"""Findings of a run that has not begun: all are reported, and a run ends with the first that stops it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def large() -> Iterator[RunFinding]:
 
 
 def test_a_check_that_ends_with_an_error_ends_alone_and_no_sentence_comes_twice() -> None:
-    found = list(findings_of(wrong, large, wrong))
-    assert [(one.kind, one.text.partition(" ")[0]) for one in found] == [
+    findings = list(findings_of(wrong, large, wrong))
+    assert [(finding.kind, finding.text.partition(" ")[0]) for finding in findings] == [
         ("note", "two"),
         ("stops", "a.png"),
         ("fact", "3"),

@@ -1,4 +1,4 @@
-"""Why a worker was lost, by the errors and ends that really happen, and which of several failures is named."""
+"""Causes of a lost worker, by real errors and ends, and the choice among several failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from varuna_capslog.training.worker_process import report_failure
     "error",
     [
         RuntimeError("can't start new thread"),
-        RuntimeError("Resource temporarily unavailable"),  # of torch's own threads, for a backward
+        RuntimeError("Resource temporarily unavailable"),  # from torch's own threads, for a backward
         BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_strangers_json_is_bounded(text: str | bytes, message: str | None) -> 
 
 
 def test_what_is_no_file_or_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe that nobody writes to held every reader of a folder up for ever; a pipe of the user's own is read."""
+    """A pipe that nobody writes to blocked every reader of a folder for ever; a pipe of the user's own is read."""
     os.mkfifo(tmp_path / "plan.json")
     for read in (files.read_json, files.read_jsonl, files.last_lines):
         with pytest.raises(CapslogError, match="is a pipe or a device"):
@@ -165,9 +165,9 @@ def test_a_torn_last_line_is_left_out_and_closed_by_the_next(
 ) -> None:
     path = tmp_path / "events.jsonl"
     files.append_jsonl(path, {"n": 1})
-    whole = path.stat().st_size
+    first_bytes = path.stat().st_size
     files.append_jsonl(path, {"n": 2222})
-    os.truncate(path, whole + cut)
+    os.truncate(path, first_bytes + cut)
     lost = cut < 11
     expected = [{"n": 1}] if lost else [{"n": 1}, {"n": 2222}]
     assert files.read_jsonl(path) == expected
@@ -177,7 +177,7 @@ def test_a_torn_last_line_is_left_out_and_closed_by_the_next(
 
 
 def test_a_line_that_is_no_object_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One line `17` in a run's events.jsonl kept all events from its report."""
+    """A line `17` in a run's events.jsonl kept all events from its report."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n17\n')
     assert files.read_jsonl(path) == [{"a": 1}]
@@ -186,7 +186,7 @@ def test_a_line_that_is_no_object_is_left_out(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize("line", ["[" * 10_000, '{"a": "\\ud800"}', '{"a": NaN}', "\xff\xfe", '{"a": 1} 2', '"{'])
 def test_what_is_no_json_or_no_text_is_a_torn_line_for_every_reader(tmp_path: Path, line: str) -> None:
-    """Brackets without end were a RecursionError; half of a surrogate pair could not be written to any page."""
+    """Endless brackets were a RecursionError; half of a surrogate pair could not be written to any page."""
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"n": 1}\n' + line.encode("latin-1") + b'\n{"n": "\\ud83d\\ude00"}\n')
     expected = [{"n": 1}, {"n": "\N{GRINNING FACE}"}]
@@ -235,7 +235,7 @@ def test_a_full_disk_is_told_from_a_folder_that_is_not_there():
 
 
 def test_no_run_writes_through_a_link(tmp_path: Path) -> None:
-    """A stranger's run folder had metrics.jsonl as a link: the run that went on there appended to its target."""
+    """A stranger's run folder had metrics.jsonl as a link: a run resumed there appended to its target."""
     (tmp_path / "own").write_text("mine\n")
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "own")
     with pytest.raises(CapslogError, match=r"metrics\.jsonl is a link, through which no run writes; remove it"):

@@ -1,4 +1,4 @@
-"""Workers out of the fork server: they are what a started process would be, and their ends are told at once."""
+"""Workers from the fork server: they equal started processes, and their ends are reported at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BORN_WITH = {name: value for name, value in os.environ.items() if name.startswit
 
 class Told(queue.Queue):
     def next(self, *wanted: str, seconds: float = 30.0) -> dict[str, Any]:
-        """The next thing told that has all these keys."""
+        """Return the next report that has all these keys."""
         until = time.monotonic() + seconds
         while True:
             entry = self.get(timeout=max(0.01, until - time.monotonic()))
@@ -47,9 +47,9 @@ def fork_server_of(folder: Path, told: Told, *modules: str, **environment: str) 
 
 @pytest.fixture
 def fork_server(tmp_path, told) -> Iterator[ForkServer]:
-    one = fork_server_of(tmp_path, told)
-    yield one
-    one.close()
+    server = fork_server_of(tmp_path, told)
+    yield server
+    server.close()
 
 
 def order(folder: Path, member: str, do: str) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def test_a_worker_is_a_process_of_its_own_and_its_end_is_told_as_it_was(tmp_path
         started = told.next("member")
         ended = told.next("member")
         assert started == {"member": member, "pid": started["pid"]}
-        what = seen(tmp_path, member)
-        assert (what["pid"], what["group"], what["parent"]) == (started["pid"], started["pid"], ready["pid"])
-        assert what["environment"] == {**BORN_WITH, "CAPSLOG_MEMBER": member}, "variables of an earlier one were left"
+        worker = seen(tmp_path, member)
+        assert (worker["pid"], worker["group"], worker["parent"]) == (started["pid"], started["pid"], ready["pid"])
+        assert worker["environment"] == {**BORN_WITH, "CAPSLOG_MEMBER": member}, "variables of an earlier one were left"
         expected = {"m-1": {"status": 0}, "m-2": {"status": 7}, "m-3": {"signal": 9}, "m-4": {"status": 1}}
         assert ended == {"member": member, "pid": started["pid"], **expected.get(member, {"signal": 11})}
     assert (tmp_path / "m-1.log").read_text() == "standard output of m-1\nerror output of m-1\n"
@@ -86,15 +86,15 @@ def test_what_was_imported_ahead_is_there_and_torch_computes_in_the_fork(tmp_pat
     told.next("ready", seconds=120)
     fork_server.fork(order(tmp_path, "m-1", "backward leave=0"))
     assert told.next("member", "status", seconds=60)["status"] == 0
-    what = seen(tmp_path, "m-1")
-    assert what["torch"]
-    assert (what["forked"], what["threads"]) == (True, 1)
+    worker = seen(tmp_path, "m-1")
+    assert worker["torch"]
+    assert (worker["forked"], worker["threads"]) == (True, 1)
     assert "no_such_module" in (tmp_path / "nursery.log").read_text()
     fork_server.close()
 
 
 def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):
-    # as an import does that starts a thread, or CUDA
+    # like an import that starts a thread or CUDA
     (tmp_path / "restless.py").write_text(
         "import sys, threading, time\n"
         "if '--alone' not in sys.argv:\n"
@@ -104,9 +104,9 @@ def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):
     ready = told.next("ready")
     fork_server.fork(order(tmp_path, "m-1", "wait=go leave=5"))
     started = told.next("member")
-    what = seen(tmp_path, "m-1")
-    assert (what["pid"], what["group"], what["parent"]) == (started["pid"], started["pid"], ready["pid"])
-    assert (what["forked"], what["threads"]) == (False, 1)
+    worker = seen(tmp_path, "m-1")
+    assert (worker["pid"], worker["group"], worker["parent"]) == (started["pid"], started["pid"], ready["pid"])
+    assert (worker["forked"], worker["threads"]) == (False, 1)
     (tmp_path / "go").touch()
     assert told.next("member") == {"member": "m-1", "pid": started["pid"], "status": 5}
     fork_server.fork(order(tmp_path, "m-2", "deaf"))
@@ -121,8 +121,9 @@ def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):
     "said", ["print(0)", "print([1])", """print('"x"')""", "print('null')", """print('{"gone": 1}')""", "sys.exit(3)"]
 )
 def test_what_a_module_does_while_it_is_imported_is_no_report(tmp_path, told, said):
-    """`print(torch.cuda.device_count())` in a workload's module was read as a report; 0 has no member, the thread died,
-    and the command waited for ever. Nor does a module that asks for input get the orders."""
+    """`print(torch.cuda.device_count())` in a workload's module was read as a report; 0 has no member, the thread
+    died, and the command waited for ever. A module that reads its input must not get the orders either.
+    """
     (tmp_path / "talks.py").write_text(f"import sys\n{said}\nsys.stdout.flush()\n")
     (tmp_path / "asks.py").write_text("input('the password? ')")
     with fork_server_of(tmp_path, told, "asks", "talks", PYTHONPATH=f"{ENTRIES}{os.pathsep}{tmp_path}") as server:
@@ -133,8 +134,10 @@ def test_what_a_module_does_while_it_is_imported_is_no_report(tmp_path, told, sa
 
 
 def test_files_of_the_current_folder_hide_no_module_that_is_installed(tmp_path, told, monkeypatch):
-    """A user's own `queue.py`, `rich.py` or `torch.py` broke every run, and those of a folder that somebody else has
-    filled were run. What only the current folder has is still found there, also by processes of multiprocessing."""
+    """A user's own `queue.py`, `rich.py` or `torch.py` broke every run, and files in a folder that somebody else had
+    filled were executed. A module that only the current folder has is still found there, also by processes of
+    multiprocessing.
+    """
     for name in ("queue", "random", "torch", "rich", "numpy", "json"):
         (tmp_path / f"{name}.py").write_text(f"open('imported-{name}', 'w')\nraise ImportError('the wrong one')")
     (tmp_path / "mine.py").write_text(
@@ -154,9 +157,9 @@ def test_what_the_listener_raises_ends_the_fork_server_and_everybody_who_waits(t
     """The thread that reads the reports died of an unexpected one, and `call` waited for ever."""
     heard: list[dict[str, Any]] = []
 
-    def hear(what: dict[str, Any]) -> None:
-        heard.append(what)
-        if what.get("member") == "m-1":
+    def hear(report: dict[str, Any]) -> None:
+        heard.append(report)
+        if report.get("member") == "m-1":
             raise KeyError("nobody of that name")
 
     with ForkServer("host_entries:act", hear, tmp_path / "log", (), {"PYTHONPATH": str(ENTRIES)}) as server:
@@ -182,7 +185,7 @@ def raised(error: Exception) -> None:
 
 
 def test_a_fork_server_that_closes_its_pipes_and_lives_is_ended(tmp_path, told, monkeypatch):
-    """As modules do that make a daemon of themselves: who waits hears it."""
+    """Modules that turn their process into a daemon do this; waiting callers are told."""
     monkeypatch.setattr("varuna_capslog.base.fork_server._LAST_SECONDS", 0.1)
     (tmp_path / "daemon.py").write_text("import os, time\nos.closerange(0, 99)\ntime.sleep(99)")
     with fork_server_of(tmp_path, told, "daemon", PYTHONPATH=f"{ENTRIES}{os.pathsep}{tmp_path}"):
@@ -249,7 +252,7 @@ def test_many_ends_at_once_are_all_told(tmp_path, fork_server, told):
 
 
 def test_what_a_scheduler_sends_to_all_processes_ends_no_worker(tmp_path, told, fork_server):
-    # Slurm and systemd signal the whole container; the host alone answers, or a planned leave would be a loss
+    # Slurm and systemd signal the whole container; the host alone responds, or a planned leave would be a loss
     told.next("ready")
     fork_server.fork(order(tmp_path, "m", "hang"))
     pid = told.next("member", "pid")["pid"]
@@ -302,16 +305,16 @@ def test_ctrl_c_ends_a_call_and_its_process_and_workers_can_be_forked_as_before(
 
 def test_a_fork_server_may_get_its_listener_and_its_log_later(tmp_path, told):
     early = Told()
-    one = fork_server_of(tmp_path, early)
+    server = fork_server_of(tmp_path, early)
     try:
-        one.settle(told.put, tmp_path / "later.log")
-        one.fork(order(tmp_path, "m-1", "leave=3"))
+        server.settle(told.put, tmp_path / "later.log")
+        server.fork(order(tmp_path, "m-1", "leave=3"))
         assert told.next("status")["status"] == 3
-        one.fork({})  # no order at all: an error of the fork server itself
+        server.fork({})  # no order at all: an error of the fork server itself
         assert told.next("gone")["gone"] == 1
         assert "KeyError" in (tmp_path / "later.log").read_text()
     finally:
-        one.close()
+        server.close()
 
 
 @pytest.mark.parametrize("threads", [0, 1])
@@ -337,11 +340,11 @@ print(Path(f"/proc/{{server.pid}}").exists(), flush=True)
 
 def test_closing_does_not_wait_for_imports(tmp_path, told):
     (tmp_path / "takes_long.py").write_text("import time; time.sleep(60)")
-    one = fork_server_of(tmp_path, told, "takes_long", PYTHONPATH=f"{tmp_path}{os.pathsep}{ENTRIES}")
+    server = fork_server_of(tmp_path, told, "takes_long", PYTHONPATH=f"{tmp_path}{os.pathsep}{ENTRIES}")
     began = time.monotonic()
-    one.close()
+    server.close()
     assert time.monotonic() - began < 5
-    assert not alive(one.pid)
+    assert not alive(server.pid)
 
 
 def test_a_call_ends_also_where_the_fork_server_is_gone(tmp_path, fork_server, told):

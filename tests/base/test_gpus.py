@@ -34,11 +34,11 @@ def test_kinds_are_read_as_people_and_torch_write_them(text: str, kind: str) -> 
 
 
 def test_sheets_agree_with_themselves() -> None:
-    """Float32 rates are those of the processors and their clock, and 16-bit ones are not below them."""
+    """Float32 rates equal the number of processors times their clock, and 16-bit rates are not below them."""
     lanes = {"volta": 64, "turing": 64, "ampere": 64, "cdna3": 128, "cdna4": 128}
     for name, gpu in GPUS.items():
         flops = 2 * gpu.processors * gpu.clock_hertz * lanes.get(gpu.architecture, 128)
-        # the H20 runs at less than it could, and CDNA doubles its rate by packed instructions
+        # the H20 runs below its limit, and CDNA doubles its rate by packed instructions
         assert 0.6 < gpu.float32_flops / flops < 2.1, name
         assert gpu.half_flops >= 1.9 * gpu.float32_flops, name
         assert gpu.tensor_flops <= gpu.half_flops, name
@@ -72,7 +72,7 @@ def test_devices_are_a_number_or_kinds() -> None:
 
 
 def test_a_slower_kind_has_less_speed_beside_the_fastest() -> None:
-    """By hand: arithmetic 35.6 / 82.6 in float32 and 71 / 165.2 in 16 bits, memory 936 / 1008 GB/s."""
+    """Expected by hand: arithmetic 35.6 / 82.6 in float32 and 71 / 165.2 in 16 bits, memory 936 / 1008 GB/s."""
     mixed = parse_devices("rtx3090, 2x rtx4090")
     assert mixed.fastest == "rtx4090"
     slower = ((35.6 / 82.6 * 71 / 165.2) ** 0.5 * 936 / 1008) ** 0.5

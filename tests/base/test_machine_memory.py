@@ -1,4 +1,4 @@
-"""The memory of a machine, and of control groups with less, on file trees as real machines have them."""
+"""Memory of a machine, and of control groups with less, on file trees of real machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANY = (1 << 63) - 4096
 
 
 def machine(root: Path, cgroup: str, mounts: str, files: dict[str, object]) -> Path:
-    """A tree with these files and what /proc says of the control groups in it."""
+    """Write a tree with these files and the control groups that /proc lists, and return its root."""
     for name, text in {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mounts, **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
@@ -104,38 +104,41 @@ TREES = {
 
 @pytest.mark.parametrize("name", TREES)
 def test_the_smallest_limit_of_any_group_on_the_way_up(name: str, tmp_path: Path) -> None:
-    """A plan under Slurm's --mem once reckoned with the whole machine: only the root group's limit was read
-    (rstudio/rstudio#13690, JuliaLang/julia#46796, dask/distributed#1712)."""
+    """A plan under Slurm's --mem once counted the whole machine's memory: only the root group's limit was read
+    (rstudio/rstudio#13690, JuliaLang/julia#46796, dask/distributed#1712).
+    """
     cgroup, mounts, files, granted = TREES[name]
     assert granted_bytes(machine(tmp_path, cgroup, mounts, files)) == granted
 
 
 def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
-    """Without /proc and control groups the machine's own memory is what there is."""
+    """Without /proc and control groups, the machine's own memory is the limit."""
     assert (granted_bytes(tmp_path), available_bytes(tmp_path), oom_kills(tmp_path)) == (WHOLE, WHOLE, 0)
     assert granted_bytes() <= WHOLE
     assert 0 < available_bytes() <= WHOLE
 
 
 def test_what_a_group_uses_is_not_available(tmp_path: Path) -> None:
-    """Cached files are given back; of several limits the one with the least left counts, in both versions."""
+    """Cached files can be reclaimed. Of several limits, the one with the fewest bytes available counts, in both
+    versions.
+    """
     group = "sys/fs/cgroup/a"
     files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8388608 kB", f"{group}/memory.max": 3 * G}
     files |= {f"{group}/memory.current": 2 * G, f"{group}/memory.stat": f"anon 5\ninactive_file {G // 2}"}
     assert available_bytes(machine(tmp_path / "own", "0::/a/b", v2(), files)) == 3 * G - 2 * G + G // 2
     files |= {f"{group}/b/memory.max": G, f"{group}/b/memory.current": G}
     assert available_bytes(machine(tmp_path / "below", "0::/a/b", v2(), files)) == 0
-    one = "sys/fs/cgroup/memory/job/memory"
-    old = {
-        f"{one}.limit_in_bytes": 2 * G,
-        f"{one}.usage_in_bytes": G,
-        f"{one}.stat": f"inactive_file 1\ntotal_inactive_file {G}",
+    memory_files = "sys/fs/cgroup/memory/job/memory"
+    old_files = {
+        f"{memory_files}.limit_in_bytes": 2 * G,
+        f"{memory_files}.usage_in_bytes": G,
+        f"{memory_files}.stat": f"inactive_file 1\ntotal_inactive_file {G}",
     }
-    assert available_bytes(machine(tmp_path / "old", "3:memory:/job", v1(), old)) == 2 * G
+    assert available_bytes(machine(tmp_path / "old", "3:memory:/job", v1(), old_files)) == 2 * G
 
 
 def test_the_own_group_counts_what_was_killed_for_memory(tmp_path: Path) -> None:
-    """A group counts the processes in it and below; where none counts, the machine's count is taken."""
+    """A group counts the processes in it and below; if no group counts, the machine's count is taken."""
     assert oom_kills() >= 0
     events = "low 0\nmax 3\noom 2\noom_kill 7\noom_group_kill 1"
     root = machine(tmp_path, "0::/a", v2(), {"sys/fs/cgroup/a/memory.events": events, "proc/vmstat": "oom_kill 9"})
@@ -147,7 +150,7 @@ def test_the_own_group_counts_what_was_killed_for_memory(tmp_path: Path) -> None
 
 
 def test_a_process_that_was_killed_for_memory_long_ago_is_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the last seconds count: what died for memory an hour ago explains nothing that dies now."""
+    """Only the last seconds count: a process killed for memory an hour ago does not explain a present failure."""
     count = [3]
     monkeypatch.setattr(machine_memory, "oom_kills", lambda: count[0])
     kills = MemoryKills()

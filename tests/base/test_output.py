@@ -1,4 +1,4 @@
-"""Output whose reader goes away, or whose disk is full: nothing that is written there raises."""
+"""Output whose reader goes away, or whose disk is full: no write to it raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ LOST = "standard output cannot be written: No space left on device; what follows
 
 def test_a_reader_that_goes_away_is_passed_over_in_silence() -> None:
     """`capslog train | head` lost 17 steps: rank 0 died of BrokenPipeError at its next line (wandb/wandb#6201,
-    facebookresearch/dinov2#404). Programs that are started later find the null device."""
+    facebookresearch/dinov2#404). Programs that are started later get the null device.
+    """
     reading, writing = os.pipe()
     errors: list[str] = []
     with open(writing, "w") as stream:
@@ -33,7 +34,7 @@ def test_a_reader_that_goes_away_is_passed_over_in_silence() -> None:
 
 
 def test_a_full_disk_is_told_once() -> None:
-    """The error stood for a defect: "unexpected OSError: [Errno 28] ..., this is a defect"."""
+    """The error was reported as a defect: "unexpected OSError: [Errno 28] ..., this is a defect"."""
     errors: list[str] = []
     with open("/dev/full", "w", buffering=1) as stream:
         lasting = LastingStream(stream, errors.append)
@@ -46,7 +47,7 @@ def test_a_full_disk_is_told_once() -> None:
 def test_a_run_goes_on_without_its_output_and_another_command_fails(
     command: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is asked of `train` is a trained model; what is asked of `plan --json` is its output."""
+    """The product of `train` is a trained model; the product of `plan --json` is its output."""
     monkeypatch.setattr(cli, "_status_of", lambda *_: sys.stdout.write("told\n") * 0)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)

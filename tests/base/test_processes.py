@@ -1,4 +1,6 @@
-"""Signals: what a worker outlives, what still ends its children, and what nohup and a closing terminal change."""
+"""Signals: those that a worker survives, those that still end its children, and the effect of nohup and a closing
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from varuna_capslog.base.processes import JOB_SIGNALS, ends_forks_as_usual, hear
 
 
 def in_a_fork(check: Callable[[], object]) -> None:
-    """Runs a check in a process whose signals may be changed; fails with its traceback."""
+    """Run a check in a process whose signals may be changed; fail with its traceback."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -25,14 +27,14 @@ def in_a_fork(check: Callable[[], object]) -> None:
             os.write(writing, traceback.format_exc().encode())
         os._exit(0)
     os.close(writing)
-    with open(reading) as said:
-        told = said.read()
+    with open(reading) as pipe:
+        text = pipe.read()
     os.waitpid(pid, 0)
-    assert not told, told
+    assert not text, text
 
 
 def end_of_fork(number: int) -> int:
-    """How a fork of this process that sleeps ends by a signal: minus its number, or 7 where it sleeps on."""
+    """Return the end of a sleeping fork of this process by a signal: minus its number, or 7 if it sleeps on."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -42,7 +44,7 @@ def end_of_fork(number: int) -> int:
         except KeyboardInterrupt:
             os._exit(130)
         os._exit(7)
-    os.read(reading, 1)  # it is a process of its own by now, however busy the machine is
+    os.read(reading, 1)  # it is a separate process by now, however busy the machine is
     for end in (reading, writing):
         os.close(end)
     os.kill(pid, number)
@@ -50,8 +52,9 @@ def end_of_fork(number: int) -> int:
 
 
 def test_what_a_worker_outlives_ends_its_children() -> None:
-    """Workers ignored SIGTERM, and so did their children: `terminate` waited for as long as the child slept, and
-    `with multiprocessing.Pool(1)` in a data set never came back (pytorch/pytorch#15950, huggingface/datasets#6089)."""
+    """Workers ignored SIGTERM, and so did their children: `terminate` waited for as long as the child slept, and `with
+    multiprocessing.Pool(1)` in a data set never returned (pytorch/pytorch#15950, huggingface/datasets#6089).
+    """
 
     def check() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
@@ -68,7 +71,7 @@ def test_what_a_worker_outlives_ends_its_children() -> None:
 
 
 def test_under_nohup_a_hangup_stays_ignored() -> None:
-    """A run under nohup goes on when the terminal closes, and so does what its data set starts."""
+    """A run under nohup continues when the terminal closes, and so do the processes that its data set starts."""
 
     def check() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -85,14 +88,14 @@ def test_under_nohup_a_hangup_stays_ignored() -> None:
 
 
 def test_ctrl_c_asks_the_worker_and_not_the_processes_of_its_data_set() -> None:
-    """They may have to read the rest of the step that the worker ends before it stops."""
+    """The worker may need them to read the rest of the step that it finishes before it stops."""
 
     def check() -> None:
-        asked: list[int] = []
+        signals: list[int] = []
         os.setpgid(0, 0)
-        with heard_signals((signal.SIGINT,), asked.append), subprocess.Popen(["sleep", "0.2"]) as child:
+        with heard_signals((signal.SIGINT,), signals.append), subprocess.Popen(["sleep", "0.2"]) as child:
             signal_group(os.getpid(), signal.SIGINT)
             assert child.wait() == 0
-        assert asked == [signal.SIGINT]
+        assert signals == [signal.SIGINT]
 
     in_a_fork(check)

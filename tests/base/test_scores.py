@@ -1,4 +1,4 @@
-"""Of two scores, which one is better."""
+"""Comparison of two scores."""
 
 from varuna_capslog.base.scores import goodness
 

@@ -1,4 +1,4 @@
-"""Seeds are spread, and depend on every number."""
+"""Seeds are spread and depend on every number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that a supervisor has forked: the same ends and outputs as of started ones."""
+"""Workers that a supervisor has forked end and print as started ones do."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_limit_of_processes_is_named(tmp_path, monkeypatch):
 
 
 def test_a_fork_that_is_refused_says_why(folder, monkeypatch):
-    """Also where the limit is reached only then; the worker's log has it, too."""
+    """The limit may also be reached only at the fork; the worker's log has the reason, too."""
     (folder / "first.py").write_text("import os\ndef fork():\n    raise BlockingIOError(11, 'no more')\nos.fork = fork")
     with pytest.raises(CapslogError, match=r"worker 0 cannot be started: .*: no more; raise the limit of processes"):
         supervised(folder, "pass")
@@ -69,7 +69,7 @@ def test_a_fork_that_is_refused_says_why(folder, monkeypatch):
 
 
 def test_the_group_of_a_started_worker_is_killed_before_its_number_is_free(tmp_path, monkeypatch):
-    """Once the leader is reaped, another group may have its number: the system's own processes were at risk."""
+    """Once the leader is reaped, another group may get its number: the system's own processes were at risk."""
     reaped: list[bool] = []
     killpg = os.killpg
 
@@ -95,8 +95,8 @@ def test_forks_end_well_and_their_output_goes_where_that_of_commands_goes(folder
     workers = folder / "run" / "workers"
     assert (workers / "0.log").read_text() == ""
     assert (workers / "1.log").read_text() == "heard from 1 True True\nerror\n"
-    own = [json.loads((workers / f"{rank}.json").read_text())["pid"] for rank in range(2)]
-    assert own == [int((folder / f"{rank}.pid").read_text()) for rank in range(2)]
+    pids = [json.loads((workers / f"{rank}.json").read_text())["pid"] for rank in range(2)]
+    assert pids == [int((folder / f"{rank}.pid").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize(

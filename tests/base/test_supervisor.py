@@ -78,7 +78,7 @@ def test_rank_zero_speaks_and_the_others_write_logs(tmp_path, capfd):
 
 
 def test_a_killed_worker_is_named_and_its_neighbours_complaints_are_not_the_cause(tmp_path):
-    # Rank 0 notices the loss before the supervisor does and writes so: still rank 1 is what happened.
+    # Rank 0 notices the loss before the supervisor does and writes it: still rank 1 is the cause.
     (tmp_path / "metrics.jsonl").write_text('{"step": 6}\n')
     error, seconds = failed(
         tmp_path,
@@ -112,7 +112,7 @@ def test_a_killed_worker_whose_step_nobody_reports_is_placed_after_the_last_metr
 
 
 def test_a_rank_that_the_system_killed_for_memory_is_told_so(tmp_path, monkeypatch):
-    """When the OOM killer took a rank, only elastic runs and loaders spoke of memory (ray-project/ray#18890)."""
+    """When the OOM killer took a rank, only elastic runs and loaders mentioned memory (ray-project/ray#18890)."""
     counts = itertools.count(5)  # one more at every look
     monkeypatch.setattr(machine_memory, "oom_kills", lambda: next(counts))
     (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
@@ -160,8 +160,9 @@ def test_a_reported_error_outranks_a_silent_crash(tmp_path):
 
 
 def test_a_cause_that_comes_late_outranks_the_guess_that_a_rank_hangs(tmp_path, monkeypatch):
-    """A rank's own sentence, written just after its neighbour had stopped waiting, was never read: the user heard that
-    it hangs or that pipeline.timeout_seconds must be raised (vllm-project/vllm#7074)."""
+    """A rank's own message, written just after its neighbour had stopped waiting, was never read: the user was told
+    that it hangs or that pipeline.timeout_seconds must be raised (vllm-project/vllm#7074).
+    """
     monkeypatch.setattr(supervising, "SETTLE_SECONDS", 0.1)
     body = """
     if rank == 1:
@@ -276,8 +277,9 @@ def test_sigterm_stops_cleanly_with_its_own_status(tmp_path):
 
 
 def test_a_closing_terminal_stops_cleanly_though_it_signals_twice(tmp_path):
-    """`kill -HUP`, as the end of an ssh session, ended the command at once and nothing was saved. Shell, kernel and
-    systemd may each send one, beside a SIGTERM (open-mmlab/mmsegmentation#1998, pytorch/pytorch#67538)."""
+    """`kill -HUP`, as at the end of an ssh session, ended the command at once and nothing was saved. Shell, kernel and
+    systemd may each send one, beside a SIGTERM (open-mmlab/mmsegmentation#1998, pytorch/pytorch#67538).
+    """
     process = start(tmp_path, POLITE)
     for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
         process.send_signal(number)
@@ -366,7 +368,7 @@ def test_two_runs_never_share_a_folder(tmp_path):
 
 
 def test_a_second_run_of_the_same_process_is_refused_too(tmp_path):
-    """The folders that a run holds once stood in the module, where any other run of the process could enter them."""
+    """A run's folders were once kept in the module, where any other run of the process could enter them."""
     refused = []
 
     def second() -> None:
@@ -374,7 +376,7 @@ def test_a_second_run_of_the_same_process_is_refused_too(tmp_path):
             pass
         refused.append(caught.value)
 
-    for count in (1, 2):  # the second time shows that the folder was freed, and is locked anew
+    for count in (1, 2):  # the second time shows that the folder was unlocked, and is locked again
         with reserve(tmp_path):
             with reserve(tmp_path):  # by the run itself, further inside
                 pass
@@ -414,7 +416,7 @@ def test_a_file_in_the_place_of_the_folder_is_one_sentence(tmp_path):
 
 
 def test_a_strangers_folder_leads_nowhere(tmp_path: Path) -> None:
-    """With workers/ as a link, a run removed every .json and .log of what it led to, and made files where lock led."""
+    """With workers/ as a link, a run removed every .json and .log in its target; lock as a link created files there."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine.json").write_text("{}")

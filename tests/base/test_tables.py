@@ -1,4 +1,4 @@
-"""Names from files do not drive the terminal."""
+"""Names from files cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_what_drives_a_terminal_is_shown_as_an_escape(text: str, shown: str) -> 
 
 
 def test_a_table_shows_names_as_they_are_and_no_escape_sequence() -> None:
-    """A layer's name set the title and the colour of the terminal of whoever planned with a stranger's profile; one
-    with [/x] in it ended the command.
+    """A layer's name in a stranger's profile set the title and the colour of the planning user's terminal; a name with
+    [/x] in it ended the command.
     """
     text = Table(f"t{EVIL}", ["layer"], [[EVIL], ["[/x] [bold]b[/bold] :car:"]], [0], [f"n{EVIL}"]).text()
     assert "\x1b" not in text

@@ -1,4 +1,4 @@
-"""No thread of the library ends in silence, and no wait is without a limit or a living owner."""
+"""No thread of the library ends unnoticed, and no wait is without a limit or a living owner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKING = {"wait", "get", "join", "result", "acquire", "exception", "communicat
 ALWAYS_BLOCKING = {"recv", "recv_bytes", "recv_into", "waitpid", "waitid"}
 
 WAITS = {
-    # the thread that hears the fork server tells everybody its end, whatever ends it
+    # the thread that reads the fork server's reports tells everybody of its end, whatever the cause
     "base/fork_server.py ForkServer.close": "killed before",
     "base/fork_server.py ForkServer._end": "killed before",
     "base/fork_server.py _ServerFork.wait": "WNOHANG",
@@ -33,7 +33,7 @@ WAITS = {
     "base/supervisor.py Supervisor._failures": "has ended",
     "base/supervisor.py Supervisor._kill": "killed before",
     "base/supervisor.py reserve": "a ContextVar, no wait",
-    # connections: the end of the other process ends them, and `until` bounds who waits for an answer
+    # connections: the end of the other process ends them, and `until` bounds the wait for an answer
     "base/trust/connection.py Connection._exactly": "`until`, or the process at the other end",
     "base/trust/connection.py _received": "has a timeout",
     "base/trust/door.py Door.close": "woken before; its thread waits for nothing else",
@@ -82,7 +82,7 @@ WAITS = {
 
 
 def test_what_a_target_raises_is_told_to_the_owner_in_one_sentence(capsys) -> None:
-    """Python prints the traceback of a thread somewhere, of a SystemExit nothing, and whoever waits for it goes on."""
+    """Python prints a thread's traceback to stderr, nothing for a SystemExit, and whoever waits for it continues."""
     heard: list[CapslogError] = []
 
     def fail(error: BaseException) -> None:
@@ -119,7 +119,7 @@ def trees() -> Iterator[tuple[str, ast.Module]]:
 
 
 def foreign_threads(path: str, tree: ast.Module) -> list[str]:
-    """Where a thread is made of, or derived from, what `threading` has."""
+    """Return the lines where a thread is created from, or derived from, a class of `threading`."""
     used = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     used += [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
     named = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
@@ -128,18 +128,18 @@ def foreign_threads(path: str, tree: ast.Module) -> list[str]:
 
 
 def waits(tree: ast.Module) -> dict[str, list[str]]:
-    """The calls without a limit, by the function that makes them."""
-    found = defaultdict(list)
+    """Return the calls without a limit, by the function that makes them."""
+    calls = defaultdict(list)
 
     def visit(node: ast.AST, scope: tuple[str, ...]) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and blocks(child, child.func):
-                found[".".join(scope)].append(ast.unparse(child))
+                calls[".".join(scope)].append(ast.unparse(child))
             named = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             visit(child, (*scope, child.name) if named else scope)  # type: ignore[attr-defined]
 
     visit(tree, ())
-    return found
+    return calls
 
 
 def blocks(call: ast.Call, called: ast.Attribute) -> bool:
@@ -152,14 +152,16 @@ def blocks(call: ast.Call, called: ast.Attribute) -> bool:
 
 
 def test_every_thread_has_an_owner() -> None:
-    """Some thirty places started threads of which nobody heard the end."""
+    """About thirty places started threads whose end nobody noticed."""
     assert [line for path, tree in trees() if path != "base/threads.py" for line in foreign_threads(path, tree)] == []
     for text in ("threading.Thread(target=f)", "from threading import Thread", "class A(threading.Thread): pass"):
         assert foreign_threads("", ast.parse(text)) == [":1"]
 
 
 def test_every_wait_has_a_limit_or_a_living_owner() -> None:
-    """Whoever adds a wait without a limit says in `WAITS` who ends it, also when that one fails."""
+    """A new wait without a limit names in `WAITS` the thread or process that ends it, also after a failure of that
+    one.
+    """
     places = {f"{path} {place}": calls for path, tree in trees() for place, calls in waits(tree).items()}
     assert {place: calls for place, calls in places.items() if place not in WAITS} == {}
     assert set(WAITS) <= set(places), "these places wait no more"

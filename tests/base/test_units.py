@@ -1,4 +1,4 @@
-"""Byte counts as people write them."""
+"""Byte counts in readable form."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_unit_with_two_readings_is_refused() -> None:
 
 @pytest.mark.parametrize("bare", ["16", 16, 80.0, "81559"])
 def test_few_bytes_without_a_unit_are_a_forgotten_unit(bare: Any) -> None:
-    """A capacity of "16" was 16 bytes, in which nothing fits; 81559 is what nvidia-smi prints for MiB."""
+    """A capacity of "16" was 16 bytes, in which nothing fits; nvidia-smi prints 81559 for MiB."""
     with pytest.raises(CapslogError, match=f"is {bare}, without a unit; write {bare}GiB or {bare}MiB, or {bare}B for"):
         parse_capacity(bare)
     assert parse_capacity(f"{bare}B") == int(float(bare))

@@ -1,4 +1,4 @@
-"""`capslog export`: where the names come from, what it prints, and one sentence for every mistake."""
+"""`capslog export`: the source of the names, the output, and the one-sentence error of every mistake."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def plan(tmp_path: Path) -> Path:
 def test_names_come_from_a_profile_or_a_model(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_names(plan.parent / "profile.json", "embed", *(f"h.{n}" for n in range(4)), "norm")
     assert run(plan, "--to", "megatron", "--profile", plan.parent / "profile.json") == 0
-    said = capsys.readouterr()
-    assert said.out == "Et*2|t*2L\n"
-    assert said.err.splitlines() == ["note: Megatron also needs --pipeline-model-parallel-size 2"]
+    captured = capsys.readouterr()
+    assert captured.out == "Et*2|t*2L\n"
+    assert captured.err.splitlines() == ["note: Megatron also needs --pipeline-model-parallel-size 2"]
     assert run(plan, "--to", "vllm", *FACTORIES) == 0
     assert capsys.readouterr().out == "VLLM_PP_LAYER_PARTITION=2,2\n"
     assert run(plan, "--to", "automodel", "--model", DECODER, "--input", TOKENS, "-o", plan.parent / "parts.json") == 0
@@ -55,26 +55,26 @@ def test_a_run_has_its_names_and_its_settings(tmp_path: Path, capsys: pytest.Cap
     write_plan(tmp_path / "plan-0.json", plan_of(0, 2))
     assert run(tmp_path, "--to", "sglang", "--trust") == 0  # no profile: the model is built
     assert capsys.readouterr().out == "SGLANG_PP_LAYER_PARTITION=1,3\n"
-    assert run(tmp_path, "--to", "sglang", *FACTORIES, "--block-names", "block.*") == 0  # the model that is given
+    assert run(tmp_path, "--to", "sglang", *FACTORIES, "--block-names", "block.*") == 0  # the given model
     assert capsys.readouterr().out == "SGLANG_PP_LAYER_PARTITION=1,3\n"
     write_names(tmp_path / "profile.json", *"abcdef")
     assert run(tmp_path, "--to", "deepspeed") == 0
-    said = capsys.readouterr().out
-    assert "PARTS = [0, 2, 6]" in said
-    assert "stage 1: layer 2 (c) to layer 5 (f)" in said
-    assert 'setdefault("activation_checkpoint_interval", 4)' in said  # the run's config recomputes
+    text = capsys.readouterr().out
+    assert "PARTS = [0, 2, 6]" in text
+    assert "stage 1: layer 2 (c) to layer 5 (f)" in text
+    assert 'setdefault("activation_checkpoint_interval", 4)' in text  # the run's config recomputes
     assert run(tmp_path, "--to", "deepspeed", "--no-recompute") == 0
     assert "activation_checkpoint" not in capsys.readouterr().out
-    assert run(tmp_path, "--to", "megatron") == 2  # the profile's names come before those of the run's model
+    assert run(tmp_path, "--to", "megatron") == 2  # the profile's names take precedence over those of the run's model
     assert "name no list of modules" in capsys.readouterr().err
     assert run(tmp_path, "--to", "megatron", *FACTORIES) == 0
     assert capsys.readouterr().out == "Et|t*3L\n"
-    assert run(tmp_path, "--to", "device-map", "--trust") == 0  # which needs the modules themselves
+    assert run(tmp_path, "--to", "device-map", "--trust") == 0  # needs the modules themselves
     assert json.loads(capsys.readouterr().out)["model.layers.1"] == 1
 
 
 def test_mistakes_are_one_sentence(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in [
+    for words, message in [
         (["--to", "megatrom"], "unknown form 'megatrom'; did you mean 'megatron'?"),
         (["--to", "megatron"], "a plan does not hold the names of the model's layers; give its profile with --profile"),
         (["--to", "torchtitan", *FACTORIES], "torchtitan speaks of the model's modules, of which only"),
@@ -84,5 +84,5 @@ def test_mistakes_are_one_sentence(plan: Path, capsys: pytest.CaptureFixture[str
     ]:
         assert run(plan, *words) == 2
         error = capsys.readouterr().err
-        assert said in error
+        assert message in error
         assert len(error.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Options of earlier versions are refused in one sentence that says what to write, and are in no help."""
+"""Options of earlier versions are refused with one sentence that names the replacement, and appear in no help."""
 
 from __future__ import annotations
 

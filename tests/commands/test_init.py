@@ -1,4 +1,4 @@
-"""`capslog init` copies what comes with the package, and never over what a person has changed."""
+"""`capslog init` copies the files that come with the package and never overwrites a file that the user has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`capslog largest`: the answer against planning for each value by itself, and what is refused."""
+"""`capslog largest`: its answer against a plan for each value, and refused arguments."""
 
 from __future__ import annotations
 
@@ -61,30 +61,30 @@ def largest(*arguments: str) -> int:
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
     assert largest(*arguments, "--json") == status
-    told = capsys.readouterr()
-    found = json.loads(told.out)
-    lines = [line for line in told.err.splitlines() if line.startswith("capslog: estimating ")]
-    assert lines == [f"capslog: estimating {found['key']}={one['value']}" for one in found["tried"]]
-    return found
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    lines = [line for line in captured.err.splitlines() if line.startswith("capslog: estimating ")]
+    assert lines == [f"capslog: estimating {answer['key']}={trial['value']}" for trial in answer["tried"]]
+    return answer
 
 
 def test_the_largest_microbatch_divides_the_samples_and_its_plan_is_written(capsys):
     sizes = ("--capacity", "560MiB")
-    found = asked(capsys, "stack.yaml", "microbatch", *sizes, "-o", "plan.json")
+    answer = asked(capsys, "stack.yaml", "microbatch", *sizes, "-o", "plan.json")
     divisors = [size for size in range(1, 61) if 60 % size == 0]
-    assert {one["value"] for one in found["tried"]} < set(divisors)
+    assert {trial["value"] for trial in answer["tried"]} < set(divisors)
     statuses = {}
-    for size in (found["largest"], divisors[divisors.index(found["largest"]) + 1]):
+    for size in (answer["largest"], divisors[divisors.index(answer["largest"]) + 1]):
         statuses[size] = run("stack.yaml", *sizes, f"train.microbatch_size={size}", "-o", f"{size}.json")
     assert list(statuses.values()) == [0, 3]
-    alone, written = read_plan(Path(f"{found['largest']}.json")), read_plan(Path("plan.json"))
+    alone, written = read_plan(Path(f"{answer['largest']}.json")), read_plan(Path("plan.json"))
     assert (written.cut_list, written.stage_bytes) == (alone.cut_list, alone.stage_bytes)
-    assert (written.microbatch_size, written.num_microbatches) == (found["largest"], 60 // found["largest"])
-    (best,) = [one for one in found["tried"] if one["value"] == found["largest"]]
+    assert (written.microbatch_size, written.num_microbatches) == (answer["largest"], 60 // answer["largest"])
+    (best,) = [trial for trial in answer["tried"] if trial["value"] == answer["largest"]]
     assert best["peak_bytes"] == alone.peak_bytes
     assert best["samples_per_second"] == pytest.approx(60 / alone.step_seconds)
-    for one in found["tried"]:
-        assert one["fits"] == (one["value"] <= found["largest"]) == (one["lacking_bytes"] is None)
+    for trial in answer["tried"]:
+        assert trial["fits"] == (trial["value"] <= answer["largest"]) == (trial["lacking_bytes"] is None)
 
 
 def test_a_model_keeps_its_number_of_microbatches(capsys):
@@ -99,16 +99,16 @@ def test_a_model_keeps_its_number_of_microbatches(capsys):
 
 def test_minibatches_end_where_no_stage_has_more_in_flight(capsys):
     arguments = ("stack.yaml", "minibatch", "--capacity", "600MiB", "train.microbatch_size=20")
-    found = asked(capsys, *arguments, "pipeline.schedule=1f1b")
-    assert found["every_larger_fits"]
-    assert "every larger multiple of 20: with schedule 1f1b" in found["answer"]
-    grows = asked(
+    answer = asked(capsys, *arguments, "pipeline.schedule=1f1b")
+    assert answer["every_larger_fits"]
+    assert "every larger multiple of 20: with schedule 1f1b" in answer["answer"]
+    gpipe_answer = asked(
         capsys, *arguments, "train.minibatch_size=60", "pipeline.schedule=gpipe", "pipeline.stage_inputs=device"
     )
-    assert not grows["every_larger_fits"]
-    assert grows["largest"] % 20 == 0
-    assert run("stack.yaml", "--capacity", "600MiB", *_gpipe(grows["largest"])) == 0
-    assert run("stack.yaml", "--capacity", "600MiB", *_gpipe(grows["largest"] + 20)) == 3
+    assert not gpipe_answer["every_larger_fits"]
+    assert gpipe_answer["largest"] % 20 == 0
+    assert run("stack.yaml", "--capacity", "600MiB", *_gpipe(gpipe_answer["largest"])) == 0
+    assert run("stack.yaml", "--capacity", "600MiB", *_gpipe(gpipe_answer["largest"] + 20)) == 3
 
 
 def _gpipe(samples: int) -> tuple[str, ...]:
@@ -118,9 +118,9 @@ def _gpipe(samples: int) -> tuple[str, ...]:
 
 def test_the_largest_image_has_the_ratio_of_the_config(capsys):
     arguments = ("pictures.yaml", "profile.image_size=[64, 128]", "image-size", "--capacity", "520MiB")
-    found = asked(capsys, *arguments)
-    assert [one["value"] for one in found["tried"]][:3] == [[32, 32], [32, 64], [64, 128]]
-    height, width = found["largest"]
+    answer = asked(capsys, *arguments)
+    assert [trial["value"] for trial in answer["tried"]][:3] == [[32, 32], [32, 64], [64, 128]]
+    height, width = answer["largest"]
     assert run("pictures.yaml", "--capacity", "520MiB", f"profile.image_size=[{height}, {width}]") == 0
     assert run("pictures.yaml", "--capacity", "520MiB", f"profile.image_size=[{height + 32}, {width + 32}]") == 3
 
@@ -129,12 +129,12 @@ def test_the_largest_image_has_the_ratio_of_the_config(capsys):
 def test_the_word_stands_anywhere(place: int) -> None:
     words = ["stack.yaml", "train.minibatch_size=60", "pipeline.devices=2"]
     words.insert(place, "microbatch")
-    what, flags = _word_of(LargestFlags(config=Path(words[0]), overrides=words[1:]))
-    assert (what, flags.config) == ("microbatch", Path("stack.yaml"))
+    word, flags = _word_of(LargestFlags(config=Path(words[0]), overrides=words[1:]))
+    assert (word, flags.config) == ("microbatch", Path("stack.yaml"))
     assert flags.overrides == ["train.minibatch_size=60", "pipeline.devices=2"]
     model = [word for word in words if word != "stack.yaml"]
-    what, flags = _word_of(LargestFlags(model="a:b", config=Path(model[0]), overrides=model[1:]))
-    assert (what, flags.config, len(flags.overrides or ())) == ("microbatch", None, 2)
+    word, flags = _word_of(LargestFlags(model="a:b", config=Path(model[0]), overrides=model[1:]))
+    assert (word, flags.config, len(flags.overrides or ())) == ("microbatch", None, 2)
 
 
 def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,17 +143,17 @@ def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     Path("llama", "config.json").write_text(json.dumps(LLAMA))
     wanted = ("sequence", "--hf", "llama", "--devices", "2", "--device", "cuda:t4", "--json")
     assert largest(*wanted) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["key"], found["largest"]) == ("model.arguments.sequence", 192)
-    assert found["answer"].endswith("and the model takes no more tokens")
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["key"], answer["largest"]) == ("model.arguments.sequence", 192)
+    assert answer["answer"].endswith("and the model takes no more tokens")
 
 
 def test_nothing_fits(capsys):
-    found = asked(capsys, "stack.yaml", "microbatch", "--capacity", "10KiB", "-o", "no.json", status=3)
-    assert found["largest"] is None
-    assert found["tried"][0]["lacking_bytes"] > 0
-    assert found["answer"].startswith("not even train.microbatch_size=1 fits: stage 1 needs ")
-    assert "too much" in found["answer"]
+    answer = asked(capsys, "stack.yaml", "microbatch", "--capacity", "10KiB", "-o", "no.json", status=3)
+    assert answer["largest"] is None
+    assert answer["tried"][0]["lacking_bytes"] > 0
+    assert answer["answer"].startswith("not even train.microbatch_size=1 fits: stage 1 needs ")
+    assert "too much" in answer["answer"]
     assert not Path("no.json").exists()
 
 

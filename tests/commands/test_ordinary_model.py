@@ -1,4 +1,4 @@
-"""`capslog plan` and `capslog profile` for an ordinary module: what is assumed, what is refused."""
+"""`capslog plan` and `capslog profile` for an ordinary module: assumptions and refusals."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def run(command: str, function: str, *arguments: str) -> int:
 def test_a_plan_is_estimated_for_a_kind_of_gpu_within_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--devices", "2", "--device", "cuda:t4", "--model-arg", "depth=6", "--json")
     assert run("plan", "stack", *X, *arguments) == 0
-    told = capsys.readouterr()
-    plan = json.loads(told.out)
+    captured = capsys.readouterr()
+    plan = json.loads(captured.out)
     assert (plan["num_layers"], plan["fits"], plan["planner"]) == (6, True, "budget")
-    assert {one["capacity_bytes"] for one in plan["ranks"]} == {GPUS["t4"].memory_bytes}
-    line, note = told.err.splitlines()
+    assert {rank["capacity_bytes"] for rank in plan["ranks"]} == {GPUS["t4"].memory_bytes}
+    line, note = captured.err.splitlines()
     assert note == "note: a run of this plan needs train.accumulation_blocks=2, a constant of the run"
     assert line.startswith("capslog: estimated for cuda:t4 with 14.5 GiB, within its capacity: float32, AdamW,")
-    assert run("plan", "stack", *X, *arguments, "--capacity", "1MiB") == 3  # a capacity that is given comes first
+    assert run("plan", "stack", *X, *arguments, "--capacity", "1MiB") == 3  # a given capacity takes precedence
 
 
 def test_a_profile_is_written_where_asked_and_tells_the_kind(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_a_model_that_branches_on_values_is_one_layer(capsys: pytest.CaptureFixt
 def test_an_accelerator_that_estimates_do_not_know(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is measured where it is; nothing is announced then, since an estimate says how long measuring takes."""
+    """The device is measured; no estimate is announced, since only an estimate says how long measuring takes."""
     assert run("plan", "plain", *X, "--devices", "2", "--device", "xpu") == 2
     refusal = capsys.readouterr().err
     assert "estimates know cpu, cuda and cuda:KIND, but the device is xpu; measure there instead" in refusal

@@ -33,7 +33,7 @@ def test_a_joint_plan_is_written_in_full_form(
 
 
 def test_auto_is_no_slower_than_joint(profile: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    """Help and pages name the planners joint and auto; for a profile joint was "unknown planner"."""
+    """Help and documentation name the planners joint and auto, but with a profile joint was "unknown planner"."""
     wanted = ("plan", "--profile", profile, "--devices", "5", "--minibatch", "12", "--json")
     answers = []
     for planner in ("joint", "auto"):

@@ -1,4 +1,4 @@
-"""`capslog plan --for inference`, from a folder of Hugging Face to the systems that serve; what is refused."""
+"""`capslog plan --for inference`, from a Hugging Face folder to the serving systems, and refused arguments."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ REFUSED = {
 def test_what_does_not_go_together_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, sentence = REFUSED[name]
     assert plan(*arguments) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert said.startswith("capslog: ")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert sentence in message
+    assert message.startswith("capslog: ")
+    assert message.count("\n") == 1

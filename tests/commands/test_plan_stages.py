@@ -1,4 +1,4 @@
-"""What `capslog plan` says of memory: what each stage keeps, its picture, and the front of budgets."""
+"""Memory in the output of `capslog plan`: tensors that each stage keeps, its picture, and the front of budgets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def front(profile: str) -> list[dict[str, Any]]:
 def test_budgets_from_all_treated_to_all_kept(
     profile: str, front: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each point's plan is what `plan` finds within its budget, and one byte less takes a longer step."""
+    """Each point's plan is the one that `plan` finds within its budget, and one byte less takes a longer step."""
     picture, file = tmp_path / "front.png", tmp_path / "plan.json"
     assert run("front", "--profile", profile, *WANTED, "--json", "-o", str(picture)) == 0
     assert json.loads(capsys.readouterr().out)["front"] == front

@@ -1,4 +1,4 @@
-"""One question for `plan`, `front`, `largest` and `compare`: devices, and keys beside every source of costs."""
+"""The same arguments for `plan`, `front`, `largest` and `compare`: devices, and keys beside every source of costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, 
 
 
 def write(path: Path, size: int = 1, seconds: float = 1.0, held: int = 1, **conditions: Any) -> str:
-    """A profile of six layers, whose bytes and seconds are multiplied."""
+    """Write a profile of six layers, with bytes and seconds multiplied, and return its path."""
     rows = [(4.0, 1), (4.0, 1), (1.0, 10), (1.0, 10), (1.0, 10), (1.0, 10)]
     layers = [
         LayerProfile(

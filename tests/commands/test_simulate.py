@@ -1,4 +1,4 @@
-"""`capslog simulate` and `capslog compare`: what they print and write, and one sentence for every mistake."""
+"""`capslog simulate` and `capslog compare`: printed and written output, and the one-sentence error of every mistake."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ def test_a_step_is_played_drawn_and_traced(
     assert xml.etree.ElementTree.parse(out / "step.svg").getroot().tag.endswith("svg")
     trace = json.loads((out / "perfetto.json").read_text())
     assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C", "s", "f"}
-    value = json.loads((out / "simulation.json").read_text())
-    assert value["step_seconds"] == trace["otherData"]["step_seconds"]
-    assert value["peak_bytes"] == max(json.loads(plan.read_text())["stage_bytes"])
+    simulation = json.loads((out / "simulation.json").read_text())
+    assert simulation["step_seconds"] == trace["otherData"]["step_seconds"]
+    assert simulation["peak_bytes"] == max(json.loads(plan.read_text())["stage_bytes"])
     link = {"bandwidth": 2**30, "latency_seconds": 0.0001, "copy_bandwidth": None, "node_devices": None}
-    assert value["link"] == {**link, "shared": False, "host_bandwidth": None, "copies_beside": None}
+    assert simulation["link"] == {**link, "shared": False, "host_bandwidth": None, "copies_beside": None}
     (sent,) = [event for event in trace["traceEvents"] if event["name"] == "activation 0" and event["pid"] == 0]
     assert sent["args"] == {"from_stage": 0, "to_stage": 1, "microbatch": 0}
-    whole = ("--shared-links", "pipeline.host_bandwidth=1GB/s", "--copies-beside", "--json")
-    assert run("simulate", "--profile", profile, "--plan", plan, *flags, *whole) == 0
+    more_flags = ("--shared-links", "pipeline.host_bandwidth=1GB/s", "--copies-beside", "--json")
+    assert run("simulate", "--profile", profile, "--plan", plan, *flags, *more_flags) == 0
     shared = printed(capsys)
     assert shared["link"] == {**link, "shared": True, "host_bandwidth": 1e9, "copies_beside": True}
-    assert shared["step_seconds"] > value["step_seconds"]
+    assert shared["step_seconds"] > simulation["step_seconds"]
 
 
 def test_flags_change_what_is_played(profile: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,32 +167,32 @@ def test_compare_has_a_row_for_every_planner_and_says_why_one_cannot(
 
 
 def test_the_row_of_a_planner_is_what_plan_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The row of budget had a peak of 94.2 MiB where plan by budget had 53.2, since compare bound another schedule."""
+    """The row of budget had a peak of 94.2 MiB where plan by budget had 53.2, since compare fixed another schedule."""
     path = tmp_path / "profile.json"
     write_profile(path, profile_on("cuda"))
     config = tmp_path / "run.yaml"
     config.write_text("workload: a:b\ntrain: {minibatch_size: 8, microbatch_size: 1}\npipeline: {planner: exact}\n")
-    for where in ((), (config,)):
-        wanted = (*where, "--profile", path, "--devices", 2, "--json")
+    for source in ((), (config,)):
+        wanted = (*source, "--profile", path, "--devices", 2, "--json")
         assert run("compare", *wanted, "--planners", "budget,dawnpiper,exact,pipedream") == 0
         for row in printed(capsys):
             assert run("plan", *wanted, "--planner", row["planner"], "--minibatch", 8) == 0
-            told = Plan.from_json(printed(capsys))
-            peak = told.peak_bytes or max(one.bytes or 0 for one in told.ranks)
-            assert (row["peak_bytes"], row["step_seconds"]) == (peak, pytest.approx(told.step_seconds)), row["planner"]
+            reply = Plan.from_json(printed(capsys))
+            peak = reply.peak_bytes or max(rank.bytes or 0 for rank in reply.ranks)
+            assert (row["peak_bytes"], row["step_seconds"]) == (peak, pytest.approx(reply.step_seconds)), row["planner"]
 
 
 def test_compare_asks_mcap_bo_only_by_name_and_says_which_planner_it_asks(
     profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A comparison stood still for 40 to 60 s without a sign of life, for the one planner that is slow by design."""
-    asked: list[str] = []
+    """A comparison stood still for 40 to 60 s without any output, because of the one planner that is slow by design."""
+    calls: list[str] = []
     cuts = PLANNERS["exact"]
-    monkeypatch.setitem(PLANNERS, "mcap-bo", lambda *question: asked.append("mcap-bo") or cuts(*question))
+    monkeypatch.setitem(PLANNERS, "mcap-bo", lambda *question: calls.append("mcap-bo") or cuts(*question))
     assert run("compare", "--profile", profile, "--devices", 3, "--json") == 0
     captured = capsys.readouterr()
     rows = {row["planner"]: row for row in json.loads(captured.out)}
-    assert asked == []
+    assert calls == []
     assert list(rows) == list(REGISTRY)
     assert rows["mcap-bo"]["cuts"] is None
     assert "--planners mcap-bo" in rows["mcap-bo"]["reason"]
@@ -200,7 +200,7 @@ def test_compare_asks_mcap_bo_only_by_name_and_says_which_planner_it_asks(
     assert [line.split()[1] for line in captured.err.splitlines()] == names
     assert run("compare", "--profile", profile, "--devices", 3, "--planners", "exact,mcap-bo", "--json") == 0
     captured = capsys.readouterr()
-    assert asked == ["mcap-bo"]
+    assert calls == ["mcap-bo"]
     assert captured.err == "asking exact (1 of 2)\nasking mcap-bo (2 of 2)\n"
     assert [row["planner"] for row in json.loads(captured.out) if row["cuts"]] == ["exact", "mcap-bo"]
 
@@ -284,9 +284,9 @@ def test_mistakes_end_in_one_sentence_and_status_2(
 ) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(json.loads(profile.read_text()) | {"model": "other"}))
-    files = {"P": profile, "O": other, "L": plan, "T": trace}
+    other_profile = tmp_path / "other.json"
+    other_profile.write_text(json.dumps(json.loads(profile.read_text()) | {"model": "other"}))
+    files = {"P": profile, "O": other_profile, "L": plan, "T": trace}
     assert run(*[files.get(argument, argument) for argument in arguments]) == 2
     assert expected in sentence(capsys)
 
@@ -308,7 +308,9 @@ def test_a_config_with_replicas_says_that_one_of_them_is_played(profile, tmp_pat
 
 
 def test_a_replay_takes_only_accumulation_blocks_that_the_config_sets(profile, tmp_path, capsys):
-    """Without the key a run has a block per replica; a replay once shared these out and left a device idle."""
+    """Without the key a run has one block per replica; a replay once divided the config's blocks and left a device
+    idle.
+    """
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
     config = tmp_path / "config.yaml"

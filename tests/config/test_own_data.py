@@ -1,4 +1,4 @@
-"""The defaults of a run on own data: none of DETR's, and what is given always wins."""
+"""Defaults of a run on the user's own data: none of DETR's values, and a given value always wins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from varuna_capslog.start.given_plan import OWN_DATA, load_run_config
 
 
 def filled(train: dict[str, Any], count: int = 1000, val: int | None = None, **more: Any) -> tuple[int, int]:
-    """Minibatch and microbatch of a run on so many samples."""
+    """Return the minibatch and microbatch of a run on `count` samples."""
     values: dict[str, Any] = {"train": train, **more}
     fill_own_train(values, {"dataset": count, "val": val}.get, None)
     return values["train"]["minibatch_size"], values["train"]["microbatch_size"]
@@ -59,32 +59,32 @@ def config(folder: Path, train: str = "", workload: str = OWN_DATA) -> Path:
 
 
 def test_a_run_on_own_data_has_none_of_detrs_values_and_says_so_in_one_line(tmp_path: Path) -> None:
-    """A model on a data set of its user's was trained with lr 1e-4 and gradients clipped at 0.1, which nobody had asked
-    for and no line told.
+    """A model on its user's data set was trained with lr 1e-4 and gradients clipped at 0.1, which nobody had set and
+    no line reported.
     """
-    said: list[str] = []
-    train = load_run_config(config(tmp_path), ["train.lr=0.5"], said.append).train
+    lines: list[str] = []
+    train = load_run_config(config(tmp_path), ["train.lr=0.5"], lines.append).train
     assert (train.optimizer, train.lr, train.clip_norm) == ("adamw", 0.5, 0)
     assert (train.minibatch_size, train.microbatch_size) == (24, 8)
-    assert said == [
+    assert lines == [
         "train: optimizer adamw (default), lr 0.5, clip_norm 0.0 (default), minibatch_size 24 (default), "
         "microbatch_size 8 (default)"
     ]
-    other = load_run_config(config(tmp_path, workload="tests.toy:workload"), (), said.append).train
-    assert (other.lr, other.clip_norm, other.minibatch_size, other.microbatch_size, len(said)) == (1e-4, 0.1, 8, 1, 1)
+    detr = load_run_config(config(tmp_path, workload="tests.toy:workload"), (), lines.append).train
+    assert (detr.lr, detr.clip_norm, detr.minibatch_size, detr.microbatch_size, len(lines)) == (1e-4, 0.1, 8, 1, 1)
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "checkpoint"])
 def test_a_run_that_goes_on_keeps_what_its_config_says(tmp_path: Path, resume: str) -> None:
-    """A run of an earlier version has a microbatch of 1 and clips at 0.1; with other defaults it would be refused."""
+    """A run of an earlier version has a microbatch of 1 and clips at 0.1; other defaults would refuse to resume it."""
     run_dir = tmp_path / "run"
     checkpoint = run_dir / "checkpoints" / "step-3"
     checkpoint.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(dump_config(load_config(config(tmp_path))))
     resume = str(checkpoint) if resume == "checkpoint" else resume
-    said: list[str] = []
+    lines: list[str] = []
     changes = [f"resume={resume}", "train.lr=0.5", *([] if resume in ("auto", "never") else ["run_dir=elsewhere"])]
-    train = load_run_config(config(tmp_path), changes, said.append).train
+    train = load_run_config(config(tmp_path), changes, lines.append).train
     expected = (24, 8, 0, 0.5) if resume == "never" else (8, 1, 0.1, 0.5)
     assert (train.minibatch_size, train.microbatch_size, train.clip_norm, train.lr) == expected
-    assert ("clip_norm 0.1 (of the run that goes on)" in said[0]) == (resume != "never")
+    assert ("clip_norm 0.1 (of the run that goes on)" in lines[0]) == (resume != "never")

@@ -1,4 +1,4 @@
-"""Reading configs: what loads, what is refused and in which words, and that every config we ship is right."""
+"""Configs: which load, which are refused and with which message, and that every shipped config is valid."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_yaml_of_old_took_for_numbers_and_dates_is_text(tmp_path, text):
     "text", ["1e3", "12:30", "2001-01-01", "010", "null", "yes", "", "a: b", "\u0085", "\n x", "ü"]
 )
 def test_text_that_looks_like_something_else_survives_a_dump(tmp_path, text):
-    """Told by a run whose resolved config did not read back: U+0085 came back as a space, "1e3" as a number."""
+    """The resolved config of a run did not read back: U+0085 came back as a space, "1e3" as a number."""
     path = tmp_path / "config.yaml"
     path.write_text(
         dump_config(section(Config, {"workload": "a:b", "model": {"key": text, text: 1}}, "")), encoding="utf-8"
@@ -94,8 +94,8 @@ def test_text_that_looks_like_something_else_survives_a_dump(tmp_path, text):
 
 @pytest.mark.parametrize("key", ["recompute", "stage_inputs"])
 def test_a_key_that_says_auto_means_what_leaving_it_out_means(tmp_path, key):
-    """The contract's defaults of both keys were refused; a value, also the one that auto stands for, still decides who
-    plans. Few bytes of capacity survive a dump.
+    """The documented defaults of both keys were refused. A value, also the one that auto stands for, still decides
+    which planner is used. A small capacity in bytes survives a dump.
     """
     auto = load_config(write(tmp_path, f"pipeline: {{{key}: auto, capacity: 9B, host_capacity: 2kB}}\n"))
     plain = load_config(write(tmp_path, "pipeline: {capacity: 9B, host_capacity: 2kB}\n"))
@@ -365,9 +365,9 @@ PAPER = {
 
 
 def test_the_paper_configs_fix_what_decides_memory():
-    found = {path.stem: load_config(path) for path in CONFIGS if path.parent.name == "paper"}
-    assert found.keys() == PAPER.keys()
-    for name, config in found.items():
+    configs = {path.stem: load_config(path) for path in CONFIGS if path.parent.name == "paper"}
+    assert configs.keys() == PAPER.keys()
+    for name, config in configs.items():
         model = config.model
         assert (model["backbone"], model["encoder_layers"], model["dilation"]) == PAPER[name]
         assert (model["decoder_layers"], model["num_classes"]) == (6, 91)
@@ -403,7 +403,7 @@ def test_any_config_survives_the_way_through_a_file(tmp_path_factory, train, mod
 
 
 class Inner(Section):
-    """Part of a workload's own section."""
+    """A subsection of a workload's own section."""
 
     width: int = 1
     """Channels."""
@@ -469,7 +469,7 @@ def broken(config):
         ("workloads_of_test:worklod", "has no function 'worklod'; did you mean 'workload'?"),
         ("workloads_of_test:nothing", "returned int; it must return a varuna_capslog.model.workload.Workload"),
         ("needs_of_test:f", "needs the module 'no_such_library_x', which is not installed"),
-        # These once ended as "unexpected TypeError ... this is a defect", and sys.exit ended the command in silence.
+        # These ended as "unexpected TypeError ... this is a defect", and sys.exit ended the command without a message.
         ("os:system", "failed with TypeError"),
         ("workloads_of_test:broken", "failed with ZeroDivisionError"),
         ("sys:exit", "failed with SystemExit"),

@@ -44,7 +44,7 @@ def hugging_face_model(backbone: str, dilation: bool, layers: int) -> Any:
     )
     model = DetrForObjectDetection(config).eval()
     if dilation:
-        # Its ResNet knows no dilation: what torchvision's replace_stride_with_dilation does, by hand.
+        # Its ResNet has no dilation, so do by hand the work of torchvision's replace_stride_with_dilation.
         blocks = model.model.backbone.model.encoder.stages[3].layers
         blocks[0].layer[1].convolution.stride = blocks[0].shortcut.convolution.stride = (1, 1)
         for block in blocks[1:]:
@@ -53,7 +53,7 @@ def hugging_face_model(backbone: str, dilation: bool, layers: int) -> Any:
 
 
 def renamed(state: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Facebook's layout in Hugging Face's names."""
+    """Return Facebook's state dict under Hugging Face's names."""
     new: dict[str, Tensor] = {}
     plain = {
         "input_proj": "model.input_projection",
@@ -102,7 +102,7 @@ def renamed(state: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
 
 
 def their_predictions(model: Any, images: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and boxes after every decoder layer.
+    """Return logits and boxes after every decoder layer.
 
     The model's own auxiliary path feeds normalised states to the next layer, which DETR does not.
     """
@@ -135,7 +135,7 @@ def our_chain(backbone: str, dilation: bool, layers: int, **changes: Any) -> Cha
     chain = build_chain(config, CLASSES)
     shake_frozen_norms(chain)
     for address, parameter in chain.named_parameters().items():
-        # Zero biases would hide that one is left out, even attention that positions and masks do nothing.
+        # Zero biases would hide a missing one, even that attention ignores positions and masks.
         if "norm" in address and address.endswith("weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter.dim() == 1:

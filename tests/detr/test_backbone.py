@@ -1,4 +1,4 @@
-"""The backbone: the size of the feature map, and which of its cells belong to the image."""
+"""The backbone: the size of the feature map, and its cells that belong to the image."""
 
 from __future__ import annotations
 

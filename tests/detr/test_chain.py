@@ -1,4 +1,4 @@
-"""The chain of DETR: its layers and cut points, parameters and gradients, and what crosses the cuts."""
+"""The chain of DETR: its layers and cut points, parameters and gradients, and the tensors that cross the cuts."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_equal_seeds_give_equal_weights_however_the_model_is_cut() -> None:
         tiny_chain(cut_points=cuts).run(two_sizes())["boxes"]
         for cuts in ("all", "paper", "instage", "heads_last", [], ["encoder.1", "decoder.1"])
     ]
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert all(torch.equal(results[0], boxes) for boxes in results[1:])
     assert not torch.equal(results[0], tiny_chain(seed=1).run(two_sizes())["boxes"])
 
 
@@ -155,7 +155,7 @@ def test_initial_weights_follow_the_reference() -> None:
         if name.endswith(("in_proj_bias", "out_proj.bias")):
             assert not p.any(), name
     assert abs(parameters["decoder.0.query_embed.weight"].std() - 1) < 0.05
-    limit = 1 / math.sqrt(64)  # torch's default of a Linear
+    limit = 1 / math.sqrt(64)  # torch's default for a Linear
     assert 0.9 * limit < parameters["heads.class_embed.weight"].abs().max() <= limit
 
 
@@ -214,7 +214,7 @@ def test_heads_last_has_thirteen_backbone_layers_and_no_head_layer() -> None:
 
 
 def test_a_list_cuts_before_the_named_layers() -> None:
-    every = [layer.name for layer in tiny_chain(cut_points="all").layers]
+    names = [layer.name for layer in tiny_chain(cut_points="all").layers]
     chain = tiny_chain(cut_points=["backbone.layer2.1", "encoder.0", "decoder.2"])
     assert [layer.name for layer in chain.layers] == [
         "backbone.stem-layer2.0",
@@ -222,7 +222,7 @@ def test_a_list_cuts_before_the_named_layers() -> None:
         "encoder.0-decoder.1",
         "decoder.2-heads",
     ]
-    assert [layer.name for layer in tiny_chain(cut_points=every).layers] == every
+    assert [layer.name for layer in tiny_chain(cut_points=names).layers] == names
     assert len(tiny_chain(cut_points=[])) == 1
 
 

@@ -1,4 +1,4 @@
-"""What is told of a data set before its run: nothing to learn, boxes at odds, pictures that are not there."""
+"""Checks of a data set before its run: nothing to learn, conflicting boxes, missing pictures."""
 
 import json
 
@@ -21,13 +21,13 @@ def box(number, picture, **changes):
 
 
 def check_split(config, split):
-    """The notes, or the first error."""
+    """Return the notes, or raise the first error."""
     return settle(checks.check_split(config, split))
 
 
 @pytest.fixture
 def data(tmp_path):
-    """Writes a data set of three pictures; changes replace lists of its annotation file."""
+    """Write a data set of three pictures; changes replace lists of its annotation file."""
     (tmp_path / "img").mkdir()
     for number in range(3):
         Image.new("RGB", (16, 12), "white").save(tmp_path / "img" / f"{number}.png")
@@ -66,8 +66,8 @@ def test_one_file_with_several_lists_of_boxes_is_refused(data):
     images = [image(0), image(1, file_name="0.png"), image(2)]
     with pytest.raises(CapslogError, match=r"2 images with the ids 0, 1 have one file, 0\.png, but different boxes"):
         check_split(data(images=images, annotations=[box(1, 0), box(2, 1, bbox=[1, 1, 3, 3])]), "train")
-    (said,) = check_split(data(images=images), "train")
-    assert "1 files belong to several images each, with equal boxes, such as 0.png" in said
+    (note,) = check_split(data(images=images), "train")
+    assert "1 files belong to several images each, with equal boxes, such as 0.png" in note
 
 
 def test_missing_pictures_are_counted(data, tmp_path):
@@ -99,21 +99,21 @@ def test_an_orientation_that_no_size_shows_is_said(data, tmp_path, orientation, 
 
 
 def test_everything_is_found_and_not_the_first_alone(data, tmp_path, monkeypatch):
-    """A user mended a file name, waited, and was then told of the next fault; now one call tells all, and how many
-    pictures it looked at.
+    """A user mended a file name, waited, and was then told of the next error; now one call reports all, and how many
+    pictures it read.
     """
     (tmp_path / "img" / "0.png").write_bytes(b"no picture")
     (tmp_path / "img" / "2.png").unlink()
     config = data(images=[image(0), image(1, width=12), image(2)], annotations=[box(1, 1, iscrowd=1)])
-    found = list(checks.check_split(config, "train"))
-    assert [one.kind for one in found] == ["stops", "stops", "stops"]
-    assert "no box to learn from" in found[0].text
-    assert "1 of the 3 pictures" in found[1].text
-    assert "of 2 pictures looked at, 2 cannot be used; the first: image" in found[2].text
+    findings = list(checks.check_split(config, "train"))
+    assert [finding.kind for finding in findings] == ["stops", "stops", "stops"]
+    assert "no box to learn from" in findings[0].text
+    assert "1 of the 3 pictures" in findings[1].text
+    assert "of 2 pictures looked at, 2 cannot be used; the first: image" in findings[2].text
     Image.new("RGB", (16, 12)).save(tmp_path / "img" / "0.png")
     Image.new("RGB", (16, 12)).save(tmp_path / "img" / "2.png")
     monkeypatch.setattr(checks, "_SAMPLE", 2)
-    facts = [one.text.partition(": ")[2] for one in checks.check_split(data(), "train")]
+    facts = [finding.text.partition(": ")[2] for finding in checks.check_split(data(), "train")]
     assert facts == ["all 3 pictures are there", "the headers of 2 of 3 pictures were read"]
 
 
@@ -125,8 +125,8 @@ def test_pixels_of_an_unknown_range_are_found(data, tmp_path):
 
 
 def test_a_workload_checks_both_files_and_knows_the_facts(data, tmp_path):
-    given = data().model_dump(mode="json", exclude_defaults=True)
-    config = Config(workload="detr_pipeline:workload", model={}, data=given, run_dir=tmp_path / "run")
+    section = data().model_dump(mode="json", exclude_defaults=True)
+    config = Config(workload="detr_pipeline:workload", model={}, data=section, run_dir=tmp_path / "run")
     task = workload(config)
     assert settle(task.check()) == []
     facts = task.data_facts()

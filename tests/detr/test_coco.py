@@ -1,4 +1,4 @@
-"""Annotation files: what is refused, what is repaired, and what a reader gets."""
+"""Annotation files: errors that are refused, errors that are repaired, and the parsed result."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from varuna_capslog.base.errors import CapslogError
 
 
 def document(**changes):
-    """Two classes with gapped ids, three images of which the last has no box."""
+    """Return two classes with gapped ids and three images, the last without a box."""
     base = {
         "images": [
             {"id": 7, "file_name": "a.jpg", "width": 40, "height": 20},
@@ -169,7 +169,7 @@ def test_boxes_of_any_size_are_clamped_without_a_warning(write, recwarn):
 
 
 def test_boxes_as_fractions_are_refused(write):
-    """They were learned as boxes of half a pixel."""
+    """Fractions were learned as boxes of half a pixel."""
     rows = document()["annotations"]
     fractions = [{**row, "bbox": [0.25, 0.5, 0.5, 0.5]} for row in rows]
     with pytest.raises(CapslogError, match=r"all 3 boxes lie between 0 and 1, in images of up to 40x30.*multiply"):
@@ -177,8 +177,8 @@ def test_boxes_as_fractions_are_refused(write):
     fractions[0]["bbox"] = [0.25, 0.5, 3, 0.5]
     assert len(read_coco(write(document(annotations=fractions))).boxes) == 3
     small = [{**row, "width": 4, "height": 4} for row in document()["images"]]
-    whole = [{**row, "bbox": [0, 0, 1, 1]} for row in rows]
-    assert len(read_coco(write(document(images=small, annotations=whole))).boxes) == 3
+    unit_boxes = [{**row, "bbox": [0, 0, 1, 1]} for row in rows]
+    assert len(read_coco(write(document(images=small, annotations=unit_boxes))).boxes) == 3
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""The data source: described without decoding, the same whoever asks, and loud about bad pictures."""
+"""The data source: described without decoding, the same in every process, and clear errors for bad pictures."""
 
 import json
 import os
@@ -34,7 +34,7 @@ SHAPES = [(40, 30), (30, 44), (36, 36), (50, 25), (33, 41)]
 
 @pytest.fixture
 def folder(tmp_path):
-    """Five pictures with 1, 2, 0, 3 and 1 boxes of two classes with gapped ids."""
+    """Write five pictures with 1, 2, 0, 3 and 1 boxes of two classes with gapped ids."""
     rng = np.random.default_rng(0)
     images, annotations = [], []
     (tmp_path / "train").mkdir()
@@ -123,10 +123,10 @@ def test_normalisers_count_what_a_matching_can_use(folder):
 
 
 def test_targets_stay_on_the_host_where_boxes_are_matched(folder):
-    """Those of a profile, too; moved to a GPU they would be read back image by image."""
+    """A profile's targets stay there, too; on a GPU they would be read back image by image."""
     targets = CocoSource(config_of(folder), "val", 0, 10).minibatch([[0, 1]], 0).targets[0]
-    for one in (*targets, example_target(3, 5)):
-        assert known_targets([one], torch.device("meta"))[0] is one
+    for target in (*targets, example_target(3, 5)):
+        assert known_targets([target], torch.device("meta"))[0] is target
 
 
 def test_describing_opens_no_picture(folder, monkeypatch):
@@ -138,28 +138,28 @@ def test_describing_opens_no_picture(folder, monkeypatch):
 
 
 def test_a_sample_depends_on_seed_epoch_and_index_alone(folder):
-    """Neither the grouping nor the order changes a sample, nor who opened the data."""
-    one = CocoSource(config_of(folder), "train", 5, 10)
-    two = CocoSource(config_of(folder), "train", 5, 10)
-    apart = one.minibatch([[0], [1], [3], [4]], 1)
-    together = two.minibatch([[4, 3], [1, 0]], 1)
+    """Neither the grouping, the order nor the process that opened the data changes a sample."""
+    first = CocoSource(config_of(folder), "train", 5, 10)
+    second = CocoSource(config_of(folder), "train", 5, 10)
+    apart = first.minibatch([[0], [1], [3], [4]], 1)
+    together = second.minibatch([[4, 3], [1, 0]], 1)
     flat = [sample for group in together.targets for sample in group][::-1]
-    reversed_images = torch.cat([two.load(together, 0)["images"], two.load(together, 1)["images"]]).flip(0)
+    reversed_images = torch.cat([second.load(together, 0)["images"], second.load(together, 1)["images"]]).flip(0)
     for position in range(4):
         target = apart.targets[position][0]
         for name in ("labels", "boxes", "orig_size"):
             assert torch.equal(target[name], flat[position][name])
-        assert torch.equal(one.load(apart, position)["images"][0], reversed_images[position])
+        assert torch.equal(first.load(apart, position)["images"][0], reversed_images[position])
     others = [
         CocoSource(config_of(folder), "train", seed, 10).minibatch([[0], [1], [3], [4]], epoch)
         for seed, epoch in ((6, 1), (5, 2))
     ]
-    for other in others:
-        assert [t[0]["boxes"].tolist() for t in other.targets] != [t[0]["boxes"].tolist() for t in apart.targets]
+    for minibatch in others:
+        assert [t[0]["boxes"].tolist() for t in minibatch.targets] != [t[0]["boxes"].tolist() for t in apart.targets]
 
 
 def test_samples_of_one_epoch_are_augmented_differently(tmp_path):
-    """Twenty equal pictures do not get one and the same flip, size and crop."""
+    """Twenty equal pictures do not all get the same flip, size and crop."""
     images = [{"id": i, "file_name": "same.png", "width": 40, "height": 30} for i in range(20)]
     (tmp_path / "same.json").write_text(json.dumps({"images": images, "annotations": [], "categories": [{"id": 1}]}))
     (tmp_path / "train").mkdir()
@@ -190,11 +190,11 @@ def test_labels_stay_with_their_boxes_when_a_crop_loses_some(tmp_path):
         target = minibatch.targets[0][0]
         assert len(target["labels"]) == len(target["boxes"])
         lost += 5 - len(target["labels"])
-        top, left, height, width = minibatch.recipes[0][0][1].crop
+        crop_top, crop_left, height, width = minibatch.recipes[0][0][1].crop
         for label, (cx, cy, _, _) in zip(target["labels"].tolist(), target["boxes"].tolist(), strict=True):
             x, y, w, h = corners[label + 1]
-            assert x - 1e-4 <= left + cx * width <= x + w + 1e-4
-            assert y - 1e-4 <= top + cy * height <= y + h + 1e-4
+            assert x - 1e-4 <= crop_left + cx * width <= x + w + 1e-4
+            assert y - 1e-4 <= crop_top + cy * height <= y + h + 1e-4
     assert lost > 30
 
 
@@ -433,7 +433,7 @@ SMALL_DIGITS = DigitsConfig(train_images=24, val_images=6)
 
 
 def bccd() -> DataConfig:
-    """The blood cell pictures with a small augmentation, where the outside data is."""
+    """Return the config of the blood cell pictures with a small augmentation, or skip without the outside data."""
     root = os.environ.get(DATA_VARIABLE)
     if not root or not (Path(root) / "bccd").is_dir():
         pytest.skip(f"set {DATA_VARIABLE} to a folder that holds bccd")
@@ -449,7 +449,9 @@ def digits(tmp_path: Path) -> DataConfig:
 
 
 def opened(config: DataConfig, groups, epoch, seed=0):
-    """The oracle: pictures that were really opened, transformed and padded; (H, W) of the first microbatch."""
+    """Return (H, W) of the first microbatch, from pictures that are really opened, transformed and padded; the
+    reference.
+    """
     source = CocoSource(config, "train", seed, 10)
     minibatch = source.minibatch(groups, epoch)
     return tuple(source.load(minibatch, 0)["images"].shape[2:])
@@ -460,18 +462,18 @@ def opened(config: DataConfig, groups, epoch, seed=0):
 def test_sampled_sizes_are_those_of_transformed_pictures(data, pad, tmp_path):
     config = (bccd() if data == "bccd" else digits(tmp_path)).model_copy(update={"pad": pad})
     seed, microbatch, minibatch = 3, 2, 4
-    found = sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
+    sizes = sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
     rng = np.random.default_rng(seed)
     together = minibatch if pad == "minibatch" else microbatch
     total = len(image_sizes(config, "train")[0])
-    for epoch, size in enumerate(found):
+    for epoch, size in enumerate(sizes):
         samples = rng.choice(total, together, replace=False).tolist()
         groups = [samples[at : at + microbatch] for at in range(0, together, microbatch)]
         assert size == opened(config, groups, epoch, seed)
-    assert found == sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
-    assert found != sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=4)
+    assert sizes == sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
+    assert sizes != sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=4)
     largest = largest_padded_size(config, "train", microbatch, minibatch)
-    assert all(h <= largest[0] and w <= largest[1] for h, w in found)
+    assert all(h <= largest[0] and w <= largest[1] for h, w in sizes)
 
 
 def test_sizes_of_the_digits_need_no_file(tmp_path, monkeypatch):
@@ -480,6 +482,6 @@ def test_sizes_of_the_digits_need_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     assert picture_sizes(SMALL_DIGITS, train=False).shape == (6, 2)
     for split, expected in (("train", (heights, widths)), ("val", picture_sizes(SMALL_DIGITS, train=False).T)):
-        index = open_index(config, split)  # writes them
+        index = open_index(config, split)  # writes the sizes
         assert np.array_equal(index.heights, expected[0])
         assert np.array_equal(index.widths, expected[1])

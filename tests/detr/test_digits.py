@@ -1,4 +1,4 @@
-"""The embedded data set: whole or absent, the same for everybody, honest about its split."""
+"""The embedded data set: complete or absent, the same for every user, without overlap of its splits."""
 
 import json
 import multiprocessing
@@ -55,13 +55,13 @@ def test_equal_parameters_give_equal_pictures_and_others_do_not(folder, tmp_path
     assert again.name == folder.name
     for path in sorted(folder.rglob("*.*")):
         assert path.read_bytes() == (again / path.relative_to(folder)).read_bytes()
-    other = digits_dataset(tmp_path, SMALL.model_copy(update={"seed": 1}))
-    assert other != again
-    assert (other / "train/000000.png").read_bytes() != (again / "train/000000.png").read_bytes()
+    reseeded = digits_dataset(tmp_path, SMALL.model_copy(update={"seed": 1}))
+    assert reseeded != again
+    assert (reseeded / "train/000000.png").read_bytes() != (again / "train/000000.png").read_bytes()
 
 
 def test_train_and_val_share_no_digit(monkeypatch, tmp_path):
-    from sklearn.datasets import load_digits  # takes half a second, which every process that collects tests would wait
+    from sklearn.datasets import load_digits  # half a second, too long for every process that collects tests
 
     drawn = []
     original = digits._picture
@@ -86,11 +86,11 @@ def test_several_processes_may_ask_at_once(tmp_path):
     workers = [context.Process(target=_ask, args=(tmp_path, answers)) for _ in range(3)]
     for worker in workers:
         worker.start()
-    found = {answers.get(timeout=60) for _ in workers}
+    folders = {answers.get(timeout=60) for _ in workers}
     for worker in workers:
         worker.join(60)
-    assert len(found) == 1
-    assert len(read_coco(f"{found.pop()}/annotations/instances_train.json")) == 30
+    assert len(folders) == 1
+    assert len(read_coco(f"{folders.pop()}/annotations/instances_train.json")) == 30
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [digits_dataset(tmp_path, SMALL).name]
 
 

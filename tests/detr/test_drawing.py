@@ -1,4 +1,4 @@
-"""Pictures for people: the right boxes in the right colours, and no picture lost to a wild prediction."""
+"""Drawn pictures: the right boxes in the right colours, and no picture lost to an extreme prediction."""
 
 import numpy as np
 import pytest

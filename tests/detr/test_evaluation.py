@@ -1,4 +1,4 @@
-"""Scores: known numbers, perfect answers, nothing found, and the way from outputs to detections."""
+"""Scores: known numbers, perfect predictions, no predictions, and the conversion of outputs to detections."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def source(tmp_path_factory):
 
 
 def perfect_outputs(source, minibatch, microbatch, layers=2, queries=6):
-    """Logits and boxes of which the last layer says exactly what the targets say; unused queries say no-object."""
+    """Return logits and boxes whose last layer equals the targets; unused queries predict no-object."""
     targets = minibatch.targets[microbatch]
     classes = len(source.category_ids)
     logits = torch.zeros(layers, len(targets), queries, classes + 1)
@@ -64,13 +64,13 @@ def test_known_scores_of_a_hundred_coco_images():
     if not base or not (Path(base) / "coco-eval-100").is_dir():
         pytest.skip(f"{DATA_VARIABLE} names no folder with coco-eval-100")
     index = read_coco(Path(base) / "coco-eval-100/instances.json")
-    found = json.loads((Path(base) / "coco-eval-100/detections.json").read_text())
-    values = coco_statistics(index, found)
-    assert tuple(values) == (*STATISTICS, "per_class")
-    assert [values[name] for name in STATISTICS] == pytest.approx(KNOWN, abs=1e-6)
-    known = [value for value in values["per_class"].values() if value is not None]
-    assert len(values["per_class"]) == 80
-    assert np.mean(known) == pytest.approx(values["AP"], abs=1e-12)
+    predictions = json.loads((Path(base) / "coco-eval-100/detections.json").read_text())
+    scores = coco_statistics(index, predictions)
+    assert tuple(scores) == (*STATISTICS, "per_class")
+    assert [scores[name] for name in STATISTICS] == pytest.approx(KNOWN, abs=1e-6)
+    class_scores = [score for score in scores["per_class"].values() if score is not None]
+    assert len(scores["per_class"]) == 80
+    assert np.mean(class_scores) == pytest.approx(scores["AP"], abs=1e-12)
 
 
 def test_the_truth_itself_scores_one(source, capsys):
@@ -115,11 +115,13 @@ def test_annotation_id_zero_counts_as_found(tmp_path):
     }
     (tmp_path / "x.json").write_text(json.dumps(document))
     index = read_coco(tmp_path / "x.json")
-    found = [{"image_id": 1, "category_id": 1, "bbox": row["bbox"], "score": 0.9} for row in document["annotations"]]
-    values = coco_statistics(index, found)
-    assert values["AP"] == pytest.approx(1.0)
-    assert values["AP_large"] is None
-    assert values["AP_medium"] == pytest.approx(1.0)
+    predictions = [
+        {"image_id": 1, "category_id": 1, "bbox": row["bbox"], "score": 0.9} for row in document["annotations"]
+    ]
+    scores = coco_statistics(index, predictions)
+    assert scores["AP"] == pytest.approx(1.0)
+    assert scores["AP_large"] is None
+    assert scores["AP_medium"] == pytest.approx(1.0)
 
 
 def test_nothing_found_scores_zero(source):
@@ -208,7 +210,7 @@ def test_bad_detections_and_models_are_refused(source):
 
 
 def test_outputs_without_a_class_are_never_named(source):
-    """A head with 91 outputs on data of ten classes: the spare ones have no category to be written as."""
+    """A head with 91 outputs on data of ten classes: the unused outputs have no category that could be written."""
     evaluator = CocoEvaluator(source.index, source.category_ids)
     logits = torch.zeros(1, 1, 3, 92)
     logits[..., 40], logits[..., 4] = 9.0, 5.0

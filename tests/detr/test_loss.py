@@ -22,7 +22,9 @@ WEIGHTED = tiny_config(cost_class=1.5)
 
 
 def slow_loss(outputs: dict[str, Tensor], targets: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """DETR's criterion on a whole minibatch, one decoder layer and image at a time, from torch's own means."""
+    """Compute DETR's criterion on a whole minibatch, one decoder layer and image at a time, from torch's own
+    functions.
+    """
     matches = match(outputs["logits"], outputs["boxes"], targets, CONFIG)
     weight = torch.tensor([1.0] * CLASSES + [0.1], dtype=outputs["logits"].dtype)
     last = len(matches) - 1
@@ -31,8 +33,8 @@ def slow_loss(outputs: dict[str, Tensor], targets: list[dict[str, Any]]) -> dict
     for layer, images in enumerate(matches):
         wanted = torch.full(outputs["logits"].shape[1:3], CLASSES)
         distance, giou = torch.zeros(()), torch.zeros(())
-        for image, (chosen, found) in enumerate(images):
-            for query, box in zip(chosen, found, strict=True):
+        for image, (chosen, boxes) in enumerate(images):
+            for query, box in zip(chosen, boxes, strict=True):
                 wanted[image, query] = targets[image]["labels"][box]
                 a, b = outputs["boxes"][layer, image, query], targets[image]["boxes"][box]
                 distance = distance + F.l1_loss(a, b.to(a.dtype), reduction="sum")
@@ -49,11 +51,11 @@ def slow_loss(outputs: dict[str, Tensor], targets: list[dict[str, Any]]) -> dict
 @pytest.mark.parametrize("counts", [[2, 3], [0, 4], [9, 1], [0, 0]])
 def test_loss_is_the_references(counts: list[int]) -> None:
     outputs, targets = outputs_of(2, dtype=torch.float64), targets_of(counts)
-    found = set_loss(outputs, targets, normalisers_of(targets, 7), CONFIG)
+    losses = set_loss(outputs, targets, normalisers_of(targets, 7), CONFIG)
     expected = slow_loss(outputs, targets)
-    assert set(found) == set(expected) | {"class_error", "cardinality_error"}
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name].double(), value.double(), msg=name, atol=1e-10, rtol=1e-10)
+    assert set(losses) == set(expected) | {"class_error", "cardinality_error"}
+    for name, loss in expected.items():
+        torch.testing.assert_close(losses[name].double(), loss.double(), msg=name, atol=1e-10, rtol=1e-10)
 
 
 def test_loss_is_hugging_faces() -> None:
@@ -80,29 +82,29 @@ def test_loss_is_hugging_faces() -> None:
 def test_microbatches_add_up_to_the_minibatch(split: list[int], counts: list[int]) -> None:
     outputs, targets = outputs_of(4, dtype=torch.float64), targets_of(counts)
     normalisers = normalisers_of(targets, 7)
-    whole = set_loss(outputs, targets, normalisers, CONFIG)
-    gradients = torch.autograd.grad(whole["loss"], list(outputs.values()))
-    total: dict[str, Tensor] = dict.fromkeys(whole, torch.zeros((), dtype=torch.float64))
+    losses = set_loss(outputs, targets, normalisers, CONFIG)
+    gradients = torch.autograd.grad(losses["loss"], list(outputs.values()))
+    total: dict[str, Tensor] = dict.fromkeys(losses, torch.zeros((), dtype=torch.float64))
     start = 0
     for size in split:
-        here = slice(start, start + size)
-        share = set_loss({n: v[:, here] for n, v in outputs.items()}, targets[here], normalisers, CONFIG)
+        part = slice(start, start + size)
+        share = set_loss({n: v[:, part] for n, v in outputs.items()}, targets[part], normalisers, CONFIG)
         total = {name: total[name] + share[name] for name in total}
         start += size
-    for name, value in whole.items():
-        torch.testing.assert_close(total[name], value.double(), msg=name, atol=1e-12, rtol=1e-12)
+    for name, loss in losses.items():
+        torch.testing.assert_close(total[name], loss.double(), msg=name, atol=1e-12, rtol=1e-12)
     for mine, expected in zip(torch.autograd.grad(total["loss"], list(outputs.values())), gradients, strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-13, rtol=1e-12)
 
 
 def test_equal_images_cost_the_same_in_one_microbatch_or_two() -> None:
     chain = tiny_chain()
-    one = {name: tensor[:1] for name, tensor in two_sizes().items()}
-    both = {name: torch.cat((tensor, tensor)) for name, tensor in one.items()}
+    single = {name: tensor[:1] for name, tensor in two_sizes().items()}
+    double = {name: torch.cat((tensor, tensor)) for name, tensor in single.items()}
     targets = targets_of([3]) * 2
     normalisers = normalisers_of(targets, 7)
-    together = set_loss(chain.run(both), targets, normalisers, CONFIG)
-    apart = set_loss(chain.run(one), targets[:1], normalisers, CONFIG)
+    together = set_loss(chain.run(double), targets, normalisers, CONFIG)
+    apart = set_loss(chain.run(single), targets[:1], normalisers, CONFIG)
     for name in together:
         torch.testing.assert_close(together[name], 2 * apart[name], msg=name, atol=1e-5, rtol=1e-5)
 
@@ -172,7 +174,7 @@ def test_a_profiler_without_values_can_run_it() -> None:
 
 
 def cost_of(outputs: dict[str, torch.Tensor], target: dict[str, Any], layer: int, image: int) -> torch.Tensor:
-    """[Q, n], from torchvision's and torch's own parts."""
+    """Return the cost [Q, n], from torchvision's and torch's own parts."""
     probabilities = outputs["logits"][layer, image].detach().softmax(-1)
     boxes = outputs["boxes"][layer, image].detach()
     overlap = generalized_box_iou(
@@ -187,10 +189,10 @@ def cost_of(outputs: dict[str, torch.Tensor], target: dict[str, Any], layer: int
 def test_least_cost_of_all_assignments(seed: int, counts: list[int], queries: int) -> None:
     outputs = outputs_of(len(counts), queries, layers=2, seed=seed, dtype=torch.float64)
     targets = targets_of(counts, seed)
-    found = match(outputs["logits"], outputs["boxes"], targets, WEIGHTED)
+    matches = match(outputs["logits"], outputs["boxes"], targets, WEIGHTED)
     for layer in range(2):
         for image, target in enumerate(targets):
-            chosen, boxes = found[layer][image]
+            chosen, boxes = matches[layer][image]
             pairs = min(counts[image], queries)
             assert len(chosen) == len(boxes) == len(set(chosen)) == len(set(boxes)) == pairs
             cost = cost_of(outputs, target, layer, image)
@@ -208,8 +210,8 @@ def test_giou_is_torchvisions() -> None:
     torch.manual_seed(0)
     a, b = torch.rand(40, 4) * 0.5 + 0.1, torch.rand(30, 4) * 0.5 + 0.1
     expected = generalized_box_iou(box_convert(a, "cxcywh", "xyxy"), box_convert(b, "cxcywh", "xyxy"))
-    found = generalised_iou(box_convert(a[:, None], "cxcywh", "xyxy"), box_convert(b, "cxcywh", "xyxy"))
-    torch.testing.assert_close(found, expected)
+    giou = generalised_iou(box_convert(a[:, None], "cxcywh", "xyxy"), box_convert(b, "cxcywh", "xyxy"))
+    torch.testing.assert_close(giou, expected)
     assert expected.min() < 0 < expected.max()
 
 
@@ -238,7 +240,7 @@ def test_equal_costs_give_equal_matches_every_time() -> None:
 @pytest.mark.parametrize("counts", [[2, 2], [2, 0], [0, 0]])
 @pytest.mark.parametrize("name", ["logits", "boxes"])
 def test_non_finite_predictions_are_refused_by_name(value: float, counts: list[int], name: str) -> None:
-    """scipy would say `matrix contains invalid numeric entries`, and nothing at all where an image has no boxes."""
+    """scipy would only say `matrix contains invalid numeric entries`, and nothing where an image has no boxes."""
     outputs = {key: tensor.detach().clone() for key, tensor in outputs_of(2).items()}
     outputs[name][1, 1, 4, 2] = value
     with pytest.raises(StepRefused, match=rf"{name} of decoder layer 1 for image 101 are not finite.*train\.lr"):
@@ -257,5 +259,5 @@ def test_half_precision_is_matched_in_float32() -> None:
 def test_shapes_alone_can_be_matched() -> None:
     targets = targets_of([2, 9])
     with FakeTensorMode():
-        found = match(torch.empty(3, 2, 7, 6), torch.empty(3, 2, 7, 4), targets, WEIGHTED)
-    assert [[len(queries) for queries, _ in layer] for layer in found] == [[2, 7]] * 3
+        matches = match(torch.empty(3, 2, 7, 6), torch.empty(3, 2, 7, 4), targets, WEIGHTED)
+    assert [[len(queries) for queries, _ in layer] for layer in matches] == [[2, 7]] * 3

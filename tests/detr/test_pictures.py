@@ -1,4 +1,6 @@
-"""Picture files: every kind becomes upright RGB of 8 bits, and what a file leaves open is asked for by name."""
+"""Picture files: every kind becomes upright RGB of 8 bits, and an ambiguous file is refused with the missing setting's
+name.
+"""
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ def first_row(path, **options):
 
 
 def test_twelve_bits_of_sixteen_are_asked_for_and_scaled(tmp_path):
-    """They were a sixteenth as bright, without a word."""
+    """Such pictures were read a sixteenth as bright, without a warning."""
     path = saved(tmp_path, np.array([[0, 0x400, 0xFFF]], dtype=np.uint16))
     with pytest.raises(CapslogError, match=r"x\.png holds 16 bits, but no value over 4095.*data\.picture_bits"):
         read_image(path)
@@ -62,7 +64,7 @@ def test_floating_point_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("high", "dark"), [(0xFFFF, False), (0x0FFF, True)])
 def test_colours_of_sixteen_bits_are_bright_or_refused(tmp_path, high, dark):
-    """Pillow writes none, so that the file is made by hand."""
+    """Pillow cannot write such files, so this one is made by hand."""
     import struct
     import zlib
 

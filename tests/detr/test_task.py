@@ -138,33 +138,33 @@ def test_weights_from_a_path_are_in_the_chain(tmp_path: Path) -> None:
 
 
 def test_how_much_of_the_weights_is_taken_is_said_or_refused(tmp_path: Path) -> None:
-    """A file that fitted one tensor trained from scratch without a word."""
-    whole = to_reference(tiny_workload(tmp_path, {"num_classes": 3}).build_chain())
-    path, given = tmp_path / "weights.pth", {"weights": str(tmp_path / "weights.pth")}
-    torch.save(whole, path)
-    (said,) = settle(tiny_workload(tmp_path, given).check())
-    total = len(whole)
+    """A file of which only one tensor fitted trained from scratch without a warning."""
+    state = to_reference(tiny_workload(tmp_path, {"num_classes": 3}).build_chain())
+    path, section = tmp_path / "weights.pth", {"weights": str(tmp_path / "weights.pth")}
+    torch.save(state, path)
+    (note,) = settle(tiny_workload(tmp_path, section).check())
+    total = len(state)
     assert (
-        f"weights.pth: it fits {total - 2} of {total} tensors, and 2 are left out (class_embed.weight: [4, 32]" in said
+        f"weights.pth: it fits {total - 2} of {total} tensors, and 2 are left out (class_embed.weight: [4, 32]" in note
     )
-    assert settle(tiny_workload(tmp_path, given | {"num_classes": 3}).check()) == []
-    torch.save({name: tensor for name, tensor in whole.items() if name.startswith("query")}, path)
-    part = tiny_workload(tmp_path, given)
+    assert settle(tiny_workload(tmp_path, section | {"num_classes": 3}).check()) == []
+    torch.save({name: tensor for name, tensor in state.items() if name.startswith("query")}, path)
+    part = tiny_workload(tmp_path, section)
     for call in (lambda: settle(part.check()), part.build_chain):
         with pytest.raises(CapslogError, match=rf"fits 1 of {total} tensors, and {total - 1} .*; \.\.\.\).*init_from"):
             call()
-    torch.save({name: tensor for name, tensor in whole.items() if name.startswith("backbone")}, path)
-    assert settle(tiny_workload(tmp_path, given).check()) == []
+    torch.save({name: tensor for name, tensor in state.items() if name.startswith("backbone")}, path)
+    assert settle(tiny_workload(tmp_path, section).check()) == []
 
 
 def test_import_weights_gives_addresses_and_skips_without_a_model_in_memory(tmp_path: Path) -> None:
     source = tiny_workload(tmp_path, {"num_classes": 3}).build_chain()
     write_reference(source, tmp_path / "weights.pth")
     state = torch.random.get_rng_state()
-    found, skipped = tiny_workload(tmp_path).import_weights(tmp_path / "weights.pth")
+    tensors, skipped = tiny_workload(tmp_path).import_weights(tmp_path / "weights.pth")
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(found["encoder.0.linear1.weight"], source.named_parameters()["encoder.0.linear1.weight"])
-    assert [entry.partition(":")[0] for entry in skipped] == ["class_embed.weight", "class_embed.bias"]
+    assert torch.equal(tensors["encoder.0.linear1.weight"], source.named_parameters()["encoder.0.linear1.weight"])
+    assert [line.partition(":")[0] for line in skipped] == ["class_embed.weight", "class_embed.bias"]
 
 
 def test_frozen_norms_without_weights_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,8 +208,8 @@ def test_chosen_variants_are_in_the_chain_and_close_to_the_plain_one(tmp_path: P
         (outputs["logits"].square().sum() + outputs["boxes"].sum()).backward()
         gradients = {name: p.grad for name, p in chain.named_parameters().items() if p.grad is not None}
         results.append((outputs, gradients))
-    (expected, expected_gradients), (found, gradients) = results
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    (expected, expected_gradients), (actual, gradients) = results
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     for name, gradient in gradients.items():
         assert (gradient - expected_gradients[name]).abs().max() <= 1e-5 * largest, name

@@ -92,23 +92,23 @@ def test_attention_drops_out_and_keeps_the_mean(attention: str) -> None:
 def test_losses_and_gradients_are_those_of_the_first_chain() -> None:
     config = tiny_config()
     last = tiny_chain(decoder_layers=LAYERS)
-    every = tiny_chain(seed=1, decoder_layers=LAYERS, heads="every_decoder")
-    load_into(every, from_reference(every, to_reference(last))[0])
+    decoder_heads = tiny_chain(seed=1, decoder_layers=LAYERS, heads="every_decoder")
+    load_into(decoder_heads, from_reference(decoder_heads, to_reference(last))[0])
     targets = targets_of([3, 2])
     results = []
-    for chain in (last, every):
+    for chain in (last, decoder_heads):
         parts = set_loss(chain.run(two_sizes()), targets, normalisers_of(targets, 7), config)
         parts["loss"].backward()
         names = reference_names(chain)
         gradients = {names[address]: p.grad for address, p in chain.named_parameters().items()}
         results.append((parts, gradients))
-    (parts, gradients), (other_parts, other_gradients) = results
-    torch.testing.assert_close(other_parts, parts, atol=1e-6, rtol=1e-5)
-    assert set(gradients) == set(other_gradients)
+    (parts, gradients), (decoder_parts, decoder_gradients) = results
+    torch.testing.assert_close(decoder_parts, parts, atol=1e-6, rtol=1e-5)
+    assert set(gradients) == set(decoder_gradients)
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, gradient in gradients.items():
         bound = 1e-5 * max(float(gradient.abs().max()), 1e-3 * largest)
-        assert (gradient - other_gradients[name]).abs().max() <= bound * 10, name
+        assert (gradient - decoder_gradients[name]).abs().max() <= bound * 10, name
 
 
 def test_every_decoder_layer_holds_the_same_parameters() -> None:
@@ -126,10 +126,10 @@ def test_every_decoder_layer_holds_the_same_parameters() -> None:
 
 
 def test_it_has_as_many_parameters_as_the_first_chain() -> None:
-    last, every = (tiny_chain(decoder_layers=LAYERS, heads=heads) for heads in ("last", "every_decoder"))
-    assert every.num_parameters() == last.num_parameters()
-    assert set(reference_names(every).values()) == set(reference_names(last).values())
-    assert len(every.named_tensors()) > len(reference_names(every)) - 1
+    last, decoder_heads = (tiny_chain(decoder_layers=LAYERS, heads=heads) for heads in ("last", "every_decoder"))
+    assert decoder_heads.num_parameters() == last.num_parameters()
+    assert set(reference_names(decoder_heads).values()) == set(reference_names(last).values())
+    assert len(decoder_heads.named_tensors()) > len(reference_names(decoder_heads)) - 1
 
 
 def test_predictions_gather_along_the_way() -> None:

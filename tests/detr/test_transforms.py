@@ -1,4 +1,4 @@
-"""Augmentation: sizes and boxes planned with numbers alone must be what the pixels show."""
+"""Augmentation: sizes and boxes planned with numbers alone equal those of the pixels."""
 
 from itertools import combinations, product
 
@@ -56,10 +56,10 @@ def test_size_rule_keeps_the_shape_and_the_bound(height, width, scale):
 def test_slivers_keep_to_the_bound(height, width):
     """A validation picture of 1 x 12000 stayed as long, and one crop of 3000 x 1 took 1.4 GiB."""
     config, boxes = AugmentConfig(), np.array([[0.0, 0.0, width, height]])
-    every = [plan(None, width, height, boxes, config)]
-    every += [plan(np.random.default_rng(seed), width, height, boxes, config) for seed in range(40)]
-    assert any(recipe.resize for recipe in every)
-    for recipe in every:
+    recipes = [plan(None, width, height, boxes, config)]
+    recipes += [plan(np.random.default_rng(seed), width, height, boxes, config) for seed in range(40)]
+    assert any(recipe.resize for recipe in recipes)
+    for recipe in recipes:
         assert max(recipe.size) <= 1333 + 25 / 2  # a crop of it may be no sliver
         assert recipe.resize is None or max(recipe.resize) <= 25 * 600
         assert recipe.boxes.tolist() == [[0.5, 0.5, 1.0, 1.0]]
@@ -67,13 +67,13 @@ def test_slivers_keep_to_the_bound(height, width):
     for train in (False, True):
         assert max(largest_size(widths, heights, config, train, alone=False)) <= 1333 + 25 / 2
     image = Image.new("RGB", (width, height), "white")
-    assert apply(next(recipe for recipe in every if recipe.resize), image).min() > 1
+    assert apply(next(recipe for recipe in recipes if recipe.resize), image).min() > 1
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 900))
 def test_ordinary_pictures_have_the_references_size(height, width, scale):
-    """As its code says, for all that are up to 25 times as long as wide."""
+    """The rule is that of the reference's code, for all pictures up to 25 times as long as wide."""
     short, long = min(height, width), max(height, width)
     if long > 25 * short:
         return
@@ -108,7 +108,7 @@ def test_largest_size_of_coco_is_known():
 
 
 def paint(width, height, box):
-    """Black with one white rectangle: the picture from which a box can be read back."""
+    """Return a black picture with one white rectangle, whose box can be read back from the pixels."""
     pixels = np.zeros((height, width, 3), dtype=np.uint8)
     x1, y1, x2, y2 = box
     pixels[y1:y2, x1:x2] = 255
@@ -182,7 +182,7 @@ def test_reversed_crop_bounds_are_refused():
 
 
 def every_size(height, width, config):
-    """All final sizes of one image, by trying every draw."""
+    """Return all final sizes of an image, by trying every draw."""
     sizes = (
         {resized_size(height, width, scale, config.max_size) for scale in config.scales} if config.crop < 1 else set()
     )
@@ -201,13 +201,15 @@ pictures = st.lists(st.tuples(st.integers(3, 60), st.integers(3, 60)), min_size=
 @settings(max_examples=60, deadline=None)
 @given(pictures, st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([None, 20, 44]), st.sampled_from([6, 16, 21]))
 def test_the_largest_size_is_the_exact_maximum(shapes, crop, max_size, resize):
-    """Against every possible pair of draws of every pair of images."""
+    """The reference is every possible pair of draws of every pair of images."""
     config = AugmentConfig(scales=(13, 26), max_size=max_size, crop_resize=(resize,), crop_size=(9, 18), crop=crop)
     heights, widths = (np.array(column) for column in zip(*shapes, strict=True))
     sizes = [every_size(h, w, config) for h, w in shapes]
-    best_alone = max(h * w for of_one in sizes for h, w in of_one)
+    best_alone = max(h * w for image_sizes in sizes for h, w in image_sizes)
     assert np.prod(largest_size(widths, heights, config, train=True, alone=True)) == best_alone
-    padded = {(max(a[0], b[0]), max(a[1], b[1])) for one, other in combinations(sizes, 2) for a in one for b in other}
-    found = largest_size(widths, heights, config, train=True, alone=False)
-    assert found in padded
-    assert np.prod(found) == max(h * w for h, w in padded)
+    padded = {
+        (max(a[0], b[0]), max(a[1], b[1])) for first, second in combinations(sizes, 2) for a in first for b in second
+    }
+    largest = largest_size(widths, heights, config, train=True, alone=False)
+    assert largest in padded
+    assert np.prod(largest) == max(h * w for h, w in padded)

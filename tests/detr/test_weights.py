@@ -93,9 +93,9 @@ def test_a_file_gives_another_chain_the_same_outputs(tmp_path: Path, norm: str, 
     shake_frozen_norms(source)
     write_reference(source, tmp_path / "deep" / "weights.pth")
     assert set(torch.load(tmp_path / "deep" / "weights.pth", weights_only=True)) == {"model"}
-    found, skipped = from_reference(target, read_state_file(tmp_path / "deep" / "weights.pth"))
+    tensors, skipped = from_reference(target, read_state_file(tmp_path / "deep" / "weights.pth"))
     assert skipped == []
-    load_into(target, found)
+    load_into(target, tensors)
     for chain in (source, target):
         for layer in chain.layers:
             layer.module.eval()
@@ -106,9 +106,9 @@ def test_a_file_gives_another_chain_the_same_outputs(tmp_path: Path, norm: str, 
 def test_both_directions_undo_each_other() -> None:
     chain = tiny_chain(norm="frozen")
     reference = to_reference(chain)
-    found, skipped = from_reference(chain, reference)
+    tensors, skipped = from_reference(chain, reference)
     assert skipped == []
-    assert {address: tensor.data_ptr() for address, tensor in found.items()} == {
+    assert {address: tensor.data_ptr() for address, tensor in tensors.items()} == {
         address: tensor.data_ptr() for address, tensor in chain.named_tensors().items()
     }
 
@@ -117,8 +117,8 @@ def test_panoptic_files_lose_their_prefix_and_mask_heads() -> None:
     chain = tiny_chain(norm="frozen")
     state = {f"detr.{name}": tensor for name, tensor in to_reference(chain).items()}
     state["mask_head.lay1.weight"] = torch.zeros(3)
-    found, skipped = from_reference(chain, state)
-    assert set(found) == set(chain.named_tensors())
+    tensors, skipped = from_reference(chain, state)
+    assert set(tensors) == set(chain.named_tensors())
     assert skipped == ["mask_head.lay1.weight: no place in the model"]
 
 
@@ -127,23 +127,23 @@ def test_heads_for_other_classes_are_skipped_and_listed() -> None:
     config = ModelConfig(backbone="resnet18", hidden_dim=32, feedforward=32, encoder_layers=1, decoder_layers=1)
     with torch.device("meta"):
         chain = build_chain(config, 3)
-    found, skipped = from_reference(chain, to_reference(build_chain(config, 91)))
+    tensors, skipped = from_reference(chain, to_reference(build_chain(config, 91)))
     assert skipped == [
         "class_embed.weight: [92, 32] in the file, [4, 32] in the model",
         "class_embed.bias: [92] in the file, [4] in the model",
     ]
-    assert set(chain.named_tensors()) - set(found) == {"heads.class_embed.weight", "heads.class_embed.bias"}
+    assert set(chain.named_tensors()) - set(tensors) == {"heads.class_embed.weight", "heads.class_embed.bias"}
 
 
 def test_a_torchvision_backbone_fills_the_backbone() -> None:
     torch.manual_seed(5)
     network = resnet18()
     chain = tiny_chain(norm="frozen", last_layer="layer4")
-    found, skipped = from_reference(chain, network.state_dict())
+    tensors, skipped = from_reference(chain, network.state_dict())
     assert skipped == []
-    load_into(chain, found)
+    load_into(chain, tensors)
     state, names = chain.named_tensors(), reference_names(chain)
-    filled = {names[address].removeprefix("backbone.0.body."): state[address] for address in found}
+    filled = {names[address].removeprefix("backbone.0.body."): state[address] for address in tensors}
     expected = {n: t for n, t in network.state_dict().items() if not n.startswith("fc.") and "num_batches" not in n}
     assert set(filled) == set(expected)
     assert all(torch.equal(filled[name], expected[name]) for name in expected)

@@ -1,4 +1,4 @@
-"""Small DETRs and inputs that the tests of the model share."""
+"""Small DETRs and inputs for the tests of the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tiny_chain(seed: int = 0, **changes: Any) -> Chain:
 
 
 def two_sizes(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Two images of different size, padded with zeros to 75 x 101."""
+    """Return two images of different size, padded with zeros to 75 x 101."""
     torch.manual_seed(1)
     images = torch.zeros(2, 3, 75, 101, dtype=dtype)
     sizes = torch.tensor([[75, 60], [48, 101]])
@@ -76,7 +76,9 @@ def outputs_of(
 
 
 def shake_frozen_norms(chain: Chain) -> None:
-    """Gives FrozenBatchNorm statistics, so that it is no identity; small, so that 16 blocks do not blow up."""
+    """Set FrozenBatchNorm's statistics so that it is no identity; small, so that the output of 16 blocks stays
+    bounded.
+    """
     for layer in chain.layers:
         for module in layer.module.modules():
             if isinstance(module, FrozenBatchNorm2d):
@@ -87,7 +89,7 @@ def shake_frozen_norms(chain: Chain) -> None:
 
 
 def reference_mask(sizes: torch.Tensor, padded: tuple[int, int], cells: tuple[int, int]) -> torch.Tensor:
-    """DETR's words: a pixel mask, True where padded, resized by nearest neighbour."""
+    """Return DETR's pixel mask, True where padded, resized by nearest neighbour."""
     mask = torch.ones(len(sizes), *padded, dtype=torch.bool)
     for image, (height, width) in zip(mask, sizes.tolist(), strict=True):
         image[:height, :width] = False

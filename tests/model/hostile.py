@@ -1,7 +1,7 @@
-"""Models whose Python does what no graph does: own backwards, random numbers of Python, state, attributes that change.
+"""Models whose Python does what no graph can: custom backwards, Python's random numbers, state, changing attributes.
 
-Kinds of public bug reports (pytorch#193279, pytorch#95425, transformers#30113, WhisperSpeech#44 and others); each model
-is ours.
+Their kinds are those of public bug reports (pytorch#193279, pytorch#95425, transformers#30113, WhisperSpeech#44 and
+others); each model is ours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ reverse = Reverse.apply
 
 
 class Quantise(torch.autograd.Function):
-    """The nearest code, with the gradient of the input: what a VQ does. It sets its context apart."""
+    """Nearest code with the gradient of the input, as in a VQ layer. Its setup_context is separate from its forward."""
 
     @staticmethod
     def forward(x: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,10 +110,10 @@ class Hook(Base):
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient * 0.1)
             x.register_hook(lambda gradient: gradient + 0.5)
-        found = self.head(x)
-        if found.requires_grad:
-            found.register_hook(self.scaled)
-        return found, self.other(x)
+        output = self.head(x)
+        if output.requires_grad:
+            output.register_hook(self.scaled)
+        return output, self.other(x)
 
     def scaled(self, gradient: Tensor) -> Tensor:
         return gradient * 3
@@ -124,11 +124,11 @@ class DictBlock(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, given: dict[str, Any], scale: float) -> dict[str, Any]:
-        x = Binary.apply(self.linear(given["x"])) * scale
+    def forward(self, state: dict[str, Any], scale: float) -> dict[str, Any]:
+        x = Binary.apply(self.linear(state["x"])) * scale
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-        return {"x": x + given["x"], "depth": given["depth"] + 1}
+        return {"x": x + state["x"], "depth": state["depth"] + 1}
 
 
 class DictBlocks(Base):
@@ -136,10 +136,10 @@ class DictBlocks(Base):
         return DictBlock()
 
     def body(self, x: Tensor) -> Tensor:
-        given = {"x": x, "depth": 0}
+        state = {"x": x, "depth": 0}
         for block in self.blocks:
-            given = block(given, 0.5)
-        return given["x"] / given["depth"]
+            state = block(state, 0.5)
+        return state["x"] / state["depth"]
 
 
 class BackwardHook(DictBlocks):
@@ -178,7 +178,7 @@ class LayerDrop(Base):
 
 
 class RareLayerDrop(Base):
-    """So rare that two captures with other seeds are alike almost always."""
+    """LayerDrop so rare that two captures with other seeds almost always agree."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -224,7 +224,7 @@ class DroppingSequential(nn.Sequential):
 
 
 class Encoder(nn.Module):
-    """Draws in its own forward; it takes and gives more than one tensor."""
+    """Module that draws in its own forward; it takes and returns more than one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,15 +246,15 @@ class Roll(Base):
 
 
 class DrawingEncoder(Base):
-    """Only a part of the model draws: the others are layers as ever."""
+    """Model of which only a part draws: the others become layers as usual."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder = Encoder()
 
     def body(self, x: Tensor) -> Tensor:
-        found = self.encoder(x, mask=None)
-        return super().body(found["last"] + sum(found["states"]))
+        encoded = self.encoder(x, mask=None)
+        return super().body(encoded["last"] + sum(encoded["states"]))
 
 
 class OwnGenerator(Base):
@@ -277,7 +277,7 @@ class TorchGenerator(Base):
 
 
 class Branches(Base):
-    """Both ways of a branch on values."""
+    """Both sides of a branch on values."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -287,7 +287,7 @@ class Branches(Base):
 
 
 class Counter(Base):
-    """A warm-up by a counter of its own."""
+    """A warm-up by the module's own counter."""
 
     steps = 0
 
@@ -323,7 +323,7 @@ class HarmlessCounter(Base):
 
 
 class Reassigned(Base):
-    """A buffer that is another tensor after each forward."""
+    """A buffer that becomes another tensor in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ class Momentum(Base):
 
 
 class Cached(Base):
-    """A table that is made once: no state."""
+    """A table that is computed once: no state."""
 
     table: Tensor | None = None
 
@@ -373,7 +373,7 @@ class Cached(Base):
 
 
 class Keeping(Base):
-    """Blocks that keep what they made, for a loss of all of them in the model's own forward."""
+    """Blocks that keep their outputs, for a loss of all of them in the model's own forward."""
 
     def block(self) -> nn.Module:
         return KeepingBlock()
@@ -421,7 +421,7 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
         *(HarmlessCounter, Cached, Keeping),
     )
 }
-"""Those that train as they are."""
+"""Models that train as themselves."""
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Counter": (Counter, "'steps'"),
     "LateCounter": (LateCounter, "steps"),
@@ -429,4 +429,4 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Previous": (Previous, "'previous'"),
     "Momentum": (Momentum, "states"),
 }
-"""Those with a state, and what the refusal names."""
+"""Models with a state, and the name that the refusal gives."""

@@ -1,4 +1,4 @@
-"""What attention layers cache, against the caches that transformers itself fills."""
+"""Tensors that attention layers cache, against the caches that transformers itself fills."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_as_many_bytes_as_transformers_keeps(name: str) -> None:
     model = made(family, **keys)
     with torch.no_grad():
         kept = model(torch.ones(1, TOKENS, dtype=torch.int64), use_cache=True).past_key_values.layers
-    # a layer with a window keeps one token less than it is wide, which the next token needs; systems reserve its width
+    # a layer with a window keeps one token less than its width, which the next token needs; systems reserve its width
     held = [layer.keys.shape[-2] for layer in kept]
     reserved = [TOKENS if tokens == TOKENS else tokens + 1 for tokens in held]
     sizes = [
@@ -50,7 +50,7 @@ def test_as_many_bytes_as_transformers_keeps(name: str) -> None:
 def test_models_that_do_not_look_back_cache_nothing() -> None:
     config = transformers.BertConfig(**SMALL, num_hidden_layers=2, num_attention_heads=2)
     assert attention_caches(transformers.BertForMaskedLM(config), TOKENS, 4) == {}
-    assert attention_caches(torch.nn.Linear(2, 2), TOKENS, 4) is None  # not known
+    assert attention_caches(torch.nn.Linear(2, 2), TOKENS, 4) is None  # unknown
 
 
 def test_a_layer_caches_for_the_attention_that_it_runs_first() -> None:

@@ -1,4 +1,4 @@
-"""Chains from ordinary modules: the same numbers as the module itself, and no silent garbage."""
+"""Chains from ordinary modules: the same numbers as the module itself, and no silently wrong results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def gradients(outputs: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]
 def assert_same(
     model: nn.Module, chain: Chain, inputs: dict[str, Tensor], training: bool, tolerance: float = 0.0
 ) -> None:
-    """The chain's outputs, gradients and running statistics equal the module's (bitwise when tolerance is 0)."""
+    """Check that a chain's outputs, gradients and running statistics equal the module's (bitwise if tolerance is 0)."""
     model.train(training)
     set_mode(chain, training)
     before = copy.deepcopy(model.state_dict())
@@ -71,16 +71,16 @@ def assert_same(
     expected_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(before)
     torch.manual_seed(7)
-    found = chain.run({name: inputs[name] for name in chain.inputs})
-    found_gradients = gradients(found, model)
-    assert found.keys() == expected.keys()
+    outputs = chain.run({name: inputs[name] for name in chain.inputs})
+    chain_gradients = gradients(outputs, model)
+    assert outputs.keys() == expected.keys()
     for name in expected:
-        assert torch.equal(found[name], expected[name]), name
-    assert found_gradients.keys() == expected_gradients.keys()
-    assert found_gradients
+        assert torch.equal(outputs[name], expected[name]), name
+    assert chain_gradients.keys() == expected_gradients.keys()
+    assert chain_gradients
     for name, gradient in expected_gradients.items():
         bound = tolerance * max(float(gradient.abs().max()), 1e-3)
-        assert float((gradient - found_gradients[name]).abs().max()) <= bound, name
+        assert float((gradient - chain_gradients[name]).abs().max()) <= bound, name
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected_state[name]), name
 
@@ -106,7 +106,7 @@ def test_in_place_module_after_a_cut_leaves_the_boundary_alone() -> None:
     sequential = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.ReLU(inplace=True))
     chain = Chain.from_module(sequential, ["1", "2"])
     for layer in chain.layers[1:]:
-        layer.module.eval()  # dropout then returns its very input
+        layer.module.eval()  # dropout then returns its input itself
         boundary = torch.randn(3, 4, requires_grad=True)
         before = boundary.detach().clone()
         layer.module(boundary).sum().backward()
@@ -120,7 +120,7 @@ def test_in_place_module_after_a_cut_leaves_the_boundary_alone() -> None:
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.first(x)
             skip = hidden.view(2, 2, 4)
-            return self.last(self.relu(hidden)) + skip.view(4, 4)  # the skip sees the change
+            return self.last(self.relu(hidden)) + skip.view(4, 4)  # the skip reads the changed value
 
     model = InPlace()
     with pytest.raises(CapslogError, match="2 views"):
@@ -163,7 +163,7 @@ def test_automatic_cuts_are_the_repeated_blocks() -> None:
     assert automatic_cut_points(tiny_llama()) == [f"model.layers.{index}" for index in range(3)]
     chain = Chain.from_module(torchvision.models.convnext_tiny(), None, (torch.randn(1, 3, 32, 32),))
     assert [layer.name for layer in chain.layers][:4] == ["features.0", "features.1.0", "features.1.1", "features.1.2"]
-    # what follows the last block has weights of its own: a layer more
+    # the layers after the last block have weights: one layer more
     last = Chain.from_module(resnet, None, (torch.randn(2, 3, 32, 32),)).layers[-1]
     assert last.name == "avgpool"
     assert list(dict(last.module.named_parameters())) == ["fc.weight", "fc.bias"]
@@ -182,10 +182,10 @@ def test_llama_equals_its_chain(training: bool) -> None:
     assert "model.layers.1.self_attn.q_proj.weight" in dict(chain.layers[2].module.named_parameters())
     assert not any("inv_freq" in name for layer in chain.layers[1:] for name in layer.module.state_dict())
     assert not chain.shared
-    # the norms run as themselves, so that their dtype rules hold under autocast
+    # the norms run as modules, so that their dtype rules hold under autocast
     assert "model.layers.1.input_layernorm" in {str(node.target) for node in chain.layers[2].module.graph.nodes}
-    other = torch.randint(0, 61, (2, 12))
-    assert_same(model, chain, {"input_ids": other, "labels": ids}, training)
+    other_ids = torch.randint(0, 61, (2, 12))
+    assert_same(model, chain, {"input_ids": other_ids, "labels": ids}, training)
 
 
 def test_llama_with_fused_attention_equals_to_rounding() -> None:
@@ -196,12 +196,12 @@ def test_llama_with_fused_attention_equals_to_rounding() -> None:
     assert chain.outputs == ("loss",)
     model.eval()
     set_mode(chain, False)
-    found = gradients(chain.run({"input_ids": ids, "labels": ids}), model)
+    chain_gradients = gradients(chain.run({"input_ids": ids, "labels": ids}), model)
     expected = gradients({"loss": model(input_ids=ids, labels=ids).loss}, model)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         bound = 1e-5 * max(float(gradient.abs().max()), 1e-3 * largest)
-        assert float((gradient - found[name]).abs().max()) <= bound, name
+        assert float((gradient - chain_gradients[name]).abs().max()) <= bound, name
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -336,12 +336,12 @@ def test_constants_and_plain_tensors_travel_with_their_layer() -> None:
     chain = Chain.from_module(model, ["last"], (torch.randn(2, 3),))
     assert chain.outputs == ("hidden", "all.0", "all.1")
     x = torch.randn(2, 3)
-    found, expected = chain.run({"x": x}), model(x)
-    assert torch.equal(found["all.0"], expected["all"][0])
-    assert torch.equal(found["all.1"], expected["hidden"])
+    outputs, expected = chain.run({"x": x}), model(x)
+    assert torch.equal(outputs["all.0"], expected["all"][0])
+    assert torch.equal(outputs["all.1"], expected["hidden"])
     assert not any("constant" in name for layer in chain.layers for name in layer.module.state_dict())
     meta = copy.deepcopy(chain.layers[0].module).to("meta")
-    assert {value.device.type for value in meta(torch.empty(2, 3, device="meta"))} == {"meta"}
+    assert {tensor.device.type for tensor in meta(torch.empty(2, 3, device="meta"))} == {"meta"}
 
 
 def test_bad_requests_get_one_sentence() -> None:
@@ -405,7 +405,7 @@ def test_the_captured_model_is_left_as_it_was() -> None:
 
 
 class OwnBackward(torch.autograd.Function):
-    """Runs a module again in the backward, whose gradients arrive there, as a reversible block does."""
+    """Runs a module again in the backward, and its gradients arrive there, as in a reversible block."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
@@ -431,7 +431,7 @@ class Reversible(nn.Module):
 
 
 def test_a_comparison_leaves_no_gradient_on_the_model() -> None:
-    """It would be added to those of the first step."""
+    """A leftover gradient would be added to those of the first step."""
     torch.manual_seed(0)
     model = Reversible()
     chain = Chain.from_module(model, None, {"x": torch.randn(2, 4)})
@@ -440,7 +440,7 @@ def test_a_comparison_leaves_no_gradient_on_the_model() -> None:
 
 
 class IndexedUnderVmap(nn.Module):
-    """As masks of transformers are made: indexing with what vmap gives."""
+    """Indexes with a result of vmap, as transformers does for its masks."""
 
     def __init__(self) -> None:
         super().__init__()

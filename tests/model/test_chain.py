@@ -1,4 +1,4 @@
-"""What crosses each cut, which parameters are shared, and what a chain refuses."""
+"""Tensors that cross each cut, shared parameters, and chains that are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Add(nn.Module):
 
 
 def skip_chain() -> Chain:
-    """`early` is written by layer 0 and read by layer 3; `x` is rewritten on the way."""
+    """Return a chain whose `early` is written by layer 0 and read by layer 3; `x` is rewritten on the way."""
     return Chain(
         [
             Layer("a", nn.Identity(), ("x",), ("early",)),
@@ -37,7 +37,7 @@ def test_a_tensor_crosses_every_cut_between_its_writer_and_its_last_reader() -> 
 
 
 def test_an_edge_leads_from_the_last_writer_of_a_name_to_its_reader() -> None:
-    """By hand: `x` is read by the layer that writes it anew, and the inputs come from no layer."""
+    """Expected by hand: `x` is read by the layer that writes it anew, and the inputs come from no layer."""
     assert skip_chain().edges == ((0, 1), (0, 3), (1, 2), (2, 3))
     stem = ((0, 1), (1, 2), (2, 3), (3, 4))
     encoders = ((4, 5), (4, 6), (4, 7), (5, 6))
@@ -71,7 +71,7 @@ def test_every_parameter_of_a_graph_for_engine_tests_has_a_gradient(name: str) -
 
 
 def test_a_value_is_a_name_and_its_writer_and_the_loss_is_the_last_reader() -> None:
-    """By hand: the `x` that layer b writes is another tensor than the input of that name."""
+    """Expected by hand: the `x` that layer b writes is another tensor than the input of that name."""
     chain = skip_chain()
     assert chain.reads == ((("x", -1),), (("early", 0),), (("x", 1),), (("x", 2), ("early", 0)), (("x", 3),))
     assert chain.readers == {("x", -1): (0,), ("early", 0): (1, 3), ("x", 1): (2,), ("x", 2): (3,), ("x", 3): (4,)}
@@ -160,10 +160,10 @@ def test_what_is_released_keeps_its_shape_and_takes_no_memory() -> None:
     plain.register_buffer("codes", codes, persistent=False)
     chain = Chain([Layer("a", tied), Layer("b", plain), Layer("c", nn.Linear(2, 4)), Layer("d", tied)], ("x",), ("x",))
     names, shapes = list(chain.named_parameters()), [p.shape for p in chain.named_parameters().values()]
-    gone = [weakref.ref(p) for p in (tied.weight, plain.weight)]
+    references = [weakref.ref(p) for p in (tied.weight, plain.weight)]
     kept = chain.layers[2].module.weight
     chain.release([kept])
-    assert [one() for one in gone] == [None, None]
+    assert [reference() for reference in references] == [None, None]
     assert list(chain.named_parameters()) == names
     assert [p.shape for p in chain.named_parameters().values()] == shapes
     assert [p.device.type for p in chain.named_parameters().values()].count("cpu") == 1
@@ -175,14 +175,14 @@ def test_what_is_released_keeps_its_shape_and_takes_no_memory() -> None:
 
 def test_a_stage_gives_what_the_chain_gives_and_holds_no_tensor_behind_its_last_reader() -> None:
     alive: list[list[bool]] = []
-    made: list[weakref.ref[Tensor]] = []
+    means: list[weakref.ref[Tensor]] = []
 
     class Half(nn.Module):
         def forward(self, *tensors: Tensor) -> Tensor:
-            alive.append([one() is not None for one in made])
-            result = sum(tensors) / 2  # type: ignore[arg-type]
-            made.append(weakref.ref(result))
-            return result
+            alive.append([reference() is not None for reference in means])
+            mean = sum(tensors) / 2  # type: ignore[arg-type]
+            means.append(weakref.ref(mean))
+            return mean
 
     layers = [("a", ("x",)), ("b", ("a",)), ("c", ("a", "b")), ("d", ("c",))]
     chain = Chain([Layer(name, Half(), reads, (name,)) for name, reads in layers], ("x",), ("d",))
@@ -197,7 +197,7 @@ def test_a_stage_gives_what_the_chain_gives_and_holds_no_tensor_behind_its_last_
 
 
 def test_a_parameter_that_is_tied_after_the_capture_is_named() -> None:
-    """Two stages went on with a copy each, which drifted apart."""
+    """Two stages kept one copy each, and the copies diverged."""
     model = hostile.Base()
     x = torch.randn(2, hostile.WIDTH)
     chain = Chain.from_module(model, None, (x,), evaluates=False, compares=False)

@@ -1,4 +1,4 @@
-"""Layers of factories: what is known of them before they are built, and the values that they get."""
+"""Layers of factories: facts known of them before they are built, and the values that they get."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from varuna_capslog.model.workload import Workload
 
 
 class Coded(nn.Module):
-    """Draws parameters, a buffer that is no part of its state, and a plain tensor, in turns."""
+    """Draws parameters, a buffer that is no part of its state, and a plain tensor, in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,22 +38,22 @@ def coded(count: int = 4, **options: Any) -> Chain:
 
 
 def built(seed: int, index: int) -> Coded:
-    """What a chain that is not this one would hold: the layer built alone, with nothing between."""
+    """Return the layer of another chain: built alone, with no draws between."""
     torch.manual_seed(mix(seed, index))
     return Coded()
 
 
 def test_a_layer_has_its_values_whichever_layers_are_built_and_in_any_order() -> None:
-    whole, backwards, one = (coded(seed=5) for _ in range(3))
-    whole.fill()
+    forwards, backwards, single = (coded(seed=5) for _ in range(3))
+    forwards.fill()
     for index in (3, 1, 0, 2):
         backwards.fill([index])
-    one.fill([2])
-    assert [p.is_meta for p in one.named_parameters().values()] == [not 6 <= k < 9 for k in range(12)]
+    single.fill([2])
+    assert [p.is_meta for p in single.named_parameters().values()] == [not 6 <= k < 9 for k in range(12)]
     x = torch.randn(2, 4)
     for index in range(4):
         expected = built(5, index)
-        for chain in [whole, backwards, *([one] if index == 2 else [])]:
+        for chain in [forwards, backwards, *([single] if index == 2 else [])]:
             module = chain.layers[index].module
             assert torch.equal(module(x), expected(x))
             assert all(torch.equal(p, q) for p, q in zip(module.parameters(), expected.parameters(), strict=True))
@@ -72,8 +72,8 @@ def test_building_leaves_the_generator_as_it_was_and_goes_by_the_seed_that_torch
 def test_what_is_known_of_hollow_layers_is_what_is_known_of_built_ones() -> None:
     chain, ready = models.factory_chain(), models.factory_chain_by_hand()
     for when in ("hollow", "some", "all", "released"):
-        found, expected = chain.named_tensors(), ready.named_tensors()
-        assert [(n, t.shape, t.dtype, t.stride(), t.requires_grad) for n, t in found.items()] == [
+        tensors, expected = chain.named_tensors(), ready.named_tensors()
+        assert [(n, t.shape, t.dtype, t.stride(), t.requires_grad) for n, t in tensors.items()] == [
             (n, t.shape, t.dtype, t.stride(), t.requires_grad) for n, t in expected.items()
         ], when
         assert chain.shared == ready.shared, when
@@ -125,9 +125,9 @@ def test_given_values_take_the_places_of_those_that_a_factory_gives() -> None:
 
 def test_a_new_module_is_the_factorys_and_leaves_the_chain_hollow() -> None:
     chain = coded(2, seed=0)
-    one, other = chain.new_module(1), chain.new_module(1)
-    assert torch.equal(one.codes, built(0, 1).codes)
-    assert one.scale is not other.scale
+    first, second = chain.new_module(1), chain.new_module(1)
+    assert torch.equal(first.codes, built(0, 1).codes)
+    assert first.scale is not second.scale
     assert all(parameter.is_meta for parameter in chain.named_parameters().values())
 
 
@@ -152,13 +152,13 @@ def test_what_factories_must_not_give() -> None:
         Chain.from_factories([LayerFactory("a", lambda: 3)])
     with pytest.raises(CapslogError, match=r"tied: no layer has a parameter, or a module with some, at 'c.weight'"):
         Chain.from_factories(lines[1:], tied=[("b.weight", "c.weight")])
-    other = LayerFactory("c", lambda: nn.Linear(4, 4).requires_grad_(False))
+    frozen = LayerFactory("c", lambda: nn.Linear(4, 4).requires_grad_(False))
     with pytest.raises(CapslogError, match=r"tied: 'b.weight' has .*True.*, but 'c.weight' has .*False.*; tie what is"):
-        Chain.from_factories([*lines[1:], other], tied=[("b.weight", "c.weight")])
+        Chain.from_factories([*lines[1:], frozen], tied=[("b.weight", "c.weight")])
 
 
 def test_variants_are_refused_where_factories_build_the_layers() -> None:
-    """The engine builds a layer when it needs it, and would build it the plain way."""
+    """The engine builds a layer when it needs it, and would build it without the variant."""
 
     class Made(Workload):
         variants = MappingProxyType({"*": "chunked"})

@@ -1,4 +1,4 @@
-"""A model that is there as an object: what its chains share with it, which is nothing, and what cannot be copied."""
+"""A model given as an object: its chains share nothing with it, and models that cannot be copied are refused."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from varuna_capslog.model.given_model import workload_of_model
 
 
 def test_a_chain_of_an_object_shares_neither_weights_nor_buffers_with_it() -> None:
-    """One on a GPU would else meet example inputs on the CPU, and a capture would need all of its weights."""
+    """Otherwise a model on a GPU would meet example inputs on the CPU, and a capture would need all of its weights."""
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
     net = nn.Sequential(first, nn.BatchNorm1d(4), last)
     workload, size = workload_of_model(net, torch.zeros(3, 4))
     assert (size, workload.name) == (3, "Sequential")
     chain = workload.build_chain()
-    assert all(one.is_meta for layer in chain.layers for one in layer.module.parameters())
-    mine = {one.data_ptr() for one in net.buffers()}
-    assert not mine & {one.data_ptr() for layer in chain.layers for one in layer.module.buffers()}
+    assert all(parameter.is_meta for layer in chain.layers for parameter in layer.module.parameters())
+    addresses = {buffer.data_ptr() for buffer in net.buffers()}
+    assert not addresses & {buffer.data_ptr() for layer in chain.layers for buffer in layer.module.buffers()}
     assert [shared.layers for shared in chain.shared] == [(0, 2)]
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face models from a local folder: the same modules as transformers makes, without weights; and mistakes."""
+"""Hugging Face models from a local folder: the same modules as transformers builds, without weights; and mistakes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_the_architecture_of_the_config_without_memory(name: str, tmp_path: Path
     config, shapes = FAMILIES[name]
     made, example = model(folder(tmp_path, config))
     assert type(made).__name__ == name
-    assert all(one.is_meta for one in made.parameters())
-    assert {key: tuple(value.shape) for key, value in example.items()} == shapes
-    own = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(tmp_path))
-    assert {key: one.shape for key, one in made.state_dict().items()} == {
-        key: one.shape for key, one in own.state_dict().items()
+    assert all(parameter.is_meta for parameter in made.parameters())
+    assert {key: tuple(tensor.shape) for key, tensor in example.items()} == shapes
+    reference = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert {key: tensor.shape for key, tensor in made.state_dict().items()} == {
+        key: tensor.shape for key, tensor in reference.state_dict().items()
     }
 
 
@@ -54,7 +54,7 @@ def test_what_a_model_that_is_served_takes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = folder(tmp_path, LLAMA)
     made, example = model(path, sequence=40, trains=False, num_hidden_layers=1)
-    assert (len(made.model.layers), str(made.dtype)) == (1, "torch.bfloat16")  # as the config says
+    assert (len(made.model.layers), str(made.dtype)) == (1, "torch.bfloat16")  # as in the config
     assert example.pop("logits_to_keep") == 1
     assert {key: tuple(value.shape) for key, value in example.items()} == {"input_ids": (1, 40)}
     assert str(model(path, dtype="float32")[0].dtype) == "torch.float32"

@@ -21,7 +21,7 @@ MICROBATCHES, SIZE = 4, 2
 
 
 class Transformer(nn.Module):
-    """Plain, with torchtitan's names for its parts."""
+    """Plain transformer with torchtitan's names for its parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,9 @@ def plain() -> tuple[nn.Module, Chain, list[int]]:
 
 
 class Masked(Transformer):
-    """What every block uses is computed once: a boolean mask and a float tensor without gradient cross the cuts."""
+    """Values that every block uses are computed once: a boolean mask and a float tensor without gradient cross the
+    cuts.
+    """
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.tok_embeddings(tokens)
@@ -88,17 +90,17 @@ def run_pipeline(build: Callable[[], tuple[nn.Module, Chain, list[int]]], schedu
         runner.step(tokens)
     else:
         runner.step(target=target, losses=losses)
-    # one process with the same weights is the oracle
-    model, whole, _ = build()
+    # one process with the same weights is the reference
+    model, full_chain, _ = build()
     expected = loss_of(model(tokens), target)
     expected.backward()
     if rank == 1:
         assert torch.allclose(torch.stack(losses).mean(), expected, rtol=1e-5, atol=1e-6)
-    reference = {name: p.grad for name, p in whole.named_parameters().items()}
+    reference = {name: p.grad for name, p in full_chain.named_parameters().items()}
     largest = max(float(gradient.abs().max()) for gradient in reference.values() if gradient is not None)
-    mine = chain.layers[cuts[rank] : (*cuts, len(chain))[rank + 1]]
+    layers = chain.layers[cuts[rank] : (*cuts, len(chain))[rank + 1]]
     checked = 0
-    for layer in mine:
+    for layer in layers:
         for parameter, tensor in layer.module.named_parameters():
             wanted = reference[f"{layer.name}.{parameter}"]
             assert wanted is not None
@@ -139,9 +141,9 @@ def test_cut_list_runs_in_torch_pipelining(tmp_path: Path) -> None:
     finally:
         for worker in workers:
             worker.kill()
-    said = [path.read_text() for path in outputs]
-    assert codes == [0, 0], "\n".join(said)
-    assert all("passed plain Schedule1F1B" in text and "passed plain ScheduleGPipe" in text for text in said)
+    texts = [path.read_text() for path in outputs]
+    assert codes == [0, 0], "\n".join(texts)
+    assert all("passed plain Schedule1F1B" in text and "passed plain ScheduleGPipe" in text for text in texts)
 
 
 def test_a_whole_chain_as_stage_modules_hands_tensors_on() -> None:
@@ -170,9 +172,9 @@ def test_a_whole_chain_as_stage_modules_hands_tensors_on() -> None:
 def test_what_torch_cannot_do_is_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     _, chain, cuts = plain()
     spec = {"tokens": TensorSpec((SIZE, 8), torch.int64)}
-    other = {"tokens": TensorSpec((SIZE, 9), torch.int64)}
+    longer = {"tokens": TensorSpec((SIZE, 9), torch.int64)}
     with pytest.raises(CapslogError, match="microbatch 1 has inputs of another shape"):
-        interop.pipeline_stages(chain, cuts, 0, "cpu", [spec, other])
+        interop.pipeline_stages(chain, cuts, 0, "cpu", [spec, longer])
     with pytest.raises(CapslogError, match="rank=2"):
         interop.pipeline_stages(chain, cuts, 2, "cpu", spec)
     with pytest.raises(CapslogError, match="3 stages cannot be dealt evenly to 2"):

@@ -26,7 +26,7 @@ HERE = "tests.model.test_model_workload"
 
 
 class Scorer(nn.Module):
-    """Two inputs, a flag, and a loss of its own."""
+    """Two inputs, a flag, and a loss computed in its forward."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -72,9 +72,9 @@ def configured(run_dir: Path | None = None, **model: Any) -> ModelWorkload:
     values = {"workload": "varuna_capslog.model_workload:workload", "model": model, "train": train}
     if run_dir is not None:
         values["run_dir"] = str(run_dir)
-    found = load_workload(section(Config, values, ""))
-    assert isinstance(found, ModelWorkload)
-    return found
+    model_workload = load_workload(section(Config, values, ""))
+    assert isinstance(model_workload, ModelWorkload)
+    return model_workload
 
 
 def test_input_specs_are_read() -> None:
@@ -128,11 +128,11 @@ def test_microbatches_with_made_up_data_add_up_to_the_minibatch() -> None:
         everything.append(inputs)
         total = total + made.loss(built.run(inputs), None, minibatch.normalisers)["loss"]
     torch.manual_seed(0)
-    whole = scorer()(
+    expected = scorer()(
         torch.cat([part["tokens"] for part in everything]), torch.cat([part["labels"] for part in everything]),
         everything[0]["scale"],
     )  # fmt: skip
-    assert torch.allclose(total, whole["loss"])
+    assert torch.allclose(total, expected["loss"])
     assert torch.equal(
         data.load(data.minibatch([[0, 1]], 0), 0)["tokens"][1], data.load(data.minibatch([[1, 5]], 9), 0)["tokens"][0]
     )
@@ -145,9 +145,9 @@ def test_the_factorys_example_gives_shapes_ranges_and_flags() -> None:
     inputs = made.train_data().load(made.train_data().minibatch([[0, 1]], 0), 0)
     assert int(inputs["tokens"].max()) < 10
     torch.manual_seed(0)
-    found = made.build_chain().run(inputs)["loss"]
+    loss = made.build_chain().run(inputs)["loss"]
     torch.manual_seed(0)
-    assert torch.equal(found, Scorer()(**inputs, double=True)["loss"])
+    assert torch.equal(loss, Scorer()(**inputs, double=True)["loss"])
     with pytest.raises(CapslogError, match=r"captured for microbatches of 2, asked for 3; set train.microbatch_size=3"):
         made.profile_inputs(3)
 
@@ -190,14 +190,14 @@ def test_weights_of_the_model_itself_are_imported(tmp_path: Path) -> None:
     made = configured(factory=f"{HERE}:scorer", inputs=SPECS)
     model = scorer()
     torch.save({**model.state_dict(), "more": torch.zeros(1)}, tmp_path / "weights.pt")
-    found, skipped = made.import_weights(tmp_path / "weights.pt")
+    weights, skipped = made.import_weights(tmp_path / "weights.pt")
     assert skipped == ["more"]
-    assert found.keys() == made.build_chain().named_parameters().keys()
-    assert torch.equal(found["blocks.1.blocks.1.weight"], model.blocks[1].weight)
+    assert weights.keys() == made.build_chain().named_parameters().keys()
+    assert torch.equal(weights["blocks.1.blocks.1.weight"], model.blocks[1].weight)
 
 
 def test_a_run_begins_from_a_safetensors_file(tmp_path: Path) -> None:
-    """The package that reads these files was imported, but installed by nothing."""
+    """The package that reads these files was imported, but no requirement installed it."""
     made = configured(factory=f"{HERE}:scorer", inputs=SPECS)
     model = scorer()
     save_file({**model.state_dict(), "more": torch.zeros(1)}, tmp_path / "weights.safetensors")
@@ -210,8 +210,8 @@ def test_lengths_of_a_range_are_those_of_the_specs_and_one_capture_runs_them() -
     inputs = ["tokens=int64[2,3..9]:11", "labels=int64[2,3..9]:11", "scale=float32[3..9,1]:=0.5"]
     made = configured(factory=f"{HERE}:scorer", inputs=inputs, samples=16)
     chain = made.build_chain()
-    assert made.profile_inputs(2)["tokens"].shape == (2, 9)  # a plan is for the longest
-    assert [one["tokens"].shape[1] for one in made.sampled_inputs(2, 9)] == [3, 5, 7, 9]
+    assert made.profile_inputs(2)["tokens"].shape == (2, 9)  # a plan is for the longest length
+    assert [sample["tokens"].shape[1] for sample in made.sampled_inputs(2, 9)] == [3, 5, 7, 9]
     minibatch = made.minibatch([[at, at + 1] for at in range(0, 16, 2)], 0)
     lengths = set()
     for number, specs in enumerate(minibatch.inputs):
@@ -224,7 +224,7 @@ def test_lengths_of_a_range_are_those_of_the_specs_and_one_capture_runs_them() -
 
 
 class Tabled(nn.Module):
-    """Its code makes a table of the length."""
+    """Model whose code builds a table from the length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,8 +250,8 @@ def test_lengths_that_the_model_fixes_are_captured_one_by_one(
 
     first, again = made(), made()
     first.hand_over()
-    told = [record.getMessage() for record in caplog.records]
-    assert sum("It is captured for each of 4 sizes instead" in one for one in told) == (length == "3..9")
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("It is captured for each of 4 sizes instead" in message for message in messages) == (length == "3..9")
     caplog.clear()
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "captured").iterdir()}
     again.build_training_chain()
@@ -259,7 +259,7 @@ def test_lengths_that_the_model_fixes_are_captured_one_by_one(
     assert not caplog.records, "read, and not captured here"
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "captured").iterdir()}
     assert again.profile_inputs(2)["x"].shape == (2, lengths[-1], 8)
-    assert [one["x"].shape[1] for one in again.sampled_inputs(2, 9)] == lengths
+    assert [sample["x"].shape[1] for sample in again.sampled_inputs(2, 9)] == lengths
     minibatch = again.minibatch([[at, at + 1] for at in range(0, 32, 2)], 0)
     seen = set()
     for number in range(16):

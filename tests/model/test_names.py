@@ -1,4 +1,4 @@
-"""The names of a captured model's modules and tensors, layer by layer."""
+"""Names of a captured model's modules and tensors, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def test_layers_of_a_captured_model_name_what_they_hold() -> None:
     names = names_of(chain)
     assert names.layers == ("model.embed_tokens", *(f"model.layers.{n}" for n in range(4)), "model.norm")
     assert names.held is not None
-    assert sorted(name for one in names.held for name in one.parameters) == sorted(dict(model.named_parameters()))
+    assert sorted(name for layer in names.held for name in layer.parameters) == sorted(dict(model.named_parameters()))
     assert "model.embed_tokens" in names.held[0].modules
     assert {path.rpartition(".")[0] for path in names.held[5].parameters} == {"model.norm", "lm_head"}
-    assert names.lists == {"model.layers"}  # the Sequential in a block is none
+    assert names.lists == {"model.layers"}  # the Sequential in a block is not listed
     assert names.copied == {"model.rotary_emb"}
     assert names.shared == ()
 
 
 class Constant(nn.Module):
-    """A tensor in its code, which the capture makes a buffer, and a parameter that two modules share."""
+    """A tensor in its code, which the capture turns into a buffer, and a parameter that two modules share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Constant(nn.Module):
 def test_tensors_have_the_names_that_the_model_gives_them() -> None:
     names = names_of(Chain.from_module(Constant(), ["second"], (torch.zeros(1, 3),)))
     assert names.held is not None
-    assert [one.buffers for one in names.held] == [(), ()]
+    assert [layer.buffers for layer in names.held] == [(), ()]
     assert names.shared == (("first.weight", (0, 1)),)
 
 

@@ -1,4 +1,4 @@
-"""What a model's code keeps and reads, in places that no attribute of a module shows: noticed where it changes."""
+"""State that a model's code keeps and reads outside the attributes of its modules: changes are noticed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def helper(x: Tensor) -> Tensor:
 
 
 class Hidden(hostile.Base):
-    """Its numbers lie in a class, an object with slots, a closure, and in its file, which a helper reads."""
+    """Model whose numbers lie in a class, an object with slots, a closure, and in its file, which a helper reads."""
 
     temperature, made = 1.0, 0
 
@@ -64,7 +64,7 @@ class Hidden(hostile.Base):
 
 
 def change_global(value: float) -> None:
-    global FACTOR  # as a loop does
+    global FACTOR  # as a training loop does
     FACTOR = value
 
 
@@ -86,11 +86,13 @@ def back() -> Any:
 
 @pytest.mark.parametrize("named", CHANGES)
 def test_numbers_beside_a_modules_attributes_are_noticed_where_a_loop_changes_them(named: str, back: Any) -> None:
-    """A chain went on with the old number, and `fit` too, without a word; what the code does not read may change."""
+    """The chain, and `fit`, continued with the old number without a warning; state that the code does not read may
+    change.
+    """
     torch.manual_seed(0)
     model = Hidden()
     chain = Chain.from_module(model, None, (X,), evaluates=False, compares=False)
-    Hidden()  # counts, which no forward reads
+    Hidden()  # increments a counter that no forward reads
     SETTINGS.step += 1
     chain.run({"x": X})
     CHANGES[named](model)
@@ -110,7 +112,7 @@ def test_fit_captures_again_where_the_class_changed(back: Any) -> None:
 
 
 class Turns(hostile.Base):
-    """Another way at every third call, by an iterator."""
+    """Takes another branch at every third call, by an iterator."""
 
     def __init__(self, turns: Any) -> None:
         super().__init__()
@@ -129,7 +131,7 @@ def numbers() -> Any:
 
 @pytest.mark.parametrize("turns", [itertools.count, numbers, lambda: itertools.cycle(iter([0, 1, 2]))])
 def test_an_iterator_that_goes_on_is_refused_by_name(turns: Any) -> None:
-    """Its number of the capture was taken for a constant, as long as the next one happened to be alike."""
+    """Its number during the capture was taken for a constant, as long as the next one happened to be equal."""
     model = Turns(turns())
     state = PythonState({"": model})
     assert state.changes() == []
@@ -148,7 +150,7 @@ class Caching(hostile.Base):
 
 
 def test_a_cache_of_the_users_holds_no_tensor_without_values_afterwards() -> None:
-    """The next call got it: an error of torch's, in every model of the process that used the cache."""
+    """The next call got it: an error of torch, in every model of the process that used the cache."""
     table.cache_clear()
     model: nn.Module = Caching()
     chain = Chain.from_module(model, None, (X,))

@@ -1,4 +1,4 @@
-"""Layers of one signature do the same work; what differs in anything that decides work has another one."""
+"""Layers of equal signature do the same work; a difference in any property that decides work changes the signature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from varuna_capslog.model.signature import layer_signature, run_signature
 
 
 class Block(nn.Module):
-    """A little of everything that may differ between two blocks."""
+    """Block with one example of every property that may differ between two blocks."""
 
     def __init__(self, rate: Any = 0.1, eps: float = 1e-5, act: Callable[[Tensor], Tensor] = torch.relu) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def changed(change: Callable[[Block], Any]) -> Block:
 
 
 def made_alike() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Two functions of one name in one place."""
+    """Return two functions of equal name and place."""
     return (lambda x: x.relu(), lambda x: x.sin())
 
 
@@ -76,16 +76,16 @@ def test_an_almost_equal_block_is_not_taken_for_its_twin(almost: str) -> None:
 
 
 def test_functions_of_one_name_differ() -> None:
-    """They were compared by name, so that a block with another lambda of the same line was costed as its neighbour."""
-    one, other = made_alike()
-    assert layer_signature(Layer("a", Block(act=one))) != layer_signature(Layer("a", Block(act=other)))
+    """Functions were compared by name: a block with another lambda of the same line was costed as its neighbour."""
+    first, second = made_alike()
+    assert layer_signature(Layer("a", Block(act=first))) != layer_signature(Layer("a", Block(act=second)))
 
 
 def test_what_two_layers_share_counts_in_their_run() -> None:
     apart = [Layer("a", nn.Linear(8, 8)), Layer("b", nn.Linear(8, 8))]
     tied = [Layer("a", nn.Linear(8, 8)), Layer("b", nn.Linear(8, 8))]
     tied[1].module.weight = tied[0].module.weight
-    assert [layer_signature(one) for one in apart] == [layer_signature(one) for one in tied]
+    assert [layer_signature(layer) for layer in apart] == [layer_signature(layer) for layer in tied]
     assert run_signature(apart) != run_signature(tied)
 
 
@@ -106,9 +106,11 @@ class Scaled(nn.Module):
 
 def test_blocks_of_a_captured_model_are_compared_by_their_graphs() -> None:
     kinds = "aabca"
-    chain = Chain.from_module(Scaled(kinds), [f"blocks.{at}" for at in range(5)], (torch.zeros(2, 8),))
-    found = [layer_signature(layer) for layer in chain.layers]
-    assert [[one == other for other in found] for one in found] == [[a == b for b in kinds] for a in kinds]
+    chain = Chain.from_module(Scaled(kinds), [f"blocks.{index}" for index in range(5)], (torch.zeros(2, 8),))
+    signatures = [layer_signature(layer) for layer in chain.layers]
+    assert [[first == second for second in signatures] for first in signatures] == [
+        [a == b for b in kinds] for a in kinds
+    ]
 
 
 def test_rates_that_grow_with_depth_are_told_apart_at_0_and_1_only() -> None:

@@ -1,4 +1,4 @@
-"""Layers split into parts: they compute what the whole layer computes, and hold each of its elements once."""
+"""Layers split into parts: they compute what the full layer computes, and hold each of its elements once."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _transformer(changes: tuple[tuple[str, Any], ...]) -> Chain:
 
 
 def built(splits: Mapping[str, str], loud: float = 1.0, **changes: Any) -> Chain:
-    """The transformer of a DETR in float64. loud: factor of what queries and keys are made with, whose square the
-    logits grow by.
+    """Return the transformer of a DETR in float64. loud: factor of the weights of queries and keys; logits grow by its
+    square.
     """
     chain = copy.deepcopy(_transformer(tuple(sorted(changes.items()))))
     for layer in chain.layers:
@@ -45,25 +45,27 @@ def built(splits: Mapping[str, str], loud: float = 1.0, **changes: Any) -> Chain
 
 
 def whole(chain: Chain, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of a chain's layers by the addresses that they have in the whole layers."""
-    table, found = split_table(chain.layers), {}
+    """Return tensors of a chain's layers by their addresses in the unsplit layers."""
+    table, addressed = split_table(chain.layers), {}
     for layer in chain.layers:
         if layer.part is None:
-            found |= {f"{layer.name}.{name}": tensor for name, tensor in tensors[layer.name].items()}
+            addressed |= {f"{layer.name}.{name}": tensor for name, tensor in tensors[layer.name].items()}
     for name, rows in table.items():
         parts = [(pieces, tensors[part]) for part, pieces in parts_from_json(rows).items()]
-        found |= {f"{name}.{own}": tensor for own, tensor in put_together(parts).items()}
-    return found
+        addressed |= {f"{name}.{tensor_name}": tensor for tensor_name, tensor in put_together(parts).items()}
+    return addressed
 
 
 def results(chain: Chain) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs, and gradients by their addresses in the whole layers."""
+    """Return outputs, and gradients by their addresses in the unsplit layers."""
     generator = torch.Generator().manual_seed(1)
     memory = torch.randn(2, 5, 7, 32, generator=generator, dtype=torch.float64)
     outputs = chain.run({"memory": memory, "valid": torch.tensor([[5, 4], [3, 7]])})
-    sum((one * torch.linspace(-1, 1, one.numel()).view_as(one)).sum() for one in outputs.values()).backward()  # type: ignore[union-attr]
+    sum((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in outputs.values()).backward()  # type: ignore[union-attr]
     gradients = {
-        layer.name: {name: one.grad for name, one in layer.module.named_parameters() if one.grad is not None}
+        layer.name: {
+            name: parameter.grad for name, parameter in layer.module.named_parameters() if parameter.grad is not None
+        }
         for layer in chain.layers
     }
     return outputs, whole(chain, gradients)
@@ -99,13 +101,13 @@ def _double() -> Any:
     ],
 )
 def test_parts_compute_what_the_whole_layer_computes(splits: dict[str, str], changes: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"heads": "last", "attention": "eager", "loud": 1.0} | changes
-    outputs, gradients = results(built(splits, **given))
-    plain, their_gradients = expected(given["loud"], given["heads"])
+    options: dict[str, Any] = {"heads": "last", "attention": "eager", "loud": 1.0} | changes
+    outputs, gradients = results(built(splits, **options))
+    plain, their_gradients = expected(options["loud"], options["heads"])
     assert max(float((outputs[name] - plain[name]).detach().abs().max()) for name in plain) < 1e-12
     assert gradients.keys() == their_gradients.keys()
-    # where keys are split, a gradient that has all but vanished is as exact as 1e-12 of the logits
-    bound = 1e-12 * given["loud"] ** (1 if splits is TENSOR else 2)
+    # if keys are split, a nearly vanished gradient is as exact as 1e-12 of the logits
+    bound = 1e-12 * options["loud"] ** (1 if splits is TENSOR else 2)
     for name, gradient in their_gradients.items():
         scale = max(float(gradient.abs().max()), 1e-3)
         assert float((gradients[name] - gradient).abs().max()) / scale < bound, name
@@ -115,12 +117,12 @@ def test_parts_compute_what_the_whole_layer_computes(splits: dict[str, str], cha
 def test_parts_begin_with_the_weights_of_the_whole_layer(splits: dict[str, str]) -> None:
     chain, plain = built(splits, heads="every_decoder"), built({}, heads="every_decoder")
     held = {layer.name: dict(layer.module.named_parameters()) for layer in chain.layers}
-    found, known = whole(chain, held), plain.named_parameters()
-    assert found.keys() >= known.keys()
-    assert all(torch.equal(found[name], known[name]) for name in known)
+    addressed, expected_tensors = whole(chain, held), plain.named_parameters()
+    assert addressed.keys() >= expected_tensors.keys()
+    assert all(torch.equal(addressed[name], expected_tensors[name]) for name in expected_tensors)
     assert chain.num_parameters() == plain.num_parameters()
-    given = of_parts({name: one.detach() for name, one in known.items()}, chain.layers)
-    assert all(torch.equal(given[name], one) for name, one in chain.named_parameters().items())
+    split_tensors = of_parts({name: tensor.detach() for name, tensor in expected_tensors.items()}, chain.layers)
+    assert all(torch.equal(split_tensors[name], tensor) for name, tensor in chain.named_parameters().items())
 
 
 def test_a_piece_takes_and_puts_its_elements_of_any_dimension() -> None:
@@ -137,7 +139,7 @@ def test_a_piece_takes_and_puts_its_elements_of_any_dimension() -> None:
 
 
 class _Own(nn.Linear):
-    """A layer of a user's; `wrong` names the mistake in how it is split."""
+    """A user's layer; `wrong` names the mistake in its split."""
 
     wrong = ""
 

@@ -1,4 +1,4 @@
-"""Weights files of other programs: what is in them, or one sentence."""
+"""Weights files of other programs: their contents, or a one-sentence error."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_every_form_holds_the_same(tmp_path: Path) -> None:
     torch.save({"model": state, "epoch": 3}, tmp_path / "more.pth")
     save_file(state, tmp_path / "file.safetensors")
     for name in ("bare.pth", "more.pth", "file.safetensors"):
-        found = read_state_file(tmp_path / name)
-        assert found.keys() == state.keys()
-        assert all(torch.equal(found[key], value) for key, value in state.items())
+        tensors = read_state_file(tmp_path / name)
+        assert tensors.keys() == state.keys()
+        assert all(torch.equal(tensors[key], tensor) for key, tensor in state.items())
 
 
 def test_unusable_files_are_one_sentence(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_unusable_files_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(CapslogError, match=r"list\.pth' holds no state dict"):
         read_state_file(tmp_path / "list.pth")
     save_file({"a": torch.zeros(100)}, tmp_path / "cut.safetensors")
-    whole = (tmp_path / "cut.safetensors").read_bytes()
-    for size in (0, 4, len(whole) // 2):
-        (tmp_path / "cut.safetensors").write_bytes(whole[:size])
+    content = (tmp_path / "cut.safetensors").read_bytes()
+    for size in (0, 4, len(content) // 2):
+        (tmp_path / "cut.safetensors").write_bytes(content[:size])
         with pytest.raises(CapslogError, match=r"cut\.safetensors' is no safetensors file, or it is cut off"):
             read_state_file(tmp_path / "cut.safetensors")
     with pytest.raises(CapslogError, match=r"none\.safetensors' cannot be read: "):
@@ -55,7 +55,7 @@ def test_unusable_files_are_one_sentence(tmp_path: Path) -> None:
 
 
 def deflated(path: Path, size: int) -> None:
-    """A file of torch.save, packed again by a program that compresses."""
+    """Write a file of torch.save, repacked by a program that compresses."""
     torch.save({"model": {"a": torch.zeros(size)}}, path)
     with zipfile.ZipFile(path) as archive:
         members = {member.filename: archive.read(member) for member in archive.infolist()}
@@ -76,7 +76,7 @@ def test_no_file_takes_more_memory_than_it_has_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_a_tensor_larger_than_its_file_is_refused(tmp_path: Path, legacy: bool) -> None:
-    """The file claims more elements than it has; the older format takes the memory before it reads."""
+    """The file claims more elements than it has; the older format allocates the memory before it reads."""
     torch.save({"a": torch.zeros(4)}, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
     count = (1 << 31) - 1
     with contextlib.suppress(zipfile.BadZipFile):
@@ -92,7 +92,7 @@ def test_a_tensor_larger_than_its_file_is_refused(tmp_path: Path, legacy: bool) 
 
 
 def claiming(content: bytes, count: int) -> bytes:
-    """A pickle whose storage of 4 elements says that it has so many."""
+    """Return a pickle whose storage of 4 elements claims to have `count`."""
     return content.replace(b"cpuq\x06K\x04", b"cpuq\x06J" + count.to_bytes(4, "little"))
 
 

@@ -1,4 +1,4 @@
-"""The trace says exactly what a real run produces, leaves the model alone, and tells look-alike layers apart."""
+"""The trace equals the tensors of a real run, leaves the model unchanged, and tells similar layers apart."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def test_specs_are_those_of_a_real_run(precision: str) -> None:
     table = ShapeTable(chain, precision=precision)
     for values in inputs:
         specs = table.boundaries({name: TensorSpec.of(tensor) for name, tensor in values.items()})
-        found = dict(values)
+        tensors = dict(values)
         for index, layer in enumerate(chain.layers):
-            assert specs[index] == {name: TensorSpec.of(found[name]) for name in chain.crossing(index)}
+            assert specs[index] == {name: TensorSpec.of(tensors[name]) for name in chain.crossing(index)}
             with autocast_context("cpu", precision):
-                found.update(layer(found))
-        assert specs[-1] == {"outputs": TensorSpec.of(found["outputs"])}
+                tensors.update(layer(tensors))
+        assert specs[-1] == {"outputs": TensorSpec.of(tensors["outputs"])}
 
 
 class Sampled(nn.Module):
-    """Values of a map at learned places around given ones."""
+    """Samples a map at learned places around given ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Sampled(nn.Module):
 
 
 def test_values_at_places_of_a_map_are_known_without_their_decomposition() -> None:
-    """Which took a quarter of the trace of a deformable attention."""
+    """The decomposition took a quarter of the trace of a deformable attention."""
     chain = Chain([Layer("a", Sampled(), ("x", "places"))], inputs=("x", "places"))
     images, places = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last), torch.randn(2, 4, 7, 2)
     specs = ShapeTable(chain).boundaries({"x": TensorSpec.of(images), "places": TensorSpec.of(places)})

@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 class Backbone(Net):
-    """Freezes its first block by a `train` of its own, as detectors do."""
+    """Freezes its first block in its own `train`, as detectors do."""
 
     def train(self, mode: bool = True) -> Backbone:
         super().train(mode)
@@ -55,7 +55,7 @@ class Backbone(Net):
 
 
 class Functional(Net):
-    """One block has its norm in the model's own code, which a capture cuts open."""
+    """The model's own code calls the norm of one block, which a capture cuts open."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -105,17 +105,19 @@ CASES = [
 
 def same_gradients(plain: nn.Module, model: nn.Module) -> bool:
     pairs = zip(plain.parameters(), model.parameters(), strict=True)
-    return all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    return all(torch.equal(expected.grad, parameter.grad) for expected, parameter in pairs)
 
 
 def norms_in_eval(layers: Any) -> list[str]:
-    return [name for one in layers for name, part in one.named_modules() if name.endswith("norm") and not part.training]
+    return [
+        name for layer in layers for name, part in layer.named_modules() if name.endswith("norm") and not part.training
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_frozen_stays_frozen_in_every_door(case: Any, tmp_path: Any) -> None:
-    """The engine, the trace of shapes, and a capture that was kept for other processes put all of it into training
-    mode: frozen statistics changed, with every loss that depends on them.
+    """The engine, the trace of shapes, and a capture kept for other processes put every module into training mode:
+    frozen statistics changed, and so did every loss that depends on them.
     """
     model, frozen = case()
     modes = [part.training for part in model.modules()]
@@ -145,7 +147,7 @@ def test_a_layer_of_ones_own_that_is_frozen() -> None:
         layer.reset()
     assert [layer.layer.module.training for layer in taken] == [True, False]
     for layer in layers:
-        layer.module.eval()  # the whole model was evaluated
+        layer.module.eval()  # the full model was evaluated
     put_in_training(layer.module for layer in layers)
     assert all(layer.module.training for layer in layers)
 
@@ -177,16 +179,16 @@ def test_frozen_statistics_do_not_change_and_gradients_are_the_modules_own() -> 
 
 
 def test_fit_trains_in_the_modes_of_the_loop() -> None:
-    """`fit` of a model in eval mode refused its first step, and `train()` of the fitted module passed by the model's
-    own `train`, so that what this freezes trained.
+    """`fit` of a model in eval mode refused its first step, and `train()` of the fitted module bypassed the model's
+    own `train`, so that modules frozen by it trained.
     """
     model = Backbone().eval()
     plain = copy.deepcopy(model)
     fitted = fit(model, X, "1GB")
     assert fitted.fits[0].peak_bytes == fit(copy.deepcopy(model).train(), X, "1GB").fits[0].peak_bytes
-    for one in (plain, fitted):
-        one.train()
-        one(X).square().sum().backward()
+    for module in (plain, fitted):
+        module.train()
+        module(X).square().sum().backward()
     assert norms_in_eval([model]) == ["blocks.0.norm"]
     assert model.blocks[0].norm.num_batches_tracked == 0
     assert same_gradients(plain, model)
@@ -199,7 +201,7 @@ def test_fit_trains_in_the_modes_of_the_loop() -> None:
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_splits_and_variants_keep_what_is_frozen(frozen: bool) -> None:
-    """What they add to a layer is no module of the user's, whatever mode it is in."""
+    """Modules that they add to a layer are not the user's, whatever their mode."""
     for change in ("variant", "split"):
         model = tiny_gpt2()
         (model.get_submodule("transformer.h.1.mlp.dropout") if frozen else model).eval()

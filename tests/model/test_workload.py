@@ -1,4 +1,4 @@
-"""Where the loss finds its targets."""
+"""Devices on which the loss finds its targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ META = torch.device("meta")  # any device that is not the CPU
 
 
 class Batch:
-    """As a batch of transformers', which is no dict."""
+    """Batch like transformers', which is no dict."""
 
     def __init__(self, labels: Tensor) -> None:
         self.labels = labels
@@ -23,23 +23,23 @@ class Batch:
 
 
 def test_tensors_are_moved_wherever_they_lie() -> None:
-    """A loss that compared targets as they came with outputs on a GPU ended the run."""
-    one = torch.ones(2)
-    for targets in (one, [one], (one, {"a": [one]}), LateTargets(lambda: [one])):
-        found: Any = known_targets(targets, META)
-        while not isinstance(found, Tensor):
-            found = next(iter(found.values() if isinstance(found, dict) else found))
-        assert found.device == META
-    assert known_targets(Batch(one), META).labels.device == META
+    """A loss that compared unmoved targets with outputs on a GPU ended the run."""
+    tensor = torch.ones(2)
+    for targets in (tensor, [tensor], (tensor, {"a": [tensor]}), LateTargets(lambda: [tensor])):
+        moved: Any = known_targets(targets, META)
+        while not isinstance(moved, Tensor):
+            moved = next(iter(moved.values() if isinstance(moved, dict) else moved))
+        assert moved.device == META
+    assert known_targets(Batch(tensor), META).labels.device == META
 
 
 def test_what_is_for_the_host_and_what_is_no_tensor_stays() -> None:
-    own = HostTargets(boxes=torch.ones(2, 4), image_id=3)
+    host_targets = HostTargets(boxes=torch.ones(2, 4), image_id=3)
     numbers = torch.ones(2).numpy()
-    found = known_targets([own, numbers, "name", None, 5], META)
-    assert found[0] is own
-    assert found[1] is numbers
-    assert found[2:] == ["name", None, 5]
+    moved = known_targets([host_targets, numbers, "name", None, 5], META)
+    assert moved[0] is host_targets
+    assert moved[1] is numbers
+    assert moved[2:] == ["name", None, 5]
 
 
 def test_on_a_cpu_targets_are_not_looked_through() -> None:

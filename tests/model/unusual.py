@@ -29,7 +29,7 @@ def x(seed: int = 0, *size: int) -> Tensor:
 
 
 class Blocks(nn.Module):
-    """Some blocks and a head."""
+    """A list of blocks and a head."""
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Blocks(nn.Module):
 
 
 class Box:
-    """Registered with torch's trees without names of its parts."""
+    """Container registered with torch's pytrees without names of its parts."""
 
     def __init__(self, logits: Any, hidden: Any) -> None:
         self.logits, self.hidden = logits, hidden
@@ -88,7 +88,7 @@ class NormBlock(nn.Module):
 
 
 class Siamese(nn.Module):
-    """One encoder with batch norm, called twice, and a predictor with one of its own."""
+    """An encoder with batch norm, called twice, and a predictor with its own batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,12 +96,12 @@ class Siamese(nn.Module):
         self.predictor = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
-        one, other = self.encoder(u), self.encoder(v)
-        return -F.cosine_similarity(self.predictor(one), other.detach()).mean()
+        first, second = self.encoder(u), self.encoder(v)
+        return -F.cosine_similarity(self.predictor(first), second.detach()).mean()
 
 
 class Looped(Blocks):
-    """A block with batch norm that is run three times, between others."""
+    """A block with batch norm that runs three times, between others."""
 
     def block(self) -> nn.Module:
         return NormBlock()
@@ -185,7 +185,7 @@ class OldSpectralNorm(Blocks):
 
 
 class Packed(nn.Module):
-    """Sequences of other lengths than their tensor's."""
+    """Packed sequences shorter than their tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Packed(nn.Module):
 
 
 class PackedInside(nn.Module):
-    """The same in a module of its own: the others are layers as ever."""
+    """The same in a submodule: the others become layers as usual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class ForcesInside(Blocks):
 
 
 class Case(NamedTuple):
-    """model, example; layers: how many there are at least, where it can be cut."""
+    """model, example; layers: least number of them, if it can be cut."""
 
     model: Callable[[], nn.Module]
     example: Callable[[], Any]
@@ -297,7 +297,7 @@ CASES: dict[str, Case] = {
 
 def loss(outputs: Mapping[str, Tensor], targets: Any = None, normalisers: Mapping[str, float] | None = None) -> Any:
     share = (normalisers or {"microbatches": 1.0})["microbatches"]
-    return {"loss": torch.stack([one.square().mean() for one in outputs.values()]).sum() / share}
+    return {"loss": torch.stack([output.square().mean() for output in outputs.values()]).sum() / share}
 
 
 def made(case: Case) -> nn.Module:
@@ -313,7 +313,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def examples(case: Case) -> list[Any]:
-    """Three microbatches: of other numbers, but for whole ones."""
+    """Return three microbatches with other numbers; integers stay."""
     return [
         pytree.tree_map(lambda leaf: leaf * scale if leaf.is_floating_point() else leaf, case.example())  # noqa: B023
         for scale in (1.0, 0.5, 2.0)
@@ -321,23 +321,25 @@ def examples(case: Case) -> list[Any]:
 
 
 def plain_step(model: nn.Module, batches: list[Any]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the model itself."""
+    """Return loss and gradients of the model itself."""
     total = 0.0
     for batch in batches:
-        outputs = {str(number): one for number, one in enumerate(tensors_of(model(*batch)))}
+        outputs = {str(number): output for number, output in enumerate(tensors_of(model(*batch)))}
         part = loss(outputs, None, {"microbatches": float(len(batches))})["loss"]
         part.backward()
         total += part.item()
-    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return total, {name: one.to_dense() if one.is_sparse else one for name, one in found.items()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total, {
+        name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in gradients.items()
+    }
 
 
 def engine_step(
     chain: Chain, batches: list[Any], recompute: bool
 ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradients and buffers of one step on one rank, by the model's own names."""
+    """Return loss, gradients and buffers of one step on one rank, by the model's own names."""
     inputs = [dict(zip(chain.inputs, tensors_of(batch), strict=True)) for batch in batches]
-    specs = [{name: TensorSpec.of(tensor) for name, tensor in one.items()} for one in inputs]
+    specs = [{name: TensorSpec.of(tensor) for name, tensor in sample.items()} for sample in inputs]
     count = len(batches)
     minibatch = Minibatch(specs, [None] * count, {"microbatches": float(count)}, [[number] for number in range(count)])
     options = EngineOptions(count, seed=5, clip_norm=0.0, recompute=recompute)
@@ -347,7 +349,13 @@ def engine_step(
 
     def keep() -> None:
         for layer in engine.layers:
-            gradients.update({name: one.grad.clone() for name, one in layer.parameters.items() if one.grad is not None})
+            gradients.update(
+                {
+                    name: parameter.grad.clone()
+                    for name, parameter in layer.parameters.items()
+                    if parameter.grad is not None
+                }
+            )
 
     verdict = train_step(engine, 1, minibatch, inputs.__getitem__, before_commit=keep)
     return verdict.parts["loss"], gradients, {k: v for layer in engine.layers for k, v in layer.buffers.items()}
@@ -355,5 +363,5 @@ def engine_step(
 
 def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rtol: float) -> None:
     assert ours.keys() == theirs.keys()
-    for name, one in theirs.items():
-        torch.testing.assert_close(ours[name], one, rtol=rtol, atol=rtol, msg=name)
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=rtol, atol=rtol, msg=name)

@@ -1,4 +1,6 @@
-"""An ordinary model whose blocks are equal, or almost: what an estimate may reuse and what it must tell apart."""
+"""An ordinary model whose blocks are equal or almost equal: estimates that may be reused, and blocks that must be told
+apart.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Block(nn.Module):
 
 
 class Almost(nn.Module):
-    """The blocks 0, 1, 2, 10 and 11 are equal; every other one differs from them in one thing."""
+    """Blocks 0, 1, 2, 10 and 11 are equal; each other block differs from them in one property."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Almost(nn.Module):
 
 
 def model(on_meta: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """With its example inputs: 2 sequences of 16."""
+    """Return the model with its example inputs: 2 sequences of 16."""
     example = {"tokens": torch.zeros(2, 16, dtype=torch.int64), "mask": torch.zeros(16, 16)}
     if on_meta:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What the pool's workers run for the tests of trimmed stages."""
+"""Functions that the pool's workers run for the tests of trimmed stages."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def trim_all(
     recompute: bool = True,
     halves: bool = False,
 ) -> tuple[list[Observation], int]:
-    """Trimmed runs, one after the other; and the most parameter bytes that were real at a time (`Watching` layers)."""
+    """Measure trimmed runs in turn, and the most parameter bytes that were real at a time (`Watching` layers)."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    gc.freeze()  # `Watching` looks at what is made from here on, not at half a million objects of modules
+    gc.freeze()  # `Watching` then inspects only objects made from here on, not half a million objects of modules
     chain = skeleton(workload)
     inputs = workload.profile_inputs(size)
     specs = ShapeTable(chain).boundaries(inputs)
@@ -48,21 +48,21 @@ def trim_all(
     )
     targets, normalisers = workload.profile_targets(size)
     Watching.seen = 0
-    found = []
+    observations = []
     for first, end in runs:
         run = TrimmedRun(first, end, len(chain), tuple(specs[first : end + 1]), targets, normalisers)
         if communicator.rank == MEASURED_RANK:
-            found.append(measure_run(chain, run, conditions, workload.loss, communicator, CPU))
+            observations.append(measure_run(chain, run, conditions, workload.loss, communicator, CPU))
         else:
             play_neighbours(chain, run, conditions, communicator)
     gc.unfreeze()
-    return found, Watching.seen
+    return observations, Watching.seen
 
 
 def real_peak(
     communicator: Communicator, workload: Workload, cuts: tuple[int, ...] | Layout, size: int, microbatches: int
 ) -> tuple[int, dict[str, Any]]:
-    """This rank's peak in the second step of an ordinary training run, one stage per rank or as a layout says."""
+    """Return this rank's peak in the second step of an ordinary training run, one stage per rank or as in a layout."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)

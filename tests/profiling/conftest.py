@@ -1,4 +1,4 @@
-"""What the tests of profiles share."""
+"""Fixtures of the tests of profiles."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.forks import prepared_context
 
 @pytest.fixture(scope="session")
 def imported_once() -> None:
-    """A server for the processes that has imported what an optimizer does, which takes each of them two seconds."""
+    """Start a process server that has already imported an optimizer's modules, which takes each process two seconds."""
     prepared_context()
     forkserver.ensure_running()

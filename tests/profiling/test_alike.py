@@ -1,4 +1,4 @@
-"""Ranks and microbatches that show the peaks of a whole step: the whole step of every rank is the oracle."""
+"""Ranks and microbatches that show the peaks of a whole step: the whole step of every rank is the reference."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from varuna_capslog.profiling.rehearsal import rank_peaks, rehearse, rehearse_la
     [("varuna", True, "host"), ("varuna", True, "device"), ("1f1b", False, "host")],
 )
 def test_short_steps_have_the_peaks_of_whole_ones(schedule: str, recompute: bool, stage_inputs: str) -> None:
-    """On a GPU; where inputs or graphs wait there, a step is as long as what waits."""
+    """The device is a GPU: if inputs or graphs wait there, a step has as many microbatches as wait."""
     conditions = RunConditions(device="cuda", microbatch_size=64, recompute=recompute, stage_inputs=stage_inputs)
     estimator = StageEstimator(Equal(), conditions)
     cuts = tuple(range(len(estimator.chain)))
     options = EngineOptions(9, schedule=schedule, recompute=recompute, stage_inputs=stage_inputs, clip_norm=1.0)
-    whole = rehearse_layout(estimator, Layout.pipelines(cuts, len(estimator.chain)), options)
-    assert rehearse(estimator, cuts, schedule, 9) == [rank.peak_bytes for rank in whole]
+    full = rehearse_layout(estimator, Layout.pipelines(cuts, len(estimator.chain)), options)
+    assert rehearse(estimator, cuts, schedule, 9) == [rank.peak_bytes for rank in full]
 
 
 def chain(*modules: nn.Module) -> Chain:
@@ -39,7 +39,7 @@ def chain(*modules: nn.Module) -> Chain:
 
 
 def test_few_microbatches_are_enough_unless_something_is_kept_of_each() -> None:
-    """Four ranks, 24 microbatches: the last has the losses' parts, the second running statistics."""
+    """Four ranks, 24 microbatches: the last rank has the losses' parts, the second has running statistics."""
     modules = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4), nn.Linear(4, 4)]
     layout, options = Layout.pipelines((0, 1, 2, 3), 4), EngineOptions(24, schedule="varuna", recompute=True)
     short = ShortSteps(chain(*modules), layout, options, inputs_wait=False)
@@ -49,7 +49,7 @@ def test_few_microbatches_are_enough_unless_something_is_kept_of_each() -> None:
 
 
 def test_graphs_that_wait_on_the_device_take_all_microbatches() -> None:
-    """GPipe runs all forwards first: what waits then counts only where it is on the device."""
+    """GPipe runs all forwards first: waiting graphs then count only if they are on the device."""
     layout, options = Layout.pipelines((0, 1), 2), EngineOptions(24, schedule="gpipe", recompute=True)
     counts = [
         ShortSteps(chain(nn.Linear(4, 4), nn.Linear(4, 4)), layout, options, waits).microbatches(0)
@@ -82,8 +82,8 @@ def test_stages_that_treat_their_layers_each_in_its_own_way_have_the_peaks_of_wh
         stages.append(PlanStage(((first, end),), (rank,), memory=memory, in_flight=draw.choice([None, 5])))
     layout = Layout(tuple(stages))
     options = EngineOptions(14, schedule=draw.choice(["1f1b", "varuna", "1f1b-star"]), clip_norm=1.0)
-    whole = rehearse_layout(estimator, layout, options)
-    assert rank_peaks(estimator, layout, options) == [rank.peak_bytes for rank in whole]
+    full = rehearse_layout(estimator, layout, options)
+    assert rank_peaks(estimator, layout, options) == [rank.peak_bytes for rank in full]
     assert ShortSteps.know(layout, options)
     moved = dataclasses.replace(stages[0], memory=(MemoryInterval(0, stages[0].end, "offload"),))
     assert not ShortSteps.know(Layout((moved, *stages[1:])), options)

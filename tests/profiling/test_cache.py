@@ -1,4 +1,4 @@
-"""Profiles that are kept, found again, and not found when anything they depend on has changed."""
+"""Stored profiles are found again, and not found once anything they depend on has changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_was_stored_is_found_under_its_conditions_only(own_cache: Path) -> 
 
 
 def test_what_a_profile_tells_of_its_model_is_no_condition_of_the_cache() -> None:
-    """Models whose last layer holds several modules, or that are one layer, were measured at every start."""
+    """Models whose last layer holds several modules, or that are a single layer, were measured at every start."""
     told = profile(last_layer=["encoder.ln", "heads"], kept_whole=["its Python code branches on a tensor"])
     cache.store(told)
     assert cache.load(CONDITIONS) == told
@@ -53,10 +53,10 @@ def test_a_damaged_file_is_noted_ignored_and_replaced(
 ) -> None:
     cache.store(profile())
     (file,) = own_cache.iterdir()
-    if damage == "other":  # a whole profile, of other conditions
+    if damage == "other":  # a complete profile of other conditions
         cache.store(profile(microbatch_size=4))
-        (other,) = set(own_cache.iterdir()) - {file}
-        damage = other.read_text()
+        (other_file,) = set(own_cache.iterdir()) - {file}
+        damage = other_file.read_text()
     file.write_text(damage)
     with caplog.at_level(logging.WARNING):
         assert cache.load(CONDITIONS) is None
@@ -81,7 +81,7 @@ def test_the_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenShift gives a container a uid that no passwd entry knows, and no HOME (pytorch/pytorch#140765)."""
+    """OpenShift gives a container a uid without a passwd entry, and no HOME (pytorch/pytorch#140765)."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     homeless(monkeypatch)
     assert cache.folder() is None
@@ -109,7 +109,7 @@ def test_whatever_costs_depend_on_changes_the_digest() -> None:
     half = nn.Conv2d(3, 3, 3, padding=2, dtype=torch.bfloat16)
     variants = [
         plain,
-        nn.Conv2d(3, 3, 3, padding=2, dilation=2),  # equal shapes of parameters and outputs' sizes aside
+        nn.Conv2d(3, 3, 3, padding=2, dilation=2),  # equal parameter shapes, but other output sizes
         nn.Conv2d(3, 3, 3, padding=2, padding_mode="reflect"),
         nn.Sequential(plain),
         frozen,
@@ -131,7 +131,7 @@ def test_the_workloads_own_code_counts(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_kept_profile_has_the_name_that_the_model_has_now(own_cache: Path) -> None:
-    """A function that was imported as another module gave a plan that the workers refused as one of another model."""
+    """After a function was imported as another module, workers refused its plan as one of another model."""
     assert cache.kept(CONDITIONS, "m", profile) == profile()
     again = cache.kept(CONDITIONS, "examples.m", lambda: pytest.fail("it is kept"))
     assert again.model == "examples.m"
@@ -139,7 +139,7 @@ def test_a_kept_profile_has_the_name_that_the_model_has_now(own_cache: Path) -> 
 
 
 class WithLoss(Equal):
-    """The same model with a loss of its user's."""
+    """The same model with a loss of its user."""
 
     def costs_depend_on(self) -> list[str]:
         return [self.loss_name]

@@ -27,7 +27,7 @@ def corrected(speed: Speed, factors: dict[str, float]) -> Speed:
 
 
 def made_up_runs(speed: Speed, classes: tuple[str, ...], count: int = 60) -> list[MeasuredRun]:
-    """Runs of random work that take what a speed says, within 2 %."""
+    """Return runs of random work whose seconds follow a speed within 2 %."""
     draw = random.Random(3)
     runs = []
     for _ in range(count):
@@ -46,24 +46,24 @@ def made_up_runs(speed: Speed, classes: tuple[str, ...], count: int = 60) -> lis
 def test_the_factors_are_those_by_which_the_device_differs(classes: tuple[str, ...], seen: set[str]) -> None:
     base = dict(SPEED.seconds_of)
     runs = made_up_runs(corrected(SPEED, TRUTH), classes)
-    known = Calibration("a-cpu", base, 0.0, RATES_VERSION, {"model": runs})
+    calibration = Calibration("a-cpu", base, 0.0, RATES_VERSION, {"model": runs})
     wanted = {group: TRUTH[group] if group in seen else 1.0 for group in GROUPS}
-    assert known.factors() == pytest.approx(wanted, rel=0.15)
-    assert known.error(known.uncorrected) > 0.2
-    assert known.error(known.speed) < 0.1
+    assert calibration.factors() == pytest.approx(wanted, rel=0.15)
+    assert calibration.error(calibration.uncorrected) > 0.2
+    assert calibration.error(calibration.speed) < 0.1
 
 
 def test_what_the_host_limits_corrects_the_host_and_not_the_device() -> None:
     plain = speed_of("cuda", "h200")
-    few: list[MeasuredRun] = [MeasuredRun({"bytes": 1e6, "launch": count}, 40e-6 * count) for count in range(5, 20)]
-    known = Calibration("h200", plain.seconds_of, plain.host_seconds, RATES_VERSION, {"model": few})
-    assert known.factors() == dict.fromkeys(GROUPS, 1.0)
-    assert known.speed.host_seconds == pytest.approx(40e-6)
-    assert known.error(known.speed) < 0.01
+    runs: list[MeasuredRun] = [MeasuredRun({"bytes": 1e6, "launch": count}, 40e-6 * count) for count in range(5, 20)]
+    calibration = Calibration("h200", plain.seconds_of, plain.host_seconds, RATES_VERSION, {"model": runs})
+    assert calibration.factors() == dict.fromkeys(GROUPS, 1.0)
+    assert calibration.speed.host_seconds == pytest.approx(40e-6)
+    assert calibration.error(calibration.speed) < 0.01
 
 
 def measured(factor: float) -> tuple[Profile, dict[tuple[int, int], dict[str, Work]]]:
-    """A profile that looks as if it had been measured here: the estimate's seconds, so many times."""
+    """Return a profile that looks measured on this device: the estimate's seconds, multiplied by `factor`."""
     estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=4), speed=speed_of("cpu", threads=1))
     profile = estimated_profile(estimator)
     rows = tuple(
@@ -86,12 +86,12 @@ def speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_measured_profile_corrects_later_estimates_of_its_device_alone(speeds: Path) -> None:
     assert corrected_speed("cpu", threads=1).source == "measured here"
-    known = learn(*measured(3.0))
-    assert known is not None
+    calibration = learn(*measured(3.0))
+    assert calibration is not None
     assert speeds.exists()
     speed = corrected_speed("cpu", threads=1)
     assert speed.source.startswith("measured profiles: 1, the newest of 20")
-    work = max((run.work for run in known.runs), key=speed.seconds)
+    work = max((run.work for run in calibration.runs), key=speed.seconds)
     assert speed.seconds(work) == pytest.approx(3 * speed_of("cpu", threads=1).seconds(work), rel=0.3)
     assert corrected_speed("cpu", threads=2).source == "measured here"
     assert corrected_speed("cuda", "h200").source == "data sheet"

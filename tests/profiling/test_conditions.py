@@ -1,4 +1,4 @@
-"""What is said of input sizes: the largest, the median, the histogram."""
+"""Input sizes in a profile's conditions: the largest, the median, the histogram."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from varuna_capslog.profiling.conditions import input_sizes
 
 
 class Uneven(Equal):
-    """Rows of 3, 5 or 9 numbers; training samples 9 once."""
+    """Rows of 3, 5 or 9 numbers; training draws 9 once."""
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
         return {"x": TensorSpec((microbatch_size, 9)), "length": TensorSpec((microbatch_size,))}

@@ -1,4 +1,4 @@
-"""Estimates against real runs of the same stages, and what must and must not be taken for equal."""
+"""Estimates against real runs of the same stages, and layers that must and must not be considered equal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SMALL = [
 
 
 class Blocks(Workload):
-    """Residual convolutions, equal but for one of them; the loss is a mean."""
+    """Residual convolutions, equal except for one of them; the loss is a mean."""
 
     name = "blocks"
 
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 def compare(workload: Workload, size: int, tolerance: float, **conditions: Any) -> list[float]:
-    """Relative errors of all estimated peaks; static and saved bytes must agree exactly."""
+    """Return the relative errors of all estimated peaks; static and saved bytes must agree exactly."""
     real = profile_workload(workload, RunConditions(microbatch_size=size, **conditions))
     estimated = estimate_workload(workload, RunConditions(microbatch_size=size, **conditions))
     assert [row.layers for row in real.observations] == [row.layers for row in estimated.observations]
@@ -97,12 +97,12 @@ def compare(workload: Workload, size: int, tolerance: float, **conditions: Any) 
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_estimates_meet_the_real_allocator(recompute: bool) -> None:
-    # ties, a frozen layer, dropout, masks across cuts, all that autograd adds in place
+    # tied weights, a frozen layer, dropout, masks across cuts, all tensors that autograd adds in place
     compare(Megabytes(), 4, 1e-5, recompute=recompute)
 
 
 class Words(Workload):
-    """An embedding, a norm, matrices of which one is frozen: what parameters take decides the peak."""
+    """An embedding, a norm and matrices, one of them frozen: the bytes of parameters decide the peak."""
 
     name = "words"
 
@@ -155,7 +155,7 @@ def test_other_types_meet_the_real_allocator(types: dict[str, Any], shape: dict[
     on_cuda = StageEstimator(workload, dataclasses.replace(conditions, device="cuda")).stage(0, size)
     # of parameters, buffers, gradients and moments, the smaller ones take a block of 512 bytes each
     assert 0 < on_cuda.static_bytes - row.static_bytes < 512 * 6 * len(estimator.chain.named_tensors())
-    # the plan's own way to a rehearsal knows the types
+    # the plan's own call of a rehearsal passes the types on
     how = {name: getattr(conditions, name) for name in ("recompute", "precision", "weights", "recipe")}
     options = EngineOptions(4, "1f1b", num_blocks=conditions.blocks, clip_norm=1.0, **how)
     (told,) = rehearse_layout(estimator, Layout.pipelines((0,), size), options)
@@ -228,10 +228,10 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
     monkeypatch.setitem(QUIRKS, "caching allocator", Quirk((), "of no device"))
     seen = []
     for stage in stages:
-        asked = StageEstimator(Megabytes(), RunConditions(**conditions)).stage(*stage.layers)
+        requested = StageEstimator(Megabytes(), RunConditions(**conditions)).stage(*stage.layers)
         remainder = replay(stage.events).remainder_bytes
         graphs = 2 if stage.layers[1] < 7 and not recompute else 1
-        assert stage.saved_bytes == asked.saved_bytes + remainder // graphs
+        assert stage.saved_bytes == requested.saved_bytes + remainder // graphs
         seen.append(remainder)
     assert max(seen) > 0
 
@@ -248,9 +248,9 @@ def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_byte
         "bfloat16 products on a CPU without AMX",
         "float16 products by oneDNN on the CPU",
     ]
-    found = plan(low, 2, capacity=1 << 40)
-    assert (found.fits, found.peak_bytes) == (None, None)
-    assert "the estimate is too low for 16-bit convolutions on the CPU; measure the profile" in found.notes[0]
+    bounded = plan(low, 2, capacity=1 << 40)
+    assert (bounded.fits, bounded.peak_bytes) == (None, None)
+    assert "the estimate is too low for 16-bit convolutions on the CPU; measure the profile" in bounded.notes[0]
     others = [
         estimate_workload(Blocks((1, 1)), RunConditions(device="cpu")),
         estimate_workload(Blocks((1, 1)), RunConditions(precision="bfloat16", device="cuda")),
@@ -285,7 +285,7 @@ def test_results_from_recipes_change_no_event(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_layer_that_differs_in_dilation_only_is_never_taken_for_its_twin() -> None:
-    # all shapes agree; a dilated kernel of one parameter layout saves the same but computes and scratches otherwise
+    # all shapes agree; a dilated kernel of one parameter layout saves the same, but has other work and scratch memory
     memo = Memo()
     plain = StageEstimator(Blocks((1, 1, 1, 1)), RunConditions(device="cuda"), memo=memo)
     plain.stage(1, 2)
@@ -294,11 +294,11 @@ def test_a_layer_that_differs_in_dilation_only_is_never_taken_for_its_twin() -> 
     dilated = StageEstimator(Blocks((1, 2, 1, 1)), RunConditions(device="cuda"), memo=memo)
     dilated.stage(1, 2)
     assert len(memo.runs) == 2
-    dilated.stage(2, 3)  # the plain one again, in another model
+    dilated.stage(2, 3)  # the undilated one again, in another model
     assert len(memo.runs) == 2
     dilated.stage(1, 3)
     dilated.stage(2, 4)
-    # pairs of unlike layers, and a last stage with a loss, are runs of their own
+    # pairs of unlike layers, and a last stage with a loss, are separate runs
     assert len(memo.runs) == 4
 
 
@@ -336,7 +336,7 @@ def test_a_cuda_profile_needs_no_cuda_and_states_its_conditions() -> None:
 
 
 def test_the_numbers_of_the_paper_from_shapes_alone() -> None:
-    """Fig. 8: uniform cuts need 13.3, the best ones 6.2 GB on RN50-D-E6, once the minibatch that sits on every GPU in
+    """Fig. 8: uniform cuts need 13.3, the best ones 6.2 GB on RN50-D-E6, once the minibatch that lies on every GPU in
     the reference code (0.17 GiB) is added; our engine keeps none there.
     """
     estimator = StageEstimator(workload_of(PAPER), RunConditions(device="cuda"))
@@ -389,22 +389,22 @@ def test_an_unknown_device_is_refused() -> None:
 
 
 def test_layers_of_factories_cost_what_ready_made_ones_cost() -> None:
-    made = [
+    workloads = [
         TinyWorkload(Config(workload="tests.engine.workload:workload", run_dir="-", model={"chain": name}))
         for name in ("factory_chain", "factory_chain_by_hand")
     ]
     conditions = RunConditions(microbatch_size=2)
-    # seconds that nobody measures
-    estimated = [estimate_workload(one, dataclasses.replace(conditions, device="cuda")) for one in made]
+    # the seconds of device cuda are not measured
+    estimated = [estimate_workload(workload, dataclasses.replace(conditions, device="cuda")) for workload in workloads]
     assert estimated[0] == estimated[1]
-    ranks = [rehearse(StageEstimator(one, conditions), (0, 4, 9), "1f1b", 4) for one in made]
+    ranks = [rehearse(StageEstimator(workload, conditions), (0, 4, 9), "1f1b", 4) for workload in workloads]
     assert ranks[0] == ranks[1]
-    rows = [profile_workload(one, conditions).column("isolated_bytes") for one in made]
+    rows = [profile_workload(workload, conditions).column("isolated_bytes") for workload in workloads]
     assert rows[0] == rows[1]
 
 
 class Forgetful(dict[Any, Any]):
-    """Keeps nothing, so that nothing is taken for equal."""
+    """Stores nothing, so that no layer is considered equal to another."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -423,17 +423,17 @@ SPEED = cpu_speed("a processor", 19e12, 13.4e12, 360e9, 5e-6)
 @functools.cache
 def reused(device: str, schedule: str) -> tuple[Config, Memo, Profile]:
     config, memo = almost_equal(device, pipeline={"schedule": schedule}), Memo()
-    with pytest.MonkeyPatch.context() as patch:  # a clock tells no two speeds alike
+    with pytest.MonkeyPatch.context() as patch:  # a measured clock gives no two equal speeds
         patch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)
         return config, memo, estimate_config(config, memo=memo)
 
 
 @pytest.mark.parametrize(("device", "schedule"), [("cuda", "varuna"), ("cpu", "zb-h1")])
 def test_a_profile_with_reuse_is_that_without(device: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are equal but for a rate, an eps, a layout, a tie or a frozen weight are costed for themselves."""
-    monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)  # a clock tells no two speeds alike
+    """Blocks that are equal except for a rate, an eps, a layout, a tie or a frozen weight are costed separately."""
+    monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)  # a measured clock gives no two equal speeds
     config, memo, profile = reused(device, schedule)
-    # one run for two pairs of equal blocks, although four are equal
+    # a single run for two pairs of equal blocks, although four are equal
     assert len(memo.runs) == 2 * len(profile.layers) - 1 - 2
     slow = Memo()
     slow.runs, slow.halves = Forgetful(), Forgetful()

@@ -1,4 +1,4 @@
-"""Profiles and plans for inference, against what the real allocator gives while each stage runs forward."""
+"""Profiles and plans for inference, against the real allocator's peaks while each stage runs forward."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lopsided() -> nn.Module:
 
 
 class Looks(nn.Module):
-    """Tokens, one block that attends of three."""
+    """Tokens, and three blocks of which one has attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Looks(nn.Module):
 
 
 class SmallLlama(Looks):
-    """Which a Hugging Face config describes, so that its caches are known to be none."""
+    """A Hugging Face config describes it, so that its caches are known to be none."""
 
     config = SimpleNamespace(model_type="none", to_dict=dict, get_text_config=SimpleNamespace)
 
@@ -80,22 +80,22 @@ def profile_of_llama() -> Profile:
 
 
 def measured(model: InferenceModel, cuts: tuple[int, ...]) -> list[int]:
-    """The peak of a forward of each stage, its caches left out."""
+    """Return the peak of a forward of each stage, without its caches."""
     chain = model.build_chain()
     values = {name: spec.zeros() for name, spec in model.profile_inputs(4).items()}
-    found = []
+    peaks = []
     for first, end in zip(cuts, (*cuts[1:], len(chain)), strict=True):
         modules = [layer.module.eval() for layer in chain.layers[first:end]]
-        held = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+        held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         with torch.no_grad(), PeakProbe(torch.device("cpu"), held) as probe:
-            # inside, since the profiler hears of no release of what was there before
+            # inside, since the profiler does not see releases of earlier tensors
             values = chain.run_stage(first, end, {name: tensor.clone() for name, tensor in values.items()})
-        found.append(probe.peak_bytes)
-    return found
+        peaks.append(probe.peak_bytes)
+    return peaks
 
 
 def assert_close(profile: Profile, model: InferenceModel, devices: int) -> None:
-    """Within a hundredth."""
+    """Check that estimate and measurement agree within a hundredth."""
     plan = solve(Problem.of_serving(profile, devices, 4), "exact")
     caches = profile.conditions[CACHE_BYTES]
     predicted = [
@@ -141,8 +141,8 @@ def test_a_stated_cache_is_that_of_the_layers_that_attend() -> None:
 def test_weights_and_inputs_have_the_type_that_is_asked_for() -> None:
     model = served(f"{HERE}:lopsided", "x=float32[1,50,64]", dtype="float16")
     halved = estimate_inference(model, Served(4, "cuda"))
-    whole = estimate_inference(served(f"{HERE}:lopsided", "x=float32[1,50,64]"), Served(4, "cuda"))
-    assert [2 * row.static_bytes for row in halved.observations] == [row.static_bytes for row in whole.observations]
+    full = estimate_inference(served(f"{HERE}:lopsided", "x=float32[1,50,64]"), Served(4, "cuda"))
+    assert [2 * row.static_bytes for row in halved.observations] == [row.static_bytes for row in full.observations]
     assert halved.conditions["dtype"] == "float16"
     assert halved.conditions["headroom"]["fixed_bytes"] > 512 << 20
     with pytest.raises(CapslogError, match=r"--sequence is 9, but .* has no input of tokens"):

@@ -1,4 +1,4 @@
-"""The three orders of launches: what each reads, how it counts, and what stops it."""
+"""The three orders of launches: their runs, their counts, and their ends."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BOUNDARY = SAMPLES * WIDTH * 4
 
 
 class Wide(Equal):
-    """What crosses a cut is 32 times a layer's weights: the backward of a stage is its peak."""
+    """A cut's activations are 32 times a layer's weights: the backward of a stage is its peak."""
 
     def __init__(self) -> None:
         super().__init__(LAYERS, WIDTH)
 
 
 class Staggered(WorkerGroup):
-    """No processes: a run ends at once, and the next worker is ready only after it."""
+    """Worker group without processes: a run ends at once, and the next worker is ready only after it."""
 
     def __enter__(self) -> Staggered:
         self._processes = [None] * self._count  # type: ignore[list-item]
@@ -74,19 +74,24 @@ def test_capslogs_launches_read_the_same_bytes_as_one_launch(orders: dict[str, P
 
 
 def test_mcaps_whole_pipelines_read_the_same_but_for_messages_under_way(orders: dict[str, Profile]) -> None:
-    """On a CPU messages count. A trimmed stage's neighbour runs ahead, so that one more gradient is under way to it;
-    only the stage that has neighbours on both sides sends any. The last layer's M_a is read from a stage that has no
-    neighbour at all, and lacks two."""
+    """On a CPU messages count. A trimmed stage's neighbour runs ahead, so that one more gradient travels to it; only
+    the stage with neighbours on both sides sends any. The last layer's M_a is read from a stage that has no neighbour
+    at all, and lacks two.
+    """
     packed, mcap = orders["packed"], orders["mcap"]
     weights = WIDTH * (WIDTH + 1) * 4
     alone = [
-        one - other for one, other in zip(mcap.column("isolated_bytes"), packed.column("isolated_bytes"), strict=True)
+        mcap_bytes - packed_bytes
+        for mcap_bytes, packed_bytes in zip(mcap.column("isolated_bytes"), packed.column("isolated_bytes"), strict=True)
     ]
     assert alone[1:-1] == [-BOUNDARY] * (LAYERS - 2)
     assert abs(alone[0]) <= weights
     assert abs(alone[-1]) <= 8
     added = [
-        one - other for one, other in zip(mcap.column("added_bytes")[1:], packed.column("added_bytes")[1:], strict=True)
+        mcap_bytes - packed_bytes
+        for mcap_bytes, packed_bytes in zip(
+            mcap.column("added_bytes")[1:], packed.column("added_bytes")[1:], strict=True
+        )
     ]
     assert all(abs(difference) <= 4 * weights for difference in added[:-1])
     assert abs(added[-1] + 2 * BOUNDARY) <= 4 * weights
@@ -114,8 +119,8 @@ def test_a_worker_that_is_ready_early_leaves_the_others_their_runs(monkeypatch: 
     workers = Workers(Wide, [torch.device("cpu")] * GPUS, 1, (), conditions, lambda device: 1 << 30, "abc")
     tasks = [(TrimmedRun(first, end, LAYERS, ()), 1) for first, end in stage_runs(LAYERS)]
     clock = LaunchTimes()
-    found = in_capslog_order(tasks, workers, clock, lambda *told: None)
-    assert sorted(found) == sorted((*run, None) for run in stage_runs(LAYERS))
+    measured = in_capslog_order(tasks, workers, clock, lambda *told: None)
+    assert sorted(measured) == sorted((*run, None) for run in stage_runs(LAYERS))
     assert [len({worker for worker, _, _ in runs}) for runs in clock.launches] == [
         len(launch.measured) for launch in capslog_partitionings(LAYERS, GPUS)
     ]

@@ -1,4 +1,4 @@
-"""Whole profiles: all runs in one launch, memory respected, failures named, nothing left behind."""
+"""Whole profiles: all runs in one launch, memory limits kept, failures named, no process left."""
 
 from __future__ import annotations
 
@@ -173,14 +173,14 @@ assert forkserver._forkserver._forkserver_pid is not None, "a thread would be mi
 
 
 def test_a_workload_that_no_process_can_be_sent_is_measured_as_others_are() -> None:
-    """As typed into an interpreter, whose classes have no file.
+    """Classes that are typed into an interpreter have no file.
 
-    In a process of its own: torch refuses gradients to forks of one that ever ran a backward on fake tensors, and the
-    test failed behind those of estimates.
+    The test needs a separate process: torch refuses gradients to forks of a process that ever ran a backward on fake
+    tensors, and the test failed after those of estimates.
     """
     root = Path(__file__).parents[2]
-    found = subprocess.run([sys.executable, "-c", LOCAL], cwd=root, capture_output=True, text=True, timeout=120)
-    assert (found.returncode, found.stdout.split()) == (0, ["3"]), found.stderr
+    done = subprocess.run([sys.executable, "-c", LOCAL], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, ["3"]), done.stderr
 
 
 def test_cuda_that_is_not_there_is_refused() -> None:
@@ -220,7 +220,7 @@ def test_what_is_free_is_a_number_of_this_machine() -> None:
 
 @pytest.mark.parametrize(("number", "threads"), [(signal.SIGINT, 2), (signal.SIGKILL, 1)])
 def test_no_process_outlives_an_interrupted_profile(tmp_path: Path, number: signal.Signals, threads: int) -> None:
-    """With one thread its workers are forks of itself, with more those of a server."""
+    """Workers with one thread are forks of the process itself, those with more are forks of a server."""
     script = tmp_path / "script.py"
     script.write_text(
         "import threading\n"
@@ -244,9 +244,9 @@ def test_no_process_outlives_an_interrupted_profile(tmp_path: Path, number: sign
     )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == [b"0\n", b"1\n"]
-    assert len(marked(marker)) >= 2 + threads  # itself, the server, a worker and its neighbour
+    assert len(marked(marker)) >= 2 + threads  # the process itself, the server, a worker and its neighbour
     if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as the terminal does
+        os.killpg(process.pid, number)  # as the terminal sends it
     else:
         process.kill()
     process.wait(20)
@@ -257,12 +257,12 @@ def test_no_process_outlives_an_interrupted_profile(tmp_path: Path, number: sign
 
 
 def marked(marker: str) -> list[int]:
-    """Processes whose environment holds the marker."""
-    found = []
+    """Return the processes whose environment holds the marker."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if marker.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
+                pids.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return pids

@@ -1,4 +1,4 @@
-"""Plans rehearsed on fake tensors; several ranks are held against their real allocators in benchmarks/truth."""
+"""Plans rehearsed on fake tensors; several ranks are compared with their real allocators in benchmarks/truth."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZE = 4
 
 
 def test_one_rank_alone() -> None:
-    """The loss, the update and every layer between them, without messages."""
+    """A rank with the loss, the update and every layer between them, without messages."""
     peak, _ = cases.real_peak(Communicator(0, 1, 0, datetime.timedelta(0)), Megabytes(), (0,), SIZE, 3)
     (rehearsed,) = rehearse(StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE)), (0,), "varuna", 3)
     assert rehearsed == pytest.approx(peak, rel=0.002)
@@ -45,7 +45,7 @@ def test_one_rank_alone() -> None:
 
 @pytest.mark.parametrize(("grains", "direct"), [((1, 1, 1), True), ((2, 4, 1), False), ((2, 4, 1), True)])
 def test_stages_of_several_microbatches_and_direct_routes(grains: tuple[int, ...], direct: bool) -> None:
-    """Three stages on one rank; under direct routes the mask goes straight from the first to the last."""
+    """Three stages on one rank; with direct routes the mask goes straight from the first to the last."""
     spans = ((0, 2), (2, 5), (5, 7))
     stages = (PlanStage((span,), (0,), grain=grain, memory=None) for span, grain in zip(spans, grains, strict=True))
     layout = Layout(tuple(stages), 1, direct=direct)
@@ -61,7 +61,7 @@ def test_stages_of_several_microbatches_and_direct_routes(grains: tuple[int, ...
 
 
 @pytest.mark.parametrize(
-    ("case", "grains"),  # every grain with both of all the others
+    ("case", "grains"),  # every grain with both of all the other values
     list(
         zip(
             itertools.product([(0, 1, 2), (0, 1, 0)], [False, True], [False, True]),
@@ -78,14 +78,14 @@ def test_stages_of_several_microbatches_are_what_the_fold_says(
     parts = zip(((0, 2), (2, 5), (5, 7)), ranks, grains, strict=True)
     layout = Layout(tuple(PlanStage((a,), (b,), grain=c, memory=None) for a, b, c in parts), 1, direct=direct)
     estimator, run = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE)), RunShape(8, "1f1b", recompute)
-    real = rehearse_layout(estimator, layout, EngineOptions(8, "1f1b", recompute=recompute, clip_norm=1.0))
+    rehearsed = rehearse_layout(estimator, layout, EngineOptions(8, "1f1b", recompute=recompute, clip_norm=1.0))
     rows = scheduled("1f1b", layout.stages, layout.graph(8, estimator.chain.edges), run)
     units, routes = Units(8, SIZE, 1), "direct" if direct else "relay"
     folded = fold(estimated(recompute, (2, 4)), layout.stages, units, rows, run, routes)
-    for row, one, found in zip(rows, real, folded, strict=True):
-        assert found.peak_bytes == pytest.approx(one.peak_bytes, rel=0.0005)
-        course = dict(one.course)
-        for action, size in list(zip(row, found.bytes, strict=True))[:-1]:
+    for row, real, rank in zip(rows, rehearsed, folded, strict=True):
+        assert rank.peak_bytes == pytest.approx(real.peak_bytes, rel=0.0005)
+        course = dict(real.course)
+        for action, size in list(zip(row, rank.bytes, strict=True))[:-1]:
             assert 0.995 * course[str(action)] <= size <= 1.1 * course[str(action)], str(action)
 
 
@@ -93,13 +93,13 @@ def test_a_profile_of_one_microbatch_per_call_is_judged_by_the_rehearsal() -> No
     stages = (PlanStage(((0, 7),), (0,), grain=8, memory=None),)
     plan = Plan(7, stages, Units(8, SIZE, 1), "1f1b", ranks=(PlanRank(capacity_bytes=1 << 30),))
     assert judged(estimated(False, (2, 4)), plan, RunShape(8, "1f1b", False), lambda: [1 << 20]).fits is True
-    found = judged(estimated(False, (2, 4)), plan, RunShape(8, "1f1b", False))
-    assert found.fits is None
-    assert "a stage of grain 8 takes 32 samples in one call, and the profile has no runs" in found.notes[-1]
+    unrehearsed = judged(estimated(False, (2, 4)), plan, RunShape(8, "1f1b", False))
+    assert unrehearsed.fits is None
+    assert "a stage of grain 8 takes 32 samples in one call, and the profile has no runs" in unrehearsed.notes[-1]
 
 
 class Offset(Equal):
-    """A layer that makes an offset beside what it hands on, and one that adds it."""
+    """A layer that makes an offset beside its output, and one that adds it."""
 
     class Make(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,14 +111,14 @@ class Offset(Equal):
 
 
 def test_a_tensor_without_samples_is_as_large_in_a_larger_call() -> None:
-    fixed = {one.name: one.fixed for one in estimate_workload(Offset(), RunConditions(grains=(2,))).tensors}
+    fixed = {tensor.name: tensor.fixed for tensor in estimate_workload(Offset(), RunConditions(grains=(2,))).tensors}
     assert fixed == {"x": False, "offset": True}
 
 
 def test_direct_routes_hold_fewer_microbatches() -> None:
-    """Two towers of two stages: the longest way from the first stage to the loss is three stages, not four. By hand: a
-    call of stage 0 holds its input and its output on the way, each of 64 rows of 256 numbers. Relayed, what the other
-    tower reads and makes passes through every rank but the last.
+    """Two towers of two stages: the longest path from the first stage to the loss is three stages, not four. By hand:
+    a call of stage 0 holds its input and its output in transit, each of 64 rows of 256 numbers. Relayed, the other
+    tower's inputs and outputs pass through every rank but the last.
     """
     spans = ((0, 1), (1, 2), (2, 3), (3, 5))
     estimator = StageEstimator(TwoTowers(width=256), RunConditions(microbatch_size=64, recompute=False))
@@ -128,7 +128,7 @@ def test_direct_routes_hold_fewer_microbatches() -> None:
         stages = [PlanStage((span,), (rank,)) for rank, span in enumerate(spans)]
         stages[0] = dataclasses.replace(stages[0], in_flight=limit)
         layout = Layout(tuple(stages), 1, direct=direct)
-        return [one.peak_bytes for one in rehearse_layout(estimator, layout, options)]
+        return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
 
     direct, one_more, relay = peaks(True), peaks(True, 4), peaks(False)
     assert one_more[0] - direct[0] == 2 * 64 * 256 * 4
@@ -138,11 +138,11 @@ def test_direct_routes_hold_fewer_microbatches() -> None:
 
 def test_what_waits_depends_on_schedule_place_and_device() -> None:
     estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE, recompute=False))
-    one = rehearse(estimator, (0, 3), "1f1b", 6)
-    more = rehearse(estimator, (0, 3), "gpipe", 6)
+    one_f_one_b = rehearse(estimator, (0, 3), "1f1b", 6)
+    gpipe = rehearse(estimator, (0, 3), "gpipe", 6)
     # GPipe keeps six graphs where 1F1B keeps two and one
-    assert more[0] > one[0]
-    assert more[1] > one[1]
+    assert gpipe[0] > one_f_one_b[0]
+    assert gpipe[1] > one_f_one_b[1]
     # inputs that wait for a recomputation, and outputs sent ahead, grow with the microbatches in flight
     estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE))
     two, six = (rehearse(estimator, (0, 2, 4), "varuna", count)[0] for count in (2, 6))
@@ -150,7 +150,7 @@ def test_what_waits_depends_on_schedule_place_and_device() -> None:
 
 
 def test_the_rehearsal_has_the_last_word_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that fits by its memory model does not when its own program takes more."""
+    """A plan that fits by its memory model does not fit if its own program takes more."""
     layers = (LayerProfile("a", 100), LayerProfile("b", 60, 50), LayerProfile("c", 60, 45))
     profile = Profile(layers, source="estimated", conditions={"headroom": {"fixed_bytes": 10, "fragmentation": 1.1}})
     values = {
@@ -158,16 +158,16 @@ def test_the_rehearsal_has_the_last_word_on_what_fits(monkeypatch: pytest.Monkey
         "pipeline": {"devices": 2, "capacity": ["130B", "130B"], "memory": "additive"},
     }
     config = section(Config, values, "")
-    asked: list[tuple[int, ...]] = []
+    calls: list[tuple[int, ...]] = []
 
     def rehearsal(config: Config, cuts: tuple[int, ...], memo: object) -> list[int]:
-        asked.append(tuple(cuts))
+        calls.append(tuple(cuts))
         return peaks
 
     monkeypatch.setattr("varuna_capslog.profiling.rehearsal.rehearse_config", rehearsal)
     peaks = [105, 109]
     plan = plan_run(config, profile)
-    assert asked == [plan.cuts]
+    assert calls == [plan.cuts]
     assert (plan.fits, plan.stage_bytes, plan.peak_bytes, plan.shortfall) == (True, (105, 109), 109, None)
     peaks = [105, 112]  # 112 * 1.1 + 10 = 133.2
     plan = plan_run(config, profile)
@@ -175,11 +175,11 @@ def test_the_rehearsal_has_the_last_word_on_what_fits(monkeypatch: pytest.Monkey
     assert plan.shortfall is not None
     assert (plan.shortfall.stage, plan.shortfall.bytes) == (1, 4)
     assert "stage 1 needs 134" in plan.notes[-1]
-    # nothing is rehearsed where nobody asks what fits, or for a measured profile
-    asked.clear()
+    # nothing is rehearsed without a capacity, or for a measured profile
+    calls.clear()
     plan_run(config, dataclasses.replace(profile, source="measured"))
     plan_run(section(Config, values | {"pipeline": {"devices": 2, "memory": "additive"}}, ""), profile)
-    assert asked == []
+    assert calls == []
 
 
 def test_a_config_is_rehearsed_at_the_largest_or_at_given_shapes() -> None:
@@ -192,7 +192,7 @@ def test_a_config_is_rehearsed_at_the_largest_or_at_given_shapes() -> None:
     config = section(Config, values, "")
     shapes = {"x": [2, 3, 4, 6], "sizes": [2, 2]}
     smaller, largest = rehearse_config(config, (0, 6), shapes), rehearse_config(config, (0, 6))
-    assert all(one < other for one, other in zip(smaller, largest, strict=True))
+    assert all(small < large for small, large in zip(smaller, largest, strict=True))
     specs = {"x": TensorSpec((2, 3, 4, 6)), "sizes": TensorSpec((2, 2), torch.int64)}
     estimator = StageEstimator(TinyWorkload(config), RunConditions(microbatch_size=2), inputs=specs)
     assert smaller == rehearse(estimator, (0, 6), "varuna", 2)
@@ -207,7 +207,7 @@ def memo() -> Memo:
 
 @functools.cache
 def estimated(recompute: bool, grains: tuple[int, ...] = ()) -> Profile:
-    """With the halves of backwards, or with calls of several microbatches."""
+    """Return an estimate with the halves of backwards, or with calls of several microbatches."""
     conditions = RunConditions(microbatch_size=SIZE, recompute=recompute, halves=not grains, grains=grains)
     return estimated_profile(StageEstimator(Megabytes(), conditions, memo=memo()))
 
@@ -239,27 +239,29 @@ UNEQUAL = Layout(
     ],
 )
 def test_whole_ranks_are_what_the_fold_says(layout: Layout, schedule: str, recompute: bool) -> None:
-    """No action takes more than its position in the fold, and the peaks agree. The last entry of a rehearsal also holds
-    the exchange of gradients, which is the fold's end. Of a split backward the fold does not know what the weight half
-    lets go of before its end.
+    """No action takes more than its position in the fold, and the peaks agree. The last entry of a rehearsal also
+    holds the exchange of gradients, which is the fold's end. In a split backward, the fold does not know the bytes
+    that the weight half releases before its end.
     """
     conditions, profile = RunConditions(microbatch_size=SIZE, recompute=recompute), estimated(recompute)
     options = EngineOptions(8, num_blocks=layout.num_blocks, schedule=schedule, recompute=recompute, clip_norm=1.0)
     estimator = StageEstimator(Megabytes(), conditions)
     rehearsed = rehearse_layout(estimator, layout, options)
     rows = schedule_of(schedule, layout.graph(8), recompute)
-    stages = [PlanStage(((one.first, one.end),), (one.rank,), one.blocks, memory=None) for one in layout.stages]
+    stages = [
+        PlanStage(((stage.first, stage.end),), (stage.rank,), stage.blocks, memory=None) for stage in layout.stages
+    ]
     run = RunShape(8, schedule, recompute, num_blocks=layout.num_blocks)
     folded = fold(profile, stages, Units(8, SIZE, layout.num_blocks), rows, run)
-    for row, real, found in zip(rows, rehearsed, folded, strict=True):
+    for row, real, expected in zip(rows, rehearsed, folded, strict=True):
         most = 0.04 if schedule == "zb-h1" else 0.005
-        assert -0.005 <= found.peak_bytes / real.peak_bytes - 1 <= most
+        assert -0.005 <= expected.peak_bytes / real.peak_bytes - 1 <= most
         course = dict(real.course)
-        for action, size in list(zip(row, found.bytes, strict=True))[:-1]:
+        for action, size in list(zip(row, expected.bytes, strict=True))[:-1]:
             assert 0.995 * course[str(action)] <= size <= 1.1 * course[str(action)], str(action)
-    # the same lists, given
-    given = dataclasses.replace(options, actions=tuple(tuple(row) for row in to_strings(rows)))
-    again = rehearse_layout(estimator, layout, given)
+    # the same actions as an explicit list
+    explicit = dataclasses.replace(options, actions=tuple(tuple(row) for row in to_strings(rows)))
+    again = rehearse_layout(estimator, layout, explicit)
     assert [rank.peak_bytes for rank in again] == [rank.peak_bytes for rank in rehearsed]
 
 
@@ -276,9 +278,10 @@ def crossed(recompute: bool) -> tuple[StageEstimator, Profile]:
 def test_stages_of_any_layers_with_direct_routes_are_what_the_fold_says(
     schedule: str, recompute: bool, seed: int
 ) -> None:
-    """As above, for stages of parallel branches, in pieces, in replicas, with memory intervals, several on a rank.
+    """The test above for stages of parallel branches, in pieces, in replicas, with memory intervals, several on a
+    rank.
 
-    The input half of a split backward hands one tensor to both readers of a sum, which pairs of layers do not tell.
+    The input half of a split backward gives one tensor to both readers of a sum, which pairs of layers do not show.
     """
     estimator, profile = crossed(recompute)
     edges, blocks = estimator.chain.edges, 2
@@ -289,10 +292,10 @@ def test_stages_of_any_layers_with_direct_routes_are_what_the_fold_says(
     run = RunShape(8, schedule, recompute, num_blocks=blocks)
     rows = scheduled(schedule, layout.stages, layout.graph(8, edges), run)
     folded = fold(profile, layout.stages, Units(8, SIZE, blocks), rows, run, "direct")
-    for row, real, found in zip(rows, rehearsed, folded, strict=True):
-        assert -0.005 <= found.peak_bytes / real.peak_bytes - 1 <= 0.05
+    for row, real, expected in zip(rows, rehearsed, folded, strict=True):
+        assert -0.005 <= expected.peak_bytes / real.peak_bytes - 1 <= 0.05
         course = dict(real.course)
-        for action, size in list(zip(row, found.bytes, strict=True))[:-1]:
+        for action, size in list(zip(row, expected.bytes, strict=True))[:-1]:
             assert size >= (0.985 if action.kind == "I" else 0.995) * course[str(action)], str(action)
 
 
@@ -310,40 +313,42 @@ def test_stages_of_any_layers_with_direct_routes_are_what_the_fold_says(
     ],
 )
 def test_segments_whose_layers_read_far_back(end: int, kinds: tuple[str, str], direct: bool) -> None:
-    """What two segments of a stage hold together counts once, but only as long as both hold it. (One tensor that a sum
-    hands back to both its readers is counted for each of them where it travels to other stages.)
+    """Tensors that two segments of a stage share count once, but only as long as both hold them. (A tensor that a sum
+    gives back to both its readers is counted for each of them if it travels to other stages.)
     """
     estimator, profile = crossed(False)
     parts = zip(((5, end), (end, 9)), kinds, strict=True)
     memory = tuple(MemoryInterval(*part, kind) for part, kind in parts if kind)
     spans = ((0, 5), ()), ((5, 9), memory), ((9, 10), ())
-    stages = tuple(PlanStage((span,), (rank,), memory=own) for rank, (span, own) in enumerate(spans))
+    stages = tuple(PlanStage((span,), (rank,), memory=intervals) for rank, (span, intervals) in enumerate(spans))
     layout, run = Layout(stages, 1, direct=direct), RunShape(8, "1f1b", False)
     (_, real, _) = rehearse_layout(estimator, layout, EngineOptions(8, "1f1b", recompute=False, clip_norm=1.0))
     rows = scheduled("1f1b", stages, layout.graph(8, estimator.chain.edges), run)
-    found = fold(profile, stages, Units(8, SIZE, 1), rows, run, "direct" if direct else "relay")[1]
-    assert -0.0001 <= found.peak_bytes / real.peak_bytes - 1 <= (0.09 if direct else 0.0001)
+    expected = fold(profile, stages, Units(8, SIZE, 1), rows, run, "direct" if direct else "relay")[1]
+    assert -0.0001 <= expected.peak_bytes / real.peak_bytes - 1 <= (0.09 if direct else 0.0001)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_exchange_of_gradients_can_be_the_peak(tied: bool) -> None:
-    """Layers whose weights are all that counts: the blocks of the others and the uses of a shared parameter decide."""
+    """Layers whose bytes are nearly all weights: other replicas' blocks and uses of a shared parameter decide."""
     workload: Workload = Megabytes() if tied else Equal(length=4, width=256)
     conditions = RunConditions(microbatch_size=1)
     estimator = StageEstimator(workload, conditions)
     last = rectangle(1, len(estimator.chain), 1)
-    # of many blocks, those that come from the others
+    # with many blocks, those that come from other replicas
     for first, second in (((0, 2, 3), (1,)), ((0,), (1, 2, 3)), ((0, 1), (2, 3)), ((0,), tuple(range(1, 8)))):
         count = len(first) + len(second)
         layout = Layout((rectangle(0, 1, 0, first), last, rectangle(0, 1, 2, second)), count)
         rows = schedule_of("varuna", layout.graph(count), True)
-        stages = [PlanStage(((one.first, one.end),), (one.rank,), one.blocks, memory=None) for one in layout.stages]
-        found = fold(estimate_of(tied), stages, Units(count, 1, count), rows, RunShape(count, num_blocks=count))
+        stages = [
+            PlanStage(((stage.first, stage.end),), (stage.rank,), stage.blocks, memory=None) for stage in layout.stages
+        ]
+        folded = fold(estimate_of(tied), stages, Units(count, 1, count), rows, RunShape(count, num_blocks=count))
         rehearsed = rehearse_layout(estimator, layout, EngineOptions(count, num_blocks=count, clip_norm=1.0))
-        for rank, (ours, real) in enumerate(zip(found, rehearsed, strict=True)):
+        for rank, (ours, real) in enumerate(zip(folded, rehearsed, strict=True)):
             assert ours.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005), (rank, first)
         for rank in (0, 2):
-            assert found[rank].end_bytes == found[rank].peak_bytes
+            assert folded[rank].end_bytes == folded[rank].peak_bytes
 
 
 @functools.cache
@@ -352,7 +357,7 @@ def estimate_of(tied: bool) -> Profile:
 
 
 def test_a_plan_is_rehearsed_as_the_engine_runs_it() -> None:
-    """Several stages on a rank, and a rank that has none of the layers of another."""
+    """Several stages on a rank, and a rank that shares no layers with another."""
     config = section(
         Config,
         {

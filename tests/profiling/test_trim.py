@@ -25,7 +25,7 @@ SIZE = 4
 
 
 class Tiny(Workload):
-    """The engine tests' chain of every kind of layer."""
+    """Workload of the engine tests' chain, with every kind of layer."""
 
     def build_chain(self) -> Chain:
         return models.build_chain()
@@ -53,7 +53,7 @@ def megabytes(pool: WorkerPool) -> dict[tuple[int, int], Observation]:
 
 
 def predict(runs: dict[tuple[int, int], Observation], first: int, end: int) -> int:
-    """M_i + sum M_a."""
+    """Return M_i + sum M_a."""
     peak = {layers: row.peak_bytes for layers, row in runs.items()}
     return peak[first, first + 1] + sum(peak[k - 1, k + 1] - peak[k - 1, k] for k in range(first + 1, end))
 
@@ -66,10 +66,10 @@ def test_predictions_meet_the_peaks_of_a_real_pipeline(
     assert {extra["source"] for _, extra in real} == {"cpu allocator events"}
     ends = (*cuts[1:], 7)
     errors = [predict(megabytes, cuts[s], ends[s]) / real[s][0] - 1 for s in range(3)]
-    # the middle and the last stage are in the very state that the trimmed run makes
+    # the middle and the last stage are in the same state as in the trimmed run
     assert abs(errors[1]) < 0.01, errors
     assert abs(errors[2]) < 0.01, errors
-    # On the CPU the outputs that stage 0 has sent ahead wait in the same memory: it may hold some boundaries more.
+    # On the CPU, outputs that stage 0 has sent ahead wait in the same memory: it may hold some boundaries more.
     ahead = 3 * (megabytes[ends[0] - 1, ends[0]].boundary_out_bytes or 0)
     assert -ahead <= predict(megabytes, 0, ends[0]) - real[0][0] <= 0.05 * real[0][0], errors
 
@@ -93,7 +93,9 @@ def test_the_parts_of_a_peak(megabytes: dict[tuple[int, int], Observation]) -> N
 
 
 def test_what_each_action_takes_is_what_an_estimate_says(megabytes: dict[tuple[int, int], Observation]) -> None:
-    """Read from the allocator's events between the marks of each action; the other side is another program's."""
+    """Bytes are read from the allocator's events between the marks of each action; the other side is another
+    program's.
+    """
     estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE))
     for layers, row in megabytes.items():
         assert row.action_bytes is not None
@@ -101,7 +103,7 @@ def test_what_each_action_takes_is_what_an_estimate_says(megabytes: dict[tuple[i
         estimated = vars(estimator.stage(*layers).actions) | {name: getattr(halves, name) for name in HALVES}
         measured = vars(row.action_bytes)
         for name, size in measured.items():
-            if size is None:  # what libraries keep, on a CPU
+            if size is None:  # memory that libraries keep, on a CPU
                 assert estimated[name] is None, name
             else:
                 assert size == pytest.approx(estimated[name], rel=0.01, abs=4096), (layers, name)
@@ -133,8 +135,8 @@ def test_every_kind_of_layer_can_be_trimmed(pool: WorkerPool, recompute: bool) -
     rows, _ = pool.run(cases.trim_all, 2, Tiny(), runs, 2, recompute)[MEASURED_RANK]
     assert [row.layers for row in rows] == runs
     static = {row.layers: row.static_bytes for row in rows}
-    assert static[0, 1] == (8 * 3 * 9 + 8) * 4  # frozen
-    assert static[2, 3] == 0  # a pool
+    assert static[0, 1] == (8 * 3 * 9 + 8) * 4  # frozen parameters
+    assert static[2, 3] == 0  # a pooling layer
     assert all(row.peak_bytes > 0 for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""Measured rows of layers that are computed in another way, beside a profile of the model that has them."""
+"""Measured rows of layers that are computed in another way, beside a profile of the model that contains them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CONDITIONS = RunConditions(microbatch_size=1, recompute=False)
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only attention, so that there are few runs."""
-    known = known_variants()
-    monkeypatch.setattr(registry, "_registered", {name: known[name] for name in ("eager", "sdpa")})
+    """Register only the attention variants, so that there are few runs."""
+    variants = known_variants()
+    monkeypatch.setattr(registry, "_registered", {name: variants[name] for name in ("eager", "sdpa")})
 
 
 def bytes_of(profile: Profile) -> dict[tuple[int, int], tuple[Any, ...]]:
@@ -47,7 +47,7 @@ def test_rows_are_those_of_the_model_whose_layers_are_computed_so() -> None:
     )
     assert alternatives_of(profile) == {1: ("sdpa",), 2: ("sdpa",)}
     assert list(profile.conditions["variants"]) == ["sdpa"]
-    # 7 plain runs; of the others, block.0 and block.1 alone are one
+    # 7 plain runs; for the variants, block.0 and block.1 alone share a run
     others = [row for row in profile.observations if row.variant is not None]
     assert (set(counted), len(others)) == ({13}, 7)
     assert all((row.forward_seconds or 0) > 0 and (row.backward_seconds or 0) > 0 for row in others)
@@ -58,19 +58,19 @@ def test_rows_are_those_of_the_model_whose_layers_are_computed_so() -> None:
         assert bytes_of(under(profile, chosen)) == bytes_of(alone)
         assert "variants" not in alone.conditions
     single = {row.variant: row for row in profile.observations if row.layers == (1, 2)}
-    # two maps of 256 x 256 for each of two heads, of four bytes
+    # two maps of 256 x 256 for each of two heads, four bytes per number
     assert (single[None].saved_bytes or 0) - (single["sdpa"].saved_bytes or 0) > 2 * 2**16 * 4
 
 
 def test_some_variants_are_weighed_only_where_they_are_asked_for() -> None:
-    always = [one.name for one in allowed_variants("close")]
-    assert always == ["eager", "sdpa", "chunked", "channels-last", "chunked-loss"]
-    asked = allowed_variants("close", ["compiled", "split-keys"])
-    assert {one.name for one in asked} - {*always} == {"compiled", "split-keys"}
+    defaults = [variant.name for variant in allowed_variants("close")]
+    assert defaults == ["eager", "sdpa", "chunked", "channels-last", "chunked-loss"]
+    variants = allowed_variants("close", ["compiled", "split-keys"])
+    assert {variant.name for variant in variants} - {*defaults} == {"compiled", "split-keys"}
     with pytest.raises(CapslogError, match="names 'bfloat16', which promises results within 1e-2, but numerics=close"):
         allowed_variants("close", ["bfloat16"])
-    # no estimate knows what compiled layers cost
-    few = [one for one in asked if one.name in ("compiled", "sdpa")]
+    # no estimate knows the cost of compiled layers
+    few = [variant for variant in variants if variant.name in ("compiled", "sdpa")]
     estimator = StageEstimator(workload(None), CONDITIONS)
     assert alternatives_of(with_variant_rows(estimated_profile(estimator), estimator, few)) == dict.fromkeys(
         (1, 2), ("sdpa",)
@@ -78,7 +78,7 @@ def test_some_variants_are_weighed_only_where_they_are_asked_for() -> None:
 
 
 class Compiled(Attending):
-    """Its layers are marked as the variant `compiled` marks them, for a backend that is quick."""
+    """Layers are marked as the variant `compiled` marks them, for a fast backend."""
 
     def build_chain(self) -> Chain:
         chain = super().build_chain()
@@ -95,5 +95,5 @@ def test_compiled_layers_are_measured_with_what_compiling_takes() -> None:
     some = replace(profile, observations=(*profile.observations, *rows))
     assert compile_seconds(some, ["compiled", "sdpa"]) == 4
     assert compile_seconds(some, ["sdpa"]) == 0
-    # an estimate is of the layers as they are
+    # estimates are of the layers as they are
     assert all(row.compile_seconds is None for row in estimate_workload(Compiled(), CONDITIONS).observations)

@@ -1,4 +1,4 @@
-"""The processes of a profile: what is said when one of them ends, and what its end leaves on the terminal."""
+"""Processes of a profile: the error when one of them ends, and the terminal's state after it."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ if __name__ == "__main__":
 
 
 def test_the_loss_of_a_neighbour_is_one_sentence_without_a_traceback(tmp_path: Path) -> None:
-    """A worker that lost its neighbour asked the neighbour's pipe for the reason. The pipe of a process that has ended
-    is ready to be read and holds nothing: the EOFError was printed with all that came before it, and the command said
-    only that the worker's process ended with status 1.
+    """A worker that lost its neighbour read the neighbour's pipe for the reason. The pipe of an ended process is
+    readable and empty: the EOFError was printed with the errors before it, and the command said only that the worker's
+    process ended with status 1.
     """
     script = tmp_path / "abandoned.py"
     script.write_text(ABANDONED)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    found = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
-    assert "Traceback" not in found.stderr, found.stderr
-    assert found.stdout.startswith("the run of "), found.stderr
-    assert "lonely" in found.stdout.split(" failed: ")[0]
-    assert "the process that plays its neighbours was killed by SIGKILL" in found.stdout
-    assert "free memory" in found.stdout
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.startswith("the run of "), done.stderr
+    assert "lonely" in done.stdout.split(" failed: ")[0]
+    assert "the process that plays its neighbours was killed by SIGKILL" in done.stdout
+    assert "free memory" in done.stdout
 
 
 def test_a_worker_that_cannot_watch_its_client_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would measure on when nobody is there to hear it."""
+    """The worker would go on measuring without anybody to read the results."""
     client = multiprocessing.get_context("fork").Process(target=_watches_in_vain)
     client.start()
     client.join(20)

@@ -1,4 +1,4 @@
-"""Workloads whose layers hold megabytes, so that allocation granularity disappears beside them."""
+"""Workloads whose layers hold megabytes, so that allocation granularity becomes negligible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, TOKENS = 192, 96
 
 
 class Feed(nn.Module):
-    """Wide and saved: much transient memory. Two of them differ only in width."""
+    """Wide feed-forward layer that saves much transient memory; two instances differ only in width."""
 
     def __init__(self, factor: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Feed(nn.Module):
 
 
 class Attend(nn.Module):
-    """Reads a mask that crosses the cuts and carries no gradient; saves squares of the token count."""
+    """Attention that reads a mask that crosses the cuts and carries no gradient; saves squares of the token count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Attend(nn.Module):
 
 
 class Head(nn.Module):
-    """Uses the first layer's embedding again (tied)."""
+    """Head that uses the first layer's embedding again (tied)."""
 
     def __init__(self, table: nn.Parameter) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Frozen(Feed):
 
 
 class Megabytes(Workload):
-    """Seven layers: tied, frozen, attending, feeding; every cut is crossed by activations and a mask."""
+    """Seven layers: tied, frozen, attention, feed-forward; every cut is crossed by activations and a mask."""
 
     name = "megabytes"
 
@@ -100,12 +100,12 @@ class Megabytes(Workload):
 
 
 class Watching(nn.Linear):
-    """Remembers the most parameter bytes that were real while it ran."""
+    """Linear layer that records the most parameter bytes that were real while it ran."""
 
     seen = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        # not isinstance: asking half a million objects would take seconds
+        # not isinstance: checking half a million objects would take seconds
         real = {p.data_ptr(): p.nbytes for p in gc.get_objects() if type(p) is nn.Parameter and not p.is_meta}
         Watching.seen = max(Watching.seen, sum(real.values()))
         return super().forward(x)
@@ -142,7 +142,7 @@ class TwoTowers(Equal):
     name = "two towers"
 
     def build_chain(self) -> Chain:
-        layer = lambda name, *names: Layer(name, nn.Linear(self.width, self.width), *((one,) for one in names))  # noqa: E731
+        layer = lambda name, *names: Layer(name, nn.Linear(self.width, self.width), *((read,) for read in names))  # noqa: E731
         towers = [layer(f"{tower}{n}", tower, tower) for tower in "ab" for n in range(2)]
         return Chain([*towers, Layer("sum", Add(), ("a", "b"), ("x",))], ("a", "b"), ("x",), self.name)
 
@@ -151,7 +151,9 @@ class TwoTowers(Equal):
 
 
 class Crossed(Megabytes):
-    """Two towers of which one embeds tokens and one attends, a layer that reads both, two that read a tower again."""
+    """Two towers, one with an embedding and one with attention, a layer that reads both, and two that read a tower
+    again.
+    """
 
     name = "crossed"
 
@@ -182,7 +184,7 @@ class Watched(Equal):
 
 
 class Dies(nn.Module):
-    """Works while shapes are traced and kills its process when it runs for real."""
+    """Layer that works while shapes are traced and kills its process when it runs for real."""
 
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -199,7 +201,7 @@ class Deadly(Equal):
 
 
 class Unlucky(Equal):
-    """Its loss fails on anything."""
+    """Its loss fails on any input."""
 
     name = "unlucky"
 
@@ -208,7 +210,7 @@ class Unlucky(Equal):
 
 
 class EndsNeighbour(nn.Module):
-    """Kills the process that plays the stages around its run, as the system does where memory runs out."""
+    """Layer that kills the process that plays the stages around its run, as the system does when memory runs out."""
 
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -218,7 +220,7 @@ class EndsNeighbour(nn.Module):
 
 
 class Abandoned(Equal):
-    """Its middle layer loses the neighbours of its run."""
+    """The middle layer loses the neighbours of its run."""
 
     name = "abandoned"
 

@@ -1,4 +1,4 @@
-"""What the tests of pictures share."""
+"""Fixtures of the tests of pictures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from varuna_capslog.reports import style
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
-    """The figures that were drawn, in order."""
+    """Yield the drawn figures, in order."""
     drawn: list[Figure] = []
 
     class Kept(Figure):
@@ -29,12 +29,12 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
 
 
 class _Sketch(Figure):
-    def savefig(self, *given: Any, **named: Any) -> None:
+    def savefig(self, *arguments: Any, **named: Any) -> None:
         self.set_layout_engine("none")
-        super().savefig(*given, dpi=16, **named)
+        super().savefig(*arguments, dpi=16, **named)
 
 
 @pytest.fixture
 def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is drawn, but a tenth as large, and nothing is moved: for who reads the page beside its pictures."""
+    """Draw everything at a tenth of its size without moving labels, for tests that read only the text of the page."""
     monkeypatch.setattr(style, "Figure", _Sketch)

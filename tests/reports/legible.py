@@ -1,4 +1,4 @@
-"""Whether the labels of a picture can be read: none lies on another one, is too small or leaves the picture."""
+"""Checks that the labels of a picture can be read: none overlaps another, is too small or leaves the picture."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ __all__ = ["assert_legible", "visible_texts"]
 
 
 def visible_texts(figure: Figure) -> list[tuple[str, Bbox]]:
-    """Every text that a drawing of the figure puts on it, with its box in pixels; none may be smaller than 4 points."""
+    """Return every text of the drawn figure with its box in pixels; no text may be smaller than 4 points."""
     canvas = figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
-    found: list[tuple[str, Bbox]] = []
+    texts: list[tuple[str, Bbox]] = []
     draw = Text.draw
 
     def note(text: Text, renderer: Any) -> None:
         if text.get_visible() and text.get_text().strip():
             assert float(text.get_fontsize()) >= 4, f"{text.get_text()!r} is too small to be read"
-            found.append((text.get_text(), text.get_window_extent(renderer)))
+            texts.append((text.get_text(), text.get_window_extent(renderer)))
         draw(text, renderer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Text, "draw", note)
         canvas.draw()
-    return found
+    return texts
 
 
 def assert_legible(figure: Figure) -> None:
-    """No two texts overlap by more than a pixel, and none leaves the picture."""
+    """Check that no two texts overlap by more than a pixel and that none leaves the picture."""
     width, height = figure.canvas.get_width_height()
     texts = visible_texts(figure)
     for text, box in texts:
         inside = box.x0 > -1.5 and box.y0 > -1.5 and box.x1 < width + 1.5 and box.y1 < height + 1.5
         assert inside, f"{text!r} leaves the picture: {box} of {width} x {height}"
-    for (one, a), (other, b) in combinations(texts, 2):
+    for (first, a), (second, b) in combinations(texts, 2):
         across = min(a.x1, b.x1) - max(a.x0, b.x0)
         down = min(a.y1, b.y1) - max(a.y0, b.y0)
-        assert min(across, down) <= 1.0, f"{one!r} and {other!r} overlap by {across:.1f} x {down:.1f} pixels"
+        assert min(across, down) <= 1.0, f"{first!r} and {second!r} overlap by {across:.1f} x {down:.1f} pixels"

@@ -1,4 +1,4 @@
-"""Reads a report's page back: its tables by id, its sections' texts, and the files it refers to."""
+"""Parses a report's page: its tables by id, its sections' texts, and the files that it refers to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ VOID = {"meta", "img", "br", "hr", "link", "input"}
 
 
 class Page(HTMLParser):
-    """tables: id -> rows of cells (heading row included); texts: section id -> its text; sources: src and href values.
+    """Parsed page. tables: id -> rows of cells (heading row included); texts: section id -> its text; sources: src and
+    href values.
 
-    A tag that is closed wrongly fails the reading.
+    A wrongly closed tag raises an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,11 +62,11 @@ class Page(HTMLParser):
             self.texts[self._section] = self.texts.get(self._section, "") + data
 
     def facts(self, table: str) -> dict[str, str]:
-        """A table of two columns as a mapping."""
+        """Return a table of two columns as a mapping."""
         return {row[0]: row[1] for row in self.tables[table]}
 
     def column(self, table: str, heading: str) -> list[str]:
-        """The cells under the heading that begins with `heading`."""
+        """Return the cells under the heading that begins with `heading`."""
         head, *rows = self.tables[table]
         place = next(i for i, text in enumerate(head) if text.startswith(heading))
         return [row[place] for row in rows]

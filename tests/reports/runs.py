@@ -1,7 +1,7 @@
-"""Run directories as a training would leave them, written file by file: what the tests and nobody else reads.
+"""Run directories as a training leaves them, written file by file for the tests.
 
-The numbers are made up but have the shapes of real ones: a wide backbone, a long tail of equal layers, a loss that
-falls with noise, a crash, and a resume that repeats steps.
+The numbers are made up but have the shapes of real ones: a wide backbone, a long tail of equal layers, a noisy falling
+loss, a crash, and a resume that repeats steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLASSES = ["RBC", "WBC", "Platelets", "<b>odd & name</b>"]
 
 
 def make_profile(num_layers: int, times: bool = True) -> Profile:
-    """A backbone whose layers shrink, encoders and decoders that are alike, and a small head."""
+    """Return the profile of a backbone whose layers shrink, equal encoders and decoders, and a small head."""
     draw = random.Random(num_layers)
     layers = []
     for index in range(num_layers):
@@ -57,7 +57,7 @@ def make_profile(num_layers: int, times: bool = True) -> Profile:
 
 
 def step_line(step: int, stages: int, predicted: list[int], loss: float, generation: int = 0) -> dict[str, Any]:
-    """One line of metrics.jsonl, with peaks on step 2 and (higher ones) on step 42."""
+    """Return one line of metrics.jsonl, with peaks on step 2 and (higher ones) on step 42."""
     draw = random.Random(step)
     parts = {"loss_ce": 0.4 * loss, "loss_bbox": 0.35 * loss, "loss_giou": 0.25 * loss, "class_error": 90.0 * loss / 6}
     parts |= {f"{name}_{layer}": 1.1 * parts[name] for name in ("loss_ce", "loss_bbox") for layer in range(2)}
@@ -81,7 +81,7 @@ def step_line(step: int, stages: int, predicted: list[int], loss: float, generat
 
 
 def loss_at(step: int) -> float:
-    """What the loss was at a step."""
+    """Return the loss at a step."""
     return 0.8 + 5 * math.exp(-step / 90) + 0.25 * random.Random(7 * step).random()
 
 
@@ -96,7 +96,7 @@ def write_run(
     schedule: str = "varuna",
     microbatches: int = 8,
 ) -> Plan:
-    """Writes a whole run directory and returns its plan."""
+    """Write a run directory with all its files and return its plan."""
     folder.mkdir(parents=True)
     config = Config(
         workload="detr_pipeline:workload",
@@ -119,7 +119,7 @@ def write_run(
     write_plan(folder / "plan-0.json", plan)
     predicted = list(plan.stage_bytes or [0] * stages)
     crash = steps // 2
-    back = max(1, crash - 17)  # the resumed run repeats these
+    back = max(1, crash - 17)  # the resumed run repeats these steps
     lines = [json.dumps(step_line(step, stages, predicted, 100 + step)) for step in range(back + 1, crash + 1)]
     before = [json.dumps(step_line(step, stages, predicted, loss_at(step))) for step in range(1, back + 1)]
     after = [json.dumps(step_line(step, stages, predicted, loss_at(step))) for step in range(back + 1, steps + 1)]

@@ -1,4 +1,4 @@
-"""The work of each rank: planned beside measured."""
+"""Work of each rank: planned beside measured."""
 
 from __future__ import annotations
 

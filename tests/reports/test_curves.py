@@ -1,4 +1,4 @@
-"""No label of the curves lies on another one, for short and long runs; what they show is drawn."""
+"""Curves for short and long runs: no label overlaps another, and what they show is drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from varuna_capslog.reports.run import Evaluation, Event, StepLine
 
 
 def make_steps(count: int) -> list[StepLine]:
-    """Steps 1 .. count whose loss parts have the names of a small DETR."""
+    """Return steps 1 .. count whose loss parts have the names of a small DETR."""
     names = ("loss_a", "loss_b", "loss_c", "loss_d", "loss_a_0", "b.1")
     return [
         StepLine(
@@ -69,7 +69,7 @@ def test_training_with_holes(tmp_path: Path, figures: list[Figure]) -> None:
 
 
 def test_the_smoothed_loss_of_a_straight_line_is_that_line(tmp_path: Path, figures: list[Figure]) -> None:
-    """Windows that were cut off at one side lifted the begin of a falling curve."""
+    """Averaging windows cut off at one side raised the beginning of a falling curve."""
     steps = [dataclasses.replace(line, loss=1000.0 - line.step) for line in make_steps(500)]
     draw_training(tmp_path / "x.png", steps, [], None)
     smooth = figures[0].axes[0].lines[-1]

@@ -1,4 +1,4 @@
-"""No label of the pictures of comparisons and replays lies on another one; what they show is drawn."""
+"""Pictures of comparisons and replays: no label overlaps another, and what they show is drawn."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_a_comparison_keeps_a_row_for_who_has_no_answer(tmp_path: Path, figures:
     ]
     draw_comparison(tmp_path / "x.png", rows)
     assert_legible(figures[0])
-    left, middle, right = figures[0].axes
-    assert [text.get_text() for text in left.texts] == ["5.00", "none", "3.00"]
-    assert [text.get_text() for text in middle.texts] == ["200", "none", "100"]
-    assert [label.get_text() for label in left.get_yticklabels()] == ["varuna", "mcap-bf", "exact"]
-    assert "capacity" in left.get_xlabel()
-    assert right.get_xscale() == "log"
+    peak_axes, step_axes, search_axes = figures[0].axes
+    assert [text.get_text() for text in peak_axes.texts] == ["5.00", "none", "3.00"]
+    assert [text.get_text() for text in step_axes.texts] == ["200", "none", "100"]
+    assert [label.get_text() for label in peak_axes.get_yticklabels()] == ["varuna", "mcap-bf", "exact"]
+    assert "capacity" in peak_axes.get_xlabel()
+    assert search_axes.get_xscale() == "log"
 
 
 def test_a_comparison_of_nothing_known(tmp_path: Path, figures: list[Figure]) -> None:
@@ -43,8 +43,8 @@ def test_replays(tmp_path: Path, figures: list[Figure]) -> None:
     def deployed(devices: int) -> Deployment | None:
         return Deployment(devices * 3.0, devices - devices % 2, 0.001) if devices > 2 else None
 
-    found = replay(events, deployed)
-    draw_replay(tmp_path / "x.png", found)
+    deployments = replay(events, deployed)
+    draw_replay(tmp_path / "x.png", deployments)
     assert_legible(figures[0])
     above, below = figures[0].axes
     assert above.get_xlim() == (0.0, 4800 / 3600)

@@ -1,4 +1,4 @@
-"""No label of the pictures of a step lies on another one or runs over its box, for small and large steps."""
+"""Pictures of small and large steps: no label overlaps another or leaves its box."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ def test_schedule(name: str, stages: int, ranks: int, microbatches: int, tmp_pat
     timeline = simulate(schedule, StageSeconds([0.01 * (1 + stage % 3) for stage in range(stages)], [0.03] * stages))
     complete = draw_schedule(tmp_path / "x.png", timeline, in_seconds=True)
     axes = figures[0].axes[0]
-    boxes = [one for row in timeline.actions for one in row]
+    boxes = [box for row in timeline.actions for box in row]
     assert complete == (len(axes.texts) == len(boxes))
     assert complete == (microbatches < 16)
     extents = {id(text): text.get_window_extent() for text in axes.texts}
     unit = 1.0 if axes.get_xlabel().endswith("[s]") else 1e-3
-    ends = sorted({one.start_seconds / unit for one in boxes} | {one.end_seconds / unit for one in boxes})
+    ends = sorted({box.start_seconds / unit for box in boxes} | {box.end_seconds / unit for box in boxes})
     for text in axes.texts:
         middle, rank = text.get_position()
         mine = min(
-            (one for one in timeline.actions[round(rank)]),
-            key=lambda one: abs((one.start_seconds + one.end_seconds) / 2 / unit - middle),
+            (box for box in timeline.actions[round(rank)]),
+            key=lambda box: abs((box.start_seconds + box.end_seconds) / 2 / unit - middle),
         )
         label = str(mine.action.microbatch) if stages == ranks else f"{mine.action.stage}.{mine.action.microbatch}"
         assert text.get_text() == label
-        left, right = (axes.transData.transform((x / unit, 0))[0] for x in (mine.start_seconds, mine.end_seconds))
+        left_edge, right_edge = (
+            axes.transData.transform((x / unit, 0))[0] for x in (mine.start_seconds, mine.end_seconds)
+        )
         extent = extents[id(text)]
-        assert left - 0.5 <= extent.x0 < extent.x1 <= right + 0.5, f"{mine.action} runs over its box"
+        assert left_edge - 0.5 <= extent.x0 < extent.x1 <= right_edge + 0.5, f"{mine.action} runs over its box"
     assert axes.get_xlim() == pytest.approx((0, ends[-1]))
 
 
@@ -59,11 +61,11 @@ def test_copies_that_take_no_time_are_marks(tmp_path: Path, figures: list[Figure
 
 
 def simulation(stages: int, microbatches: int, ranks: int, pipelines: int = 1, known: bool = True) -> Simulation:
-    parts = {"static_bytes": GIB, "saved_bytes": GIB // 4} if known else {}
+    byte_counts = {"static_bytes": GIB, "saved_bytes": GIB // 4} if known else {}
     layers = [
         LayerProfile(
             f"l{n}", 3 * GIB, GIB if n else None, boundary_bytes=2**20, parameter_bytes=2**26,
-            forward_seconds=0.01 * (1 + n % 3), backward_seconds=0.03, **parts,  # type: ignore[arg-type]
+            forward_seconds=0.01 * (1 + n % 3), backward_seconds=0.03, **byte_counts,  # type: ignore[arg-type]
         )
         for n in range(stages)
     ]  # fmt: skip
@@ -90,8 +92,8 @@ def test_simulations(
     tmp_path: Path,
     figures: list[Figure],
 ) -> None:
-    found = simulation(stages, microbatches, ranks, pipelines)
-    draw_simulation(tmp_path / "x.png", found, [16 * GIB] * ranks * pipelines)
+    simulated = simulation(stages, microbatches, ranks, pipelines)
+    draw_simulation(tmp_path / "x.png", simulated, [16 * GIB] * ranks * pipelines)
     assert (tmp_path / "x.svg").stat().st_size > 1000
     assert_legible(figures[0])
     above, below = figures[0].axes

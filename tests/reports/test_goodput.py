@@ -1,4 +1,4 @@
-"""Where the time of a run went: each kind of time is found where it was put, and all of them add up."""
+"""Accounting of a run's time: each kind of time is found where it was spent, and all kinds add up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START = 1_753_000_000.0
 
 
 class Course:
-    """What happens to a run, one thing after the other; the lines that its files would have, and the true account."""
+    """Simulated history of a run: the lines that its files would have, and the true account of its time."""
 
     def __init__(self) -> None:
         self.now, self.step, self.generation = START, 0, 0
@@ -50,7 +50,7 @@ class Course:
             self.metrics.append(about | {"step_seconds": seconds, "loss": 1.0})
 
     def back(self, count: int) -> None:
-        """So many of the last steps are made again."""
+        """Repeat the last `count` steps."""
         for line in self.metrics[len(self.metrics) - count :]:
             self.truth["productive"] -= line["step_seconds"]
             self.truth["repeated"] += line["step_seconds"]
@@ -78,9 +78,9 @@ class Course:
 def account(course: Course, folder: Path) -> Account:
     folder.mkdir(exist_ok=True)
     course.write(folder)
-    found = account_of(read_run(folder))
-    assert found is not None
-    return found
+    times = account_of(read_run(folder))
+    assert times is not None
+    return times
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -125,11 +125,11 @@ def test_every_moment_is_found_where_it_was_spent(tmp_path: Path, seed: int) -> 
         course.steps(draw.randrange(4, 8))
     course.spend("ending", 0.7)
     course.event("stop")
-    found = account(course, tmp_path / "run")
-    assert found.total == pytest.approx(course.now - START, abs=1e-3)
+    times = account(course, tmp_path / "run")
+    assert times.total == pytest.approx(course.now - START, abs=1e-3)
     for kind in KINDS:
-        assert found.seconds[kind] == pytest.approx(course.truth[kind], abs=2e-3), kind
-    assert found.goodput == pytest.approx(course.truth["productive"] / (course.now - START), abs=1e-4)
+        assert times.seconds[kind] == pytest.approx(course.truth[kind], abs=2e-3), kind
+    assert times.goodput == pytest.approx(course.truth["productive"] / (course.now - START), abs=1e-4)
 
 
 def test_a_run_without_times_has_no_account(tmp_path: Path) -> None:
@@ -153,5 +153,5 @@ def test_the_report_has_the_table_and_the_summary_the_share(tmp_path: Path) -> N
     page = Page(write_report(run_dir))
     assert page.column("goodput-table", "kind") == ["productive", "starting", "between steps", "ending", "all"]
     assert page.column("goodput-table", "share") == ["80.00 %", "10.00 %", "7.50 %", "2.50 %", "100.00 %"]
-    said = page.facts("summary-table")["Productive"]
-    assert said == "80.0 % of 10.0 s (starting 10.0 %, between steps 7.5 %, ending 2.5 %)"
+    productive = page.facts("summary-table")["Productive"]
+    assert productive == "80.0 % of 10.0 s (starting 10.0 %, between steps 7.5 %, ending 2.5 %)"

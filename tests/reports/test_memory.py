@@ -1,4 +1,4 @@
-"""No label of the pictures of memory lies on another one, for small and large runs; bars show the bytes."""
+"""Pictures of memory for small and large runs: no label overlaps another, and bars show the bytes."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def test_stage_peaks(stages: int, size: int, tmp_path: Path, figures: list[Figur
 def test_generations(count: int, stages: int, tmp_path: Path, figures: list[Figure]) -> None:
     generations = []
     for number in range(count):
-        here = 1 + (number + stages - 1) % stages
-        predicted = None if number == 1 else [GIB + 977 * stage for stage in range(here)]
-        measured = None if number == 3 else [GIB - 10_000_000 * stage for stage in range(here)]
+        num_stages = 1 + (number + stages - 1) % stages
+        predicted = None if number == 1 else [GIB + 977 * stage for stage in range(num_stages)]
+        measured = None if number == 3 else [GIB - 10_000_000 * stage for stage in range(num_stages)]
         steps = (1000 * number, 1000 * number + 999)
         words, change = (
             ("3 members begin", ""),
             ("machine-17-2, machine-18-1 lost", "lost"),
             ("a-1 joined", "joined"),
         )[number % 3]
-        capacity = [int(1.2 * GIB)] * here
+        capacity = [int(1.2 * GIB)] * num_stages
         generations.append(GenerationPeaks(number + 7, steps, words, change, predicted, measured, capacity))
     draw_generations(tmp_path / "x.png", generations)
     assert_legible(figures[0])
@@ -80,8 +80,8 @@ def test_generations(count: int, stages: int, tmp_path: Path, figures: list[Figu
     assert ("a device lost" in texts) == (count > 1)
     bars = [patch for patch in figures[0].axes[0].patches if isinstance(patch, Rectangle) and patch.get_height() > 0.5]
     heights = sorted(bar.get_height() for bar in bars if bar.get_height() != 1)  # not the shading of every second one
-    known = [peak for one in generations for peak in (*(one.predicted or ()), *(one.measured or ()))]
-    wanted = [peak / GIB for peak in known if peak != GIB]
+    peaks = [peak for row in generations for peak in (*(row.predicted or ()), *(row.measured or ()))]
+    wanted = [peak / GIB for peak in peaks if peak != GIB]
     assert heights == pytest.approx(sorted(wanted))
 
 

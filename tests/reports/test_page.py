@@ -1,4 +1,4 @@
-"""The page says what the run's files say, whatever state a run left them in."""
+"""The page shows what the run's files say, in whatever state the run left them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PICTURES = {"stage-memory.png", "schedule.png", "layer-memory.png", "training.pn
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan, Page]:
-    """A run directory with everything in it, its plan and the report's page."""
+    """Return a complete run directory, its plan and the report's page."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     plan = write_run(run_dir)
     return run_dir, plan, Page(write_report(run_dir))
@@ -40,25 +40,25 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan, Page]:
 
 @pytest.fixture
 def small(tmp_path: Path, sketched: None) -> Path:
-    """A short run on two stages, to be damaged."""
+    """Return a short run on two stages, to be damaged."""
     write_run(tmp_path / "run", num_layers=6, stages=2, steps=60, evaluations=2, microbatches=4)
     return tmp_path / "run"
 
 
 def rewrite(path: Path, **changes: object) -> None:
-    """Changes keys of a JSON file."""
+    """Change keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that are JSON, read here and not by the library."""
-    found = []
+    """Return the lines of a file that are JSON, parsed without the library."""
+    records = []
     for line in path.read_text().splitlines():
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return records
 
 
 # -- a run with everything ---------------------------------------------------------------------------------------------
@@ -96,8 +96,8 @@ def test_summary_tells_the_run(whole: tuple[Path, Plan, Page]) -> None:
     total = sum(line["step_seconds"] for line in by_step.values())
     assert facts["Time in steps"].startswith(f"{int(total) // 60} min {round(total) % 60:02d} s, median step ")
     later = sum(line["step_seconds"] for step, line in by_step.items() if step > 1)
-    said = f"{100 * 0.1 * 399 / later:.1f} % of the time in steps, on the rank that waited longest; more data.workers"
-    assert facts["Waiting for data"].startswith(said), "the first step starts processes and does not count"
+    start = f"{100 * 0.1 * 399 / later:.1f} % of the time in steps, on the rank that waited longest; more data.workers"
+    assert facts["Waiting for data"].startswith(start), "the first step starts processes and does not count"
     best = max(lines(run_dir / "evaluations.jsonl"), key=lambda line: line["scores"]["AP"])
     scores = best["scores"]
     expected = f"{scores['AP']:.3f}, AP50 {scores['AP50']:.3f} at step {best['step']}"
@@ -213,8 +213,8 @@ def test_broken_lines_are_counted_and_left_out(small: Path) -> None:
     ]
     path.write_text("\n".join([good[0], '{"step": 2, "lo', json.dumps({"loss": 3.0}), good[1]]))
     page = Page(write_report(small))
-    said = "1 line left out that a crash tore, or that are no objects; 1 line without step or kind left out"
-    assert said in page.texts["summary"]
+    message = "1 line left out that a crash tore, or that are no objects; 1 line without step or kind left out"
+    assert message in page.texts["summary"]
     assert page.facts("summary-table")["Steps"] == "2"
     assert page.facts("summary-table")["Final loss"] == "\N{EN DASH}"
 
@@ -245,8 +245,8 @@ def test_an_earlier_report_is_replaced(small: Path) -> None:
     (small / "evaluations.jsonl").unlink()
     shutil.rmtree(small / "predictions")
     page = Page(write_report(small))
-    left = {path.name for path in (small / "report").iterdir()}
-    assert left == (PICTURES - {"scores.png"}) | {"index.html", "notes.txt"}
+    remaining = {path.name for path in (small / "report").iterdir()}
+    assert remaining == (PICTURES - {"scores.png"}) | {"index.html", "notes.txt"}
     assert "evaluations.jsonl is missing" in page.texts["evaluation"]
     assert "predictions/ is missing" in page.texts["predictions"]
     (small / "predictions").mkdir()
@@ -344,11 +344,11 @@ SHARED_OUT = [((0, 3), 0, (0, 2, 3)), ((3, 4), 1, None), ((0, 3), 2, (1,)), ((4,
 def test_a_plan_without_units_is_drawn_on_its_own_ranks_with_the_units_of_the_config(
     small: Path, rows: list[tuple[tuple[int, int], int, tuple[int, ...] | None]], blocks: int | None
 ) -> None:
-    """Its stages were drawn as one line with a rank for each, whatever ranks and blocks the plan gave them."""
+    """Its stages were drawn as one pipeline with one rank each, whatever ranks and blocks the plan gave them."""
     stages = tuple(PlanStage((span,), (rank,), served, memory=None) for span, rank, served in rows)
     shown = []
-    for known in (Units(4, 1, blocks or 1), Units(blocks=blocks)):
-        write_plan(small / "plan-1.json", Plan(6, stages, known, "gpipe", model="m"))
+    for units in (Units(4, 1, blocks or 1), Units(blocks=blocks)):
+        write_plan(small / "plan-1.json", Plan(6, stages, units, "gpipe", model="m"))
         page = Page(write_report(small))
         assert "stage.microbatch" in page.texts["schedule"], "several stages share a rank"
         shown.append(page.facts("step-table"))
@@ -373,9 +373,9 @@ def test_stages_of_several_pieces_are_shown_with_the_graph_of_the_profile(small:
     assert facts["Most microbatches in flight"] == "2, 2, 2 (by stage)"
     forward = [sum(profile.layers[n].forward_seconds or 0 for n in stage.numbers) for stage in stages]
     backward = [sum(profile.layers[n].backward_seconds or 0 for n in stage.numbers) for stage in stages]
-    whole = StageSeconds(forward, backward)
+    seconds = StageSeconds(forward, backward)
     graph = StageGraph((0, 1, 2), ((0, 1, 2),) * 2, frozenset({(0, 1), (0, 2), (1, 2)}))
-    expected = simulate(schedule_of("gpipe", graph), whole, graph=graph).step_seconds
+    expected = simulate(schedule_of("gpipe", graph), seconds, graph=graph).step_seconds
     assert facts["Simulated step"] == duration(expected)
 
 
@@ -398,9 +398,9 @@ def test_the_conditions_of_a_profile_are_a_short_text(small: Path) -> None:
     sizes = {"largest": {"images": [2, 3, 64, 64]}, "histogram": [[{"images": [2, 3, n, n]}, n] for n in range(999)]}
     conditions = {"dtype": "torch.float32", "sizes": sizes, "limits": ["long " * 99], "device_name": "x" * 5000}
     write_profile(small / "profile.json", Profile(make_profile(6).layers, conditions=conditions | {"data_digest": "d"}))
-    said = Page(write_report(small)).facts("summary-table")["Profile"]
-    assert said.startswith("dtype torch.float32, sizes largest images [2, 3, 64, 64], histogram of 999, limits of 1, ")
-    assert (len(said) < 300, "digest" in said) == (True, False)
+    text = Page(write_report(small)).facts("summary-table")["Profile"]
+    assert text.startswith("dtype torch.float32, sizes largest images [2, 3, 64, 64], histogram of 999, limits of 1, ")
+    assert (len(text) < 300, "digest" in text) == (True, False)
 
 
 def test_scores_of_another_task(small: Path) -> None:
@@ -445,7 +445,7 @@ def test_a_report_needs_no_torch(small: Path) -> None:
 
 
 def test_read_lines_agree_with_the_library(small: Path) -> None:
-    """The oracle above (`lines`) and the library leave out the same torn line."""
+    """The reference reader above (`lines`) and the library leave out the same torn line."""
     assert lines(small / "metrics.jsonl") == files.read_jsonl(small / "metrics.jsonl")
 
 
@@ -454,14 +454,16 @@ def test_read_lines_agree_with_the_library(small: Path) -> None:
 
 @pytest.fixture
 def changed(small: Path) -> Path:
-    """The short run as an elastic one: two devices, one after a notice, two again after a loss and a join."""
+    """Return the short run as an elastic one: two devices, one after a notice, two again after a loss and a join."""
     spans = {0: (1, 20), 1: (21, 30), 2: (31, 32), 3: (33, 60)}
     plan = files.read_json(small / "plan-0.json")
     for generation in (1, 2, 3):
-        alone = {"cuts": [0], "stage_bytes": [sum(plan["stage_bytes"])], "stage_seconds": None}
-        one = plan if generation == 3 else plan | alone
-        one = one if generation == 3 else one | {"peak_bytes": sum(plan["stage_bytes"]), "capacity_bytes": None}
-        files.write_json(small / f"plan-{generation}.json", one)
+        one_stage = {"cuts": [0], "stage_bytes": [sum(plan["stage_bytes"])], "stage_seconds": None}
+        stored = plan if generation == 3 else plan | one_stage
+        stored = (
+            stored if generation == 3 else stored | {"peak_bytes": sum(plan["stage_bytes"]), "capacity_bytes": None}
+        )
+        files.write_json(small / f"plan-{generation}.json", stored)
     rows = []
     for generation, (first, last) in spans.items():
         for step in range(first, last + 1):
@@ -472,7 +474,7 @@ def changed(small: Path) -> Path:
             rows.append(json.dumps(row))
     (small / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     lost = "worker a-1 was killed by SIGKILL"
-    told: list[dict[str, Any]] = [
+    events: list[dict[str, Any]] = [
         {"kind": "start", "step": 0, "why": ["2 members begin"], "cuts": [0, 3], "members": ["a-1", "a-2"]},
         {"kind": "notice", "step": 19, "member": "a-2", "deadline": 30.0, "source": "aws", "urgent": False},
         {"kind": "morph", "step": 21, "why": ["a-2 left"], "cuts": [0], "members": ["a-1"], "generation": 1}
@@ -486,7 +488,7 @@ def changed(small: Path) -> Path:
         | {"generation": 3, "pause_seconds": 0.05, "search_seconds": 0.002, "moved_bytes": 2**20},
         {"kind": "stop", "step": 60, "generation": 3},
     ]
-    rows = [json.dumps({"time": 1.8e9 + 60 * place, "generation": 0} | event) for place, event in enumerate(told)]
+    rows = [json.dumps({"time": 1.8e9 + 60 * place, "generation": 0} | event) for place, event in enumerate(events)]
     (small / "events.jsonl").write_text("\n".join(rows) + "\n")
     return small
 
@@ -533,6 +535,6 @@ def test_a_run_without_changes_has_no_such_section(whole: tuple[Path, Plan, Page
 
 
 def test_what_a_page_shows_of_a_run_cannot_drive_a_terminal() -> None:
-    """A member called ESC]0;… stood in the page as it is; whoever prints the page's source has it run."""
+    """A member called ESC]0;… stood in the page unchanged; a terminal that printed the page's source executed it."""
     assert markup.paragraph("\x1b[31m\u202e<b>") == r"<p>\x1b[31m\u202e&lt;b&gt;</p>"
     assert markup.preformatted("a\nb") == "<pre>a\nb</pre>"

@@ -24,7 +24,7 @@ LARGEST, USUAL = {"images": [2, 3, 64, 64]}, {"images": [2, 3, 48, 56]}
 
 
 class Rehearsals:
-    """Predicts 3 and 5 GiB for every size, and remembers what it was asked."""
+    """Rehearsal stub: predicts 3 and 5 GiB for every size and records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], dict[str, list[int]]]] = []
@@ -40,18 +40,18 @@ def impossible(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]]) 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run on two stages whose profile holds for the largest input."""
+    """Return a run on two stages whose profile holds for the largest input."""
     plan = write_run(tmp_path / "run", num_layers=6, stages=2, steps=60, evaluations=2, microbatches=4)
     path = tmp_path / "run" / "profile.json"
     profile = read_profile(path)
-    known = {**profile.conditions, "input": LARGEST}
-    write_profile(path, Profile(profile.layers, profile.model, profile.source, known))
+    conditions = {**profile.conditions, "input": LARGEST}
+    write_profile(path, Profile(profile.layers, profile.model, profile.source, conditions))
     assert plan.stage_bytes is not None
     return tmp_path / "run"
 
 
 def measured_at(run_dir: Path, *lines: tuple[list[int], dict[str, Any] | None]) -> None:
-    """Lets the run have measured these peaks, at these sizes."""
+    """Write these measured peaks and sizes into the run's metrics."""
     rows = [
         {"step": step, "loss": 1.0, "generation": 0, "peak_bytes": peaks}
         | ({} if shapes is None else {"peak_input": shapes})
@@ -61,8 +61,8 @@ def measured_at(run_dir: Path, *lines: tuple[list[int], dict[str, Any] | None]) 
 
 
 def test_peaks_measured_at_other_sizes_are_predicted_for_those(run_dir: Path) -> None:
-    """The quickstart's report gave an error of +13 % for its first stage, since the plan predicts the largest input and
-    the measured step had a smaller one.
+    """The quickstart's report gave an error of +13 % for its first stage, since the plan predicts the largest input
+    and the measured step had a smaller one.
     """
     measured_at(run_dir, ([2 * GIB, 5 * GIB], USUAL))
     rehearse = Rehearsals()
@@ -99,7 +99,7 @@ def test_the_plans_own_prediction_is_compared_at_its_own_size_and_where_no_size_
     page = Page(write_report(run_dir, rehearse))
     assert rehearse.asked == []
     predicted = json.loads((run_dir / "plan-0.json").read_text())["stage_bytes"]
-    errors = [100 * (one / other - 1) for one, other in zip(predicted, [2 * GIB, 5 * GIB], strict=True)]
+    errors = [100 * (peak / measured - 1) for peak, measured in zip(predicted, [2 * GIB, 5 * GIB], strict=True)]
     assert page.column("peak-table", "error") == [f"{error:+.1f} %" for error in errors]
 
 

@@ -1,4 +1,4 @@
-"""The records of a run hold what its files say, and None for what is no valid value."""
+"""Records of a run hold the values of its files, and None for an invalid value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_invalid_values_of_a_step_are_none_and_a_line_without_step_is_left_out(t
 
 
 def test_numbers_that_no_picture_can_show_are_none(tmp_path: Path) -> None:
-    """Losses of 1e308 and -1e308 ended the report: the axis between them is longer than a float can say."""
+    """Losses of 1e308 and -1e308 ended the report: the axis between them is longer than a float can represent."""
     lines = (
         '{"step": 1, "loss": 1e308, "busy_seconds": [1e308]}\n{"step": 2, "loss": -1e308}\n{"step": 3, "loss": 1e99}\n'
     )
@@ -61,7 +61,7 @@ def test_scores_and_events_hold_what_is_valid(tmp_path: Path) -> None:
 
 
 def damaged(dice: random.Random, data: bytes) -> bytes:
-    """Lines of which some are cut, have other bytes or values of other kinds, or stand twice."""
+    """Return the lines with some cut, duplicated, or changed to other bytes or other kinds of values."""
     odd = [
         None,
         "",
@@ -96,8 +96,8 @@ def damaged(dice: random.Random, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_damaged_lines_end_no_report(tmp_path: Path, seed: int) -> None:
-    """Values of other kinds, a year that no calendar has, and text that cannot be written ended `capslog report` in a
-    traceback; what can be read is shown, and what is left out is said in a sentence.
+    """Values of other kinds, a year outside the calendar, and text that cannot be encoded ended `capslog report` in a
+    traceback. Readable values are shown, and a sentence tells which were left out.
     """
     dice = random.Random(seed)
     write_run(tmp_path / "run", num_layers=6, stages=2, steps=12, evaluations=2)
@@ -137,8 +137,8 @@ def test_what_is_no_shape_is_not_taken_for_one(value: Any) -> None:
      ('{"step": "x", "scores": 3}', True), ('{"kind": ["x"], "step": {}}', True)],
 )  # fmt: skip
 def test_an_odd_line_is_counted_and_left_out(tmp_path: Path, line: str, parsed: bool) -> None:
-    """One event nested 700 deep cost the whole report, and one line `17` all events, though lines that a crash tore
-    were passed over.
+    """An event nested 700 deep lost the whole report, and one line `17` all events, although lines torn by a crash
+    were skipped.
     """
     write_lines(tmp_path / "metrics.jsonl", {"step": 1, "loss": 2.0})
     write_lines(tmp_path / "events.jsonl", {"kind": "stop"})
@@ -156,8 +156,8 @@ def test_an_odd_line_is_counted_and_left_out(tmp_path: Path, line: str, parsed: 
 
 @pytest.mark.usefixtures("sketched")
 def test_a_report_shows_no_file_that_a_link_leads_to(tmp_path: Path) -> None:
-    """predictions/zz.txt -> /etc/passwd stood in the page, and a picture was copied into report/, for all to whom the
-    maker of the report passes it on.
+    """predictions/zz.txt -> /etc/passwd stood in the page, and a picture was copied into report/, visible to everybody
+    who receives the report.
     """
     write_run(tmp_path / "run", num_layers=6, stages=2, steps=3, evaluations=1)
     outside = tmp_path / "outside"

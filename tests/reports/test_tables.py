@@ -1,4 +1,4 @@
-"""What a plan says when it is printed: what it is for, memory that adds up, names that can be told apart."""
+"""Printed plans: the run that they are for, memory that adds up, distinguishable names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONDITIONS = {
 
 
 def profile(layers: int = 8, seconds: float = 0.01) -> Profile:
-    """Equal layers with long names."""
+    """Return equal layers with long names."""
     rows = tuple(
         LayerProfile(
             f"model.language_model.layers.{number}.mlp",
@@ -51,8 +51,8 @@ def plan(cuts: tuple[int, ...] = (0, 2, 4, 6), microbatches: int = 2, **more: ob
 
 
 def test_a_plan_says_what_it_is_for_and_how_long_the_search_took() -> None:
-    """Nobody could tell from a printed plan for how many samples, which types or which device it was; a search of two
-    seconds read "found in 2e+03 ms".
+    """A printed plan did not tell its number of samples, its types or its device; a search of two seconds read "found
+    in 2e+03 ms".
     """
     notes = plan_table(plan(), profile()).notes
     assert notes[0] == (
@@ -73,11 +73,11 @@ def test_peak_headroom_and_margin_add_up_to_the_capacity_on_the_screen(capacity:
     places = {heading.partition("\n")[0]: place for place, heading in enumerate(table.headings)}
     for number, row in enumerate(table.rows):
         peak, headroom, margin = (float(row[places[name]]) for name in ("peak", "headroom", "margin"))
-        whole = capacity[number] / GIB if isinstance(capacity, list) else 2.0
-        assert round(peak + headroom + margin, 2) == whole
-        assert row[places["capacity"]] == ("" if isinstance(capacity, int) else f"{whole:.2f}")
-    told = "2.00 GiB, the capacity of each device" if isinstance(capacity, int) else "capacity"
-    assert f"peak + headroom + margin = {told}" in table.notes
+        capacity_gib = capacity[number] / GIB if isinstance(capacity, list) else 2.0
+        assert round(peak + headroom + margin, 2) == capacity_gib
+        assert row[places["capacity"]] == ("" if isinstance(capacity, int) else f"{capacity_gib:.2f}")
+    meaning = "2.00 GiB, the capacity of each device" if isinstance(capacity, int) else "capacity"
+    assert f"peak + headroom + margin = {meaning}" in table.notes
 
 
 def test_names_are_cut_in_their_middle_and_lines_fit_80_columns() -> None:
@@ -89,7 +89,7 @@ def test_names_are_cut_in_their_middle_and_lines_fit_80_columns() -> None:
 
 
 def test_columns_in_which_nothing_happens_are_left_out() -> None:
-    """A table had a column of empty margins, and one of ranks that were the stages' own numbers."""
+    """A table had a column of empty margins, and one of ranks that equalled the stage numbers."""
     lines = plan_table(plan(), profile()).text().splitlines()
     assert not {"rank", "margin", "headroom", "capacity", "blocks", "memory"} & set(" ".join(lines[:4]).split())
     turned = plan().stages
@@ -101,7 +101,7 @@ def test_columns_in_which_nothing_happens_are_left_out() -> None:
 
 
 def test_no_table_of_treatments_where_every_stage_keeps_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    """Below a plan that keeps everything stood a table of one full and two empty columns."""
+    """Below a plan that keeps everything, the output had a table of one full and two empty columns."""
     print_treatments(plan(), RunShape(2, "1f1b", recompute=False), profile())
     assert capsys.readouterr().out == ""
     print_treatments(plan(), RunShape(2, "1f1b", recompute=True, stage_inputs="device"), profile())
@@ -124,7 +124,7 @@ def test_a_pipeline_that_idles_says_so_and_what_would_help() -> None:
 
 
 def test_the_last_layer_is_named_for_all_that_it_holds() -> None:
-    """The layer of a language model's last norm has the head as well, and was shown as model.norm alone."""
+    """The layer of a language model's last norm also has the head, but was shown as model.norm alone."""
     named = [SimpleNamespace(name=f"layers.{k}", module=nn.ModuleDict({"layers": nn.ModuleList()})) for k in range(7)]
     last = nn.ModuleDict({"norm": nn.LayerNorm(4), "lm_head": nn.Linear(4, 2)})
     chain = SimpleNamespace(layers=[*named, SimpleNamespace(name="norm", module=last)])
@@ -134,12 +134,12 @@ def test_the_last_layer_is_named_for_all_that_it_holds() -> None:
         "model.language_model.layers.5.mlp",
         "norm, lm_head",
     ]
-    chain = SimpleNamespace(layers=[SimpleNamespace(name="head", module=last)])  # names inside of a layer say nothing
+    chain = SimpleNamespace(layers=[SimpleNamespace(name="head", module=last)])  # names inside of a layer do not matter
     assert _modules_of_last(chain) == ["head"]  # type: ignore[arg-type]
 
 
 def test_a_plan_of_many_calls_is_shown_without_playing_them() -> None:
-    """Printing a plan of 1,000 stages played steps of ever more microbatches, for most of a minute."""
+    """Printing a plan of 1,000 stages simulated steps of more and more microbatches, for most of a minute."""
     rows = tuple(
         LayerProfile(f"{k}", 1, 1 if k else None, forward_seconds=0.01, backward_seconds=0.01) for k in range(1000)
     )

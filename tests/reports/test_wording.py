@@ -1,4 +1,4 @@
-"""Numbers as people read them, and text that stays text."""
+"""Numbers in readable form, and text that stays text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections that prove who they are: what arrives is what was sent, in order, or the connection ends."""
+"""Authenticated connections: bytes arrive as they were sent, in order, or the connection ends."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ KEY, OTHER = b"k" * 32, b"o" * 32
 
 
 def joined() -> tuple[Connection, socket.socket, Connection, socket.socket]:
-    """Two ends with the keys of one handshake, and the sockets below them."""
-    pair = socket.create_server(("127.0.0.1", 0))
-    left = socket.create_connection(pair.getsockname())
-    right, _ = pair.accept()
-    pair.close()
-    return Connection(left, b"1" * 32, b"2" * 32), left, Connection(right, b"2" * 32, b"1" * 32), right
+    """Return two ends with the keys of one handshake, and their sockets."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    first_socket = socket.create_connection(listener.getsockname())
+    second_socket, _ = listener.accept()
+    listener.close()
+    return (
+        Connection(first_socket, b"1" * 32, b"2" * 32),
+        first_socket,
+        Connection(second_socket, b"2" * 32, b"1" * 32),
+        second_socket,
+    )
 
 
 class Served:
-    """A door, and the connections that it let in."""
+    """A door and the connections that it accepted."""
 
     def __init__(self, key=KEY):
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -45,13 +50,13 @@ class Served:
 
 @pytest.fixture
 def served():
-    found = Served()
-    yield found
-    found.door.close()
+    server = Served()
+    yield server
+    server.door.close()
 
 
 def ended(line: socket.socket) -> bool:
-    """Whether the other side closes without another byte."""
+    """Return True if the peer closes without sending another byte."""
     line.settimeout(5.0)
     try:
         return line.recv(1) == b""
@@ -60,7 +65,7 @@ def ended(line: socket.socket) -> bool:
 
 
 def test_bytes_of_all_sizes_arrive_in_order():
-    one, _, other, _ = joined()
+    sender, _, receiver, _ = joined()
     dice = random.Random(0)
     sizes = [
         1,
@@ -75,43 +80,43 @@ def test_bytes_of_all_sizes_arrive_in_order():
     parts = [dice.randbytes(size) for size in sizes]
 
     def send():
-        one.send(parts[:7])
-        one.send(parts[7:])
-        one.send_message(b"end", [b"more"])
+        sender.send(parts[:7])
+        sender.send(parts[7:])
+        sender.send_message(b"end", [b"more"])
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    whole = b"".join(parts)
-    found = b""
-    while len(found) < len(whole):  # in other pieces than they were sent in
-        found += other.read(min(dice.choice([1, 50, 99_991, 2_000_000]), len(whole) - len(found)))
-    assert found == whole
-    assert other.read_message(3) == b"end"
-    assert other.read(4) == b"more"
-    sender.join()
+    thread = threading.Thread(target=send)
+    thread.start()
+    sent = b"".join(parts)
+    received = b""
+    while len(received) < len(sent):  # in other pieces than they were sent in
+        received += receiver.read(min(dice.choice([1, 50, 99_991, 2_000_000]), len(sent) - len(received)))
+    assert received == sent
+    assert receiver.read_message(3) == b"end"
+    assert receiver.read(4) == b"more"
+    thread.join()
 
 
 def recorded(count: int) -> list[bytes]:
-    """The records of so many messages, as they travel."""
-    one, _, _, below = joined()
+    """Return the records of `count` messages, as they travel."""
+    sender, _, _, below = joined()
     records = []
     for number in range(count):
-        one.send([b"message %d" % number])
+        sender.send([b"message %d" % number])
         records.append(below.recv(1 << 16))
     return records
 
 
 def heard(*sent: bytes) -> list[bytes]:
-    """What the receiver of these bytes takes for messages, before the connection ends with an error."""
-    _, below, other, _ = joined()
+    """Return the messages that the receiver of these bytes reads before the connection ends with an error."""
+    _, below, receiver, _ = joined()
     below.sendall(b"".join(sent))
     below.shutdown(socket.SHUT_WR)
-    found = []
+    messages = []
     try:
         while True:
-            found.append(bytes(other.read(9)))
+            messages.append(bytes(receiver.read(9)))
     except (EOFError, Forged):
-        return found
+        return messages
 
 
 def test_a_record_that_is_changed_repeated_moved_or_left_out_ends_the_connection():
@@ -129,42 +134,42 @@ def test_a_record_that_is_changed_repeated_moved_or_left_out_ends_the_connection
 
 @pytest.mark.parametrize("size", [0, MAX_RECORD + 1, (1 << 32) - 1])
 def test_a_length_beyond_the_bound_is_refused_before_anything_is_read(size):
-    _, below, other, _ = joined()
+    _, below, receiver, _ = joined()
     below.sendall(struct.pack("!I", size))
     with pytest.raises(Forged, match=f"a record of {size} bytes"):
-        other.read(1 << 21)
+        receiver.read(1 << 21)
 
 
 def test_a_message_beyond_what_its_reader_expects_is_refused():
-    one, _, other, _ = joined()
-    one.send_message(b"x" * 101)
+    sender, _, receiver, _ = joined()
+    sender.send_message(b"x" * 101)
     with pytest.raises(Forged, match="a message of 101 bytes"):
-        other.read_message(100)
+        receiver.read_message(100)
 
 
 def test_records_of_another_connection_with_the_same_secret_are_refused(served):
-    """An old generation's member whose bytes somebody has kept."""
-    one = dial("127.0.0.1", served.port, KEY, 5.0)
+    """The bytes may be recorded from a member of an old generation."""
+    first = dial("127.0.0.1", served.port, KEY, 5.0)
     served.inside.get(timeout=5)
-    other = dial("127.0.0.1", served.port, KEY, 5.0)
+    second = dial("127.0.0.1", served.port, KEY, 5.0)
     inside = served.inside.get(timeout=5)
-    below, one._line = one._line, other._line  # what the first would have sent travels on the second
-    one.send([b"hello"])
+    line, first._line = first._line, second._line  # the first connection's bytes travel on the second
+    first.send([b"hello"])
     with pytest.raises(Forged):
         inside.read(5)
-    below.close()
+    line.close()
 
 
 def test_nobody_is_let_in_or_answered_without_the_key(served):
     with pytest.raises(NotTrusted, match="it refuses this run's secret"):
         dial("127.0.0.1", served.port, OTHER, 5.0)
-    for said in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(64), challenge() + bytes(24)):
+    for greeting in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(64), challenge() + bytes(24)):
         with served.knock() as line:
-            asked = b""
-            while len(asked) < trust.CHALLENGE_BYTES:
-                asked += line.recv(trust.CHALLENGE_BYTES - len(asked))
+            nonce = b""
+            while len(nonce) < trust.CHALLENGE_BYTES:
+                nonce += line.recv(trust.CHALLENGE_BYTES - len(nonce))
             with contextlib.suppress(OSError):  # it may have been dismissed already
-                line.sendall(said)
+                line.sendall(greeting)
                 line.shutdown(socket.SHUT_WR)
             assert ended(line)
     assert served.inside.empty()
@@ -174,12 +179,12 @@ def test_nobody_is_let_in_or_answered_without_the_key(served):
 
 
 def test_a_proof_that_was_seen_before_opens_nothing(served):
-    """What a friend said, said again by somebody who only listened."""
+    """An eavesdropper replays the proof that an authenticated caller sent."""
     with served.knock() as line:
-        asked = line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
-        nonce = bytes(32)
-        proof = nonce + trust.proof(KEY, asked, nonce)
-        assert accepted(KEY, asked, proof) is not None
+        nonce = line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
+        own_nonce = bytes(32)
+        proof = own_nonce + trust.proof(KEY, nonce, own_nonce)
+        assert accepted(KEY, nonce, proof) is not None
         line.sendall(proof)
         served.inside.get(timeout=5)
     with served.knock() as line:
@@ -190,7 +195,7 @@ def test_a_proof_that_was_seen_before_opens_nothing(served):
 
 
 def test_whoever_cannot_prove_it_is_no_server():
-    """A stranger at the server's address: it may even repeat the caller's own code."""
+    """A stranger at the server's address may even send the caller's own code back."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def pretend():
@@ -237,7 +242,7 @@ def test_a_stranger_that_says_nothing_is_dismissed(monkeypatch):
 
 
 def test_a_door_that_is_closed_in_the_middle_is_tried_again(monkeypatch):
-    """A crowded door closes the oldest, which may be a friend."""
+    """A full door closes the oldest connection, which may belong to a trusted caller."""
     served, dismissed = Served(), []
     accept = Door._accept
 
@@ -259,7 +264,7 @@ def refused(connection):
 
 
 def test_a_caller_for_whom_there_is_no_thread_is_turned_away_and_the_next_one_comes_in(caplog):
-    """One moment of "can't start new thread" ended the door's thread: every later caller of the store was refused."""
+    """A single "can't start new thread" ended the door's thread: every later caller of the store was refused."""
     served = Served()
     served.door._admitted = refused
     first = dial("127.0.0.1", served.port, KEY, 5.0)
@@ -285,7 +290,7 @@ def test_a_door_that_fails_itself_says_so_and_is_closed(monkeypatch):
 
 def test_waiting_is_bounded():
     ends = joined()
-    other = ends[2]
-    other.until = time.monotonic() + 0.05
+    receiver = ends[2]
+    receiver.until = time.monotonic() + 0.05
     with pytest.raises(TimeoutError):
-        other.read(1)
+        receiver.read(1)

@@ -1,4 +1,4 @@
-"""The secret of a run: where it comes from, who may read its file, and that it is never shown."""
+"""The secret of a run: its sources, its file's permissions, and that it is never shown."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_a_variable_holds_it_or_names_its_file(tmp_path):
     file = tmp_path / "mine"
     file.touch(mode=0o600)
     file.write_text(f" {TEXT}\n")
-    found = run_secret(tmp_path, environment={FILE_VARIABLE: str(file)})
-    assert found.key("x") == Secret(TEXT).key("x") == run_secret(tmp_path, environment={VARIABLE: TEXT}).key("x")
+    secret = run_secret(tmp_path, environment={FILE_VARIABLE: str(file)})
+    assert secret.key("x") == Secret(TEXT).key("x") == run_secret(tmp_path, environment={VARIABLE: TEXT}).key("x")
     elsewhere = {FILE_VARIABLE: str(tmp_path / "new" / "secret")}
     assert run_secret(tmp_path, True, elsewhere).key("x") == run_secret(tmp_path, False, elsewhere).key("x")
 
@@ -45,16 +45,16 @@ def test_a_file_that_others_may_read_is_refused_without_showing_it(tmp_path, mod
     for create in (False, True):
         with pytest.raises(
             CapslogError, match=rf"others may read the run's secret in .*mode {mode:03o}.*chmod 600"
-        ) as found:
+        ) as error:
             run_secret(tmp_path, create, {})
-        assert TEXT not in str(found.value)
+        assert TEXT not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["short", "", "x" * 5000])
 def test_a_secret_that_is_too_short_or_too_long_is_refused_without_showing_it(tmp_path, text):
-    with pytest.raises(CapslogError, match=rf"the variable {VARIABLE} has {len(text)} characters") as found:
+    with pytest.raises(CapslogError, match=rf"the variable {VARIABLE} has {len(text)} characters") as error:
         run_secret(tmp_path, environment={VARIABLE: text})
-    assert not text or text not in str(found.value)
+    assert not text or text not in str(error.value)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

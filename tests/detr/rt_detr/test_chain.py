@@ -1,4 +1,4 @@
-"""transformers' own RT-DETR, with the same weights and the same batch, gives the same outputs, losses and gradients."""
+"""The chain gives the same outputs, losses and gradients as transformers' own RT-DETR with equal weights and batch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ COUNTS = [3, 0, 2]
 
 
 def pair(**changes: Any) -> tuple[Any, Chain, Any]:
-    """transformers' model, and a chain of another model with its weights."""
+    """Return transformers' model, and a chain of another model with its weights."""
     section = RtDetrModel(**MODEL | {"architecture": ARCHITECTURE | changes})
     torch.manual_seed(3)
-    theirs, other = build_model(section, CLASSES), build_model(section, CLASSES)
+    theirs, copy = build_model(section, CLASSES), build_model(section, CLASSES)
     with torch.no_grad():
         for parameter in theirs.parameters():  # heads and offsets begin with zeros, which would hide much
             parameter += 0.02 * torch.randn_like(parameter)
-    other.load_state_dict(theirs.state_dict())
-    return theirs, chain_of(other), section
+    copy.load_state_dict(theirs.state_dict())
+    return theirs, chain_of(copy), section
 
 
 def their_labels(of: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
@@ -61,17 +61,17 @@ def test_training_step(changes: dict[str, Any]) -> None:
     close(torch.stack([outputs[f"logits_{k}"] for k in range(3)], 1), result_of(theirs, "logits", result))
     close(outputs["boxes_enc"], result.enc_topk_bboxes)
     assert set(parts) - {"loss"} == set(result.loss_dict)
-    for name, value in result.loss_dict.items():
-        close(parts[name], value)
+    for name, loss in result.loss_dict.items():
+        close(parts[name], loss)
     close(parts["loss"], result.loss)
     names = own_names(theirs, chain)
-    known = dict(theirs.named_parameters())
-    largest = max(float(one.grad.abs().max()) for one in known.values() if one.grad is not None)
+    parameters = dict(theirs.named_parameters())
+    largest = max(float(weight.grad.abs().max()) for weight in parameters.values() if weight.grad is not None)
     ours = chain.named_parameters()
-    assert sorted({names[address] for address in ours}) == sorted(known)
+    assert sorted({names[address] for address in ours}) == sorted(parameters)
     reached = 0
     for address, parameter in ours.items():
-        gradient = known[names[address]].grad
+        gradient = parameters[names[address]].grad
         if gradient is None:
             assert parameter.grad is None
         else:
@@ -80,19 +80,19 @@ def test_training_step(changes: dict[str, Any]) -> None:
     assert reached > 0.9 * len(ours)
     # running statistics of both have seen the same batch
     buffers = dict(theirs.named_buffers())
-    for address, value in chain.named_tensors().items():
+    for address, tensor in chain.named_tensors().items():
         if address not in ours:
-            close(value.float(), buffers[names[address]].float())
+            close(tensor.float(), buffers[names[address]].float())
 
 
 def result_of(model: Any, kind: str, result: Any) -> Tensor:
-    """All decoder layers' logits [B, K, D + Q, C]: in training the model returns those of the last one only."""
+    """Return all decoder layers' logits [B, K, D + Q, C]: in training the model returns only the last layer's."""
     with torch.no_grad():
         assert kind == "logits"
-    found = []
+    logits = []
     for index, head in enumerate(model.model.decoder.class_embed):
-        found.append(head(result.intermediate_hidden_states[:, index]))
-    return torch.stack(found, 1)
+        logits.append(head(result.intermediate_hidden_states[:, index]))
+    return torch.stack(logits, 1)
 
 
 def test_evaluation_and_what_is_seen() -> None:
@@ -113,15 +113,15 @@ def test_evaluation_and_what_is_seen() -> None:
     close(outputs["boxes_2"], result.pred_boxes)
     size = torch.tensor([120, 200])
     expected = RTDetrImageProcessor().post_process_object_detection(result, 0.0, size.expand(3, 2))
-    for image, one in enumerate(expected):
+    for image, detections in enumerate(expected):
         scores, classes, corners = best_places(outputs["logits_2"][image], outputs["boxes_2"][image], size, CLASSES)
-        close(scores, one["scores"])
-        assert classes.tolist() == one["labels"].tolist()
-        close(corners, one["boxes"])
+        close(scores, detections["scores"])
+        assert classes.tolist() == detections["labels"].tolist()
+        close(corners, detections["boxes"])
 
 
 def test_shares_of_microbatches_add_up() -> None:
-    """Two microbatches of one minibatch give transformers' loss of all three images, apart from batch norm."""
+    """Two microbatches of a minibatch give transformers' loss of all three images, apart from batch norm."""
     theirs, chain, _ = pair(**QUIET)
     for layer in chain.layers:
         layer.module.eval()
@@ -130,11 +130,11 @@ def test_shares_of_microbatches_add_up() -> None:
     noise = Noise(CLASSES, 0.0, 1e-9)
     values = inputs(of, groups, noise)
     normalisers = {"boxes": float(sum(COUNTS)), "groups": float(groups.count), "most": float(groups.most)}
-    whole = set_loss(chain.run(values), of, normalisers, theirs.config)
+    losses = set_loss(chain.run(values), of, normalisers, theirs.config)
     shares: dict[str, Tensor] = {}
     for part in (slice(0, 2), slice(2, 3)):
-        outputs = chain.run({name: value[part] for name, value in values.items()})
-        for name, value in set_loss(outputs, of[part], normalisers, theirs.config).items():
-            shares[name] = shares.get(name, torch.zeros(())) + value
-    for name, value in whole.items():
-        close(shares[name], value)
+        outputs = chain.run({name: tensor[part] for name, tensor in values.items()})
+        for name, loss in set_loss(outputs, of[part], normalisers, theirs.config).items():
+            shares[name] = shares.get(name, torch.zeros(())) + loss
+    for name, loss in losses.items():
+        close(shares[name], loss)

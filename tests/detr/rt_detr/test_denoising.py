@@ -1,4 +1,4 @@
-"""Denoising queries: laid out as transformers lays them out, noised within DINO's bounds, and by sample."""
+"""Denoising queries: laid out as in transformers, noise within DINO's bounds, and dependent on the sample alone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def test_layout_is_that_of_transformers() -> None:
     from transformers.models.rt_detr.modeling_rt_detr import get_contrastive_denoising_training_group
 
     of, queries = targets(COUNTS), 4
-    theirs = [{"class_labels": one["labels"], "boxes": one["boxes"]} for one in of]
+    theirs = [{"class_labels": target["labels"], "boxes": target["boxes"]} for target in of]
     labels, _, mask, meta = get_contrastive_denoising_training_group(theirs, 5, queries, lambda x: x, 7, 0.0, 1e-9)
     groups = Groups.of(max(COUNTS), 7)
     noise = Noise(5, 0.0, 1e-9)
-    assert torch.equal(torch.stack([noise.queries(groups, one, (0, 0))[0] for one in of]), labels.long())
+    assert torch.equal(torch.stack([noise.queries(groups, target, (0, 0))[0] for target in of]), labels.long())
     assert (groups.count, [groups.queries, queries]) == (meta["dn_num_group"], meta["dn_num_split"])
     for count, expected in zip(COUNTS, meta["dn_positive_idx"], strict=True):
         assert list(groups.positive(count)[0]) == expected.tolist()
@@ -43,14 +43,14 @@ def test_noise_stays_within_its_bounds() -> None:
     negative = torch.arange(groups.queries) // 4 % 2 == 1
     true = of["boxes"].repeat(2 * groups.count, 1)
     moved = box_convert(boxes.sigmoid(), "cxcywh", "xyxy") - box_convert(true, "cxcywh", "xyxy")
-    share = moved.abs() / (true[:, 2:] / 2).repeat(1, 2)  # of half the box's size
+    share = moved.abs() / (true[:, 2:] / 2).repeat(1, 2)  # relative to half the box's size
     turned = (boxes.sigmoid()[:, 2:] < 1e-4).any(1)  # a corner passed the opposite one: a box without size
     assert float(share[~negative].max()) <= 1 + 1e-3
     assert float(share[negative].max()) <= 2 + 1e-3
     assert float(share[negative & ~turned].min()) >= 1 - 1e-3
     assert 0.45 < float(share[~negative].mean()) < 0.55
     changed = (labels != of["labels"].repeat(2 * groups.count)).float().mean()
-    assert 0.15 < float(changed) < 0.25  # a quarter drawn anew, a fifth of which are the same again
+    assert 0.15 < float(changed) < 0.25  # a quarter drawn anew, a fifth of which get the same class again
 
 
 def test_noise_depends_on_its_seed_alone() -> None:
@@ -59,7 +59,7 @@ def test_noise_depends_on_its_seed_alone() -> None:
     torch.manual_seed(0)
     first = noise.queries(groups, of, (1, 2, 3))
     torch.manual_seed(1)
-    again, other = noise.queries(groups, of, (1, 2, 3)), noise.queries(groups, of, (1, 2, 4))
+    again, other_seed = noise.queries(groups, of, (1, 2, 3)), noise.queries(groups, of, (1, 2, 4))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[1], other[1])
+    assert not torch.equal(first[1], other_seed[1])
     assert (first[0].view(-1, 3)[:, 2] == 5).all()  # the empty place of every group

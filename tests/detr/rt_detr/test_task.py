@@ -1,4 +1,4 @@
-"""RT-DETR as a workload: data, loss, evaluation and drawing fit together, and what does not fit is refused."""
+"""RT-DETR as a workload: data, loss, evaluation and drawing fit together, and invalid combinations are refused."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def task(tmp_path: Path, model: dict[str, Any] | None = None, stretch: Any = (64
         data=data | {"augment": {"stretch": stretch}},
         run_dir=tmp_path / "run",
     )
-    found = load_workload(config)
-    assert isinstance(found, RtDetrWorkload)
-    return found
+    workload = load_workload(config)
+    assert isinstance(workload, RtDetrWorkload)
+    return workload
 
 
 def test_from_pictures_to_scores(tmp_path: Path) -> None:
-    """One training minibatch in two microbatches, then evaluation of another data set and a drawing."""
-    one = task(tmp_path)
+    """A training minibatch in two microbatches, then evaluation of another data set and a drawing."""
+    workload = task(tmp_path)
     torch.manual_seed(0)
-    chain, source = one.build_chain(), one.train_data()
+    chain, source = workload.build_chain(), workload.train_data()
     assert isinstance(source, RtDetrSource)
     minibatch = source.minibatch([[0, 1], [2, 3]], epoch=1)
     counts = [len(target["labels"]) for group in minibatch.targets for target in group]
@@ -48,15 +48,15 @@ def test_from_pictures_to_scores(tmp_path: Path) -> None:
             name: spec.shape for name, spec in minibatch.inputs[index].items()
         }
         assert inputs["images"].shape == (2, 3, 64, 96)
-        parts = one.loss(chain.run(inputs), minibatch.targets[index], minibatch.normalisers)
+        parts = workload.loss(chain.run(inputs), minibatch.targets[index], minibatch.normalisers)
         assert parts["loss"].isfinite()
         assert {"loss_vfl", "loss_bbox_aux_2", "loss_giou_dn_2"} <= set(parts)
     again = source.minibatch([[3], [0, 1, 2]], epoch=1)
     ours, theirs = source.load(minibatch, 1), source.load(again, 0)
     assert torch.equal(ours["images"][1], theirs["images"][0])
-    assert torch.equal(ours["dn_boxes"][1], theirs["dn_boxes"][0])  # noise depends on the sample, not on its company
+    assert torch.equal(ours["dn_boxes"][1], theirs["dn_boxes"][0])  # noise depends on the sample, not on its microbatch
 
-    data, evaluator = one.val_data(), one.evaluator()
+    data, evaluator = workload.val_data(), workload.evaluator()
     assert data is not None
     assert evaluator is not None
     val = data.minibatch([[0, 1, 2]], 0)
@@ -67,14 +67,14 @@ def test_from_pictures_to_scores(tmp_path: Path) -> None:
         outputs = chain.run(data.load(val, 0))
     scores = evaluator.summarize(evaluator.collect(outputs, val, 0))
     assert 0 <= scores["AP"] <= 1
-    (drawn,) = one.predict(chain, one.sample_files(1), tmp_path / "drawn")
+    (drawn,) = workload.predict(chain, workload.sample_files(1), tmp_path / "drawn")
     assert drawn.stat().st_size > 0
 
 
 def test_perfect_outputs_score_one(tmp_path: Path) -> None:
-    """Boxes at their places, of their classes: whatever `seen` or the stretched pictures got wrong would cost AP."""
-    one = task(tmp_path)
-    data, evaluator = one.val_data(), one.evaluator()
+    """Boxes at their places, with their classes: an error in `seen` or in the stretched pictures would cost AP."""
+    workload = task(tmp_path)
+    data, evaluator = workload.val_data(), workload.evaluator()
     assert data is not None
     assert evaluator is not None
     val = data.minibatch([[0, 1, 2]], 0)
@@ -88,32 +88,32 @@ def test_perfect_outputs_score_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("denoising", [6, 0])
 def test_the_profilers_targets_go_through_the_loss(tmp_path: Path, denoising: int) -> None:
-    one = task(tmp_path, MODEL | {"architecture": ARCHITECTURE | {"num_denoising": denoising}})
-    inputs = {name: spec.zeros() for name, spec in one.profile_inputs(2).items()}
-    targets, normalisers = one.profile_targets(2)
-    parts = one.loss(one.build_chain().run(inputs), targets, normalisers)
+    workload = task(tmp_path, MODEL | {"architecture": ARCHITECTURE | {"num_denoising": denoising}})
+    inputs = {name: spec.zeros() for name, spec in workload.profile_inputs(2).items()}
+    targets, normalisers = workload.profile_targets(2)
+    parts = workload.loss(workload.build_chain().run(inputs), targets, normalisers)
     assert parts["loss"].isfinite()
     assert ("loss_vfl_dn_0" in parts) == bool(denoising)
 
 
 def test_weights_go_out_and_in_again(tmp_path: Path) -> None:
-    """By transformers' names, as `capslog export --format hf` writes them."""
+    """Names are transformers', as `capslog export --format hf` writes them."""
     from varuna_capslog.training.weights import write_weights
 
-    one = task(tmp_path, MODEL)
+    workload = task(tmp_path, MODEL)
     torch.manual_seed(0)
-    chain = one.build_chain()
-    write_weights(one, chain, tmp_path / "hf", "hf")
+    chain = workload.build_chain()
+    write_weights(workload, chain, tmp_path / "hf", "hf")
     again = task(tmp_path, {"folder": str(tmp_path / "hf"), "num_classes": CLASSES}).build_chain()
     ours, theirs = chain.named_tensors(), again.named_tensors()
-    assert not [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
     fewer = task(tmp_path, {"folder": str(tmp_path / "hf"), "num_classes": 2}).build_chain().named_tensors()
     assert fewer["decoder.0.class_embed.weight"].shape[0] == 2
     assert torch.equal(fewer["decoder.0.bbox_embed.layers.0.weight"], ours["decoder.0.bbox_embed.layers.0.weight"])
-    write_weights(one, chain, tmp_path / "one.safetensors", "safetensors")
-    found, skipped = one.import_weights(tmp_path / "one.safetensors")
+    write_weights(workload, chain, tmp_path / "one.safetensors", "safetensors")
+    weights, skipped = workload.import_weights(tmp_path / "one.safetensors")
     assert skipped == []
-    assert not [name for name, value in chain.named_parameters().items() if not torch.equal(value, found[name])]
+    assert not [name for name, tensor in chain.named_parameters().items() if not torch.equal(tensor, weights[name])]
 
 
 @pytest.mark.parametrize(

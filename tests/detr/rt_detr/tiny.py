@@ -38,7 +38,7 @@ MODEL: dict[str, Any] = {"architecture": ARCHITECTURE, "backbone": BACKBONE, "nu
 
 
 def targets(counts: list[int], seed: int = 0) -> list[dict[str, Any]]:
-    """One per image, with that many boxes."""
+    """Return the targets of one image for each of `counts`, with that many boxes."""
     generator = torch.Generator().manual_seed(seed)
     return [
         HostTargets(
@@ -53,7 +53,7 @@ def targets(counts: list[int], seed: int = 0) -> list[dict[str, Any]]:
 def inputs(
     of: list[dict[str, Any]], groups: Groups, noise: Noise, size: tuple[int, int] = (64, 96)
 ) -> dict[str, Tensor]:
-    """The chain's inputs for images of these targets."""
+    """Return the chain's inputs for images of these targets."""
     generator = torch.Generator().manual_seed(1 + len(of))
     queries = [noise.queries(groups, target, (3, image)) for image, target in enumerate(of)]
     labels, boxes = (torch.stack(rows) for rows in zip(*queries, strict=True))

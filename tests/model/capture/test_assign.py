@@ -1,4 +1,4 @@
-"""Chains from modules with branches: parallel branches stay parallel, and the numbers are the module's.
+"""Chains from modules with branches: parallel branches stay parallel, and the numbers equal the module's.
 
 The edges of every graph here are written by hand, by reading the model's forward.
 """
@@ -23,7 +23,7 @@ DIM = 8
 
 
 def edges(chain: Chain) -> set[str]:
-    """`writer > reader`, by the layers' names."""
+    """Return the edges as `writer > reader`, by the layers' names."""
     names = [layer.name for layer in chain.layers]
     return {f"{names[writer]} > {names[reader]}" for writer, reader in chain.edges}
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Towers(nn.Module):
-    """As CLIP: the image's tower runs whole before the text's, and the two projections run behind both."""
+    """Two towers like CLIP's: the image's tower runs before the text's, and the two projections run after both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Towers(nn.Module):
 
 
 class EmbeddedFirst(Towers):
-    """Both towers' embeddings, and the mask of the text, are made before the first tower begins."""
+    """Towers whose embeddings, and the mask of the text, are computed before the first tower begins."""
 
     def forward(self, pixels: Tensor, ids: Tensor) -> dict[str, Tensor]:
         padding = ids == 0
@@ -101,7 +101,7 @@ def test_two_towers_have_no_edge_between_them(automatic: bool, training: bool) -
     chain = Chain.from_module(model, None if automatic else [*IMAGE, *TEXT], inputs)
     assert [layer.name for layer in chain.layers][:7] == ["patches", *IMAGE, "words", *TEXT]
     expected = line("patches", *IMAGE, "image_out", "join") | line("words", *TEXT) | into("text.1", "words")
-    # an automatic cut lies behind the last block too, where there are weights; a given one does not
+    # an automatic cut also lies after the last block if weights follow it; a given cut does not
     expected |= line("text.1", "text_out", "join") if automatic else line("text.1", "join")
     assert edges(chain) == expected
     assert_same(model, chain, inputs, training, 1e-6)
@@ -147,7 +147,7 @@ def test_a_decoder_waits_for_the_encoder_only_where_it_reads_it() -> None:
     chain = Chain.from_module(model, ["encoder.0", "encoder.1", *decoder, "head"], inputs)
     assert [layer.name for layer in chain.layers] == ["source", "encoder.0", "encoder.1", "target", *decoder, "head"]
     expected = line("source", "encoder.0", "encoder.1") | into("encoder.1", "source")
-    # the second concatenation runs behind decoder.2, which waits for the encoder anyway
+    # the second concatenation runs after decoder.2, which waits for the encoder anyway
     expected |= line("target", *decoder, "head") | into("cross.0", "encoder.1") | into("decoder.2", "encoder.1")
     assert edges(chain) == expected
     assert_same(model, chain, inputs, True, 1e-6)
@@ -175,7 +175,7 @@ class Convolution(nn.Module):
 
 
 class Branches(nn.Module):
-    """As a block of Inception, with a branch of two layers that forks once more."""
+    """Block like Inception's, with a branch of two layers that forks once more."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -201,11 +201,13 @@ class Inception(nn.Module):
 
 
 def block_edges(before: str, block: str, after: Sequence[str]) -> set[str]:
-    """Of a block whose result one or more layers read; the inner concatenation is read by the outer one only."""
+    """Return the edges of a block whose result one or more layers read; only the outer concatenation reads the inner
+    one.
+    """
     branches = [f"{block}.{name}" for name in ("short", "deep_2", "deep_3", "pool")]
-    found = line(before, f"{block}.short") | line(before, f"{block}.pool") | line(before, f"{block}.deep_1")
-    found |= line(f"{block}.deep_1", f"{block}.deep_2") | line(f"{block}.deep_1", f"{block}.deep_3")
-    return found.union(into(block, *branches), *(line(block, reader) for reader in after))
+    result = line(before, f"{block}.short") | line(before, f"{block}.pool") | line(before, f"{block}.deep_1")
+    result |= line(f"{block}.deep_1", f"{block}.deep_2") | line(f"{block}.deep_1", f"{block}.deep_3")
+    return result.union(into(block, *branches), *(line(block, reader) for reader in after))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -222,7 +224,7 @@ def test_given_cuts_inside_one_branch_leave_the_rest_of_the_block_together() -> 
     torch.manual_seed(0)
     model, inputs = Inception(), {"x": torch.randn(2, 3, 6, 6)}
     chain = Chain.from_module(model, ["a", "a.pool", "tail"], inputs)
-    assert edges(chain) == line("stem", "a", "a.pool", "tail")  # the rest of the block is whole
+    assert edges(chain) == line("stem", "a", "a.pool", "tail")  # the remaining layers of the block are not cut
     assert_same(model, chain, inputs, True, 1e-5)
 
 
@@ -258,10 +260,10 @@ def test_cuts_inside_a_block_wait_for_each_other_only_where_they_read_each_other
     chain = Chain.from_module(model, ["a", "a.deep_1", "a.deep_2", "a.pool", "tail"], inputs)
     expected = line("stem", "a") | line("stem", "a.deep_1", "a.deep_2") | line("stem", "a.pool")
     # deep_3 runs after deep_2; the block's concatenation and all of block b lie between the branches and the tail
-    found = edges(chain)
-    assert expected <= found
-    assert not {f"{one} > a.pool" for one in ("a", "a.deep_1", "a.deep_2")} & found
-    assert not {"a > a.deep_1", "a > a.deep_2"} & found
+    chain_edges = edges(chain)
+    assert expected <= chain_edges
+    assert not {f"{cut} > a.pool" for cut in ("a", "a.deep_1", "a.deep_2")} & chain_edges
+    assert not {"a > a.deep_1", "a > a.deep_2"} & chain_edges
     assert_same(model, chain, inputs, True, 1e-5)
 
 
@@ -273,13 +275,13 @@ class InPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        before = self.before(x * 1.5)  # as it was
+        before = self.before(x * 1.5)  # x before the change
         changed = self.change(x)
-        return self.last(self.after(x * 0.5) + before + changed)  # as it is then
+        return self.last(self.after(x * 0.5) + before + changed)  # x after the change
 
 
 class InPlaceBeforeItsReader(InPlace):
-    """What was read before the change is used after it, by a module that does not wait for the change."""
+    """A module that does not wait for the change uses a value that was computed before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -301,7 +303,7 @@ def test_a_branch_that_changes_what_another_one_reads_comes_after_it(kind: type[
 
 
 class Drawn(nn.Module):
-    """A graph drawn at random: every module reads the sum of one to three earlier values."""
+    """Random graph: every module reads the sum of one to three earlier values."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -320,7 +322,7 @@ class Drawn(nn.Module):
         return torch.stack([values[value] for value in sorted(unread)]).sum(0)
 
     def waits(self) -> dict[int, set[int]]:
-        """cut module -> the cut modules that it waits for."""
+        """Return a mapping: cut module -> the cut modules that it waits for."""
         behind: list[set[int]] = [set()]
         for reads in self.reads:
             behind.append(set().union(*(behind[read] | {read - 1} for read in reads)) - {-1})
@@ -338,27 +340,29 @@ def test_in_any_graph_a_cut_point_waits_for_those_that_the_module_makes_it_wait_
         behind.append(writers.union(*(behind[writer] for writer in writers)))
     number = {layer.name: index for index, layer in enumerate(chain.layers)}
     for cut, waits in model.waits().items():
-        own = number[f"parts.{cut}"]
-        assert {other for other in model.cuts if number[f"parts.{other}"] in behind[own]} == waits
+        position = number[f"parts.{cut}"]
+        assert {cut for cut in model.cuts if number[f"parts.{cut}"] in behind[position]} == waits
     assert_same(model, chain, inputs, True, 1e-5)
 
 
 def assert_same_to_rounding(model: nn.Module, chain: Chain, inputs: dict[str, Tensor]) -> None:
-    """Outputs and gradients in training, with the same dropout; also where the module returns a named tuple."""
+    """Compare outputs and gradients in training, with equal dropout, also for a module that returns a named tuple."""
     set_mode(chain, True)
     torch.manual_seed(7)
     result = model.train()(**inputs)
     expected = outputs_of(result._asdict() if hasattr(result, "_asdict") else result)
     wanted = gradients(expected, model)
     torch.manual_seed(7)
-    found = chain.run(inputs)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.allclose(found[name], value, rtol=0, atol=1e-6 * float(value.detach().abs().max())), name
-    got = gradients(found, model)
-    assert got.keys() == wanted.keys()
+    outputs = chain.run(inputs)
+    assert outputs.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(outputs[name], tensor, rtol=0, atol=1e-6 * float(tensor.detach().abs().max())), name
+    chain_gradients = gradients(outputs, model)
+    assert chain_gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        assert float((gradient - got[name]).abs().max()) <= 1e-5 * max(float(gradient.abs().max()), 1e-3), name
+        assert float((gradient - chain_gradients[name]).abs().max()) <= 1e-5 * max(float(gradient.abs().max()), 1e-3), (
+            name
+        )
 
 
 def clip() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -392,13 +396,13 @@ def test_clip_s_towers_have_no_edge_between_them(with_loss: bool) -> None:
     expected |= line("text_model.embeddings", *text, "text_model.final_layer_norm", "join")
     assert edges(automatic) - into("text_model.final_layer_norm", "text_model.embeddings") == expected
     if not with_loss:
-        for made in (chain, automatic):
-            assert_same(model, made, inputs, True, 1e-5)
+        for branched in (chain, automatic):
+            assert_same(model, branched, inputs, True, 1e-5)
         return
     model.eval()
     set_mode(chain, False)
-    found, wanted = chain.run({name: inputs[name] for name in chain.inputs})["loss"], model(**example).loss
-    assert torch.equal(found, wanted)
+    loss, expected_loss = chain.run({name: inputs[name] for name in chain.inputs})["loss"], model(**example).loss
+    assert torch.equal(loss, expected_loss)
 
 
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
@@ -447,12 +451,12 @@ def test_googlenet_equals_its_chain_of_branches() -> None:
     model = torchvision.models.googlenet(weights=None, init_weights=False, num_classes=5)
     x = torch.randn(2, 3, 64, 64)
     chain = Chain.from_module(model, None, (x,))
-    found = edges(chain)
+    chain_edges = edges(chain)
     branches = [f"inception4b.branch{i}" for i in ("1", "2.0", "3.0", "4.0")]
     for begin in [*branches, "aux1"]:
-        assert {edge for edge in found if edge.endswith(f"> {begin}")} == {f"inception4a > {begin}"}
+        assert {edge for edge in chain_edges if edge.endswith(f"> {begin}")} == {f"inception4a > {begin}"}
     ends = ["inception4b.branch1", *(f"inception4b.branch{i}.1" for i in (2, 3, 4))]
-    assert {edge for edge in found if edge.endswith("> inception4b")} == into("inception4b", *ends)
+    assert {edge for edge in chain_edges if edge.endswith("> inception4b")} == into("inception4b", *ends)
     assert_same_to_rounding(model, chain, {"x": x})
 
 

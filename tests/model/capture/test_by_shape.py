@@ -1,4 +1,4 @@
-"""Models that fix the sizes of their inputs, captured once for each of several: as the model itself, on its weights."""
+"""Models that fix the sizes of their inputs, captured once per size: equal to the model itself, on its weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from varuna_capslog.model.trace import ShapeTable
 
 
 class Fixed(nn.Module):
-    """A position table of the image's size, made by Python; dropout and batch norm, which differ in eval mode."""
+    """A position table of the image's size, built by Python; dropout and batch norm, which differ in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ SIZES = ((2, 3, 6, 6), (2, 3, 6, 9), (2, 3, 4, 4))
 
 
 def step(run: nn.Module | Chain, image: Tensor, model: nn.Module) -> list[Tensor]:
-    """The output and the gradients of all of the model's parameters, with the same noise."""
+    """Return the output and the gradients of all of the model's parameters, with the same noise."""
     torch.manual_seed(1)
     (out,) = run.run({"image": image}).values() if isinstance(run, Chain) else (run(image),)
     return [out.detach(), *torch.autograd.grad(out.sum(), [*model.parameters()])]
@@ -56,7 +56,9 @@ def test_every_size_runs_as_the_model_itself_on_one_set_of_weights(tmp_path: Pat
     assert len(list((tmp_path / "captured").iterdir())) == 2 * len(SIZES), "with eval mode, and for training alone"
     read = captured(model, Kept(tmp_path / "captured"))
     assert [*made.named_parameters()] == [*read.named_parameters()]
-    assert {id(one) for one in made.named_parameters().values()} == {id(one) for one in model.parameters()}
+    assert {id(parameter) for parameter in made.named_parameters().values()} == {
+        id(parameter) for parameter in model.parameters()
+    }
     for training in (True, False):
         for size in SIZES:
             image = torch.randn(size)
@@ -69,8 +71,10 @@ def test_every_size_runs_as_the_model_itself_on_one_set_of_weights(tmp_path: Pat
                 results.append(step(run, image, model))
                 if training:
                     assert model.norm.num_batches_tracked == before["num_batches_tracked"] + 1
-            for other in results[1:]:
-                assert all(torch.equal(one, same) for one, same in zip(results[0], other, strict=True))
+            for chain_results in results[1:]:
+                assert all(
+                    torch.equal(expected, actual) for expected, actual in zip(results[0], chain_results, strict=True)
+                )
     specs = [ShapeTable(made).boundaries({"image": TensorSpec(size)})[-1] for size in SIZES]
     assert [spec[made.outputs[0]].shape for spec in specs] == [(2,)] * 3
 
@@ -81,19 +85,19 @@ def test_copies_and_new_parameters_serve_all_sizes() -> None:
     chain = captured(model)
     for layer in chain.layers:
         layer.module.eval()
-    other = copy.deepcopy(chain)
+    copied = copy.deepcopy(chain)
     with torch.no_grad():
-        for parameter in other.named_parameters().values():
+        for parameter in copied.named_parameters().values():
             parameter.mul_(2)
         doubled = copy.deepcopy(model)
         for parameter in doubled.parameters():
             parameter.mul_(2)
         for size in SIZES:
             image = torch.randn(size)
-            for run, own in ((chain, model), (other, doubled)):
+            for run, reference in ((chain, model), (copied, doubled)):
                 (out,) = run.run({"image": image}).values()
-                assert torch.equal(out, own(image))
-    assert [layer_signature(one) for one in chain.layers] == [layer_signature(one) for one in other.layers]
+                assert torch.equal(out, reference(image))
+    assert [layer_signature(layer) for layer in chain.layers] == [layer_signature(layer) for layer in copied.layers]
     single = Chain.from_module(model, None, {"image": torch.zeros(SIZES[0])})
     assert layer_signature(single.layers[0]) != layer_signature(chain.layers[0])
     state = {name for layer in chain.layers for name in layer.module.state_dict()}
@@ -107,7 +111,7 @@ def test_a_size_that_was_not_captured_is_refused() -> None:
 
 
 class Pooled(nn.Module):
-    """Its second layer gets 1 x 1 for every size, and multiplies with the size all the same."""
+    """The second layer gets 1 x 1 for every size, but multiplies by the size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,12 +131,12 @@ def test_a_layer_that_cannot_tell_sizes_apart_reads_the_input_too() -> None:
     assert len(chain) == 3
     for size in sizes:
         image = torch.randn(2, 3, size, size)
-        one, other = (step(run, image, model) for run in (model, chain))
-        assert all(torch.equal(*both) for both in zip(one, other, strict=True))
+        plain, chained = (step(run, image, model) for run in (model, chain))
+        assert all(torch.equal(*both) for both in zip(plain, chained, strict=True))
 
 
 class Longer(nn.Module):
-    """Runs one block more for long inputs."""
+    """Model that runs one block more for long inputs."""
 
     def __init__(self) -> None:
         super().__init__()

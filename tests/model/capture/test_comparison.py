@@ -1,4 +1,4 @@
-"""A step of a captured model beside the model's own, where the model's code refuses the usual way to differentiate."""
+"""A step of a captured model beside the model's own, if the model's code refuses the usual way to differentiate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.randn(4, hostile.WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class OldCheckpoint(hostile.Base):
-    """A block under torch's old checkpointing, which runs it without gradients and makes them in its own backward."""
+    """Block under torch's old checkpointing, which runs it without gradients and computes them in its own backward."""
 
     def body(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -29,13 +29,14 @@ class OldCheckpoint(hostile.Base):
 def gradients(model: Any, run: Any) -> dict[str, Tensor | None]:
     model.zero_grad()
     run().square().mean().backward()
-    return {name: one.grad for name, one in model.named_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize(("followed", "fits"), [(True, True), (False, True), (False, False)])
 def test_old_checkpointing_loses_no_gradient(followed: bool, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export believed that there are no gradients, so nothing before the block was trained; and since such code
-    refuses `torch.autograd.grad`, nobody compared. Now the block is followed; were it not, the comparison shows it.
+    """The export assumed that there are no gradients, so layers before the block were not trained; and since such code
+    refuses `torch.autograd.grad`, no comparison was made. Now the block is followed; if it were not, the comparison
+    would show it.
     """
     if not followed:
         monkeypatch.setattr(opaque.OpaqueCalls, "_checkpointed", lambda self, apply: apply)
@@ -45,11 +46,15 @@ def test_old_checkpointing_loses_no_gradient(followed: bool, fits: bool, monkeyp
     torch.manual_seed(0)
     model = OldCheckpoint()
     plain = copy.deepcopy(model)
-    for one in model.parameters():
-        one.grad = torch.ones_like(one)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     chain = Chain.from_module(model, None, (X,))
-    assert all(torch.equal(one.grad, torch.ones_like(one)) for one in model.parameters() if one.grad is not None)
-    assert all(one.grad is not None for one in model.parameters())
+    assert all(
+        torch.equal(parameter.grad, torch.ones_like(parameter))
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    )
+    assert all(parameter.grad is not None for parameter in model.parameters())
     assert (len(chain) > 1) == followed
     ours, theirs = gradients(model, lambda: chain.run({"x": X})["output"]), gradients(plain, lambda: plain(X))
-    assert all(one is not None and torch.equal(one, theirs[name]) for name, one in ours.items())  # type: ignore[arg-type]
+    assert all(gradient is not None and torch.equal(gradient, theirs[name]) for name, gradient in ours.items())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Models whose Python does what no graph does: each trains as itself, or is refused by name; none differs silently."""
+"""Models whose Python does what no graph can: each trains as itself or is refused by name; none differs silently."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def seed(model: nn.Module, value: int) -> None:
 
 def loss(outputs: Mapping[str, Tensor], targets: Any = None, normalisers: Mapping[str, float] | None = None) -> Any:
     share = (normalisers or {"microbatches": 1.0})["microbatches"]
-    return {"loss": torch.stack([one.square().mean() for one in outputs.values()]).sum() / share}
+    return {"loss": torch.stack([output.square().mean() for output in outputs.values()]).sum() / share}
 
 
 def tensors(result: Any) -> dict[str, Tensor]:
@@ -63,22 +63,22 @@ def step(run: Callable[[Tensor], Mapping[str, Tensor]], model: nn.Module, x: Ten
     model.zero_grad()
     outputs = run(x)
     loss(outputs)["loss"].backward()
-    return outputs, {name: one.grad for name, one in model.named_parameters()}
+    return outputs, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def assert_same(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None], what: object) -> None:
-    assert ours.keys() == theirs.keys(), what
-    for name, one in theirs.items():
-        other = ours[name]
-        assert (one is None) == (other is None), (what, name)
-        assert one is None or torch.equal(one, other), (what, name)
+def assert_same(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None], case: object) -> None:
+    assert ours.keys() == theirs.keys(), case
+    for name, expected in theirs.items():
+        actual = ours[name]
+        assert (expected is None) == (actual is None), (case, name)
+        assert expected is None or torch.equal(expected, actual), (case, name)
 
 
 @pytest.mark.parametrize("name", hostile.RIGHT)
 def test_a_hostile_model_is_its_chain_to_the_last_bit(name: str, tmp_path: Any) -> None:
-    """Backwards of the user's own were lost, and what Python drew was frozen at the capture: gradient reversal trained
-    in the wrong direction, and layers that the capture's draw left out were never trained. Also where another process
-    reads the capture.
+    """Backwards of the user's own were lost, and values that Python drew were frozen at the capture: gradient reversal
+    trained in the wrong direction, and layers that the capture's draw left out were never trained. The test also
+    covers another process that reads the capture.
     """
     model = made(hostile.RIGHT[name])
     plain, kept = copy.deepcopy(model), Kept(tmp_path)
@@ -90,34 +90,40 @@ def test_a_hostile_model_is_its_chain_to_the_last_bit(name: str, tmp_path: Any) 
             seed(plain, number)
             outputs, gradients = step(lambda x: tensors(plain(x)), plain, BATCHES[1])
             seed(model, number)
-            found, ours = step(lambda x: chain.run({chain.inputs[0]: x}), model, BATCHES[1])  # noqa: B023
+            chain_outputs, ours = step(lambda x: chain.run({chain.inputs[0]: x}), model, BATCHES[1])  # noqa: B023
             assert_same(ours, gradients, number)
-            assert all(map(torch.equal, found.values(), outputs.values()))
+            assert all(map(torch.equal, chain_outputs.values(), outputs.values()))
     if name != "DroppingSequential":
-        held = {id(one) for chain in chains for layer in chain.layers for one in layer.module.parameters()}
-        assert held == {id(one) for one in model.parameters()}, "parameters that no layer holds"
+        held = {id(parameter) for chain in chains for layer in chain.layers for parameter in layer.module.parameters()}
+        assert held == {id(parameter) for parameter in model.parameters()}, "parameters that no layer holds"
 
 
 def engine_step(chain: Chain, recompute: bool) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one step of three microbatches on one rank, by the model's own names."""
+    """Return loss and gradients of one step of three microbatches on one rank, by the model's own names."""
     inputs = [{chain.inputs[0]: x} for x in BATCHES]
-    specs = [{name: TensorSpec.of(tensor) for name, tensor in one.items()} for one in inputs]
+    specs = [{name: TensorSpec.of(tensor) for name, tensor in sample.items()} for sample in inputs]
     minibatch = Minibatch(specs, [None] * 3, {"microbatches": 3.0}, [[0], [1], [2]])
     options = EngineOptions(3, seed=5, clip_norm=0.0, recompute=recompute)
     layout, communicator = Layout.pipelines((0,), len(chain)), SilentCommunicator(0, 1, False)
     engine = PipelineEngine(chain, loss, layout, options, communicator, torch.device("cpu"))
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
 
     def keep() -> None:
         for layer in engine.layers:
-            found.update({name: one.grad.clone() for name, one in layer.parameters.items() if one.grad is not None})
+            gradients.update(
+                {
+                    name: parameter.grad.clone()
+                    for name, parameter in layer.parameters.items()
+                    if parameter.grad is not None
+                }
+            )
 
-    return train_step(engine, 1, minibatch, inputs.__getitem__, before_commit=keep).parts["loss"], found
+    return train_step(engine, 1, minibatch, inputs.__getitem__, before_commit=keep).parts["loss"], gradients
 
 
 @pytest.mark.parametrize("name", hostile.RIGHT)
 def test_a_step_of_the_engine_draws_by_its_seeds(name: str) -> None:
-    """Also where layers run again, in whatever state the process's generators are; they are left as they were."""
+    """The step also covers layers that run again, in any state of the process's generators, which stay unchanged."""
     chain = Chain.from_module(made(hostile.RIGHT[name]), None, (BATCHES[0],))
     random.seed(1)
     states = random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
@@ -140,12 +146,16 @@ def test_a_step_of_a_whole_model_is_the_models_own_with_the_same_seeds(name: str
         part.backward()
         losses.append(part.item())
     assert total == pytest.approx(sum(losses), rel=1e-12)
-    assert_same(gradients, {name: one.grad for name, one in plain.named_parameters() if one.grad is not None}, name)
+    assert_same(
+        gradients,
+        {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None},
+        name,
+    )
 
 
 @pytest.mark.parametrize("name", hostile.REFUSED)
 def test_a_state_from_one_forward_to_the_next_is_refused_by_name(name: str) -> None:
-    """Such state was captured as it happened to be, and `fit` changed it twice where layers ran again."""
+    """State was frozen at its value in the capture, and `fit` changed it twice if layers ran again."""
     kind, word = hostile.REFUSED[name]
     for model, compares in ((made(kind), True), (made(kind), False), (hollow_copy(made(kind)), True)):
         with pytest.raises(CapslogError, match=f"changes its (attribute|buffer) .*{word}.* in its forward") as refused:
@@ -155,12 +165,12 @@ def test_a_state_from_one_forward_to_the_next_is_refused_by_name(name: str) -> N
 
 @pytest.mark.parametrize("name", [*hostile.RIGHT, *hostile.REFUSED])
 def test_a_capture_leaves_nothing_behind(name: str) -> None:
-    """Fake tensors stayed on modules that keep an activation, and the generators went on."""
+    """Fake tensors stayed on modules that keep an activation, and the random generators advanced."""
     model = made(hostile.RIGHT.get(name) or hostile.REFUSED[name][0])
     modules = dict(model.named_modules())
     before = {path: dict(vars(module)) for path, module in modules.items()}
     state, forward = PythonState(modules, files=True), hostile.Reverse.forward
-    values, generator = {name: one.clone() for name, one in model.state_dict().items()}, torch.get_rng_state()
+    saved, generator = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
     draws = random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
     for compares in (True, False):
         try:
@@ -170,9 +180,9 @@ def test_a_capture_leaves_nothing_behind(name: str) -> None:
         assert state.changes() == []
         assert {path: dict(vars(module)) for path, module in modules.items()} == before
         assert hostile.Reverse.forward is forward
-        held = [value for module in modules.values() for value in vars(module).values()]
-        assert not any(isinstance(value, FakeTensor) for value in held)
-        assert all(torch.equal(values[key], one) for key, one in model.state_dict().items())
+        held = [attribute for module in modules.values() for attribute in vars(module).values()]
+        assert not any(isinstance(attribute, FakeTensor) for attribute in held)
+        assert all(torch.equal(saved[key], tensor) for key, tensor in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), generator)
         assert random.getstate() == draws[0]
         assert np.array_equal(np.random.get_state()[1], draws[1])  # noqa: NPY002
@@ -180,16 +190,16 @@ def test_a_capture_leaves_nothing_behind(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in hostile.RIGHT if name != "DroppingSequential"])
 def test_without_weights_the_same_modules_stay_python(name: str) -> None:
-    """As where a model is planned: by what is noticed alone."""
+    """The capture then knows, as in planning, only the reads and draws that it notices."""
     model = made(hostile.RIGHT[name])
-    chains = [Chain.from_module(one, None, (BATCHES[0],)) for one in (model, hollow_copy(model))]
+    chains = [Chain.from_module(variant, None, (BATCHES[0],)) for variant in (model, hollow_copy(model))]
     assert [layer.name for layer in chains[0].layers] == [layer.name for layer in chains[1].layers]
     specs = [ShapeTable(chain).boundaries({chain.inputs[0]: TensorSpec((4, 8))}) for chain in chains]
     assert specs[0] == specs[1]
 
 
 def test_what_carries_a_gradient_does_not_depend_on_a_draw() -> None:
-    """A block that is left out hands on a tensor without a gradient; stages before it were then never trained."""
+    """A skipped block passes on a tensor without a gradient; stages before it were then never trained."""
     for kind in (hostile.DroppingBlocks, hostile.DroppingSequential):
         chain = Chain.from_module(made(kind), None, (BATCHES[0],))
         for high in (True, False):
@@ -199,7 +209,7 @@ def test_what_carries_a_gradient_does_not_depend_on_a_draw() -> None:
 
 
 def test_draws_that_decide_nothing_keep_nothing_python() -> None:
-    """Such as those of a LayerDrop whose rate is 0."""
+    """An example is a LayerDrop whose rate is 0."""
 
     class Off(hostile.Base):
         rate = 0.0
@@ -221,11 +231,11 @@ def test_crafted_draws_are_the_extremes() -> None:
     for high, least, most in ((False, 0.0, 0.0), (True, 1 - 1e-9, 1.0)):
         with crafted_draws(high):
             draws = [random.random(), float(np.random.uniform()), random.random()]  # noqa: NPY002
-        assert all(least <= one <= most for one in draws)
+        assert all(least <= draw <= most for draw in draws)
 
 
 def test_a_changed_attribute_is_named_where_the_chain_runs() -> None:
-    """A coefficient that the loop annealed, and a block that was replaced, did nothing."""
+    """A coefficient that the loop annealed, and a block that was replaced, had no effect."""
     changes: dict[str, Callable[[nn.Module], None]] = {
         "alpha": lambda model: setattr(model, "alpha", 0.5),
         r"settings\['beta'\]": lambda model: model.settings.update(beta=0.1),
@@ -244,7 +254,7 @@ def test_a_changed_attribute_is_named_where_the_chain_runs() -> None:
 
 
 def test_what_layers_run_themselves_may_change() -> None:
-    """A dropout's rate, what takes a gradient, and attributes of modules whose code runs."""
+    """Examples: a dropout's rate, requires_grad, and attributes of modules whose code runs."""
 
     class Dropping(hostile.Base):
         def block(self) -> nn.Module:
@@ -256,9 +266,9 @@ def test_what_layers_run_themselves_may_change() -> None:
         if isinstance(part, nn.Dropout):
             part.p = 0.0
     model.head.requires_grad_(False)
-    found = chain.run({"x": BATCHES[0]})["output"]
-    assert torch.equal(found, model(BATCHES[0]))
-    copied = copy.deepcopy(chain)  # which has nothing to do with the model
+    output = chain.run({"x": BATCHES[0]})["output"]
+    assert torch.equal(output, model(BATCHES[0]))
+    copied = copy.deepcopy(chain)  # the copy does not refer to the model
     model.extra = 1
     copied.run({"x": BATCHES[0]})
 
@@ -292,8 +302,8 @@ def test_a_module_that_fails_on_its_example_says_so() -> None:
 
 @pytest.mark.parametrize("name", unusual.CASES)
 def test_an_unusual_model_trains_as_itself(name: str, tmp_path: Any) -> None:
-    """To the last bit, also where layers run again, and where another process reads the capture; but a sparse gradient
-    is added in another order than a dense one, and the engine folds running statistics in by itself.
+    """Equal to the last bit, also if layers run again, and if another process reads the capture; but a sparse gradient
+    is added in another order than a dense one, and the engine updates running statistics by itself.
     """
     case = unusual.CASES[name]
     kept = Kept(tmp_path)
@@ -304,10 +314,10 @@ def test_an_unusual_model_trains_as_itself(name: str, tmp_path: Any) -> None:
     for recompute in (False, True):
         chain = Chain.from_module(unusual.made(case), None, batches[0], evaluates=False, kept=kept)
         assert len(chain) >= case.layers, [layer.name for layer in chain.layers]
-        found_loss, gradients, buffers = unusual.engine_step(chain, batches, recompute)
-        assert found_loss == pytest.approx(wanted_loss, rel=1e-7)
+        chain_loss, gradients, buffers = unusual.engine_step(chain, batches, recompute)
+        assert chain_loss == pytest.approx(wanted_loss, rel=1e-7)
         unusual.assert_close(gradients, wanted, rtol)
-        unusual.assert_close(buffers, {name: one for name, one in plain.named_buffers() if name in buffers}, 1e-6)
+        unusual.assert_close(buffers, {name: buffer for name, buffer in plain.named_buffers() if name in buffers}, 1e-6)
 
 
 PLANNED = ["complex parameters", "nested batch", "old weight_norm", "autocast around all", "sparse embeddings"]
@@ -349,17 +359,19 @@ class WithCache(unusual.Blocks):
 
 
 def test_a_result_of_a_class_that_torch_does_not_know_is_refused() -> None:
-    """It said that the model returns no tensor."""
-    found = refusal(
+    """The refusal said that the model returns no tensor."""
+    message = refusal(
         lambda model, args: Chain.from_module(model, None, args), unusual.Case(unusual.Plain, lambda: (unusual.x(),), 1)
     )
-    assert found.startswith("the Plain returns a tests.model.unusual.Result, in which torch finds no tensors; return a")
-    cached = refusal(estimate, unusual.Case(WithCache, lambda: (unusual.x(),), 1))
-    assert cached.endswith("set use_cache=False in its config, or return tensors only")
+    assert message.startswith(
+        "the Plain returns a tests.model.unusual.Result, in which torch finds no tensors; return a"
+    )
+    cache_message = refusal(estimate, unusual.Case(WithCache, lambda: (unusual.x(),), 1))
+    assert cache_message.endswith("set use_cache=False in its config, or return tensors only")
 
 
 class Adapted(nn.Module):
-    """As models of peft: hands all its arguments on, and shows the configuration of the model inside."""
+    """Wrapper like peft's: passes all its arguments on, and shows the configuration of the inner model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,7 +410,7 @@ def test_the_cache_of_a_model_inside_another_is_switched_off() -> None:
 
 
 class Keeping(unusual.Blocks):
-    """Keeps an activation on itself."""
+    """Blocks that keep an activation on themselves."""
 
     def body(self, x: Tensor) -> Tensor:
         self.last = super().body(x)
@@ -406,7 +418,7 @@ class Keeping(unusual.Blocks):
 
 
 def test_a_model_that_kept_an_activation_is_planned_and_stays_as_it_is() -> None:
-    """Torch copies no tensor with a gradient, and none at all among fake ones."""
+    """Torch cannot copy a tensor with a gradient, nor any tensor under fake ones."""
     model = Keeping()
     model(unusual.x()).sum().backward()
     before = model.last
@@ -415,7 +427,7 @@ def test_a_model_that_kept_an_activation_is_planned_and_stays_as_it_is() -> None
 
 
 def test_an_example_may_be_a_bare_tensor() -> None:
-    """As for `plan` and `fit`; its rows were taken for arguments."""
+    """`plan` and `fit` accept one, too; its rows were taken for arguments."""
     chain = Chain.from_module(unusual.Blocks(), None, unusual.x(), evaluates=False)
     assert chain.inputs == ("x",)
     assert len(chain) == 5
@@ -431,7 +443,7 @@ class Doubled(nn.Sequential):
 
 @pytest.mark.parametrize("how", ["class", "forward", "hook", "pre-hook", "backward pre-hook"])
 def test_what_a_sequential_does_beside_its_children_is_not_lost(how: str) -> None:
-    """Such a model was cut between its children, which alone ran then."""
+    """The model was cut between its children, and only the children ran."""
     children = nn.Linear(8, 8), nn.Linear(8, 8)
     model = Doubled(*children) if how == "class" else nn.Sequential(*children)
     if how == "forward":
@@ -451,20 +463,22 @@ def test_what_a_sequential_does_beside_its_children_is_not_lost(how: str) -> Non
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     next(iter(chain.run({chain.inputs[0]: x}).values())).sum().backward()
-    assert all(torch.equal(one.grad, other) for one, other in zip(model.parameters(), expected, strict=True))
+    assert all(
+        torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), expected, strict=True)
+    )
 
 
 def test_hooks_of_parameters_are_refused() -> None:
-    """Copies of parameters, of which other ranks train, have no hooks."""
+    """Copies of parameters, which other ranks train, have no hooks."""
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        getattr(model[1].weight, register)(lambda one: None)
+        getattr(model[1].weight, register)(lambda gradient: None)
         with pytest.raises(CapslogError, match=r"parameter '1\.weight' has a hook on its gradient, which copies of it"):
             Chain.from_module(model, None)
 
 
 class Averaged(hostile.Base):
-    """A teacher that the forward moves."""
+    """A teacher whose weights the forward updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -477,7 +491,7 @@ class Averaged(hostile.Base):
 
 
 class Clamped(hostile.Base):
-    """Weights that the forward keeps small: twice is as once."""
+    """Weights that the forward clamps: twice has the same effect as once."""
 
     def forward(self, x: Tensor) -> Any:
         self.head.weight.data.clamp_(-0.1, 0.1)
@@ -515,7 +529,7 @@ loss_so_far = 0.0
 
 
 class Scaled(hostile.Base):
-    """What its file keeps scales it; an attribute has the name of another value of the file."""
+    """A value in its file scales it; an attribute has the name of another value of the file."""
 
     def forward(self, x: Tensor) -> Any:
         return _scaled(self.head(self.body(x)), self.loss_so_far)

@@ -1,4 +1,4 @@
-"""Models that ask whether their values are finite are captured on the way of finite ones, as RT-DETR's encoder does."""
+"""Models that test whether their values are finite are captured on the branch for finite ones, as RT-DETR's encoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from varuna_capslog.model.chain import Chain
 
 
 class Clamping(nn.Module):
-    """Clamps what is not finite; `question` is what it asks of its values."""
+    """Block that clamps values that are not finite; `question` is its test of them."""
 
     def __init__(self, question: str) -> None:
         super().__init__()
@@ -45,17 +45,17 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("question", ["finite", "inf or nan", "either"])
 def test_values_are_taken_for_finite(question: str) -> None:
-    """Also values beyond the clamp's bounds pass unclamped; the questions themselves are no part of the layers."""
+    """Values beyond the clamp's bounds pass unclamped, too; the tests themselves are not in the layers."""
     stack, x = Stack(question), 10 * torch.randn(2, 4)
     chain = Chain.from_module(stack, None, example_inputs={"x": x})
     assert len(chain) == 2
     assert torch.equal(chain.run({"x": x})["output"], stack(x))
-    asked = [str(node.target) for layer in chain.layers for node in layer.module.graph.nodes]
-    assert not any(name in target for target in asked for name in ("isfinite", "isinf", "isnan"))
+    targets = [str(node.target) for layer in chain.layers for node in layer.module.graph.nodes]
+    assert not any(name in target for target in targets for name in ("isfinite", "isinf", "isnan"))
 
 
 def test_other_branches_on_values_stay_python() -> None:
-    """Both ways of the branch are taken, by the values of each call."""
+    """Both sides of the branch are taken, by the values of each call."""
     stack = Stack("positive")
     with torch.no_grad():
         stack.blocks[0].linear.weight.copy_(torch.eye(4))
@@ -66,7 +66,7 @@ def test_other_branches_on_values_stay_python() -> None:
 
 
 def test_copies_of_a_captured_layer_share_its_graph_and_not_its_parameters() -> None:
-    """What estimates rely on: the copy computes with its own weights."""
+    """Estimates rely on it: the copy computes with its own weights."""
     x = torch.randn(2, 4)
     layer = Chain.from_module(Stack("finite"), None, example_inputs={"x": x}).layers[0].module
     copied = copy.deepcopy(layer)

@@ -1,4 +1,4 @@
-"""A model is captured once; other processes read the capture, and it is the same to the last bit or is made anew."""
+"""A model is captured once; other processes read the capture, which is the same to the last bit or is made anew."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from varuna_capslog.profiling.cache import model_digest
 
 
 class Mixed(nn.Module):
-    """What a capture can hold: modules that run as they are, operations, a constant, a region, tied weights, modes."""
+    """A model with everything that a capture can hold: modules that run as they are, operations, a constant, a region,
+    tied weights, modes.
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ TOKENS = torch.arange(10).view(2, 5)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the capture of Mixed in both modes, and in training mode alone."""
+    """Return a folder with the capture of Mixed in both modes, and in training mode alone."""
     kept = Kept(tmp_path_factory.mktemp("run") / "captured")
     kept.writes = True
     chain(kept)
@@ -58,20 +60,20 @@ def chain(kept: Kept | None, evaluates: bool = True, width: int = 8) -> Chain:
 
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The models that were exported."""
-    found: list[nn.Module] = []
+    """Return the list of exported models."""
+    models: list[nn.Module] = []
     export = exporting.export_model
 
-    def counted(model: nn.Module, *rest: Any) -> Any:
-        found.append(model)
-        return export(model, *rest)
+    def counted(model: nn.Module, *arguments: Any) -> Any:
+        models.append(model)
+        return export(model, *arguments)
 
     monkeypatch.setattr(exporting, "export_model", counted)
-    return found
+    return models
 
 
 def step(made: Chain, training: bool) -> list[Tensor]:
-    """Outputs of a chain and its parameters' gradients."""
+    """Return outputs of a chain and its parameters' gradients."""
     for layer in made.layers:
         layer.module.train(training)
     torch.manual_seed(1)
@@ -94,11 +96,11 @@ def test_a_kept_capture_is_the_captured_model_to_the_last_bit(
     assert list(read.named_tensors()) == list(made.named_tensors())
     workload: Any = SimpleNamespace(costs_depend_on=tuple)
     assert model_digest(workload, read) == model_digest(workload, made)
-    dtypes = [[layer.module.guard.dtypes for layer in one.layers] for one in (read, made)]  # type: ignore[union-attr]
+    dtypes = [[layer.module.guard.dtypes for layer in mixed.layers] for mixed in (read, made)]  # type: ignore[union-attr]
     assert dtypes[0] == dtypes[1] != [()] * len(made.layers)
     for training in (True, False)[: 1 + evaluates]:
         pairs = zip(step(read, training), step(made, training), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        assert all(torch.equal(actual, expected) for actual, expected in pairs)
 
 
 def flipped(path: Path) -> None:
@@ -140,7 +142,7 @@ def test_another_model_or_another_shape_has_a_capture_of_its_own(folder: Path, e
 def test_a_change_in_a_file_that_the_models_file_imports_captures_anew(
     tmp_path: Path, exports: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The class's own file stays as it is; only a helper of the user's changes what the forward does."""
+    """The class's own file stays as it is; only a helper of the user changes the forward."""
     (tmp_path / "kept_model.py").write_text(
         "import kept_helper\nfrom torch import nn\n\n\nclass Model(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n"
@@ -166,5 +168,5 @@ def test_a_change_in_a_file_that_the_models_file_imports_captures_anew(
 
 
 def _plain(model: list[nn.Module], factor: int) -> Tensor:
-    (first, bias), (second, other) = [list(module.parameters()) for module in model]
-    return ((torch.zeros(2, 2) @ first.T + bias) @ second.T + other) * factor
+    (first, first_bias), (second, second_bias) = [list(module.parameters()) for module in model]
+    return ((torch.zeros(2, 2) @ first.T + first_bias) @ second.T + second_bias) * factor

@@ -1,4 +1,4 @@
-"""Autocast and no_grad around several blocks, in which cuts may lie."""
+"""Autocast and no_grad around several blocks, with cuts inside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from varuna_capslog.model.chain import Chain
 
 
 class Frozen(Blocks):
-    """Blocks without gradients, by a block of the model's own code."""
+    """Blocks without gradients, by a no_grad block of the model's own code."""
 
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
@@ -23,7 +23,7 @@ class Frozen(Blocks):
 
 
 class TwiceUnderAutocast(Blocks):
-    """Of a weight that is used twice autocast makes one copy, so both uses are one layer."""
+    """Autocast makes a single copy of a weight that is used twice, so both uses are in one layer."""
 
     def body(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -42,7 +42,7 @@ class Pair(nn.Module):
 
 
 class ResidualUnderAutocast(Blocks):
-    """What crossed a cut and is read twice is no weight: autocast converts it each time."""
+    """A tensor that crossed a cut and is read twice is no weight: autocast converts it each time."""
 
     def block(self) -> nn.Module:
         return Pair()
@@ -88,7 +88,7 @@ class NormsUnderAutocast(Blocks):
 
 
 def test_a_batch_norm_under_autocast_of_the_model_keeps_it_whole() -> None:
-    """It was refused as a module that is no batch norm."""
+    """The model was refused as a module that is no batch norm."""
     case = Case(NormsUnderAutocast, lambda: (unusual.x(),), 1)
     chain = Chain.from_module(made(case), None, case.example(), evaluates=False)
     (why,) = chain.kept_whole

@@ -1,4 +1,4 @@
-"""Sizes that stay open: one capture runs other batches and lengths as the model itself does, and refuses the rest."""
+"""Dynamic sizes: one capture runs other batches and lengths as the model itself does, and refuses all others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from varuna_capslog.model.trace import ShapeTable
 
 
 class Noisy(nn.Module):
-    """Two inputs of different lengths, sizes computed from both, and noise that has no operand (stochastic depth)."""
+    """Two inputs of different lengths, sizes computed from both, and noise without an operand (stochastic depth)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,33 +30,33 @@ class Noisy(nn.Module):
         return scores + torch.arange(target.shape[1]).view(-1, 1) / length
 
 
-def inputs(rows: int, length: int, other: int) -> dict[str, Tensor]:
-    return {"source": torch.randn(rows, length, 4), "target": torch.randn(rows, other, 4)}
+def inputs(rows: int, length: int, target_length: int) -> dict[str, Tensor]:
+    return {"source": torch.randn(rows, length, 4), "target": torch.randn(rows, target_length, 4)}
 
 
 def test_one_capture_runs_every_size_as_the_model_itself(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Noisy()
-    example = {name: Varying(value, (0, 1)) for name, value in inputs(2, 5, 3).items()}
+    example = {name: Varying(tensor, (0, 1)) for name, tensor in inputs(2, 5, 3).items()}
     kept = Kept(tmp_path / "captured")
     kept.writes = True
     made = Chain.from_module(model, None, example, kept=kept)
     read = Chain.from_module(model, None, example, kept=Kept(tmp_path / "captured"))
-    # the input does not travel on for its size alone
+    # the input does not travel to later layers only for its size
     assert [layer.name for layer in made.layers if "source" in layer.reads] == ["blocks.0"]
     for sizes in ((2, 5, 3), (4, 7, 2), (3, 4, 6)):
-        given = inputs(*sizes)
+        batch = inputs(*sizes)
         for training in (True, False):
             for module in [model, *(layer.module for layer in [*made.layers, *read.layers])]:
                 module.train(training)
-            results = [step(model, lambda given=given: [model(**given)])]
+            results = [step(model, lambda batch=batch: [model(**batch)])]
             results += [
-                step(model, lambda chain=chain, given=given: [*chain.run(given).values()]) for chain in (made, read)
+                step(model, lambda chain=chain, batch=batch: [*chain.run(batch).values()]) for chain in (made, read)
             ]
             plain, captured, reread = results
-            assert all(torch.equal(one, other) for one, other in zip(plain, captured, strict=True))
-            assert all(torch.equal(one, other) for one, other in zip(plain, reread, strict=True))
-        specs = ShapeTable(made).boundaries({name: TensorSpec.of(value) for name, value in given.items()})
+            assert all(torch.equal(expected, actual) for expected, actual in zip(plain, captured, strict=True))
+            assert all(torch.equal(expected, actual) for expected, actual in zip(plain, reread, strict=True))
+        specs = ShapeTable(made).boundaries({name: TensorSpec.of(tensor) for name, tensor in batch.items()})
         assert specs[-1][made.outputs[0]].shape[0] == sizes[0]
 
 
@@ -68,7 +68,7 @@ def step(model: nn.Module, run: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 
 class Decides(nn.Module):
-    """Its code decides by the length."""
+    """Blocks whose code branches on the length."""
 
     def __init__(self, decide: Callable[[int], bool]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_sizes_for_which_the_model_does_something_else_are_refused() -> None:
     made.run({"x": torch.randn(2, 5, 4)})
     with pytest.raises(CapslogError, match=r"of shape \[2, s\d+ \(from 5\), 4\] but got \[2, 4, 4\]"):
         made.run({"x": torch.randn(2, 4, 4)})
-    with pytest.raises(CapslogError, match=r"but got \[3, 5, 4\]"):  # the batch was not left open
+    with pytest.raises(CapslogError, match=r"but got \[3, 5, 4\]"):  # the batch was not dynamic
         made.run({"x": torch.randn(3, 5, 4)})
 
 

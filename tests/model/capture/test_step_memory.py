@@ -1,6 +1,6 @@
-"""Steps that do not fit into memory: compared with their large tensors in files, or a sentence says that they were not.
+"""Steps that exceed memory: compared with their large tensors in files, or a message says that they were not.
 
-Such a comparison ended by the system's killing the process, or by an error of the allocator that was taken for one of
+Such a comparison ended when the system killed the process, or by an error of the allocator that was taken for one of
 the model's own, so that nothing was compared.
 """
 
@@ -38,7 +38,7 @@ FREE = 40 * MIB
 
 
 class Detached(nn.Module):
-    """A layer whose backward was lost."""
+    """Layer whose backward was lost."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class Blocks(nn.Module):
 
 
 def losing(captured: CapturedLayers) -> CapturedLayers:
-    """With the backward of one layer lost."""
+    """Return the captured layers with the backward of one layer lost."""
     layers = list(captured[0])
     layers[1] = dataclasses.replace(layers[1], module=Detached(layers[1].module))
     return layers, captured[1], captured[2]
 
 
 def status(name: str) -> int:
-    """Bytes of this process by the system's name for them."""
+    """Return bytes of this process by the system's name for them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
 def measure(kind: str) -> None:
-    """Writes what comparisons gave, and the most bytes that each took."""
+    """Write the results of comparisons, and the peak bytes of each."""
     torch.manual_seed(0)
     model, x = {
         "activations": lambda: (Blocks(64, 16), torch.randn(8192, 64)),  # about 130 MiB are saved
@@ -85,7 +85,7 @@ def measure(kind: str) -> None:
         for layers in (captured, losing(captured)):
             step_memory._give_back_freed()
             start = status("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
             if limit == "free":
                 step_memory.available_bytes = lambda start=start: FREE - (status("VmRSS") - start)  # type: ignore[assignment]
             elif limit == "addresses":
@@ -100,14 +100,14 @@ def measure(kind: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["activations", "weights"])
 def test_a_step_that_does_not_fit_is_compared_in_bounded_memory(kind: str) -> None:
-    """The verdicts are those of the whole comparison, in memory that does not hold it; also where nobody can read the
-    limit off the system, so that the allocator's error alone shows it.
+    """The verdicts equal those of the comparison in memory, in less memory than that needs; also if the limit cannot
+    be read from the system, so that only the allocator's error shows it.
     """
     code = f"from tests.model.capture.test_step_memory import measure; measure({kind!r})"
     as_large = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "65536",
-    }  # what is freed leaves the process, as of large tensors
+    }  # freed memory leaves the process, as for large tensors
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=as_large, capture_output=True, text=True, timeout=300
     )
@@ -131,7 +131,7 @@ def case() -> tuple[nn.Module, CapturedLayers, Any]:
 
 @pytest.fixture
 def in_files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The tensors that became files."""
+    """Return the paths of tensors that were written to files."""
     made: list[Path] = []
     write = step_memory._InFile.__init__
 
@@ -151,7 +151,9 @@ def test_what_fits_stays_in_memory(case: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_files_leave_nothing_behind(case: Any, in_files: list[Path]) -> None:
-    """Neither files nor gradients, nor changed weights or buffers; hooks that wait for gradients are there again."""
+    """No files or gradients remain, and weights and buffers are unchanged; hooks that wait for gradients are
+    registered again.
+    """
     model, _, example = case
     called: list[Tensor] = []
     weight = model.blocks[0][0].weight
@@ -162,13 +164,13 @@ def test_files_leave_nothing_behind(case: Any, in_files: list[Path]) -> None:
     assert not called
     assert not any(path.parent.exists() for path in in_files)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(one.grad is None for one in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     model(*example[0]).sum().backward()
     assert len(called) == 1
 
 
 class Reversible(torch.autograd.Function):
-    """Takes its gradients in a backward inside its own, as blocks do that make their inputs again."""
+    """Computes gradients in a backward inside its own, as blocks do that recompute their inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
@@ -185,7 +187,7 @@ class Reversible(torch.autograd.Function):
 
 
 class TwiceUsed(Blocks):
-    """A block whose gradients come in two parts."""
+    """Blocks one of which gets its gradients in two parts."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(Reversible.apply(x.sigmoid() + 0 * self.blocks[1][0].bias, self.blocks[0]))  # type: ignore[no-untyped-call]
@@ -208,19 +210,19 @@ def test_what_fits_nowhere_is_said(
     """The log says that nothing was compared, and what was missing."""
     if missing == "memory":
         monkeypatch.setattr(step_memory, "available_bytes", lambda: 1000)
-        said = "its weights and its largest operator do not fit into the memory that is free (1000 B now)"
+        reason = "its weights and its largest operator do not fit into the memory that is free (1000 B now)"
     elif missing == "disk":
         usage = shutil.disk_usage(ROOT)
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=10 * MIB))
-        said = "the 10 MiB free in"
+        reason = "the 10 MiB free in"
     else:
         monkeypatch.setattr(step_memory, "_file_system", lambda folder: "tmpfs")
-        said = "lie in memory; set TMPDIR"
+        reason = "lie in memory; set TMPDIR"
     monkeypatch.setattr(StepMemory, "holds_weights", lambda self: False)
     with caplog.at_level(logging.WARNING):
         assert compare_steps(*case) is None
     assert "the captured Blocks was not compared with a step of the module itself: " in caplog.text
-    assert said in caplog.text
+    assert reason in caplog.text
 
 
 class Transformed(Blocks):
@@ -229,8 +231,8 @@ class Transformed(Blocks):
 
 
 def test_a_model_that_fails_only_with_files_is_named(in_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that transforms functions refuses to have its saved tensors kept elsewhere: that is no fault of the model's,
-    which is captured where it fits.
+    """Code that transforms functions refuses saved-tensor hooks: that is no error of the model, which is captured
+    where memory suffices.
     """
     model, x = Transformed(64, 2), torch.randn(128, 64)
     with pytest.raises(CapslogError, match="it does not fit into memory, and torch puts no tensors on disk for torch"):
@@ -267,13 +269,13 @@ def test_a_tensor_comes_back_from_its_file(name: str, tmp_path: Path) -> None:
     if name not in ("columns", "conjugate"):
         assert kept().stride() == tensor.stride()
     kept().zero_()
-    assert torch.equal(kept(), tensor)  # each caller has a copy
+    assert torch.equal(kept(), tensor)  # each caller gets a copy
     del kept
     assert not list(tmp_path.iterdir())
 
 
 def test_a_saved_tensor_that_changes_is_noticed(tmp_path: Path) -> None:
-    """As torch notices it: a model that writes into what its backward needs fails in both steps, or in none."""
+    """Torch notices it, too: a model that writes into a tensor of its backward fails in both steps, or in none."""
     x = torch.randn(64, 96, requires_grad=True)
     with StepMemory(nn.Linear(1, 1), tmp_path).saving():
         y = x.exp()
@@ -286,7 +288,7 @@ def test_a_saved_tensor_that_changes_is_noticed(tmp_path: Path) -> None:
 
 
 def test_an_operator_is_stopped_before_it_takes_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that makes much of little as well, such as a table of all pairs."""
+    """Operators with a large result of small inputs, such as a table of all pairs, are stopped, too."""
     monkeypatch.setattr(step_memory, "available_bytes", lambda: 100 * MIB)
     row = torch.randn(1 << 16)
     with MemoryGuard(StepMemory(nn.Linear(1, 1))):

@@ -1,4 +1,6 @@
-"""Layers of captured models in parts compute what they compute whole; what cannot be followed is named."""
+"""Layers of captured models, split into parts, compute what the full layers compute; an unsupported operation is
+named.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,15 @@ CUTS = {
 
 @functools.cache
 def captured(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The last layer of a small model and what it reads, padding too; Llama has 8 key-value heads for 16."""
+    """Return the last layer of a small model and its inputs, with padding; Llama has 8 key-value heads for 16."""
     sizes: dict[str, Any] = {"vocab_size": 16, "use_cache": False, "attn_implementation": "eager"}
     like = {"num_hidden_layers": 1, "num_attention_heads": 16, "hidden_size": 32, "intermediate_size": 16}
     torch.manual_seed(0)
     model: Any
     if kind == "gpt2":
-        own = {"n_layer": 1, "n_embd": 32, "n_head": 8, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
+        gpt2 = {"n_layer": 1, "n_embd": 32, "n_head": 8, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
         rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        model = transformers.GPT2Model(transformers.GPT2Config(**own, **rates, **sizes))
+        model = transformers.GPT2Model(transformers.GPT2Config(**gpt2, **rates, **sizes))
     elif kind == "bert":
         rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
         model = transformers.BertModel(transformers.BertConfig(**like, **rates, **sizes), add_pooling_layer=False)
@@ -62,7 +64,9 @@ def captured(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
         for layer in chain.layers[:number]:
             values |= layer(values)
     read = [values[name] for name in chain.layers[number].reads]
-    return chain.layers[number].module, {"x": read[0]} | {f"value_{at}": one for at, one in enumerate(read) if at}
+    return chain.layers[number].module, {"x": read[0]} | {
+        f"value_{index}": tensor for index, tensor in enumerate(read) if index
+    }
 
 
 def chain_of(module: nn.Module, reads: Iterable[str]) -> Chain:
@@ -87,7 +91,7 @@ def test_variants_find_the_attention_of_a_part(kind: str) -> None:
     for layer in chain.layers:
         changed = known_variants()["sdpa"].rewrite(layer.module)
         assert changed == (1 if ".attention." in layer.name else None)
-    assert sum(isinstance(one, AttentionCore) for layer in chain.layers for one in layer.module.modules()) == 2
+    assert sum(isinstance(part, AttentionCore) for layer in chain.layers for part in layer.module.modules()) == 2
     assert float((chain.run(inputs)["out"] - plain).detach().abs().max()) < 1e-12
 
 
@@ -105,7 +109,7 @@ def test_parts_refuse_sizes_that_were_not_captured() -> None:
 class Fused(nn.Module):
     """Queries, keys and values of one map, fewer keys than queries, numbers for each head, and gates.
 
-    qkv: whether the three are a dimension of the map's result; else they are slices of it.
+    qkv: True if the three are a dimension of the map's result; else they are slices of it.
     """
 
     def __init__(self, qkv: bool) -> None:
@@ -119,17 +123,17 @@ class Fused(nn.Module):
         self.gates, self.down = nn.Linear(16, 24), nn.Linear(12, 16)
 
     def forward(self, x: Tensor, per_head: Tensor) -> Tensor:
-        made, keys = self.into(x), 4 * self.keys
+        projected, keys = self.into(x), 4 * self.keys
         if self.qkv:
-            q, k, v = made.view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k, v = projected.view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
         else:
-            parts = made[..., :16], made[..., 16 : 16 + keys], made[..., 16 + keys :]
-            q, k, v = (one.unflatten(-1, (-1, 4)).transpose(1, 2) for one in parts)
-            k, v = (one[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for one in (k, v))
+            parts = projected[..., :16], projected[..., 16 : 16 + keys], projected[..., 16 + keys :]
+            q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts)
+            k, v = (heads[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for heads in (k, v))
         q = torch.stack([self.norm(q)[..., :2], self.norm(q)[..., 2:]], -1).flatten(-2) * self.loud * self.signs
         logits = (self.scale * (q @ k.transpose(-1, -2)) + per_head).softmax(-1)
-        found = (logits @ v).transpose(1, 2).mT if self.qkv else (logits @ v).transpose(1, 2)
-        x = x + self.out(found.reshape(x.shape))  # with mT the shares of a row lie apart
+        attended = (logits @ v).transpose(1, 2).mT if self.qkv else (logits @ v).transpose(1, 2)
+        x = x + self.out(attended.reshape(x.shape))  # with mT the shares of a row are not adjacent
         gate, up = self.gates(x).chunk(2, -1)
         return (x + self.down(F.silu(gate) * up)).transpose(0, 1)
 
@@ -147,7 +151,7 @@ def test_fused_maps_and_tensors_of_every_head_are_shared_out(qkv: bool) -> None:
 
 
 def test_sizes_that_may_change_stay_open() -> None:
-    """Even numbers of rows, of which the layer was captured for 4."""
+    """The numbers of rows are even; the layer was captured for 4."""
     model = Between(lambda x: x.view(*x.shape[:2], 2, 4).mT.reshape(x.shape) if x.shape[1] % 2 == 0 else x).double()
     module = layer_of(model, Varying(torch.randn(2, 4, 8).double(), [1]))
     assert module.guard.conditions  # type: ignore[union-attr]
@@ -156,7 +160,7 @@ def test_sizes_that_may_change_stay_open() -> None:
 
 
 class Between(nn.Module):
-    """What a function does between two linear maps."""
+    """A function between two linear maps."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -168,7 +172,7 @@ class Between(nn.Module):
 
 
 class Apart(Between):
-    """With a type of its own for the function."""
+    """Between with its own type for the function."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.into(x)
@@ -178,7 +182,7 @@ class Apart(Between):
 
 
 class Whole(nn.Module):
-    """A layer that calls a module, into which the split must look."""
+    """A layer that calls a module, into which the split must follow."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -234,12 +238,12 @@ def two_sizes() -> nn.Module:
         ),
         (between(F.gelu), "sequence-2", r"its positions cannot be shared out; take tensor-2 for it"),
         (
-            inside(lambda own, x: x * 2 if own.training else x),
+            inside(lambda module, x: x * 2 if module.training else x),
             "tensor-2",
             r"does something else in eval mode",
         ),
         (
-            inside(lambda own, x: x / x.size(-1)),
+            inside(lambda module, x: x / x.size(-1)),
             "tensor-2",
             r"'into.into' makes, but it reads the size of a share",
         ),

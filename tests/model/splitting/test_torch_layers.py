@@ -1,4 +1,4 @@
-"""Torch's transformer layers in parts compute what they compute whole, with every mask that they take."""
+"""Torch's transformer layers, split into parts, compute what the full layers compute, with every mask."""
 
 from __future__ import annotations
 
@@ -24,24 +24,30 @@ PER_HEAD = torch.linspace(-9, 9, B * 4 * T * T, **DOUBLE).sin().view(B * 4, T, T
 
 
 def compared(module: nn.Module, inputs: dict[str, Tensor], splits: str = "tensor-2") -> list[str]:
-    """Runs a module whole and in parts: outputs and all gradients agree to 1e-12; the names of the parts."""
-    found = []
+    """Run a module unsplit and in parts, check that outputs and all gradients agree to 1e-12, and return the parts'
+    names.
+    """
+    results = []
     plain = Chain([Layer("layer", module.double(), tuple(inputs), ("out",))], tuple(inputs), ("out",))
     parts = split_chain(copy.deepcopy(plain), {"layer": splits}, "close")
     for chain in (plain, parts):
-        given = {name: one.clone().requires_grad_(one.dtype == torch.float64) for name, one in inputs.items()}
-        out = chain.run(given)["out"]
+        leaves = {name: tensor.clone().requires_grad_(tensor.dtype == torch.float64) for name, tensor in inputs.items()}
+        out = chain.run(leaves)["out"]
         (out * torch.linspace(-1, 1, out.numel(), **DOUBLE).view_as(out)).sum().backward()  # type: ignore[no-untyped-call]
         gradients = {
-            layer.name: {name: one.grad for name, one in layer.module.named_parameters() if one.grad is not None}
+            layer.name: {
+                name: parameter.grad
+                for name, parameter in layer.module.named_parameters()
+                if parameter.grad is not None
+            }
             for layer in chain.layers
         }
-        inner = {name: one.grad for name, one in given.items() if name in ("x", "memory") and one.grad is not None}
-        found.append({"out": out} | inner | whole(chain, gradients))
-    assert found[0].keys() == found[1].keys()
-    assert len(found[0]) > len(list(module.parameters()))
-    for name, tensor in found[0].items():
-        assert float((found[1][name] - tensor).detach().abs().max()) < 1e-12, name
+        inner = {name: leaf.grad for name, leaf in leaves.items() if name in ("x", "memory") and leaf.grad is not None}
+        results.append({"out": out} | inner | whole(chain, gradients))
+    assert results[0].keys() == results[1].keys()
+    assert len(results[0]) > len(list(module.parameters()))
+    for name, tensor in results[0].items():
+        assert float((results[1][name] - tensor).detach().abs().max()) < 1e-12, name
     return [layer.name for layer in parts.layers]
 
 
@@ -62,7 +68,7 @@ def test_an_encoder_layer(masks: tuple[Tensor, ...], batch_first: bool, norm_fir
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 4, 12, 0.0, "gelu", batch_first=batch_first, norm_first=norm_first)
     x = torch.randn(B, T, 8, **DOUBLE)
-    inputs = {"x": x if batch_first else x.transpose(0, 1)} | {f"mask.{n}": one for n, one in enumerate(masks)}
+    inputs = {"x": x if batch_first else x.transpose(0, 1)} | {f"mask.{n}": mask for n, mask in enumerate(masks)}
     names = compared(layer, inputs, "tensor-4")
     assert names.count("layer.attention.3") == names.count("layer.feed_forward.3") == names.count("layer.sum2") == 1
 
@@ -79,7 +85,7 @@ def test_a_decoder_layer(masks: tuple[Tensor, ...], batch_first: bool, norm_firs
     x, memory = torch.randn(B, T, 8, **DOUBLE), torch.randn(B, S, 8, **DOUBLE)
     if not batch_first:
         x, memory = x.transpose(0, 1), memory.transpose(0, 1)
-    compared(layer, {"x": x, "memory": memory} | {f"mask.{n}": one for n, one in enumerate(masks)})
+    compared(layer, {"x": x, "memory": memory} | {f"mask.{n}": mask for n, mask in enumerate(masks)})
 
 
 def test_two_linear_maps_with_an_activation_between_them() -> None:

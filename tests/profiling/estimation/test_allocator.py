@@ -1,5 +1,6 @@
-"""Sequences worked by hand from the allocator's rules, and rules that hold for every sequence, checked against a plain
-memory map that is searched byte by byte instead of kept in lists."""
+"""Sequences computed by hand from the allocator's rules, and rules that hold for every sequence, checked against a
+plain memory map that is searched byte by byte instead of kept in lists.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def sizes(allocator: CachingAllocator) -> tuple[int, int]:
         (1 * MIB, 1 * MIB, 2 * MIB),
         (1 * MIB + 1, 1 * MIB + 512, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        # from 10 MiB on a segment of its own, rounded up to 2 MiB; a rest of up to 1 MiB stays with the block
+        # from 10 MiB on a segment of its own, rounded up to 2 MiB; a remainder of up to 1 MiB stays with the block
         (10 * MIB, 10 * MIB, 10 * MIB),
         (11 * MIB, 12 * MIB, 12 * MIB),
         (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
@@ -48,12 +49,12 @@ def test_small_requests_share_a_segment_and_large_ones_another() -> None:
 
 
 def test_fragmentation_is_reserved_but_of_no_use() -> None:
-    """Two halves of one segment are free, but not side by side."""
+    """Two halves of a segment are free, but not adjacent."""
     allocator = CachingAllocator()
     for key in range(3):
         allocator.allocate(key, 6 * MIB)  # 0..6, 6..12, 12..18 and 2 MiB left of a 20 MiB segment
     allocator.release(0)
-    allocator.release(2)  # joins the rest behind it: 6 and 8 MiB are free
+    allocator.release(2)  # joins the free end behind it: 6 and 8 MiB are free
     assert sizes(allocator) == (6 * MIB, 20 * MIB)
     allocator.allocate(3, 9 * MIB)
     assert sizes(allocator) == (15 * MIB, 40 * MIB)
@@ -77,7 +78,7 @@ def test_segments_do_not_join() -> None:
 
 
 def test_the_smallest_block_that_fits_is_taken() -> None:
-    """Not the first: the 12 MiB request would otherwise split the 20 MiB segment and the next would find none."""
+    """The first block is not taken: the 12 MiB request would split the 20 MiB segment and the next would find none."""
     events = [(0, 20 * MIB), (1, 12 * MIB), (0, 0), (1, 0), (2, 12 * MIB), (3, 20 * MIB)]
     assert replay(events) == AllocatorPeaks(32 * MIB, 32 * MIB, 2, 0)
 
@@ -90,10 +91,10 @@ def test_of_equal_blocks_the_lowest_address_is_taken() -> None:
     allocator.allocate(2, 8 * MIB)
     allocator.release(2)
     allocator.release(0)  # 6 MiB free in front
-    allocator.allocate(4, 5 * MIB)  # takes the 6 MiB whole: 1 MiB is not split off
+    allocator.allocate(4, 5 * MIB)  # takes all of the 6 MiB: 1 MiB is not split off
     assert allocator.allocated_bytes == 12 * MIB
     allocator.release(4)
-    allocator.release(1)  # everything is one block again
+    allocator.release(1)  # everything is a single block again
     allocator.allocate(5, 12 * MIB)
     assert sizes(allocator) == (12 * MIB, 20 * MIB)
     allocator.allocate(6, 8 * MIB)
@@ -117,7 +118,7 @@ def test_pools_do_not_lend_to_each_other() -> None:
 
 
 def test_a_second_size_can_need_new_segments_though_enough_is_free() -> None:
-    """What `headroom` is for: the same work at another size finds nothing that fits."""
+    """`headroom` exists for this case: the same work at another size finds no block that fits."""
     small = [(key, 12 * MIB) for key in range(4)] + [(key, 0) for key in range(4)]
     large = [(key, 16 * MIB) for key in range(3)] + [(key, 0) for key in range(3)]
     assert replay(small).reserved_bytes == replay(large).reserved_bytes == 48 * MIB
@@ -141,7 +142,7 @@ def test_impossible_events_are_refused(events: list[Event], message: str) -> Non
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Event]:
-    """Any valid sequence, with sizes around all borders of the rules."""
+    """Draw any valid sequence, with sizes around all boundaries of the rules."""
     around = st.sampled_from([512, 1 * MIB, 2 * MIB, 8 * MIB, 10 * MIB, 18 * MIB, 20 * MIB, 31 * MIB])
     size = st.builds(lambda base, off: max(1, base + off), around, st.integers(-2 * MIB, 2 * MIB))
     events: list[Event] = []
@@ -162,9 +163,9 @@ class Span:
 
 
 class Map:
-    """The oracle: per segment a list of taken spans; free blocks are found anew as the gaps between them.
+    """Reference allocator: a list of taken spans per segment, with free blocks computed as the gaps between them.
 
-    A gap is one block only because free neighbours always join, which is the rule under test.
+    A gap is a single block only because free neighbours always join, which is the rule under test.
     """
 
     def __init__(self, expandable: bool = False) -> None:
@@ -173,16 +174,16 @@ class Map:
         self.taken: dict[int, Span] = {}
 
     def gaps(self, small: bool) -> list[tuple[int, int]]:
-        found = []
+        gaps = []
         for segment in self.segments:
             if segment.small is small:
                 inside = sorted((s.start, s.end) for s in self.taken.values() if segment.start <= s.start < segment.end)
                 edges = [segment.start, *(edge for span in inside for edge in span), segment.end]
-                found += [(b - a, a) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
-        return found
+                gaps += [(b - a, a) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+        return gaps
 
-    def allocate(self, key: int, asked: int) -> None:
-        size = (asked + 511) // 512 * 512
+    def allocate(self, key: int, num_bytes: int) -> None:
+        size = (num_bytes + 511) // 512 * 512
         small = size <= MIB
         gap = min((gap for gap in self.gaps(small) if gap[0] >= size), default=None)
         if self.expandable:
@@ -197,21 +198,21 @@ class Map:
         self.taken[key] = Span(gap[1], gap[1] + (gap[0] if keep else size), small)
 
     def taken_by_growing(self, size: int, small: bool) -> Span:
-        """The pool's one segment grows by whole pages; what lies free at its end is used last, and used up first."""
-        own = next((segment for segment in self.segments if segment.small is small), None)
-        if own is None:
+        """The pool's only segment grows by whole pages; free bytes at its end are used last, and used up first."""
+        segment = next((candidate for candidate in self.segments if candidate.small is small), None)
+        if segment is None:
             start = 1 << 40 if small else 0
-            own = Span(start, start, small)
-            self.segments.append(own)
-        inner = [gap for gap in self.gaps(small) if gap[0] >= size and gap[0] + gap[1] != own.end]
-        at_end = [gap for gap in self.gaps(small) if gap[0] + gap[1] == own.end]
+            segment = Span(start, start, small)
+            self.segments.append(segment)
+        inner = [gap for gap in self.gaps(small) if gap[0] >= size and gap[0] + gap[1] != segment.end]
+        at_end = [gap for gap in self.gaps(small) if gap[0] + gap[1] == segment.end]
         if inner:
             begin = min(inner)[1]
         else:
-            begin = at_end[0][1] if at_end else own.end
+            begin = at_end[0][1] if at_end else segment.end
             page = 2 * MIB if small else 20 * MIB
-            while own.end < begin + size:
-                own.end += page
+            while segment.end < begin + size:
+                segment.end += page
         return Span(begin, begin + size, small)
 
 
@@ -220,35 +221,35 @@ class Map:
 @settings(max_examples=150, deadline=None)
 def test_any_sequence_agrees_with_a_map_of_memory(expandable: bool, events: list[Event]) -> None:
     allocator, oracle = CachingAllocator(expandable), Map(expandable)
-    asked: dict[int, int] = {}
-    most = remainder = 0
+    requests: dict[int, int] = {}
+    peak = remainder = 0
     for key, size in events:
         before = allocator.reserved_bytes
         if size:
             could = any(gap[0] >= rounded(size) for gap in oracle.gaps(rounded(size) <= MIB))
             allocator.allocate(key, size)
             oracle.allocate(key, size)
-            asked[key] = size
-            assert (allocator.reserved_bytes == before) == could  # freed memory is used before new is asked for
+            requests[key] = size
+            assert (allocator.reserved_bytes == before) == could  # freed memory is used before new memory is requested
         else:
             allocator.release(key)
-            del oracle.taken[key], asked[key]
+            del oracle.taken[key], requests[key]
         assert allocator.allocated_bytes == sum(span.end - span.start for span in oracle.taken.values())
         assert allocator.reserved_bytes == sum(span.end - span.start for span in oracle.segments)
-        assert sum(asked.values()) <= allocator.allocated_bytes <= allocator.reserved_bytes
-        if allocator.allocated_bytes > most:
-            most = allocator.allocated_bytes
-            remainder = most - sum(map(rounded, asked.values()))
-    expected = AllocatorPeaks(most, allocator.reserved_bytes, len(oracle.segments), remainder)
+        assert sum(requests.values()) <= allocator.allocated_bytes <= allocator.reserved_bytes
+        if allocator.allocated_bytes > peak:
+            peak = allocator.allocated_bytes
+            remainder = peak - sum(map(rounded, requests.values()))
+    expected = AllocatorPeaks(peak, allocator.reserved_bytes, len(oracle.segments), remainder)
     assert replay(events, expandable) == allocator.peaks == expected
 
 
 def test_an_expandable_segment_grows_by_pages_and_uses_its_end() -> None:
-    """By hand: 12 MiB map a page of 20; 8 of them are left, so that 14 more need one page more, and 6 are left."""
+    """Expected by hand: 12 MiB map a page of 20 and leave 8 free, so 14 more need one page more, and 6 stay free."""
     assert replay([(0, 12 * MIB)], True) == AllocatorPeaks(12 * MIB, 20 * MIB, 1, 0)
     assert replay([(0, 12 * MIB), (1, 14 * MIB)], True) == AllocatorPeaks(26 * MIB, 40 * MIB, 1, 0)
     assert replay([(0, 12 * MIB), (1, 14 * MIB)]).reserved_bytes == 26 * MIB
-    # what the small sizes leave is one range for the large ones
+    # the free blocks of the small sizes are one range for the large ones
     small = [(key, 12 * MIB) for key in range(4)] + [(key, 0) for key in range(4)]
     large = [(key, 16 * MIB) for key in range(3)] + [(key, 0) for key in range(3)]
     assert replay(small + large).reserved_bytes == 96 * MIB
@@ -280,12 +281,12 @@ def test_released_segments_are_whole_again_in_whatever_order(events: list[Event]
             allocator.release(key)
             del oracle.taken[key]
             live.remove(key)
-    rest = sorted(live)
-    order.shuffle(rest)
-    for key in rest:
+    live_keys = sorted(live)
+    order.shuffle(live_keys)
+    for key in live_keys:
         allocator.release(key)
     reserved = allocator.reserved_bytes
     large = [segment.end - segment.start for segment in oracle.segments if not segment.small]
     for key, size in enumerate(sorted(large, reverse=True)):
-        allocator.allocate(key, size)  # a whole segment each, where one cracked would be too small
+        allocator.allocate(key, size)  # each takes a whole segment, which a fragmented one would be too small for
     assert sizes(allocator) == (sum(large), reserved)

@@ -28,20 +28,20 @@ def half(*shape: int) -> torch.Tensor:
         (meta(64, 256, 768), (0, 1), 4, 100663808),  # a bias: twice its gradient
         (meta(64, 256, 768, dtype=torch.bfloat16), (0, 1), 4, 100663808),  # four times
         (meta(64, 256, 768), (0, 1), 16, 402653696),  # a variance
-        (meta(64, 256, 768), (0, 1, 2), 4, 3072),  # one sum of all
+        (meta(64, 256, 768), (0, 1, 2), 4, 3072),  # a sum over all dimensions
         (meta(16, 64, 56, 56, last=True), (2, 3), 4, 25690624),  # pooling of all pixels
-        (meta(64, 256, 768), (2,), 4, 0),  # rows, each of which one block sums
+        (meta(64, 256, 768), (2,), 4, 0),  # rows, each summed by one block
     ],
 )
 def test_buffers_of_reductions_are_those_of_the_allocator(
     x: torch.Tensor, dims: tuple[int, ...], accumulator: int, read: int
 ) -> None:
-    """The gradients of biases took up to four times their input unseen, and BERT's peak was 8 to 17 MB too low."""
+    """The gradients of biases took up to four times their input unnoticed, and BERT's peak was 8 to 17 MB too low."""
     assert sum(map(rounded, reduction_blocks(x, dims, H200, accumulator))) == read
 
 
 def test_buffers_depend_on_the_processors() -> None:
-    """One sum of all is shared by as many blocks as the GPU has room for."""
+    """A sum over all dimensions is shared by as many blocks as the GPU has room for."""
     x = meta(64, 256, 768)
     laptop, large = (reduction_blocks(x, (0, 1, 2), GPUS[kind])[0] for kind in ("rtx3080ti-laptop", "h200"))
     assert laptop / large == pytest.approx(58 * 3 / (132 * 4))
@@ -90,8 +90,8 @@ def test_workspaces_of_attention(kernel: str, shape: tuple[int, ...], dtype: tor
 def test_workspaces_of_convolutions(
     x: torch.Tensor, w: torch.Tensor, stride: int, read: tuple[float, float, float]
 ) -> None:
-    """In megabytes, those of 7 x 7 and 28 x 28 pixels off an H100. Of 150 kernels that were read three of four met the
-    rule to the byte; these are of every kind.
+    """Sizes are in megabytes; those of 7 x 7 and 28 x 28 pixels were read on an H100. Of 150 kernels that were read,
+    three of four met the rule to the byte; these are of every kind.
     """
     groups = x.shape[1] // w.shape[1]
     padding = w.shape[-1] // 2

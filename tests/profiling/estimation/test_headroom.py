@@ -1,4 +1,4 @@
-"""What is stated beyond a stage's peak: runs of several sizes through the allocator model, and the assumed parts."""
+"""Headroom stated beyond a stage's peak: runs of several sizes through the allocator model, and the assumed parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ MIB = 1 << 20
 
 
 def step(*sizes_mib: int, weights: int = 30) -> list[Event]:
-    """Weights that stay, then blocks that come one after the other and go together; the last one is forgotten."""
+    """Return weights that stay, then blocks that are allocated in turn and released together; the last one is
+    forgotten.
+    """
     events = [(0, weights * MIB)]
     events += [(key, size * MIB) for key, size in enumerate(sizes_mib, start=1)]
     return events + [(key, 0) for key in range(1, len(sizes_mib))]
@@ -47,7 +49,7 @@ def test_steps_follow_one_another_and_weights_stay():
         else:
             del live[key]
         held.append(sum(live.values()) // MIB)
-    # what the step forgot is gone when the next one begins
+    # the forgotten block is released when the next step begins
     assert held == [30, 42, 56, 44, 30, 46, 66, 50, 30, 42, 56, 44, 30]
     assert replay(run_of_steps([small], [0])).reserved_bytes == replay(small).reserved_bytes
 
@@ -64,11 +66,11 @@ def test_one_size_over_and_over_reserves_what_it_needs_once():
 
 
 def test_changing_sizes_reserve_more_than_any_one_of_them():
-    """Blocks of 12 and 14 MiB are of no use to a step that wants 16 and 20."""
+    """Blocks of 12 and 14 MiB are of no use to a step that needs 16 and 20."""
     sizes = [trace(12, 14), trace(10, 18), trace(16, 20)]
     worst = fragmentation(sizes)
     assert worst > 1.3
-    # by hand: 12, 14 and 18 are reserved and too small or whole in use, so that each of 16 and 20 needs its own
+    # by hand: 12, 14 and 18 are reserved and too small or fully in use, so that 16 and 20 each need a new segment
     run = run_of_steps([trace.events for trace in sizes], [0, 2])
     assert replay(run).reserved_bytes == (30 + 12 + 14 + 16 + 20) * MIB
     assert fragmentation(sizes) == fragmentation(sizes)
@@ -78,11 +80,11 @@ def test_changing_sizes_reserve_more_than_any_one_of_them():
 def test_cuda_states_every_part():
     stages = [[trace(12, 14)], [trace(12, 14), trace(16, 20)]]
     stated = state_headroom("cuda", "gloo", stages)
-    # what Hopper's workspaces have more than the 8.125 MiB in the peak, for each of two threads
+    # bytes by which Hopper's workspaces exceed the 8.125 MiB in the peak, for each of two threads
     cublas = 2 * (32 * MIB - 8519680)
     assert stated["fixed_bytes"] == CONTEXT_BYTES + cublas
     assert stated["fragmentation"] == pytest.approx(max(map(fragmentation, stages)), abs=1e-4)
-    # two numbers are the sum and the factor of the parts, and each part says how it is known
+    # two numbers are the sum and the factor of the parts, and each part names its source
     parts = stated["parts"]
     assert sum(part.get("bytes", 0) for part in parts.values()) == stated["fixed_bytes"]
     assert parts["fragmentation"]["factor"] == stated["fragmentation"]
@@ -90,13 +92,15 @@ def test_cuda_states_every_part():
     assert all(part["known"] for part in parts.values())
     assert parts["context"]["known"] == "assumed"
     assert state_headroom("cuda", "nccl", stages)["fixed_bytes"] == CONTEXT_BYTES + cublas + 4 * COMMUNICATOR_BYTES
-    for kind in ("a4000", "h200"):  # of which the peak has all workspaces
+    for kind in ("a4000", "h200"):  # their peak includes all workspaces
         assert state_headroom("cuda", "gloo", stages, kind)["fixed_bytes"] == context_bytes(kind)
     assert context_bytes("h200") == 771 * MIB > context_bytes("a4000") == CONTEXT_BYTES
 
 
 def test_expandable_segments_are_stated_beside_the_default():
-    """By hand: 12 and 14 MiB, then 16 and 20: the default keeps a segment for each, the other uses one range again."""
+    """Expected by hand: 12 and 14 MiB, then 16 and 20: the default keeps a segment for each, the other reuses one
+    range.
+    """
     stages = [[trace(12, 14), trace(10, 18), trace(16, 20)]]
     parts = state_headroom("cuda", "gloo", stages)["parts"]
     stated = parts["fragmentation, expandable segments"]["factor"]
@@ -115,8 +119,8 @@ def test_the_cpu_has_no_segments():
 def test_planners_read_what_is_stated():
     stated = state_headroom("cuda", "gloo", [[trace(5, 5)]])
     profile = Profile((LayerProfile("only", 1),), conditions={"headroom": stated})
-    found = Headroom.of(profile)
-    assert found == (CONTEXT_BYTES + cublas_bytes(""), 1.25)
-    assert found.device(found.usable(1 << 30)) <= 1 << 30
+    headroom = Headroom.of(profile)
+    assert headroom == (CONTEXT_BYTES + cublas_bytes(""), 1.25)
+    assert headroom.device(headroom.usable(1 << 30)) <= 1 << 30
     with pytest.raises(CapslogError, match="fixed_byts"):
         Headroom.of(Profile((LayerProfile("only", 1),), conditions={"headroom": {"fixed_byts": 1}}))

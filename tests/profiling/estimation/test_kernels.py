@@ -1,4 +1,6 @@
-"""The table of what CPU kernels take beside their results, against the allocator's events of the kernels here."""
+"""Table of the bytes that CPU kernels take beside their results, against the allocator's events of this machine's
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def one_thread():
 
 
 def real_peak(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Most bytes that a call held at once beyond what was there, and its result."""
+    """Return the most bytes that a call held at once beyond those held before, and its result."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     call()
     with profile(use_kineto=True, use_cpu=True, profile_memory=True) as watched:
@@ -70,7 +72,7 @@ def check(func: Any, arguments: tuple[Any, ...]) -> None:
         # dilated as far as the image, and farther
         ((2, 64, 12, 12), (96, 64, 3, 3), 1, 8, 8, 1, False),
         ((2, 128, 6, 6), (64, 128, 3, 3), 1, 12, 12, 1, False),
-        # small ones, which im2col does
+        # small ones, which use im2col
         ((1, 64, 8, 8), (64, 64, 3, 3), 1, 1, 1, 1, False),
         ((1, 7, 33, 31), (9, 7, 3, 3), 1, 1, 1, 1, False),
         # channels that fill no block, depthwise, a bias
@@ -111,7 +113,7 @@ def test_the_stem_reads_three_channels_as_they_are():
         # one element: strided, and of many images
         ((2, 64, 8, 8), (64, 64, 1, 1), 2, 0, 1, True),
         ((20, 64, 8, 8), (64, 64, 1, 1), 1, 0, 1, True),
-        # groups; depthwise that the fast kernel takes, and that it does not: too large, all padding
+        # groups; depthwise with and without the fast kernel: too large, all padding
         ((2, 64, 8, 8), (64, 16, 3, 3), 1, 1, 4, True),
         ((2, 384, 4, 4), (384, 1, 3, 3), 1, 1, 384, True),
         ((2, 72, 4, 4), (72, 1, 3, 3), 2, 1, 72, False),
@@ -141,15 +143,15 @@ def test_norms_and_upsampling_copy_what_does_not_lie_as_they_need_it(last):
     _, mean, deviation = aten.native_batch_norm(x, scale, scale, None, None, True, 0.1, 1e-5)
     for gradient in (torch.randn_like(x), torch.randn(1).expand_as(x)):
         for mask in ([True] * 3, [False, True, True]):
-            given = (gradient, x, scale, None, None, mean, deviation, True, 1e-5, mask)
-            check(aten.native_batch_norm_backward.default, given)
+            arguments = (gradient, x, scale, None, None, mean, deviation, True, 1e-5, mask)
+            check(aten.native_batch_norm_backward.default, arguments)
     rows = torch.randn(2, 256, 64)
     rows = rows if not last else torch.randn(2, 64, 256).transpose(1, 2)
     _, mean, deviation = aten.native_layer_norm(rows, [64], scale, scale, 1e-5)
     check(aten.native_layer_norm.default, (rows, [64], scale, scale, 1e-5))
     for gradient in (torch.randn(2, 256, 64), torch.randn(2, 64, 256).transpose(1, 2)):
-        given = (gradient, rows, [64], mean, deviation, scale, scale, [True] * 3)
-        check(aten.native_layer_norm_backward.default, given)
+        arguments = (gradient, rows, [64], mean, deviation, scale, scale, [True] * 3)
+        check(aten.native_layer_norm_backward.default, arguments)
     part = torch.randn(2, 256, 24, 24).to(memory_format=form)[:, 64:128]
     for gradient in (x, part):
         sizes = ([24, 24], [2, 64, 12, 12])
@@ -179,7 +181,7 @@ def test_products_of_bfloat16_pack_one_matrix(func, shapes, dtype):
 
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX tiles the table holds")
 def test_products_of_bfloat16_without_amx_are_still_beyond_the_table():
-    """Why `LIMITS` names them. Where this fails they are modelled, and may be promised."""
+    """`LIMITS` names them because of this. If this test fails, the table covers them and may promise their bytes."""
     arguments = (torch.randn(4096, 4096).bfloat16(), torch.randn(4096, 64).bfloat16())
     peak, result = real_peak(lambda: aten.mm.default(*arguments))
     assert peak > 1.1 * (result.nbytes + kernel_bytes(aten.mm.default, arguments, result))
@@ -187,18 +189,18 @@ def test_products_of_bfloat16_without_amx_are_still_beyond_the_table():
 
 @pytest.mark.parametrize("amx", [True, False])
 def test_only_products_of_bfloat16_without_amx_are_a_limit(amx):
-    found = []
+    limits = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         quirks = Quirks("cpu", amx=amx)
-        left, right = torch.randn(8, 8).to(dtype), torch.randn(8, 8).to(dtype)
-        for func, arguments in ((aten.mm.default, (left, right)), (aten.addmm.default, (left, left, right))):
-            quirks.temporary(func, arguments, {}, left)
-        found.append(quirks.limits)
-    assert found == [set() if amx else {"bfloat16 products on a CPU without AMX"}, set(), set()]
+        matrix, factor = torch.randn(8, 8).to(dtype), torch.randn(8, 8).to(dtype)
+        for func, arguments in ((aten.mm.default, (matrix, factor)), (aten.addmm.default, (matrix, matrix, factor))):
+            quirks.temporary(func, arguments, {}, matrix)
+        limits.append(quirks.limits)
+    assert limits == [set() if amx else {"bfloat16 products on a CPU without AMX"}, set(), set()]
 
 
 def test_convolutions_of_bfloat16_are_still_beyond_the_table():
-    """Why `LIMITS` names them. Where this fails they are modelled, and may be promised."""
+    """`LIMITS` names them because of this. If this test fails, the table covers them and may promise their bytes."""
     pixels, kernel = torch.randn(1, 256, 64, 64).bfloat16(), torch.randn(64, 256, 1, 1).bfloat16()
     arguments = (pixels, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     peak, result = real_peak(lambda: aten.convolution.default(*arguments))

@@ -1,4 +1,4 @@
-"""Storages followed on fake tensors, against the CPU allocator's own events for the same program."""
+"""Storages tracked on fake tensors, against the CPU allocator's own events for the same program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def followed(program: Callable[[], object], **options: object) -> Lifetimes:
 
 
 def real_peak(program: Callable[[], object]) -> int:
-    with PeakProbe(torch.device("cpu")):  # the first probe of a process sees allocations of its own
+    with PeakProbe(torch.device("cpu")):  # the first probe of a process also sees its own allocations
         program()
     with PeakProbe(torch.device("cpu")) as probe:
         program()
@@ -37,7 +37,7 @@ def chain() -> None:
 
 
 def summed(kept: list[Tensor] | None = None) -> None:
-    """Two gradients meet at `a`: autograd adds the second to the first in its place, if nobody else holds the first."""
+    """Two gradients meet at `a`: autograd adds the second to the first in place, if nobody else holds the first."""
     x = torch.ones(1 << 16, requires_grad=True)
     a = x * 2
     first, second = a.neg(), a.neg()
@@ -50,7 +50,7 @@ def summed(kept: list[Tensor] | None = None) -> None:
 
 
 def summed_and_held() -> None:
-    """A hook keeps both, so the sum must be a tensor of its own."""
+    """A hook keeps both gradients, so the sum must be a separate tensor."""
     summed([])
 
 
@@ -70,7 +70,7 @@ def saved_and_freed() -> None:
 
 
 def indexed() -> None:
-    """Rows of a table by their numbers: the formula of the gradient writes into zeros of the table's size."""
+    """Rows of a table by their numbers: the gradient's formula writes into zeros of the table's size."""
     table = torch.ones(512, 256, requires_grad=True)
     for _ in range(2):
         table[torch.zeros(64, dtype=torch.int64)].sum().backward()
@@ -78,9 +78,9 @@ def indexed() -> None:
 
 @pytest.mark.parametrize("program", [chain, summed, summed_and_held, accumulated, saved_and_freed, indexed])
 def test_peaks_are_those_of_the_real_allocator(program: Callable[[], None]) -> None:
-    # a number such as the 2 in `x * 2` takes eight bytes of its own
-    found = followed(program, temporary=Quirks("cpu").temporary)
-    assert found.peak_bytes == pytest.approx(real_peak(program), abs=64)
+    # a scalar such as the 2 in `x * 2` takes eight bytes itself
+    lifetimes = followed(program, temporary=Quirks("cpu").temporary)
+    assert lifetimes.peak_bytes == pytest.approx(real_peak(program), abs=64)
 
 
 def test_events_come_in_order_and_release_what_they_allocated() -> None:
@@ -118,7 +118,7 @@ def test_temporaries_lie_on_top_of_results() -> None:
 
     lifetimes = followed(lambda: torch.ones(100).exp().sin(), temporary=temporary)
     assert lifetimes.peak_bytes == 400 + 400 + 1000 + 24
-    # blocks of their own, which an allocator places one by one, and which are there at once
+    # separate blocks, which an allocator places one by one, and which are live at once
     sizes = [size for _, size in lifetimes.events]
     assert sizes[sizes.index(1000) :][:4] == [1000, 24, 0, 0]
     assert lifetimes.live_bytes == 0
@@ -152,13 +152,13 @@ def test_recipes_give_what_torch_gives() -> None:
                 again = recipes.call(func, args, {})
                 assert type(again) is type(plain)
                 pairs = zip(again, plain, strict=True) if isinstance(plain, (tuple, list)) else [(again, plain)]
-                for one, other in pairs:
-                    assert (one.shape, one.stride(), one.dtype, one.storage_offset()) == (
-                        other.shape,
-                        other.stride(),
-                        other.dtype,
-                        other.storage_offset(),
+                for replayed, computed in pairs:
+                    assert (replayed.shape, replayed.stride(), replayed.dtype, replayed.storage_offset()) == (
+                        computed.shape,
+                        computed.stride(),
+                        computed.dtype,
+                        computed.storage_offset(),
                     )
-                    mine, theirs = one.untyped_storage()._cdata, a.untyped_storage()._cdata
-                    assert (mine == theirs) == (other.untyped_storage()._cdata == theirs)
+                    mine, theirs = replayed.untyped_storage()._cdata, a.untyped_storage()._cdata
+                    assert (mine == theirs) == (computed.untyped_storage()._cdata == theirs)
     assert len(recipes._known) == len(calls)

@@ -1,4 +1,4 @@
-"""What operators ask of a device, by hand."""
+"""Work of operators on a device, computed by hand."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_tf32_counts_only_where_it_is_allowed() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert "product float32" in work(aten.mm.default, meta(64, 64), meta(64, 64))
-    # bfloat16 is no type of Volta's units
+    # Volta's tensor cores have no bfloat16
     assert "product float32" in work(
         aten.mm.default, meta(64, 64, dtype=HALF), meta(64, 64, dtype=HALF), halves=(torch.float16,)
     )
 
 
 def convolution(channels: int, groups: int, window: int = 3) -> tuple[Work, Work]:
-    """Forward and backward of 8 images of 16 x 16."""
+    """Return the work of forward and backward for 8 images of 16 x 16."""
     x, w = meta(8, channels, 16, 16), meta(channels, channels // groups, window, window)
     options = [1, 1], [window // 2] * 2, [1, 1], False, [0, 0], groups
     y = aten.convolution.default(x, w, None, *options)
@@ -126,19 +126,19 @@ def test_an_update_moves_what_its_lists_hold() -> None:
 def test_attention_counts_half_of_a_causal_matrix_in_blocks() -> None:
     query = meta(2, 4, 100, 64, dtype=HALF)
     flash = aten._scaled_dot_product_flash_attention.default
-    whole = work(flash, query, query, query, 0.0, False)["attention half"]
-    assert whole == 4 * 2 * 4 * 64 * 128 * 128
-    assert work(flash, query, query, query, 0.0, True)["attention half"] == whole / 2
+    full = work(flash, query, query, query, 0.0, False)["attention half"]
+    assert full == 4 * 2 * 4 * 64 * 128 * 128
+    assert work(flash, query, query, query, 0.0, True)["attention half"] == full / 2
     efficient = aten._scaled_dot_product_efficient_attention.default
-    for keeps in (False, True):  # the sums for the backward, which is another argument
-        assert work(efficient, query, query, query, None, keeps, 0.0, False)["attention half"] == whole
-        assert work(efficient, query, query, query, None, keeps, 0.0, True)["attention half"] == whole / 2
+    for keeps in (False, True):  # whether the sums for the backward are computed, which is another argument
+        assert work(efficient, query, query, query, None, keeps, 0.0, False)["attention half"] == full
+        assert work(efficient, query, query, query, None, keeps, 0.0, True)["attention half"] == full / 2
 
 
 def test_a_likelihood_reads_one_number_of_each_row_and_writes_whole_gradients() -> None:
     logits, target = meta(512, 50257), meta(512, dtype=torch.int64)
     forward = work(aten.nll_loss_forward.default, logits, target, None, 1, -100)
     assert forward["bytes"] <= 512 * 12 + 8
-    one = torch.empty((), device="meta")
-    backward = (aten.nll_loss_backward.default, one, logits, target, None, 1, -100, one)
+    scalar = torch.empty((), device="meta")
+    backward = (aten.nll_loss_backward.default, scalar, logits, target, None, 1, -100, scalar)
     assert work(*backward)["bytes"] == pytest.approx(4 * 512 * 50257, rel=1e-3)

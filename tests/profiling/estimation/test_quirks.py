@@ -1,4 +1,4 @@
-"""Every entry of the table of device quirks, by its name. Those of CPU kernels: see also test_kernels."""
+"""Every entry of the table of device quirks, by its name. For CPU kernels see also test_kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MATH, EFFICIENT = SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION
 
 
 def peak(device: str, program: Callable[[], object], gpu: str = "") -> tuple[int, set[str]]:
-    """Peak bytes of a program as on a device, and the operators that it took."""
+    """Return the peak bytes of a program as on a device, and its operators."""
     seen: set[str] = set()
     quirks = Quirks(device, gpu)
     with FakeTensorMode(allow_non_fake_inputs=True), quirks.dispatch(), Lifetimes(quirks.temporary) as lifetimes:
@@ -38,9 +38,9 @@ def fused_dropout() -> None:
     on_cpu, _ = peak("cpu", lambda: F.dropout(x, 0.1))
     on_cuda, seen = peak("cuda", lambda: F.dropout(x, 0.1))
     assert on_cpu == 2 * 4 * N  # a mask of floats and the result
-    assert on_cuda == (4 + 1) * N  # one of bools
+    assert on_cuda == (4 + 1) * N  # a mask of bools
     assert "native_dropout" in seen
-    # also where a captured graph calls it by its operator, and never in evaluation
+    # also if a captured graph calls it by its operator, and never in evaluation
     assert peak("cuda", lambda: torch.ops.aten.dropout(x, 0.1, True))[0] == 5 * N
     assert peak("cuda", lambda: F.dropout(x, 0.1, training=False))[0] == 0
 
@@ -52,7 +52,7 @@ def fused_rms_norm() -> None:
     on_cpu, _ = peak("cpu", norm)
     assert on_cpu > 3 * 4 * N  # copies in float32
     on_cuda, seen = peak("cuda", norm)
-    assert on_cuda == 2 * N + 2 * 2 * N // 64  # the result, and two numbers of each row
+    assert on_cuda == 2 * N + 2 * 2 * N // 64  # the result, and two numbers for each row
     assert "native_layer_norm" in seen
     _, seen = peak("cuda", lambda: norm().sum().backward())
     assert "native_layer_norm_backward" in seen
@@ -81,13 +81,13 @@ def fused_attention() -> None:
         with sdpa_kernel(backends):
             assert taken in peak("cuda", functools.partial(F.scaled_dot_product_attention, q, q, q))[1]
     half = q.detach().bfloat16().requires_grad_()
-    # without a dimension of heads, which was taken for one that a fused kernel has, and refused
+    # without a dimension of heads; it was taken for a size that a fused kernel supports, and refused
     for alone in (q[0], half[0]):
         out = functools.partial(F.scaled_dot_product_attention, alone, alone, alone)
         assert "_safe_softmax" in peak("cuda", lambda out=out: out().sum().backward())[1]
     _, seen = peak("cuda", lambda: F.scaled_dot_product_attention(half, half, half).sum().backward())
     assert "_scaled_dot_product_flash_attention_backward" in seen
-    # two query heads to each key
+    # two query heads for each key head
     few = half[:, :2]
     _, seen = peak("cuda", lambda: F.scaled_dot_product_attention(half, few, few, enable_gqa=True))
     assert "_scaled_dot_product_flash_attention" in seen
@@ -104,16 +104,16 @@ def copies_of_norms() -> None:
 
 def autocast_to_float32() -> None:
     x = torch.empty(8, 64, dtype=torch.bfloat16)
-    found: dict[str, list[torch.dtype]] = {}
+    dtypes: dict[str, list[torch.dtype]] = {}
     for device in ("cpu", "cuda"):
 
         def program(device: str = device) -> None:
             with torch.autocast("cpu", torch.bfloat16):
-                found[device] = [x.softmax(-1).dtype, F.layer_norm(x, [64]).dtype, (x @ x.t()).dtype]
+                dtypes[device] = [x.softmax(-1).dtype, F.layer_norm(x, [64]).dtype, (x @ x.t()).dtype]
 
         peak(device, program)
-    assert found["cpu"] == [torch.bfloat16] * 3
-    assert found["cuda"] == [torch.float32, torch.float32, torch.bfloat16]
+    assert dtypes["cpu"] == [torch.bfloat16] * 3
+    assert dtypes["cuda"] == [torch.float32, torch.float32, torch.bfloat16]
     # nothing stays registered
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ones(2, 2, dtype=torch.bfloat16).softmax(-1).dtype == torch.bfloat16
@@ -128,12 +128,12 @@ def cublas_workspace() -> None:
         y.sum().backward()
         assert quirks.lasting == 2 * [8519680]  # and once for autograd's
     for kind, size in (("a4000", 8519680), ("h200", 32 << 20)):
-        known = Quirks("cuda", kind)
-        with FakeTensorMode(), Lifetimes(known.temporary):
+        kind_quirks = Quirks("cuda", kind)
+        with FakeTensorMode(), Lifetimes(kind_quirks.temporary):
             torch.empty(8, 8) @ torch.empty(8, 8)
-        assert known.lasting == [size], kind
+        assert kind_quirks.lasting == [size], kind
 
-    # a bias takes another one, once
+    # a bias takes another workspace, once
     biased = Quirks("cuda", "a4000")
     with FakeTensorMode(), Lifetimes(biased.temporary):
         layer = torch.nn.Linear(8, 8)
@@ -196,7 +196,7 @@ def host_staging() -> None:
     device = StageEstimator(Megabytes(), RunConditions(device="cuda", microbatch_size=16, stage_inputs="device")).stage(
         3, 4
     )
-    crossing = 16 * 96 * (192 * 4 + 1)  # the activations and the mask of the microbatch that waits
+    crossing = 16 * 96 * (192 * 4 + 1)  # the activations and the mask of the waiting microbatch
     assert device.peak_bytes - host.peak_bytes == pytest.approx(crossing, rel=0.5)
     cpu = StageEstimator(Megabytes(), RunConditions(microbatch_size=16)).stage(3, 4)
     assert cpu.peak_bytes > host.peak_bytes - 2 * 8519680
@@ -229,10 +229,10 @@ def promotion_of_operands() -> None:
 def unfit_matrices() -> None:
     result, spread = 128 * 32 * 4, 64 * 32 * 4
     for device in ("cpu", "cuda"):
-        found, _ = peak(device, lambda: torch.mm(torch.empty(128, 64), torch.empty(1).expand(64, 32)))
-        assert found == 128 * 64 * 4 + 4 + result + spread
-        found, _ = peak(device, lambda: torch.mm(torch.empty(128, 64), torch.empty(32, 64).t()))
-        assert found == 128 * 64 * 4 + spread + result
+        bytes_held, _ = peak(device, lambda: torch.mm(torch.empty(128, 64), torch.empty(1).expand(64, 32)))
+        assert bytes_held == 128 * 64 * 4 + 4 + result + spread
+        bytes_held, _ = peak(device, lambda: torch.mm(torch.empty(128, 64), torch.empty(32, 64).t()))
+        assert bytes_held == 128 * 64 * 4 + spread + result
 
 
 def bfloat16_packing() -> None:

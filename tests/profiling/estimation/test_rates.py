@@ -1,4 +1,4 @@
-"""What estimates reckon seconds with."""
+"""Rates with which estimates compute seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_processor_is_measured_once_for_each_number_of_threads() -> None:
 
 
 def test_bfloat16_is_faster_by_less_than_the_sheets_rates() -> None:
-    """It was slower than float32 on every card, since 16-bit products ran at float32's rate and were cast besides."""
+    """bfloat16 was slower than float32 on every card: its products got the rate of float32 and the cost of casts."""
     wide = {"product float32": 2.0 * 4096**3, "product bytes": 3 * 4 * 4096.0**2, "launch": 1}
     half = {"product half": 2.0 * 4096**3, "product bytes": 3 * 2 * 4096.0**2, "launch": 1}
     for name, gpu in GPUS.items():
