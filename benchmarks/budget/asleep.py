@@ -33,7 +33,7 @@ from varuna_capslog.schedules import RunShape
 
 DEVICES, SHAPE = 4, (1, 16)
 Seconds = tuple[tuple[float, float], ...]
-"""Of each layer: seconds of the forward and of the backward."""
+"""Seconds of the forward and of the backward of each layer."""
 
 
 def plans_of(profile: Profile, capacity: int, microbatches: int) -> dict[str, tuple[Plan, bool]]:

@@ -1,6 +1,6 @@
 """Compares simulated steps of planner `budget` with those of other planners, for the paper's six models on 8 devices.
 
-Costs are estimates for CUDA. Varuna's cuts recompute everything under Varuna's schedule, whatever the capacity. The
+Costs are estimates for CUDA. Varuna's cuts recompute everything under Varuna's schedule, for any capacity. The
 others keep within the capacity under 1F1B. Prints README.md's tables.
 """
 

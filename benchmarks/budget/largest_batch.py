@@ -44,7 +44,7 @@ from varuna_capslog.schedules import RunShape
 KIND = "a100-40gb"
 CAPACITY = GPUS[KIND].memory_bytes
 LINK = Link(bandwidth=2e10, host_bandwidth=2e10)
-"""PCIe 4 x16, of which about 20 GB/s are reached."""
+"""PCIe 4 x16, which reaches about 20 GB/s."""
 
 
 def gpt2_large() -> nn.Module:

@@ -1,9 +1,9 @@
 """Trains plans of `budget` for random budgets: the same bits as one rank without recomputation, within the budget.
 
-The seven models of `benchmarks/fold`, 1 to 4 devices, a schedule by name or chosen by the planner, budgets from below
-what the plan needs up to what keeping everything takes; for every third plan tensors may also wait in a host tier. Real
-ranks are processes of this machine; their peaks come from torch's CPU allocator in the second training step. Prints
-README.md's tables; exit status 1 where a bit differs or a rank takes more than its budget.
+The seven models of `benchmarks/fold`, 1 to 4 devices, a schedule by name or chosen by the planner, budgets from too
+small up to the peak without recomputation; every third plan may also move tensors to a host tier. Ranks are processes
+of this machine; their peaks come from torch's CPU allocator in the second training step. Prints README.md's tables;
+exit status 1 if a bit differs or a rank takes more than its budget.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
 SCHEDULES = (AUTO_SCHEDULE, AUTO_SCHEDULE, "1f1b", "zb-h1", "varuna", "gpipe")
 PARTS = (0.25, 0.95)
-"""Budgets, as parts of what the largest rank takes where everything is kept."""
+"""Range of budgets, as shares of the largest rank's peak without recomputation."""
 
 
 def trained(communicator: Communicator, case: Case) -> dict[str, Any]:

@@ -46,7 +46,7 @@ MICROBATCHES = 2
 STAGES = 3
 SMALL = 1e-6
 PRECISION = {"dtype": torch.float32}
-"""Of weights and pictures: float64 tells rounding from another step."""
+"""Type of weights and images: float64 distinguishes rounding errors from a wrong step."""
 Values = dict[str, Tensor]
 
 

@@ -27,7 +27,7 @@ REPLACED: dict[str, dict[str, str]] = {
         "LOKR on GPT-2": "LOKR takes no Conv1D of transformers, of which GPT-2 is made",
     },
 }
-"""Library -> names that are replaced by the next of the shuffle, and why."""
+"""Names by library that are replaced by the next of the shuffle, with reasons."""
 
 
 def picture(size: int, key: str = "x", rows: int = 2) -> Callable[[], dict[str, Tensor]]:

@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 _CHANGED = "was changed after the model was captured"
 
 Numbers = dict[str, np.ndarray]
-"""What a step made: its loss, and gradients, weights and buffers by the model's own names."""
+"""Results of a step: its loss, and gradients, weights and buffers by the model's own names."""
 
 
 class Verdict(NamedTuple):

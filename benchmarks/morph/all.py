@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 SHARES = {"planned": 0.19, "crash": 0.19, "join": 0.22, "equality": 0.19, "steady": 0.21}
-"""Of the minutes; what each needs besides (to begin, to compare) is allowed for."""
+"""Shares of the minutes; the time that each script needs besides (to start, to compare) is subtracted."""
 
 SCRIPTS = {
     "planned": ["planned/planned.py", "--full"],

@@ -37,7 +37,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 
 SHARES = (0.8, 0.6, 0.4)
 ACTIVATIONS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.07)
-"""Shares of what the keep-all peak has beside parameters, gradients and moments."""
+"""Shares of the peak's activations without recomputation: without parameters, gradients and moments."""
 TORCH_BUDGETS = (1.0, 0.6, 0.4, 0.2, 0.0)
 
 

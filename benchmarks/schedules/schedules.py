@@ -33,7 +33,7 @@ from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.schedules import StageGraph, StageSeconds, schedule_of, simulate
 
 Times = Sequence[tuple[float, float, float]]
-"""Of each stage: seconds of the forward and of both halves of the backward."""
+"""Seconds of the forward and of both halves of the backward of each stage."""
 
 
 class _WaitForWeight(torch.autograd.Function):

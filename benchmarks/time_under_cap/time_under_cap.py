@@ -45,7 +45,7 @@ LINKS = {
     "0.5 GB/s": Link(0.5e9, 1e-4),
     "0.5 GB/s, blocking": Link(0.5e9, 1e-4, copy_bandwidth=0.5e9),
 }
-"""Between two stages. The last: the sender copies what it sends itself and cannot compute meanwhile."""
+"""Links between two stages. The last: the sender copies its messages itself and cannot compute meanwhile."""
 
 
 def estimated(config: str, size: tuple[int, int], folder: Path) -> Profile:

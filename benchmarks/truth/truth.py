@@ -226,7 +226,7 @@ RUNS: list[tuple[str, list[float], dict[str, Any]]] = [
     ("float16, weights too", [0.0, 0.5], {}),
     ("float16, weights too", [0.0, 0.34, 0.67], {"schedule": "1f1b", "recompute": False}),
 ]
-"""Model (by a part of its name), where to cut it (as parts of its length), and how to run it."""
+"""Model (by a part of its name), its cuts (as shares of its length), and the options of the run."""
 
 
 def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) -> Iterator[Trial]:

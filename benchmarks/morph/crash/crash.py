@@ -2,7 +2,7 @@
 
 One run of four devices on one host, `redundancy: 1`, `protection: sync`. The clock runs from before the kill to the end
 of the first step of the new generation, when its last member has applied it. The lost worker is replaced and the next
-one is killed once everybody has trained again.
+one is killed once all members have trained again.
 """
 
 from __future__ import annotations

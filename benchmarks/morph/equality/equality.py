@@ -3,7 +3,7 @@
 Members leave with notice, are killed and join at random; every set of members gets a layout of its own (cuts and
 replicas drawn from the members' names), so that layouts differ far more than a placer's would. With `--plans` every
 generation runs a plan drawn at random (`tests/rig/drawn_plans`): memory intervals, several stages on a member,
-pipelines and replicas of unequal length and shares; the pauses are told, too. The model has dropout, running statistics
+pipelines and replicas of unequal length and shares; pauses are reported, too. The model has dropout, running statistics
 and a shared parameter; `accumulation_blocks` is 4. Every step's microbatches are counted over all members, too:
 each exactly once.
 """

@@ -25,10 +25,10 @@ from live import HERE, Clock, Live, append_result
 from live import main as marked
 
 LAYOUTS = {5: ((0, 2, 4, 6, 8), 1), 4: ((0, 6), 2), 3: ((0, 3, 7), 1), 2: ((0, 4), 1), 1: ((0,), 1)}
-"""By the number of members: cuts and replicas."""
+"""Cuts and replicas by the number of members."""
 
 COURSE = ("leave", "kill", "leave", "join", "kill", "kill")
-"""From five members: 4 (replicas), 3, 2, 3, 2, 1."""
+"""Changes from five members to 4 (replicas), 3, 2, 3, 2, 1."""
 
 MINE = "own_optimizer:Mine"
 

@@ -31,9 +31,9 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
 FOUNDING = 0.2
-"""Seconds to find a loss and found the next generation (`../crash`)."""
+"""Seconds to detect a loss and form the next generation (`../crash`)."""
 RESTART = 45.0
-"""Seconds to begin again from a checkpoint."""
+"""Seconds to restart from a checkpoint."""
 MICROBATCHES, BLOCKS = 32, 8
 
 

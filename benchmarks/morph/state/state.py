@@ -26,7 +26,7 @@ from live import HERE, Clock, Live, append_result, pauses, quantiles, step_ends
 from varuna_capslog.base.errors import CapslogError
 
 SIZES = ((4, 8), (64, 8), (256, 8), (1024, 8), (1024, 64))
-"""Megabytes of state, and in how many blocks."""
+"""Megabytes of state, and number of blocks."""
 DEVICES = 3
 BYTES_PER_PARAMETER = 12
 

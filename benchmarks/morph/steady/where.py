@@ -24,7 +24,7 @@ from live import HERE, Live
 from steady import PATIENT, PROTECTION, Turns
 
 STEPS = "CAPSLOG_WHERE_STEPS"
-"""Names the variable that tells the members between which steps to count."""
+"""Environment variable with the first and last step that members count."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
