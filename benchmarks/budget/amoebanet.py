@@ -1,7 +1,7 @@
 """AmoebaNet-D, the network that GPipe and DawnPiper train (Real et al., AAAI 2019, Figure 2; the cells as published).
 
-A cell reads the outputs of the two cells before it. It makes five sums of two branches; a branch reads one of the two
-inputs or an earlier sum. What no branch reads further is concatenated.
+A cell reads the outputs of the two cells before it. It computes five sums of two branches; a branch reads one of the
+two inputs or an earlier sum. Sums that no branch reads are concatenated.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NORMAL_ENDS, REDUCTION_ENDS = (0, 3, 4, 6), (4, 5, 6)
 
 
 def convolved(before: int, after: int, size: tuple[int, int], stride: tuple[int, int] | int = 1) -> nn.Sequential:
-    """ReLU, convolution, batch norm."""
+    """Return ReLU, convolution and batch norm."""
     padding = (size[0] // 2, size[1] // 2)
     return nn.Sequential(nn.ReLU(), nn.Conv2d(before, after, size, stride, padding, bias=False), nn.BatchNorm2d(after))
 
 
 def branch(kind: str, width: int, stride: int) -> nn.Module:
-    """One operation on `width` channels; stride 2 halves the sides."""
+    """Return an operation on `width` channels; stride 2 halves the sides."""
     if kind == "same":
         return nn.Identity() if stride == 1 else convolved(width, width, (1, 1), 2)
     if kind == "max3":
@@ -54,7 +54,7 @@ def branch(kind: str, width: int, stride: int) -> nn.Module:
 
 
 class Cell(nn.Module):
-    """(what the cell before read, what it made) -> (what it made, what this one makes)."""
+    """(input of the previous cell, its output) -> (output of the previous cell, output of this cell)."""
 
     def __init__(self, before: tuple[int, int], width: int, reduces: bool, shrinks: bool) -> None:
         super().__init__()
@@ -69,9 +69,9 @@ class Cell(nn.Module):
     def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         older, newer = both
         states = [self.older(older), self.newer(newer)]
-        for number, (left, right) in enumerate(self.cell):
-            one, other = self.branches[2 * number], self.branches[2 * number + 1]
-            states.append(one(states[left[0]]) + other(states[right[0]]))
+        for number, (first, second) in enumerate(self.cell):
+            first_branch, second_branch = self.branches[2 * number], self.branches[2 * number + 1]
+            states.append(first_branch(states[first[0]]) + second_branch(states[second[0]]))
         return newer, torch.cat([states[at] for at in self.ends], 1)
 
 
@@ -98,9 +98,8 @@ class AmoebaNetD(nn.Module):
         self.head = nn.Linear(before[1], 1000)
 
     def forward(self, images: Tensor) -> Tensor:
-        """As above."""
-        found = self.stem_norm(self.stem(images))
-        both = found, found
+        features = self.stem_norm(self.stem(images))
+        both = features, features
         for cell in self.cells:
             both = cell(both)
         return self.head(both[1].mean((2, 3)))
@@ -114,5 +113,4 @@ class Imaged(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """As above."""
         return {"loss": nn.functional.cross_entropy(self.model(images), labels)}

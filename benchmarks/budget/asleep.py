@@ -1,8 +1,8 @@
-"""Simulated ratios of planner `budget`'s steps beside real steps on layers that sleep, 4 ranks.
+"""Compares simulated ratios of planner `budget`'s steps with real steps on layers that sleep, 4 ranks.
 
-Plans are those for the paper's six models, estimated for CUDA. Every layer of the real steps waits as long as the
-estimate says, times one factor for the whole model; engine, schedule and gloo are real. Both plans are there at once
-and take turns. Prints README.md's table.
+Plans are those for the paper's six models, estimated for CUDA. Every layer of the real steps sleeps for its estimated
+time, times one factor for the whole model; engine, schedule and gloo are real. Both plans exist at once and take
+turns. Prints README.md's table.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from varuna_capslog.schedules import RunShape
 
 DEVICES, SHAPE = 4, (1, 16)
 Seconds = tuple[tuple[float, float], ...]
-"""Of each layer: seconds of the forward and of the backward."""
+"""Seconds of the forward and of the backward of each layer."""
 
 
 def plans_of(profile: Profile, capacity: int, microbatches: int) -> dict[str, tuple[Plan, bool]]:
-    """Plans that fit, each with whether whole stages recompute: Varuna's cuts, cuts for time, `budget`."""
-    found = {}
+    """Return the plans that fit, each with whether whole stages recompute: Varuna's cuts, cuts for time, `budget`."""
+    plans = {}
     for name, schedule in (("varuna", "varuna"), ("throughput", "1f1b"), ("budget", "1f1b")):
         run = RunShape(microbatches, schedule, True, num_blocks=1)
-        one = plan(profile, DEVICES, name, capacity=None if name == "varuna" else capacity, run=run)
-        if name == "varuna" or one.fits:
-            found[name] = one, name != "budget"
-    return found
+        candidate = plan(profile, DEVICES, name, capacity=None if name == "varuna" else capacity, run=run)
+        if name == "varuna" or candidate.fits:
+            plans[name] = candidate, name != "budget"
+    return plans
 
 
 def measure(
     communicator: Communicator, seconds: Seconds, plans: dict[str, tuple[Plan, bool]], microbatches: int, rounds: int
 ) -> dict[str, list[float]]:
-    """One rank's seconds of every round of each plan."""
+    """Return this rank's seconds of every round of each plan."""
     runs = {}
-    for name, (one, recompute) in plans.items():
+    for name, (candidate, recompute) in plans.items():
         chain = Chain([Layer(f"layer.{n}", Sleeping(*waits)) for n, waits in enumerate(seconds)], name="sleeper")
         schedule = "varuna" if name == "varuna" else "1f1b"
         options = EngineOptions(microbatches, schedule=schedule, recompute=recompute)
-        engine = PipelineEngine(chain, mean_loss, Layout(one.stages), options, communicator, torch.device("cpu"))
+        engine = PipelineEngine(chain, mean_loss, Layout(candidate.stages), options, communicator, torch.device("cpu"))
         runs[name] = stepping(engine, microbatches, {"x": torch.zeros(*SHAPE)})
-    found = interleave(runs, rounds, communicator.barrier, warmup=1)
-    return {name: [wall for wall, _ in row] for name, row in found.items()}
+    times = interleave(runs, rounds, communicator.barrier, warmup=1)
+    return {name: [wall for wall, _ in row] for name, row in times.items()}
 
 
 def rows_of(model: str, profile: Profile, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """`budget`'s plan beside each other one."""
+    """Compare `budget`'s plan with every other plan; print and return a row for each."""
     microbatches = arguments.microbatches
     plans = plans_of(profile, parse_bytes(arguments.capacity), microbatches)
     if "budget" not in plans:
@@ -80,25 +80,28 @@ def rows_of(model: str, profile: Profile, arguments: argparse.Namespace) -> list
         )
     )
     played = {}
-    for name, (one, recompute) in plans.items():
+    for name, (candidate, recompute) in plans.items():
         schedule = "varuna" if name == "varuna" else "1f1b"
         played[name] = simulate_plan(
-            scaled, one, schedule=schedule, num_microbatches=microbatches, recompute=recompute
+            scaled, candidate, schedule=schedule, num_microbatches=microbatches, recompute=recompute
         ).step_seconds
     ranks = run_ranks(measure, DEVICES, seconds, plans, microbatches, arguments.rounds)
-    steps = {name: [max(one) for one in zip(*(row[name] for row in ranks), strict=True)] for name in plans}
-    found = []
-    for other in [name for name in plans if name != "budget"]:
-        row = {"model": model, "other": other, **beside_play(steps, played, other, "budget")}
+    steps = {
+        name: [max(seconds_of_ranks) for seconds_of_ranks in zip(*(row[name] for row in ranks), strict=True)]
+        for name in plans
+    }
+    results = []
+    for rival in [name for name in plans if name != "budget"]:
+        row = {"model": model, "other": rival, **beside_play(steps, played, rival, "budget")}
         middle, low, high = row["ratio"]
         off = 100 * (middle / row["played_ratio"] - 1)
         print(
-            f"| {model} | {other} | {1e3 * row['measured_seconds']['budget']:.0f} | {middle:.3f} ({low:.3f}-{high:.3f})"
+            f"| {model} | {rival} | {1e3 * row['measured_seconds']['budget']:.0f} | {middle:.3f} ({low:.3f}-{high:.3f})"
             f" | {row['played_ratio']:.3f} | {off:+.1f} % |",
             flush=True,
         )
-        found.append(row)
-    return found
+        results.append(row)
+    return results
 
 
 def main() -> None:

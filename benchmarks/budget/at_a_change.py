@@ -1,7 +1,7 @@
 """Seconds of planner `budget` when the members of an elastic run change, for the paper's six models.
 
-Eight members with one device each lose one. The member that proposes has planned for eight before; what it searches for
-seven is timed where nothing was prepared, and where the search was made ahead of the change. Prints README.md's table.
+Eight members with one device each lose one. The proposing member has planned for eight before; its search for seven is
+timed without preparation, and after a search made ahead of the change. Prints README.md's table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEMBERS = 8
 
 
 def placer_of(profile: Profile, link: Link, blocks: int) -> Placer:
-    """That of a run whose layers' states are weights and two moments."""
+    """Return the placer of a run whose layers' states are weights and two moments."""
     sizes = [3 * (layer.parameter_bytes or 0) for layer in profile.layers]
     run = RunShape(32, "auto", True, num_blocks=blocks)
     candidates = Candidates(profile, sizes, run.settled(), "budget", beside=sizes)
@@ -48,22 +48,22 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="12GB/s", help="of links between stages and to the host, or none")
     parser.add_argument("--blocks", type=int, default=4, help="accumulation blocks, which as many pipelines may share")
     parser.add_argument("--json", type=Path, help="where to write the results")
-    given = parser.parse_args()
-    rate = None if given.bandwidth == "none" else parse_rate(given.bandwidth)
-    link, capacity, rows = Link(host_bandwidth=rate), parse_bytes(given.capacity), []
+    args = parser.parse_args()
+    rate = None if args.bandwidth == "none" else parse_rate(args.bandwidth)
+    link, capacity, rows = Link(host_bandwidth=rate), parse_bytes(args.capacity), []
     print("| model | plans for 8 members, s | for 7, not prepared, s | searches | for 7, prepared, ms | step, s |")
     print("|---|---|---|---|---|---|")
     for model, profile in paper_profiles():
         seats = [Seat(f"m{number}", f"h{number}", capacity) for number in range(MEMBERS)]
-        placer, seconds = placer_of(profile, link, given.blocks), []
+        placer, seconds = placer_of(profile, link, args.blocks), []
         assert placer.budgeted is not None
-        for some in (seats, seats[:-1]):
+        for present in (seats, seats[:-1]):
             placer.budgeted.taken()
             begun = time.process_time()
-            plan = placer.propose(some)
+            plan = placer.propose(present)
             seconds.append(time.process_time() - begun)
         searched = placer.budgeted.taken()
-        member = placer_of(profile, link, given.blocks)
+        member = placer_of(profile, link, args.blocks)
         member.learn(searched)
         begun = time.process_time()
         again = member.propose(seats[:-1])
@@ -73,7 +73,7 @@ def main() -> None:
         rows.append({"model": model, "seconds": seconds, "searches": len(searched), "ms": prepared, "step": step})
         cells = model, f"{seconds[0]:.2f}", f"{seconds[1]:.2f}", len(searched), f"{prepared:.0f}"
         print(f"| {' | '.join(map(str, cells))} | {'-' if step is None else f'{step:.3f}'} |", flush=True)
-    write_json(given.json, {"rows": rows})
+    write_json(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":

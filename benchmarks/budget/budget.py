@@ -1,6 +1,6 @@
-"""Simulated steps of planner `budget` beside those of other planners, for the paper's six models on 8 devices.
+"""Compares simulated steps of planner `budget` with those of other planners, for the paper's six models on 8 devices.
 
-Costs are estimates for CUDA. Varuna's cuts recompute everything under Varuna's schedule, whatever the capacity. The
+Costs are estimates for CUDA. Varuna's cuts recompute everything under Varuna's schedule, for any capacity. The
 others keep within the capacity under 1F1B. Prints README.md's tables.
 """
 
@@ -29,17 +29,17 @@ PLANNERS = ("throughput", "vpipe", "dawnpiper", "budget")
 
 
 def row(profile: Profile, capacity: int, link: Link, microbatches: int) -> dict[str, Any]:
-    """Varuna's step in seconds, and of each planner by how much its step is shorter; None where nothing fits."""
+    """Return Varuna's step in seconds, and each planner's speed-up over it; None where nothing fits."""
     run = RunShape(microbatches, "varuna", True, num_blocks=1)
     base = simulate_plan(profile, plan(profile, DEVICES, "varuna", run=run, link=link), link=link).step_seconds
-    found: dict[str, Any] = {"varuna": base}
+    answers: dict[str, Any] = {"varuna": base}
     run = RunShape(microbatches, "1f1b", True, num_blocks=1)
     for name in PLANNERS:
-        one = plan(profile, DEVICES, name, capacity=capacity, run=run, link=link)
-        found[name] = base / simulate_plan(profile, one, link=link).step_seconds if one.fits else None
+        candidate = plan(profile, DEVICES, name, capacity=capacity, run=run, link=link)
+        answers[name] = base / simulate_plan(profile, candidate, link=link).step_seconds if candidate.fits else None
         if name == "budget":
-            found["search"] = one.search_seconds
-    return found
+            answers["search"] = candidate.search_seconds
+    return answers
 
 
 def main() -> None:
@@ -54,13 +54,13 @@ def main() -> None:
             print("|---" * (len(PLANNERS) + 3) + "|")
             rows = {}
             for model, profile in profiles.items():
-                rows[model] = one = row(profile, capacity, link, arguments.microbatches)
-                ratios = " | ".join("-" if one[name] is None else f"{one[name]:.2f}" for name in PLANNERS)
-                print(f"| {model} | {one['varuna']:.2f} | {ratios} | {one['search']:.1f} |", flush=True)
+                rows[model] = answers = row(profile, capacity, link, arguments.microbatches)
+                ratios = " | ".join("-" if answers[name] is None else f"{answers[name]:.2f}" for name in PLANNERS)
+                print(f"| {model} | {answers['varuna']:.2f} | {ratios} | {answers['search']:.1f} |", flush=True)
             means = []
             for name in PLANNERS:
-                known = [one[name] for one in rows.values() if one[name] is not None]
-                means.append(f"{statistics.geometric_mean(known):.2f} of {len(known)}" if known else "-")
+                feasible = [answers[name] for answers in rows.values() if answers[name] is not None]
+                means.append(f"{statistics.geometric_mean(feasible):.2f} of {len(feasible)}" if feasible else "-")
             print(f"| geometric mean | | {' | '.join(means)} | |")
             results.append({"capacity_bytes": capacity, "bandwidth": text, "rows": rows})
     write_json(arguments.json, {"results": results})

@@ -1,9 +1,10 @@
-"""The largest batch of GPipe's, vPipe's, DawnPiper's and our planner: DawnPiper's Tables 1 and 2, estimated.
+"""Finds the largest batch of GPipe's, vPipe's, DawnPiper's and our planner: DawnPiper's Tables 1 and 2, estimated.
 
 BERT 340 M, GPT-2 770 M, T5 780 M and AmoebaNet-D 28 M on 4 and 8 devices of 40 GB, as many microbatches as stages. Each
 model is estimated for microbatches of 1, 2, 4 ... samples; profiles in between are interpolated field by field. All
-methods are judged by the same fold. Prints README.md's table. With `--asynchronous` it is Table 2: pipelines that never
-drain, as PipeDream's, whose stages keep the weights of every microbatch in flight; nothing here trains so.
+methods are judged by the same memory simulation. Prints README.md's table. `--asynchronous` gives Table 2: pipelines
+that never drain, like PipeDream's, whose stages keep the weights of every microbatch in flight; this library does not
+train so.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from varuna_capslog.schedules import RunShape
 KIND = "a100-40gb"
 CAPACITY = GPUS[KIND].memory_bytes
 LINK = Link(bandwidth=2e10, host_bandwidth=2e10)
-"""PCIe 4 x16, of which about 20 GB/s are reached."""
+"""PCIe 4 x16, which reaches about 20 GB/s."""
 
 
 def gpt2_large() -> nn.Module:
-    """774 million parameters."""
+    """Return GPT-2 large with 774 million parameters."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(n_embd=1280, n_layer=36, n_head=20, use_cache=False))
 
 
 def amoebanet() -> nn.Module:
-    """27.9 million parameters."""
+    """Return AmoebaNet-D with 27.9 million parameters."""
     return Imaged(AmoebaNetD(18, 120))
 
 
@@ -64,14 +65,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str], int]] = {
     "T5": (models.t5_large, ["input_ids=int64[{},512]:32128", "labels=int64[{},128]:32128"], 512),
     "AmoebaNet": (amoebanet, ["images=float32[{},3,224,224]", "labels=int64[{}]:1000"], 2048),
 }
-"""Model, the inputs for so many samples, and the largest microbatch that is estimated. The paper does not say how long
-its sequences are."""
+"""Model, its inputs for a number of samples, and the largest microbatch that is estimated. The paper does not state the
+length of its sequences."""
 
 
 def profiles_of(name: str, folder: Path) -> dict[int, Profile]:
-    """A profile for each power of two up to the largest microbatch; kept in `folder`."""
+    """Return a profile for each power of two up to the largest microbatch; profiles are kept in `folder`."""
     build, inputs, most = MODELS[name]
-    found, size = {}, 1
+    profiles, size = {}, 1
     while size <= most:
         path = folder / f"{name}-{size}.json"
         if not path.exists():
@@ -81,18 +82,18 @@ def profiles_of(name: str, folder: Path) -> dict[int, Profile]:
             sample = [text.format(size) for text in inputs]
             write_profile(path, capslog.estimate(model, sample, device=f"cuda:{KIND}"))
             sys.stderr.write(f"{path.name}: {time.perf_counter() - begun:.0f} s\n")
-        found[size] = read_profile(path)
+        profiles[size] = read_profile(path)
         size *= 2
-    return found
+    return profiles
 
 
 def between(low: Any, high: Any, part: float) -> Any:
-    """Every number of one JSON value moved towards the other by `part`."""
+    """Interpolate every number of a JSON value: `part` of the way from `low` to `high`."""
     if isinstance(low, dict):
         return {name: between(value, high[name], part) for name, value in low.items() if name in high}
     if isinstance(low, list):
         assert len(low) == len(high)
-        return [between(one, other, part) for one, other in zip(low, high, strict=True)]
+        return [between(below, above, part) for below, above in zip(low, high, strict=True)]
     if isinstance(low, bool) or not isinstance(low, int | float) or low == high:
         return low
     moved = low + part * (high - low)
@@ -100,39 +101,39 @@ def between(low: Any, high: Any, part: float) -> Any:
 
 
 def profile_at(profiles: dict[int, Profile], size: int) -> Profile:
-    """The profile of microbatches of `size` samples."""
+    """Return the profile of microbatches of `size` samples."""
     if size in profiles:
         return profiles[size]
-    low = max(one for one in profiles if one < size)
+    low = max(power for power in profiles if power < size)
     values = profiles[low].to_json(), profiles[2 * low].to_json()
     return Profile.from_json(between(*values, (size - low) / low))
 
 
 def even_bounds(chain: Layerwise, stages: int) -> list[int]:
-    """Bounds of the stages whose slowest is fastest, as torchgpipe's balance by time."""
+    """Return the bounds of stages that minimize the slowest stage's seconds, like torchgpipe's balance by time."""
     size = chain.num_layers
 
     @cache
-    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        if left == 1:
+    def best(first: int, remaining: int) -> tuple[float, tuple[int, ...]]:
+        if remaining == 1:
             return chain.seconds(first, size), (size,)
-        found = (
-            (max(chain.seconds(first, end), (rest := best(end, left - 1))[0]), (end, *rest[1]))
-            for end in range(first + 1, size - left + 2)
+        candidates = (
+            (max(chain.seconds(first, end), (tail := best(end, remaining - 1))[0]), (end, *tail[1]))
+            for end in range(first + 1, size - remaining + 2)
         )
-        return min(found, key=lambda one: one[0])
+        return min(candidates, key=lambda candidate: candidate[0])
 
     return [0, *best(0, stages)[1]]
 
 
 class Methods:
-    """Whether a method trains microbatches of a size on so many devices."""
+    """Checks of which methods fit microbatches of a given size on a number of devices."""
 
     def __init__(self, profiles: dict[int, Profile], stages: int, asynchronous: bool) -> None:
         self.profiles, self.stages, self.asynchronous = profiles, stages, asynchronous
 
     def chain(self, size: int, schedule: str, limited: bool = True) -> Layerwise:
-        """What planners ask of a profile; unlimited: as if the devices had any memory."""
+        """Return the chain problem of a profile; not `limited`: without memory limits."""
         profile = profile_at(self.profiles, size)
         run = RunShape(self.stages, schedule, True, microbatch_size=size, num_blocks=1)
         usable = Problem.of(profile, self.stages, CAPACITY).usable if limited else None
@@ -142,13 +143,13 @@ class Methods:
         weights = profile.column("parameter_bytes")
 
         def peak(stage: int, first: int, end: int, intervals: Intervals) -> int:
-            versions = self.stages - 1 - stage  # beside the newest one
+            versions = self.stages - 1 - stage  # besides the newest version
             return chain.peak(stage, first, end, intervals) + versions * sum(weights[first:end])
 
         return dataclasses.replace(chain, peak=cache(peak))
 
     def holds(self, size: int, schedule: str, bounds: Sequence[int], recompute: bool) -> bool:
-        """Whether stages that keep everything, or nothing but their inputs, fit."""
+        """Check that stages fit that keep all activations, or with `recompute` only their inputs."""
         chain = self.chain(size, schedule)
         for stage in range(self.stages):
             first, end = bounds[stage : stage + 2]
@@ -158,37 +159,37 @@ class Methods:
         return True
 
     def gpipe(self, size: int) -> bool:
-        """Balanced seconds, everything kept, gpipe's schedule."""
+        """GPipe: balanced seconds, no recomputation, GPipe's schedule."""
         return self.holds(size, "gpipe", even_bounds(self.chain(size, "gpipe"), self.stages), False)
 
     def pipedream(self, size: int) -> bool:
-        """Balanced seconds, everything kept, 1F1B that never drains."""
+        """PipeDream: balanced seconds, no recomputation, 1F1B that never drains."""
         return self.holds(size, "1f1b", even_bounds(self.chain(size, "1f1b"), self.stages), False)
 
     def gpipe_r(self, size: int) -> bool:
-        """The same, all recomputed."""
+        """GPipe with recomputation of all activations."""
         return self.holds(size, "gpipe", even_bounds(self.chain(size, "gpipe"), self.stages), True)
 
     def vpipe(self, size: int) -> bool:
-        """vPipe's cuts for any memory, which balance seconds, everything kept."""
-        found = vpipe_stages(self.chain(size, "1f1b", limited=False))
-        return self.holds(size, "1f1b", [0, *(one.end for one in found)], False)
+        """vPipe's cuts without memory limits, which balance seconds; no recomputation."""
+        stages = vpipe_stages(self.chain(size, "1f1b", limited=False))
+        return self.holds(size, "1f1b", [0, *(stage.end for stage in stages)], False)
 
     def dawnpiper(self, size: int) -> bool:
-        """DawnPiper's walk where nothing can be treated."""
+        """DawnPiper without swaps and recomputation."""
         chain, none = self.chain(size, "1f1b"), [0] * len(self.chain(size, "1f1b").forward)
-        return not any(one.lack for one in dawnpiper_stages(dataclasses.replace(chain, freed=none, moved=none)))
+        return not any(stage.lack for stage in dawnpiper_stages(dataclasses.replace(chain, freed=none, moved=none)))
 
     def vpipe_sr(self, size: int) -> bool:
         """vPipe with swaps and recomputation."""
-        return not any(one.lack for one in vpipe_stages(self.chain(size, "1f1b")))
+        return not any(stage.lack for stage in vpipe_stages(self.chain(size, "1f1b")))
 
     def dawnpiper_sr(self, size: int) -> bool:
         """DawnPiper with swaps and recomputation."""
-        return not any(one.lack for one in dawnpiper_stages(self.chain(size, "1f1b")))
+        return not any(stage.lack for stage in dawnpiper_stages(self.chain(size, "1f1b")))
 
     def budget(self, size: int) -> bool:
-        """Ours, under 1F1B, with all kinds of intervals."""
+        """Planner `budget`, under 1F1B, with all kinds of intervals."""
         run = RunShape(self.stages, "1f1b", True, microbatch_size=size, num_blocks=1)
         profile = profile_at(self.profiles, size)
         return bool(judged_layerwise_plan(profile, self.stages, "budget", "auto", CAPACITY, run, LINK, 10).fits)
@@ -211,16 +212,16 @@ def main() -> None:
     parser.add_argument("--asynchronous", action="store_true", help="Table 2: pipelines that never drain")
     parser.add_argument("--profiles", type=Path, help="a folder that keeps the estimates; default: none is kept")
     parser.add_argument("--json", type=Path, help="where to write the results")
-    given = parser.parse_args()
-    wanted = ASYNCHRONOUS_ROWS if given.asynchronous else ROWS
+    args = parser.parse_args()
+    wanted = ASYNCHRONOUS_ROWS if args.asynchronous else ROWS
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.profiles or Path(temporary)
+        folder = args.profiles or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in given.models.split(","):
+        for name in args.models.split(","):
             profiles = profiles_of(name, folder)
-            for stages in map(int, given.devices.split(",")):
-                methods = Methods(profiles, stages, given.asynchronous)
+            for stages in map(int, args.devices.split(",")):
+                methods = Methods(profiles, stages, args.asynchronous)
                 for treated, rows in wanted:
                     for method in rows:
                         begun = time.perf_counter()
@@ -228,18 +229,18 @@ def main() -> None:
                         seconds = time.perf_counter() - begun
                         results.append(
                             {"model": name, "devices": stages, "treated": treated, "method": method}
-                            | {"batch": size * (1 if given.asynchronous else stages), "most": size == max(profiles)}
+                            | {"batch": size * (1 if args.asynchronous else stages), "most": size == max(profiles)}
                             | {"seconds": seconds}
                         )
                         sys.stderr.write(f"{results[-1]}\n")
-    found = {(one["devices"], one["method"], one["model"]): one["batch"] for one in results}
-    print(f"| devices | treated | method | {' | '.join(given.models.split(','))} |\n|{'---|' * (3 + len(MODELS))}")
-    for stages in map(int, given.devices.split(",")):
+    batch_of = {(row["devices"], row["method"], row["model"]): row["batch"] for row in results}
+    print(f"| devices | treated | method | {' | '.join(args.models.split(','))} |\n|{'---|' * (3 + len(MODELS))}")
+    for stages in map(int, args.devices.split(",")):
         for treated, rows in wanted:
             for method in rows:
-                batches = (str(found[stages, method, name]) for name in given.models.split(","))
+                batches = (str(batch_of[stages, method, name]) for name in args.models.split(","))
                 print(f"| {stages} | {treated} | {method.partition('_')[0]} | {' | '.join(batches)} |")
-    write_json(given.json, {"rows": results})
+    write_json(args.json, {"rows": results})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long planner budget searches for long chains: random layers, a thousand at most, on 8 devices."""
+"""Times planner budget's search for long chains: random layers, a thousand at most, on 8 devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICES, RUN = 8, RunShape(32, "auto")
 
 
 def long_chain(layers: int, seed: int) -> Profile:
-    """Layers of random bytes and seconds, whose tensors other layers than the next one read as well."""
+    """Return layers of random bytes and seconds, whose tensors are also read by layers after the next one."""
     dice = random.Random(seed)
     profile = profile_of(Model.random(dice, layers, True, 1000), "cuda")
     rows = []
@@ -30,7 +30,7 @@ def long_chain(layers: int, seed: int) -> Profile:
 
 
 def searched(profile: Profile, capacity: int | None) -> tuple[float, float, Plan]:
-    """Seconds of the clock, of the processor, and the plan."""
+    """Search; return wall-clock seconds, processor seconds, and the plan."""
     begun = time.perf_counter(), time.process_time()
     plan = layerwise_plan(profile, DEVICES, "budget", capacity, RUN)
     return time.perf_counter() - begun[0], time.process_time() - begun[1], plan
@@ -40,14 +40,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[100, 200, 400, 1000])
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
+    args = parser.parse_args()
     print("| layers | of the peak that keeps all | seconds | processor seconds | step, s | above the bound |")
     print("|---|---|---|---|---|---|")
-    for layers in given.layers:
-        profile = long_chain(layers, given.seed)
+    for layers in args.layers:
+        profile = long_chain(layers, args.seed)
         free = searched(profile, None)
         run = dataclasses.replace(RUN, schedule=free[2].schedule or "1f1b")
-        most = max(one.peak_bytes for one in fold_plan(profile, free[2], run))
+        most = max(stage.peak_bytes for stage in fold_plan(profile, free[2], run))
         for part in (1.0, 0.7, 0.4):
             clock, processor, plan = free if part == 1.0 else searched(profile, int(most * part))
             step, bound = plan.step_seconds, plan.bound_seconds

@@ -1,4 +1,4 @@
-"""The paper's six models, estimated for CUDA: what the benchmarks of this folder plan for."""
+"""The paper's six models, estimated for CUDA, for the benchmarks of this folder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ __all__ = ["paper_profiles"]
 
 
 def paper_profiles() -> Iterator[tuple[str, Profile]]:
-    """The name and the profile of each, by name, made when it is asked for."""
+    """Yield the name and the profile of each model, sorted by name; a profile is estimated when it is needed."""
     for path in sorted((Path(__file__).parents[2] / "configs/paper").glob("*.yaml")):
         yield path.stem, estimate_config(load_config(path, ["pipeline.schedule=1f1b"]))

@@ -1,4 +1,4 @@
-"""What the scripts of this folder ask planner `budget` about: capacities, rates of links, and microbatches."""
+"""Options of this folder's scripts for planner `budget`: capacities, rates of links, and microbatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["link_of", "questions"]
 
 
 def questions(description: str) -> argparse.ArgumentParser:
-    """A parser of the command line that says what to ask."""
+    """Return a parser of the command line with these options."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capacities", default="16GiB,8GiB,4GiB")
     parser.add_argument("--bandwidths", default="none,12GB/s", help="of links between stages and to the host")
@@ -22,6 +22,6 @@ def questions(description: str) -> argparse.ArgumentParser:
 
 
 def link_of(rate: str) -> Link:
-    """Links between stages and to the host of one rate; "none": messages take no time, and copies are not timed."""
-    found = None if rate == "none" else parse_rate(rate)
-    return Link(bandwidth=found, host_bandwidth=found)
+    """Return links between stages and to the host of one rate; "none": messages and copies take no time."""
+    bandwidth = None if rate == "none" else parse_rate(rate)
+    return Link(bandwidth=bandwidth, host_bandwidth=bandwidth)

@@ -1,9 +1,9 @@
-"""Plans of `budget` for random budgets, trained: the same bits as one rank that keeps everything, within the budget.
+"""Trains plans of `budget` for random budgets: the same bits as one rank without recomputation, within the budget.
 
-The seven models of `benchmarks/fold`, 1 to 4 devices, a schedule by name or chosen by the planner, budgets from below
-what the plan needs up to what keeping everything takes; for every third plan tensors may also wait in a host tier. Real
-ranks are processes of this machine; their peaks come from torch's CPU allocator in the second training step. Prints
-README.md's tables; exit status 1 where a bit differs or a rank takes more than its budget.
+The seven models of `benchmarks/fold`, 1 to 4 devices, a schedule by name or chosen by the planner, budgets from too
+small up to the peak without recomputation; every third plan may also move tensors to a host tier. Ranks are processes
+of this machine; their peaks come from torch's CPU allocator in the second training step. Prints README.md's tables;
+exit status 1 if a bit differs or a rank takes more than its budget.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
 SCHEDULES = (AUTO_SCHEDULE, AUTO_SCHEDULE, "1f1b", "zb-h1", "varuna", "gpipe")
 PARTS = (0.25, 0.95)
-"""Budgets, as parts of what the largest rank takes where everything is kept."""
+"""Range of budgets, as shares of the largest rank's peak without recomputation."""
 
 
 def trained(communicator: Communicator, case: Case) -> dict[str, Any]:
-    """Two steps of this rank: its peaks in the second, losses and norms, and a digest of every layer's weights."""
+    """Train two steps; return this rank's peaks in the second, losses, norms and a digest of each layer's weights."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
@@ -75,27 +75,27 @@ def trained(communicator: Communicator, case: Case) -> dict[str, Any]:
     verdicts = [train_step(engine, 1, minibatch, load)]
     with PeakProbe(CPU, resident_tensors(engine.layers, engine.optimizer)) as probe:
         verdicts.append(train_step(engine, 2, minibatch, load))
-    losses = [(one.parts, one.grad_norm) for one in verdicts]
+    losses = [(verdict.parts, verdict.grad_norm) for verdict in verdicts]
     digests = {layer.layer.name: _digest(layer.layer.module) for layer in engine.layers}
     return {"peak": probe.peak_bytes, "host": tier.peak_bytes, "losses": losses, "digests": digests}
 
 
 def _digest(module: torch.nn.Module) -> str:
-    found = hashlib.sha256()
-    for name, one in sorted(module.state_dict().items()):
-        found.update(name.encode() + one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
-def case_of(model: str, found: Plan, edges: tuple[tuple[int, int], ...]) -> Case:
-    """What the engine is told of a plan."""
-    stages = tuple(dataclasses.replace(one, bytes=None, seconds=None) for one in found.stages)
-    assert found.schedule is not None
-    return Case(model, Layout(stages, found.units.blocks or 1), found.schedule, True, None, edges)
+def case_of(model: str, plan: Plan, edges: tuple[tuple[int, int], ...]) -> Case:
+    """Return the case that runs a plan, without its predicted bytes and seconds."""
+    stages = tuple(dataclasses.replace(stage, bytes=None, seconds=None) for stage in plan.stages)
+    assert plan.schedule is not None
+    return Case(model, Layout(stages, plan.units.blocks or 1), plan.schedule, True, None, edges)
 
 
 def keeping(model: str, blocks: int, layers: int) -> Case:
-    """One rank that keeps everything."""
+    """Return the case of one rank that keeps all activations."""
     return Case(model, Layout((PlanStage(((0, layers),), (0,), memory=()),), blocks), "1f1b", True, None, ())
 
 
@@ -106,8 +106,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rehearse", type=int, default=4, help="rehearse one plan of so many; 0: none")
     parser.add_argument("--json", type=Path, help="where to write the results")
-    given = parser.parse_args()
-    draw, pool, begun = random.Random(given.seed), WorkerPool(), time.perf_counter()
+    args = parser.parse_args()
+    draw, pool, begun = random.Random(args.seed), WorkerPool(), time.perf_counter()
     profiles: dict[str, Profile] = {}
     estimators: dict[str, StageEstimator] = {}
     for model in MODELS:
@@ -119,8 +119,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
     try:
-        while counts["plans"] < given.plans:
-            model, devices = draw.choice(list(MODELS)), draw.randint(1, given.ranks)
+        while counts["plans"] < args.plans:
+            model, devices = draw.choice(list(MODELS)), draw.randint(1, args.ranks)
             profile, blocks = profiles[model], draw.choice([1, 2])
             run = RunShape(
                 MICROBATCHES, draw.choice(SCHEDULES), True, microbatch_size=workload_of(model)[1], num_blocks=blocks
@@ -128,36 +128,36 @@ def main() -> None:
             tier = HostMemory(in_files=True) if draw.random() < 1 / 3 else HostMemory()
             link = Link(host_bandwidth=draw.choice([1e9, 1e11]))
             kept = judged(profile, layerwise_plan(profile, devices, "budget", None, run, link, tier), run.settled())
-            most = max(one.bytes or 0 for one in kept.ranks)
+            most = max(rank.bytes or 0 for rank in kept.ranks)
             capacity = int(most * draw.uniform(*PARTS))
-            found = layerwise_plan(profile, devices, "budget", capacity, run, link, tier)
-            found = judged(profile, found, dataclasses.replace(run, schedule=found.schedule or "1f1b"), None, tier)
-            if not found.fits:
+            plan = layerwise_plan(profile, devices, "budget", capacity, run, link, tier)
+            plan = judged(profile, plan, dataclasses.replace(run, schedule=plan.schedule or "1f1b"), None, tier)
+            if not plan.fits:
                 counts["too small"] += 1
                 continue
-            case = case_of(model, found, ())
+            case = case_of(model, plan, ())
             if (model, blocks) not in oracles:
                 (oracles[model, blocks],) = pool.run(trained, 1, keeping(model, blocks, profile.num_layers))
             oracle, ranks = oracles[model, blocks], pool.run(trained, case.layout.world_size, case)
-            digests = {name: one for rank in ranks for name, one in rank["digests"].items()}
+            digests = {name: digest for rank in ranks for name, digest in rank["digests"].items()}
             same = digests == oracle["digests"] and all(rank["losses"] == oracle["losses"] for rank in ranks)
             counts["plans"] += 1
             counts["differ"] += not same
-            counts[f"schedule {found.schedule}"] += 1
-            kinds = {one.kind for stage in found.stages for one in stage.memory or ()}
+            counts[f"schedule {plan.schedule}"] += 1
+            kinds = {interval.kind for stage in plan.stages for interval in stage.memory or ()}
             for kind in kinds or {"keeps everything"}:
                 counts[kind] += 1
             guesses: list[Any] = [None] * len(ranks)
-            if given.rehearse and counts["plans"] % given.rehearse == 0:
-                guesses = [one.peak_bytes for one in rehearse_layout(estimators[model], case.layout, case.options)]
+            if args.rehearse and counts["plans"] % args.rehearse == 0:
+                guesses = [stage.peak_bytes for stage in rehearse_layout(estimators[model], case.layout, case.options)]
             for rank, (real, guess) in enumerate(zip(ranks, guesses, strict=True)):
                 rows.append(
                     {"plan": counts["plans"], "model": model, "devices": devices, "capacity": capacity}
-                    | {"measured": real["peak"], "host": real["host"], "predicted": found.ranks[rank].bytes}
+                    | {"measured": real["peak"], "host": real["host"], "predicted": plan.ranks[rank].bytes}
                     | {"rehearsed": guess}
                 )
             if counts["plans"] % 20 == 0:
-                sys.stderr.write(f"{counts['plans']} of {given.plans}, {counts['differ']} differ\n")
+                sys.stderr.write(f"{counts['plans']} of {args.plans}, {counts['differ']} differ\n")
     finally:
         pool.close()
     over = sum(row["measured"] > row["capacity"] for row in rows)
@@ -172,7 +172,7 @@ def main() -> None:
                 f"{min(errors):+.2%} | {beyond} |"
             )
     print(f"\n{time.perf_counter() - begun:.0f} s")
-    write_json(given.json, {"counts": dict(counts), "ranks": rows})
+    write_json(args.json, {"counts": dict(counts), "ranks": rows})
     sys.exit(1 if over or counts["differ"] else 0)
 
 

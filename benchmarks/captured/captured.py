@@ -1,8 +1,8 @@
-"""Steps of captured models over three cut lists and three sizes, beside the model itself and captures of each size.
+"""Compares steps of captured models over three cut lists and three sizes with the model and with captures of each size.
 
-A model is captured once, with its batch (and length) left open. Every step is made by the engine on one, two and three
-ranks, and its loss and gradients are compared with those of one rank whose model was captured at exactly that size, to
-the last bit, and with plain autograd over the model itself. Prints the table of README.md.
+A model is captured once, with its batch (and length) left open. The engine trains every step on one, two and three
+ranks, and its loss and gradients are compared bit by bit with those of one rank whose model was captured at exactly
+that size, and with plain autograd over the model itself. Prints the table of README.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MICROBATCHES = 2
 
 
 def make_inputs(name: str, sizes: tuple[int, ...], microbatch: int) -> dict[str, Tensor]:
-    """The inputs of one microbatch."""
+    """Return the inputs of one microbatch."""
     generator = torch.Generator().manual_seed(microbatch)
     if name in SIZES:
         rows, source, target = sizes
@@ -58,7 +58,7 @@ def make_inputs(name: str, sizes: tuple[int, ...], microbatch: int) -> dict[str,
 
 
 def new_model(name: str) -> nn.Module:
-    """The model, the same on every call; a weight that begins as zeros (ViT's head) would make all gradients zero."""
+    """Return the model, the same on every call; weights of zeros (ViT's head) are redrawn, else all gradients are 0."""
     torch.manual_seed(0)
     model = MODELS[name]().train()
     for parameter in model.parameters():
@@ -68,13 +68,13 @@ def new_model(name: str) -> nn.Module:
 
 
 def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    """The mean square of the output, as a share of the minibatch."""
+    """Return the mean square of the output, as a share of the minibatch."""
     (output,) = outputs.values()
     return {"loss": output.square().mean() / normalisers["microbatches"]}
 
 
 def build(name: str, sizes: tuple[int, ...] | None, folder: Path) -> Chain:
-    """The captured model: at these sizes, or (None) with its sizes left open, from the folder where it was kept."""
+    """Return the model captured at these sizes, or (None) with open sizes, from the folder that keeps the capture."""
     model = new_model(name)
     if sizes is not None:
         return Chain.from_module(model, None, make_inputs(name, sizes, 0))
@@ -82,40 +82,42 @@ def build(name: str, sizes: tuple[int, ...] | None, folder: Path) -> Chain:
     kept.writes = True
     open_sizes = (0, 1) if name in SIZES else (0,)
     example = make_inputs(name, SIZES.get(name, IMAGES)[0], 0)
-    return Chain.from_module(model, None, {key: Varying(one, open_sizes) for key, one in example.items()}, kept=kept)
+    return Chain.from_module(
+        model, None, {key: Varying(tensor, open_sizes) for key, tensor in example.items()}, kept=kept
+    )
 
 
 def step(
     communicator: Communicator, chain: Chain, name: str, sizes: tuple[int, ...], cuts: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    """The loss, and the gradients of this rank's layers by the model's own names, of one step."""
+    """Train one step; return the loss, and the gradients of this rank's layers by the model's own names."""
     inputs = [make_inputs(name, sizes, index) for index in range(MICROBATCHES)]
     specs = [{key: TensorSpec.of(tensor) for key, tensor in values.items()} for values in inputs]
     batch = Minibatch(specs, [None] * MICROBATCHES, {"microbatches": float(MICROBATCHES)}, [[0], [1]])
     layout, options = Layout.pipelines(cuts, len(chain)), EngineOptions(MICROBATCHES, seed=1, clip_norm=0.1)
     engine = PipelineEngine(chain, loss, layout, options, communicator, torch.device("cpu"))
-    found: dict[str, np.ndarray] = {}
+    gradients: dict[str, np.ndarray] = {}
 
     def keep() -> None:
         for key, parameter in engine.optimizer.parameters.items():
             if parameter.grad is not None:
-                found[key] = parameter.grad.numpy().copy()  # a tensor would need its process when it is read
+                gradients[key] = parameter.grad.numpy().copy()  # a tensor could be read only while its process lives
 
     result = train_step(engine, 1, batch, inputs.__getitem__, before_commit=keep)
-    return {**found, "loss": np.array(result.parts["loss"])}
+    return {**gradients, "loss": np.array(result.parts["loss"])}
 
 
 def open_steps(
     communicator: Communicator, name: str, folder: Path, cuts: tuple[int, ...]
 ) -> list[dict[str, np.ndarray]]:
-    """One step for each size, of the capture with open sizes."""
+    """Train a step for each size with the capture of open sizes."""
     sizes = SIZES.get(name, IMAGES)
-    return [step(communicator, build(name, None, folder), name, one, cuts) for one in sizes]
+    return [step(communicator, build(name, None, folder), name, shape, cuts) for shape in sizes]
 
 
 def fixed_steps(communicator: Communicator, name: str, folder: Path) -> list[tuple[dict[str, np.ndarray], float]]:
-    """One step for each size on one rank, captured for it alone; and how far plain autograd's gradients are from it."""
-    found = []
+    """Train a step for each size on one rank, captured at that size; return it and its error against plain autograd."""
+    results = []
     for sizes in SIZES.get(name, IMAGES):
         chain = build(name, sizes, folder)
         made = step(communicator, chain, name, sizes, (0,))
@@ -124,18 +126,22 @@ def fixed_steps(communicator: Communicator, name: str, folder: Path) -> list[tup
             loss({"": model(**make_inputs(name, sizes, index))}, None, {"microbatches": MICROBATCHES})[
                 "loss"
             ].backward()
-        plain = {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
+        plain = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
         largest = max(float(gradient.abs().max()) for gradient in plain.values())
         errors = []
         for key, gradient in plain.items():
-            own = next(made[address] for layer in chain.layers if (address := f"{layer.name}.{key}") in made)
-            errors.append(float(abs(own - gradient.numpy()).max()) / max(float(gradient.abs().max()), 1e-3 * largest))
-        found.append((made, max(errors)))
-    return found
+            engine_gradient = next(
+                made[address] for layer in chain.layers if (address := f"{layer.name}.{key}") in made
+            )
+            errors.append(
+                float(abs(engine_gradient - gradient.numpy()).max()) / max(float(gradient.abs().max()), 1e-3 * largest)
+            )
+        results.append((made, max(errors)))
+    return results
 
 
 def num_layers(communicator: Communicator, name: str, folder: Path) -> int:
-    """Layers of the capture; it is kept for the others."""
+    """Return the number of layers of the capture, which is kept for the other ranks."""
     return len(build(name, None, folder))
 
 
@@ -155,9 +161,11 @@ def main() -> None:
             equal = 0
             for cuts in cut_lists:
                 ranks = run_ranks(open_steps, len(cuts), name, folder, cuts)
-                for number, (one, _) in enumerate(expected):
-                    found = {key: value for rank in ranks for key, value in rank[number].items()}
-                    equal += found.keys() == one.keys() and all(np.array_equal(found[key], one[key]) for key in one)
+                for number, (wanted, _) in enumerate(expected):
+                    actual = {key: value for rank in ranks for key, value in rank[number].items()}
+                    equal += actual.keys() == wanted.keys() and all(
+                        np.array_equal(actual[key], wanted[key]) for key in wanted
+                    )
         steps, worst = len(cut_lists) * len(expected), max(error for _, error in expected)
         failed |= equal != steps or worst > 1e-5
         print(

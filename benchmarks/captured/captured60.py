@@ -1,9 +1,9 @@
-"""One engine step of each of 60 drawn models of five libraries, beside the model's own step.
+"""Compares one engine step of each of 60 drawn models of five libraries with the model's own step.
 
-Each model is built twice with the same weights, in a process of its own with a time limit. One is captured by
-`Chain.from_module` and makes one step of two microbatches in as many stages as it has layers, three at most; the other
-makes the same step by plain autograd. Loss, gradients and buffers are compared to the last bit. A line of JSON is
-written for each model as it ends; the table of README.md comes last.
+Each model is built twice with the same weights, in a separate process with a time limit. The first is captured by
+`Chain.from_module` and trains one step of two microbatches in as many stages as it has layers, three at most; the
+second trains the same step by plain autograd. Loss, gradients and buffers are compared bit by bit. A line of JSON is
+written for each model when it ends; the table of README.md comes last.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MICROBATCHES = 2
 STAGES = 3
 SMALL = 1e-6
 PRECISION = {"dtype": torch.float32}
-"""Of weights and pictures: float64 tells rounding from another step."""
+"""Type of weights and images: float64 distinguishes rounding errors from a wrong step."""
 Values = dict[str, Tensor]
 
 
 class SameDraws(TorchDispatchMode):
-    """While it is open, every random operator of torch begins from one seed: two programs that call the same operators
-    draw the same numbers, whatever each has drawn before.
+    """Mode in which every random operator of torch starts from one seed: two programs that call the same operators draw
+    the same numbers, independent of earlier draws.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,14 +62,14 @@ class SameDraws(TorchDispatchMode):
 
 
 def seed_all(seed: int) -> None:
-    """Seeds torch, `random` and numpy."""
+    """Seed torch, `random` and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (libraries draw from it)
 
 
 def new_model(drawn: Drawn) -> nn.Module:
-    """The model, the same on every call. A parameter that begins as zeros would hide gradients behind it."""
+    """Return the model, the same on every call. A parameter initialized to zeros would hide the gradients before it."""
     seed_all(0)
     model = drawn.build().to(PRECISION["dtype"]).train()
     with torch.no_grad():
@@ -80,7 +80,7 @@ def new_model(drawn: Drawn) -> nn.Module:
 
 
 def make_inputs(drawn: Drawn, microbatch: int) -> dict[str, Any]:
-    """The arguments of one microbatch."""
+    """Return the arguments of one microbatch."""
     seed_all(100 + microbatch)
     return pytree.tree_map_only(
         Tensor, lambda one: one.to(PRECISION["dtype"]) if one.is_floating_point() else one, drawn.inputs()
@@ -88,14 +88,14 @@ def make_inputs(drawn: Drawn, microbatch: int) -> dict[str, Any]:
 
 
 def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    """A weighted mean of every output; the weights are random, for what follows a norm has always one mean square."""
+    """Return a weighted mean of every output; weights are random, since the mean square after a norm is constant."""
     parts = []
     for name in sorted(outputs):
         output = outputs[name]
         if output.is_floating_point() or output.is_complex():
             real = torch.view_as_real(output) if output.is_complex() else output
             generator = torch.Generator().manual_seed(real.numel())
-            real = torch.where(real.isfinite(), real, 0.0)  # detectors give classes that are not asked for -inf
+            real = torch.where(real.isfinite(), real, 0.0)  # detectors return -inf for unused classes
             weights = torch.randn(real.shape, generator=generator).to(real.dtype)
             parts.append((real * weights).mean())
     return {"loss": torch.stack(parts).sum() / normalisers["microbatches"]}
@@ -104,7 +104,7 @@ def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, 
 def plain_step(
     model: nn.Module, drawn: Drawn, chain_inputs: Sequence[str], chain_outputs: Sequence[str]
 ) -> tuple[Values, Values, float]:
-    """Gradients and buffers by the model's own names, and the loss, of plain autograd."""
+    """Train a step by plain autograd; return gradients and buffers by the model's own names, and the loss."""
     total = 0.0
     for index in range(MICROBATCHES):
         arguments = make_inputs(drawn, index)
@@ -113,36 +113,36 @@ def plain_step(
             leaves = {key: leaf for key, leaf in named_leaves(result, chain_inputs) if isinstance(leaf, Tensor)}
             if not set(chain_outputs) <= leaves.keys():
                 leaves = dict(zip(chain_outputs, leaves.values(), strict=True))
-            one = loss({key: leaves[key] for key in chain_outputs}, None, {"microbatches": MICROBATCHES})["loss"]
-            one.backward()
-        total += float(one.detach())
-    gradients = {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
-    dense = {key: one.to_dense() if one.is_sparse else one for key, one in gradients.items()}
-    return dense, {key: one.detach().clone() for key, one in model.named_buffers()}, total
+            part = loss({key: leaves[key] for key in chain_outputs}, None, {"microbatches": MICROBATCHES})["loss"]
+            part.backward()
+        total += float(part.detach())
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
+    dense = {key: gradient.to_dense() if gradient.is_sparse else gradient for key, gradient in gradients.items()}
+    return dense, {key: buffer.detach().clone() for key, buffer in model.named_buffers()}, total
 
 
 def tensors_of(chain: Chain, arguments: Mapping[str, Any]) -> Values:
-    """The arguments as the chain's inputs."""
-    found: Values = {}
+    """Return the arguments as the chain's inputs."""
+    tensors: Values = {}
     for key, value in arguments.items():
-        found |= input_tensors(key, value)
-    return found if set(chain.inputs) <= found.keys() else dict(zip(chain.inputs, found.values(), strict=True))
+        tensors |= input_tensors(key, value)
+    return tensors if set(chain.inputs) <= tensors.keys() else dict(zip(chain.inputs, tensors.values(), strict=True))
 
 
 def cuts_of(layers: int) -> tuple[int, ...]:
-    """Where the stages begin."""
+    """Return the first layer of each stage."""
     stages = min(STAGES, layers)
     return tuple(number * layers // stages for number in range(stages))
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
-    """A copy of its values, for another process; numpy knows no bfloat16, whose values float32 has exactly."""
+    """Return a copy of the values for another process; bfloat16, which numpy lacks, becomes float32, which is exact."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
 
 
 def engine_step(rank: int, drawn: Drawn, port: int, results: Any) -> None:
-    """One rank's part: puts what was captured, then (gradients, buffers, loss), or an error's sentence."""
+    """Run one rank: put the capture's facts in `results`, then (gradients, buffers, loss), or an error's sentence."""
     try:
         torch.set_num_threads(1)
         model, started = new_model(drawn), time.monotonic()
@@ -168,8 +168,10 @@ def engine_step(rank: int, drawn: Drawn, port: int, results: Any) -> None:
 
         with SameDraws():
             result = train_step(engine, 1, batch, inputs.__getitem__, before_commit=keep)
-        own = chain.layers[cuts[rank] : (*cuts[1:], len(chain))[rank]]
-        buffers = {f"{one.name}.{key}": numbers(tensor) for one in own for key, tensor in one.module.named_buffers()}
+        layers = chain.layers[cuts[rank] : (*cuts[1:], len(chain))[rank]]
+        buffers = {
+            f"{layer.name}.{key}": numbers(tensor) for layer in layers for key, tensor in layer.module.named_buffers()
+        }
         results.put((rank, "stepped", (gradients, buffers, float(result.parts["loss"]))))
         communicator.barrier()
         communicator.close()
@@ -178,7 +180,7 @@ def engine_step(rank: int, drawn: Drawn, port: int, results: Any) -> None:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An error: its sentence, whether the project raised it, and where."""
+    """Describe an error: its sentence, whether the project raised it, and where."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return {
         "refused": isinstance(error, CapslogError),
@@ -190,27 +192,27 @@ def describe(error: BaseException) -> dict[str, Any]:
 def differences(
     layers: Sequence[str],
     wanted: Values,
-    found: Mapping[str, np.ndarray],
+    actual: Mapping[str, np.ndarray],
     least: float,
     others: Mapping[str, Sequence[str]],
     start: Values | None = None,
 ) -> tuple[int, float, str]:
-    """How many tensors differ in any bit, the largest relative difference, and where.
+    """Return the number of tensors that differ in any bit, the largest relative difference, and its tensor.
 
-    others: all names of a tensor that the model has under several. start: what a tensor of no layer still is; else 0.
+    others: all names of a tensor with several names. start: values of tensors that are in no layer; else zeros.
     """
     differing, worst, place = 0, 0.0, ""
     for key, tensor in wanted.items():
         names = others.get(key, [key])
-        addresses = [address for one in names for layer in layers if (address := f"{layer}.{one}") in found]
+        addresses = [address for name in names for layer in layers if (address := f"{layer}.{name}") in actual]
         expected = numbers(tensor)
-        own = found[addresses[0]] if addresses else numbers(start[key]) if start else np.zeros_like(expected)
-        if own.shape != expected.shape:
-            return 1, float("inf"), f"{key}: shape {own.shape} instead of {expected.shape}"
-        if np.array_equal(own, expected, equal_nan=expected.dtype.kind in "fc"):
+        computed = actual[addresses[0]] if addresses else numbers(start[key]) if start else np.zeros_like(expected)
+        if computed.shape != expected.shape:
+            return 1, float("inf"), f"{key}: shape {computed.shape} instead of {expected.shape}"
+        if np.array_equal(computed, expected, equal_nan=expected.dtype.kind in "fc"):
             continue
         differing += 1
-        gap = np.abs(own.astype(np.complex128) - expected.astype(np.complex128)).max()
+        gap = np.abs(computed.astype(np.complex128) - expected.astype(np.complex128)).max()
         error = float(gap) / max(float(np.abs(expected).max()), least, 1e-30)
         error = float("inf") if np.isnan(error) else error
         if error >= worst:
@@ -219,21 +221,21 @@ def differences(
 
 
 def compare(drawn: Drawn, row: dict[str, Any]) -> None:
-    """Fills the row of one model."""
-    model, other = new_model(drawn), new_model(drawn)
-    states = [dict(one.named_parameters()) | dict(one.named_buffers()) for one in (model, other)]
-    if any(not torch.equal(one.detach(), states[1][key].detach()) for key, one in states[0].items()):
+    """Fill the row of one model."""
+    model, second = new_model(drawn), new_model(drawn)
+    states = [dict(build.named_parameters()) | dict(build.named_buffers()) for build in (model, second)]
+    if any(not torch.equal(tensor.detach(), states[1][key].detach()) for key, tensor in states[0].items()):
         row |= {"verdict": "library", "error": {"sentence": "two builds from one seed have different weights"}}
         return
-    start = {key: one.detach().clone() for key, one in model.named_buffers()}
-    row["parameters"] = sum(one.numel() for one in model.parameters())
+    start = {key: buffer.detach().clone() for key, buffer in model.named_buffers()}
+    row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     try:
         with torch.no_grad():
-            other(**make_inputs(drawn, 0))
+            second(**make_inputs(drawn, 0))
     except Exception as error:
         row |= {"verdict": "library", "error": describe(error)}
         return
-    # forked before autograd has run here: it has threads, which do not live in a child
+    # fork before autograd has run in this process: its threads do not exist in a child
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -245,37 +247,37 @@ def compare(drawn: Drawn, row: dict[str, Any]) -> None:
         rank.start()
     gradients: Values = {}
     buffers: Values = {}
-    found_gradients: dict[str, np.ndarray] = {}
-    found_buffers: dict[str, np.ndarray] = {}
+    engine_gradients: dict[str, np.ndarray] = {}
+    engine_buffers: dict[str, np.ndarray] = {}
     total, made, waited, layers = 0.0, 0.0, 2 * STAGES, [""]
     while waited:
-        number, what, value = results.get()
+        number, kind, value = results.get()
         waited -= 1
-        if what == "failed":
+        if kind == "failed":
             row |= {"verdict": "refused" if value["refused"] else "crashed", "error": value}
             for rank in ranks:
                 rank.kill()
             return
-        if what == "captured" and number == 0:
-            layers, inputs, outputs, whole, seconds = value
+        if kind == "captured" and number == 0:
+            layers, inputs, outputs, kept_whole, seconds = value
             stages = len(cuts_of(len(layers)))
             waited -= STAGES - stages
-            row |= {"layers": len(layers), "whole": whole, "stages": stages, "capture_seconds": round(seconds, 1)}
+            row |= {"layers": len(layers), "whole": kept_whole, "stages": stages, "capture_seconds": round(seconds, 1)}
             gradients, buffers, total = plain_step(model, drawn, inputs, outputs)
-        elif what == "stepped":
-            found_gradients |= value[0]
-            found_buffers |= value[1]
+        elif kind == "stepped":
+            engine_gradients |= value[0]
+            engine_buffers |= value[1]
             if number == row["stages"] - 1:
                 made = value[2]
     others: dict[str, list[str]] = {}
-    known = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for key in [*gradients, *buffers]:
-        same = next(one for name, one in known if name == key)
-        others[key] = [name for name, one in known if one is same]
-    largest = max((float(one.abs().max()) for one in gradients.values()), default=0.0)
-    of_gradients = differences(layers, gradients, found_gradients, 1e-3 * largest, others)
-    changed = {key: one for key, one in buffers.items() if one.numel()}
-    of_buffers = differences(layers, changed, found_buffers, 0.0, others, start)
+        same = next(tensor for name, tensor in named if name == key)
+        others[key] = [name for name, tensor in named if tensor is same]
+    largest = max((float(gradient.abs().max()) for gradient in gradients.values()), default=0.0)
+    of_gradients = differences(layers, gradients, engine_gradients, 1e-3 * largest, others)
+    changed = {key: buffer for key, buffer in buffers.items() if buffer.numel()}
+    of_buffers = differences(layers, changed, engine_buffers, 0.0, others, start)
     of_loss = abs(made - total) / max(abs(total), 1e-30) if made != total else 0.0
     row |= {
         "gradients": len(gradients),
@@ -292,12 +294,12 @@ def compare(drawn: Drawn, row: dict[str, Any]) -> None:
 
 
 def names_of(library: str) -> list[str]:
-    """The 12 names of a library: the first of the shuffle, without those that are replaced."""
+    """Return the 12 names of a library: the first of the shuffle, without the replaced ones."""
     return [name for name in read_drawn()[library] if name not in REPLACED.get(library, {})][:12]
 
 
 def run_one(library: str, name: str, seconds: float, double: bool) -> dict[str, Any]:
-    """A model in a process of its own."""
+    """Run a model in a separate process."""
     row: dict[str, Any] = {"library": library, "name": name}
     command = [sys.executable, __file__, "--child", f"{library}:{name}", *(["--double"] if double else [])]
     started = time.monotonic()
@@ -324,9 +326,9 @@ def run_one(library: str, name: str, seconds: float, double: bool) -> dict[str, 
 
 
 def table_row(row: dict[str, Any]) -> str:
-    """A line of the table."""
-    whole = len(row.get("whole", []))
-    layers = f"{row['layers']}{f' ({whole} as Python)' if whole else ''}" if "layers" in row else ""
+    """Return a line of the table."""
+    as_python = len(row.get("whole", []))
+    layers = f"{row['layers']}{f' ({as_python} as Python)' if as_python else ''}" if "layers" in row else ""
     if row["verdict"] in ("bitwise", "close", "differs"):
         words = {"bitwise": "equal bits", "close": "within 1e-6", "differs": "DIFFERS"}[row["verdict"]]
         largest = f"{max(row['largest'], row['loss_difference']):.1e}"
@@ -343,7 +345,7 @@ def table_row(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Runs the models and prints the table."""
+    """Run the models and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="libraries, or names of models")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of each model")

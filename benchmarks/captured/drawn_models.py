@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Drawn:
-    """A model, and the keyword arguments of one microbatch; both follow from torch's seed."""
+    """Model and keyword arguments of one microbatch; both are determined by torch's seed."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
@@ -27,11 +27,11 @@ REPLACED: dict[str, dict[str, str]] = {
         "LOKR on GPT-2": "LOKR takes no Conv1D of transformers, of which GPT-2 is made",
     },
 }
-"""Library -> names that are replaced by the next of the shuffle, and why."""
+"""Names by library that are replaced by the next of the shuffle, with reasons."""
 
 
 def picture(size: int, key: str = "x", rows: int = 2) -> Callable[[], dict[str, Tensor]]:
-    """Pictures of size x size."""
+    """Return a function that draws images of size x size."""
     return lambda: {key: torch.randn(rows, 3, size, size)}
 
 
@@ -58,7 +58,7 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def timm_model(name: str) -> Drawn:
-    """A model of timm for ten classes."""
+    """Return a model of timm for ten classes."""
     import timm
 
     size, settings = TIMM[name]
@@ -72,7 +72,7 @@ TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def torchvision_model(name: str) -> Drawn:
-    """A model of torchvision for ten classes."""
+    """Return a model of torchvision for ten classes."""
     import torchvision
 
     if name == "swin3d_b":
@@ -276,7 +276,7 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 
 
 def diffusers_model(name: str) -> Drawn:
-    """A model of diffusers."""
+    """Return a model of diffusers."""
     import diffusers
 
     settings, inputs = DIFFUSERS[name]
@@ -344,7 +344,7 @@ def _vit() -> nn.Module:
 
 
 def words(rows: int = 2, length: int = 9, vocabulary: int = 64) -> dict[str, Tensor]:
-    """Tokens without padding."""
+    """Return tokens without padding."""
     ids = torch.randint(3, vocabulary, (rows, length))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -375,7 +375,7 @@ TUNERS: dict[str, dict[str, Any]] = {
 
 
 def peft_model(name: str) -> Drawn:
-    """A base model with a tuner of peft."""
+    """Return a base model with a tuner of peft."""
     import peft
 
     tuner, base = name.split(" on ")
@@ -453,7 +453,7 @@ def _pictures_and_words() -> dict[str, Any]:
 
 
 def _choices() -> dict[str, Any]:
-    return {key: one.view(2, 3, 9) for key, one in words(6).items()}
+    return {key: tensor.view(2, 3, 9) for key, tensor in words(6).items()}
 
 
 def _to_and_from() -> dict[str, Any]:
@@ -461,7 +461,7 @@ def _to_and_from() -> dict[str, Any]:
 
 
 AUDIO: dict[str, Any] = {
-    "mask_time_prob": 0.0,  # numpy's numbers follow from the layer in the engine, and not in the module alone
+    "mask_time_prob": 0.0,  # the engine seeds numpy for each layer, the module alone does not
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -531,7 +531,7 @@ TRANSFORMERS: dict[str, tuple[str, Callable[[], dict[str, Any]], Callable[[], di
 
 
 def transformers_model(name: str) -> Drawn:
-    """A model of transformers."""
+    """Return a model of transformers."""
     import transformers
 
     config, settings, inputs = TRANSFORMERS[name]

@@ -1,9 +1,9 @@
-"""Pictures per second of RT-DETR: our one-stage run beside transformers' Trainer, on one core in turns.
+"""Images per second of RT-DETR: our one-stage run beside transformers' Trainer, on one core in turns.
 
-Each is a process of its own that runs what its user runs, with the same first weights, pictures in the same order,
-batch, optimizer and learning rate; both are pinned to the same core, and the parent lets them make blocks of steps in
-turns. Processor time counts from the end of one block to the end of the next, so that pictures that are decoded ahead
-while a process waits for its turn are not left out. Prints the table of README.md.
+Each runs like a user's run in its own process, with the same initial weights, order of images, batch, optimizer and
+learning rate; both are pinned to the same core, and the parent lets them train blocks of steps in turns. Processor time
+counts from the end of one block to the end of the next, so that it includes images that are decoded ahead while a
+process waits for its turn. Prints the table of README.md.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _CONFIG = "bccd_rt_detr"
 
 
 class _Turns:
-    """Counts the steps of a run, and waits for its turn after every block of them."""
+    """Counts the steps of a run, and waits for its turn after every block of steps."""
 
     def __init__(self, pipe: Any, steps: int, warm_up: int) -> None:
         self._pipe, self._steps = pipe, steps
         self._done, self._began = -warm_up, 0.0
 
     def over(self) -> bool:
-        """After every step: whether the run is to end."""
+        """Count a step, wait for the next turn at a block's end, and return True when the run shall end."""
         self._done += 1
         if self._done < 0 or self._done % self._steps:
             return False
@@ -89,13 +89,13 @@ def _serve(name: str, turns: _Turns, core: int, size: tuple[int, int], folder: P
     import cProfile
     import pstats
 
-    with cProfile.Profile(time.process_time) as found:
+    with cProfile.Profile(time.process_time) as profiler:
         _RUNS[name](turns, size, folder)
-    pstats.Stats(found).sort_stats("tottime").print_stats(40)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
 
 
 def main() -> None:
-    """Measures blocks in turns."""
+    """Measure blocks in turns."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12, help="pairs of blocks")
     parser.add_argument("--steps", type=int, default=10, help="of a block")
@@ -119,8 +119,8 @@ def main() -> None:
         for name in _RUNS:
             pipes[name], theirs = context.Pipe()
             turns = _Turns(theirs, arguments.steps, arguments.warm_up)
-            given = (name, turns, arguments.core, size, Path(folder) / name, arguments.profile)
-            processes.append(context.Process(target=_serve, args=given, daemon=True))
+            options = (name, turns, arguments.core, size, Path(folder) / name, arguments.profile)
+            processes.append(context.Process(target=_serve, args=options, daemon=True))
             processes[-1].start()
             theirs.close()
         worked = {name: pipe.recv()[1] for name, pipe in pipes.items()}

@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder share: the configs at one size, and transformers' Trainer over the same pictures.
+"""Shared by the benchmarks of this folder: the configs at one size, and transformers' Trainer over the same images.
 
 `half_hour` and `beside_trainer` import it. It measures nothing itself.
 """
@@ -32,14 +32,14 @@ Outputs = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 
 def keys(config: str, size: Sequence[int], decay_steps: int, run_dir: Path) -> list[str]:
-    """`key=value` for `capslog train` of one of the configs bccd and bccd_rt_detr.
+    """Return `key=value` overrides for `capslog train` with config bccd or bccd_rt_detr.
 
-    One microbatch per step, so that batch norms and denoising queries see what they see in the Trainer. Crops keep
-    their part of the picture at any size.
+    One microbatch per step, so that batch norms and denoising queries see the same batch as in the Trainer. Crops keep
+    their share of the image at any size.
 
     Args:
-        size: (h, w) that every picture becomes.
-        decay_steps: where the cosine of the learning rate ends.
+        size: (h, w) to which every image is resized.
+        decay_steps: step at which the cosine of the learning rate ends.
     """
     height, width = size
     return [
@@ -66,16 +66,16 @@ def keys(config: str, size: Sequence[int], decay_steps: int, run_dir: Path) -> l
     ]
 
 
-def settled(config: str, given: Sequence[str]) -> tuple[Config, CocoWorkload]:
-    """One of the configs with these keys, and its workload."""
-    found = load_config(CONFIGS / f"{config}.yaml", given)
-    workload = load_workload(found)
+def settled(config: str, overrides: Sequence[str]) -> tuple[Config, CocoWorkload]:
+    """Load a config with these overrides, and its workload."""
+    settings = load_config(CONFIGS / f"{config}.yaml", overrides)
+    workload = load_workload(settings)
     assert isinstance(workload, CocoWorkload)
-    return found, workload
+    return settings, workload
 
 
 class _Pictures(Dataset[dict[str, Any]]):
-    """The pictures in the order of our run, decoded and augmented alike, with labels as transformers wants them."""
+    """Images in the order of our run, decoded and augmented alike, with labels in the format of transformers."""
 
     def __init__(self, config: Config, source: RtDetrSource) -> None:
         self._source = source
@@ -92,10 +92,10 @@ class _Pictures(Dataset[dict[str, Any]]):
             steps = range(epoch * self._feed.steps_per_epoch + 1, (epoch + 1) * self._feed.steps_per_epoch + 1)
             recipes = [self._feed.minibatch(step).recipes[0].pictures for step in steps]
             self._order = {epoch: [sample for pictures in recipes for sample, _ in pictures]}
-        one = self._source.pictures.minibatch([[self._order[epoch][place]]], epoch)
-        target = one.targets[0][0]
+        minibatch = self._source.pictures.minibatch([[self._order[epoch][place]]], epoch)
+        target = minibatch.targets[0][0]
         labels = {"class_labels": target["labels"], "boxes": target["boxes"]}
-        return {"pixel_values": self._source.pictures.load(one, 0)["images"][0], "labels": labels}
+        return {"pixel_values": self._source.pictures.load(minibatch, 0)["images"][0], "labels": labels}
 
 
 def _collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -106,10 +106,10 @@ def _collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def make_trainer(config: Config, workload: RtDetrWorkload, output: Path, callback: Any) -> Any:
-    """transformers' Trainer with our run's first weights, pictures, batch, optimizer and learning rate.
+    """Return transformers' Trainer with our run's initial weights, images, batch, optimizer and learning rate.
 
     Args:
-        callback: a `TrainerCallback`; the training ends when it says so.
+        callback: a `TrainerCallback` that ends the training.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -152,19 +152,19 @@ def make_trainer(config: Config, workload: RtDetrWorkload, output: Path, callbac
 
 
 def model_outputs(workload: RtDetrWorkload, model: Any) -> Outputs:
-    """What transformers' model says of a picture, under the names of our chain."""
+    """Return a function with the predictions of transformers' model for images, under the names of our chain."""
     last = workload.architecture.decoder_layers - 1
 
     def outputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = model(inputs["images"])
-        return {f"logits_{last}": found.logits, f"boxes_{last}": found.pred_boxes}
+        predicted = model(inputs["images"])
+        return {f"logits_{last}": predicted.logits, f"boxes_{last}": predicted.pred_boxes}
 
     return outputs
 
 
 @torch.no_grad()
 def score(workload: CocoWorkload, outputs: Outputs) -> dict[str, Any]:
-    """pycocotools' numbers on all validation pictures."""
+    """Return pycocotools' metrics on all validation images."""
     data, evaluator = workload.val_data(), workload.evaluator()
     assert data is not None
     assert evaluator is not None

@@ -1,6 +1,6 @@
 """RT-DETR of transformers: our one-stage run beside a plain loop of the same model, on the photographs of blood cells.
 
-The two take turns on the same pictures, decoded anew in every step. The plain loop calls transformers' model with
+The two take turns on the same images, decoded anew in every step. The plain loop calls transformers' model with
 labels, so that denoising queries, loss and matching are transformers' own; batching, clipping and AdamW are equal.
 `--train STEPS` trains each alone instead and scores both. Prints the tables of README.md.
 """
@@ -39,7 +39,7 @@ RATE, DECAY, CLIP, WARM_UP = 4e-4, 1e-4, 0.1, 20
 
 
 class Both:
-    """The workload of the config, its samples in one order, and a step of each contender."""
+    """Workload of the config, its samples in one order, and a step of each contender."""
 
     def __init__(self, communicator: Communicator) -> None:
         config = load_config(CONFIG, [])
@@ -59,7 +59,7 @@ class Both:
         self.losses: dict[str, list[float]] = {"ours": [], "plain": []}
 
     def groups(self, step: int) -> tuple[list[list[int]], int]:
-        """The samples of each microbatch of a step, and its epoch."""
+        """Return the samples of each microbatch of a step, and its epoch."""
         per_epoch = len(self.source) // (self._size * self._count)
         epoch, place = divmod(step - 1, per_epoch)
         order = torch.randperm(len(self.source), generator=torch.Generator().manual_seed(epoch)).tolist()
@@ -77,8 +77,8 @@ class Both:
         minibatch, total = self.source.minibatch(*self.groups(step)), 0.0
         for index, targets in enumerate(minibatch.targets):
             images = self.source.load(minibatch, index)["images"]
-            labels = [{"class_labels": one["labels"], "boxes": one["boxes"]} for one in targets]
-            share = sum(len(one["labels"]) for one in targets) / minibatch.normalisers["boxes"]
+            labels = [{"class_labels": target["labels"], "boxes": target["boxes"]} for target in targets]
+            share = sum(len(target["labels"]) for target in targets) / minibatch.normalisers["boxes"]
             loss = self.model(images, labels=labels).loss * share
             loss.backward()
             total += loss.item()
@@ -90,7 +90,7 @@ class Both:
         self.losses["plain"].append(total)
 
     def score(self, outputs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> dict[str, Any]:
-        """COCO's numbers on the validation pictures."""
+        """Return COCO's metrics on the validation images."""
         data = self.workload.val_data()
         evaluator: Any = self.workload.evaluator()
         assert data is not None
@@ -104,7 +104,7 @@ class Both:
         return evaluator.summarize(results)
 
     def scores(self) -> dict[str, Any]:
-        """Of both, as they are trained so far."""
+        """Return the scores of both contenders after their training so far."""
         last = self.workload.architecture.decoder_layers - 1
         self.model.eval()
         for layer in self._engine.layers:
@@ -117,13 +117,13 @@ class Both:
             return values
 
         def of_model(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-            found = self.model(inputs["images"])
-            return {f"logits_{last}": found.logits, f"boxes_{last}": found.pred_boxes}
+            predicted = self.model(inputs["images"])
+            return {f"logits_{last}": predicted.logits, f"boxes_{last}": predicted.pred_boxes}
 
         return {"ours": self.score(of_chain), "plain": self.score(of_model)}
 
     def matcher(self, times: int) -> float:
-        """Processor seconds of the matching of one step, as the engine does it."""
+        """Return the processor seconds of the matching of one step in the engine."""
         minibatch = self.source.minibatch(*self.groups(1))
         settings, seconds = self.workload.architecture, 0.0
         layers, queries = settings.decoder_layers + 1, settings.num_queries
@@ -138,14 +138,14 @@ class Both:
 
 
 def measure(communicator: Communicator, rounds: int) -> dict[str, Any]:
-    """Times of both, in turns."""
+    """Return the times of both contenders, measured in turns."""
     both = Both(communicator)
     times = interleave({"ours": both.ours, "plain": both.plain}, rounds)
     return {"times": times, "losses": both.losses, "matcher": both.matcher(10), "images": both._size * both._count}
 
 
 def trained(communicator: Communicator, steps: int) -> dict[str, Any]:
-    """Scores of both after so many steps each."""
+    """Train each contender for `steps` steps and return their scores."""
     both, spent = Both(communicator), {"ours": 0.0, "plain": 0.0}
     for name, step in (("ours", both.ours), ("plain", both.plain)):
         begun = time.process_time()
@@ -156,7 +156,7 @@ def trained(communicator: Communicator, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures what is asked for."""
+    """Measure times or scores, by the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="pairs of steps")
     parser.add_argument("--train", type=int, metavar="STEPS", help="train both alone for so many steps and score them")

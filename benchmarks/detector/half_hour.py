@@ -1,7 +1,7 @@
 """AP after half an hour of processor time from scratch: RT-DETR and DETR by `capslog train`, RT-DETR by the Trainer.
 
-Each contender trains alone on one thread of one process until that process has worked for so many seconds, building
-the model and decoding pictures included, and is then scored by the same code on the same validation pictures.
+Each contender trains alone on one thread of one process until that process has used `--seconds` of processor time,
+including building the model and decoding images, and is then scored by the same code on the same validation images.
 Wall-clock time does not count, so that other programs on the machine cost no contender steps. Prints the table of
 README.md.
 """
@@ -43,7 +43,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """When a contender ends: after so many processor seconds, or at a time of the monotonic clock."""
+    """End of a contender's training: a number of processor seconds, or a time of the monotonic clock."""
 
     seconds: float
     until: float
@@ -53,48 +53,52 @@ class Limits:
 
 
 def _worked(pid: int) -> float:
-    """Processor seconds of a process, of all its threads."""
+    """Return the processor seconds of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def ours(name: str, limits: Limits, size: tuple[int, int], decay_steps: int, run_dir: Path) -> dict[str, Any]:
-    """A run of `capslog train`, stopped as by Ctrl-C; its checkpoints are scored when it has ended."""
-    given = [*keys(_OURS[name], size, decay_steps, run_dir), "train.checkpoint_every=200", "train.checkpoint_keep=1000"]
-    command = [sys.executable, "-m", "varuna_capslog.cli", "train", str(CONFIGS / f"{_OURS[name]}.yaml"), *given]
+    """Run `capslog train` until Ctrl-C at the limit, then score its checkpoints."""
+    overrides = [
+        *keys(_OURS[name], size, decay_steps, run_dir),
+        "train.checkpoint_every=200",
+        "train.checkpoint_keep=1000",
+    ]
+    command = [sys.executable, "-m", "varuna_capslog.cli", "train", str(CONFIGS / f"{_OURS[name]}.yaml"), *overrides]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    place, worked, known = run_dir / "workers" / "0.json", 0.0, dict[Path, float]()
+    place, worked, worked_at = run_dir / "workers" / "0.json", 0.0, dict[Path, float]()
     while process.poll() is None:
         time.sleep(0.2)
         if place.is_file() and (run_dir / "metrics.jsonl").is_file():
             worked = _worked(json.loads(place.read_text())["pid"])
             for path in (run_dir / "checkpoints").glob("step-*"):
-                known.setdefault(path, worked)
+                worked_at.setdefault(path, worked)
             if limits.over(worked):
                 process.send_signal(signal.SIGINT)
                 break
     process.wait()
     for path in (run_dir / "checkpoints").glob("step-*"):
-        known.setdefault(path, worked)
-    _, workload = settled(_OURS[name], given)
+        worked_at.setdefault(path, worked)
+    _, workload = settled(_OURS[name], overrides)
     chain = workload.build_chain()
 
     def outputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return chain.run(workload.evaluated(inputs))
 
     reached = []
-    for path in sorted(known):
+    for path in sorted(worked_at):
         checkpoint = open_checkpoint(path)
         load_chain(checkpoint, chain)
         for layer in chain.layers:
             layer.module.eval()
-        reached.append({"worked": known[path], "steps": checkpoint.step, "scores": score(workload, outputs)})
+        reached.append({"worked": worked_at[path], "steps": checkpoint.step, "scores": score(workload, outputs)})
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return {"reached": reached, "losses": [json.loads(line)["loss"] for line in lines]}
 
 
 def trainer(limits: Limits, size: tuple[int, int], decay_steps: int, folder: Path) -> dict[str, Any]:
-    """A run of transformers' Trainer in this process; what it has learned after so many steps is scored at the end."""
+    """Run transformers' Trainer in this process; score the weights that were kept at intervals when it has ended."""
     from transformers import TrainerCallback
 
     begun = time.process_time()
@@ -120,21 +124,21 @@ def trainer(limits: Limits, size: tuple[int, int], decay_steps: int, folder: Pat
 
 
 def show(results: dict[str, dict[str, Any]], every: int | None) -> None:
-    """The table of README.md: the last step, and where `every` says so what was reached on the way."""
+    """Print the table of README.md: the last step, and with `every` also the scores at every multiple of it."""
     columns = ["AP", "AP50", "AP75", "AR_100"]
     print(f"| | processor s | steps of {BATCH} | pictures per processor s | {' | '.join(columns)} | AP of each class |")
     print("|---" * 9 + "|")
     for name, result in results.items():
         *way, last = result["reached"]
-        for found in [*(found for found in way if every and found["steps"] % every == 0), last]:
-            each = ", ".join(f"{kind} {value:.3f}" for kind, value in found["scores"]["per_class"].items())
-            scores = " | ".join(f"{found['scores'][column]:.3f}" for column in columns)
-            rate = found["steps"] * BATCH / found["worked"]
-            print(f"| {NAMES[name]} | {found['worked']:.0f} | {found['steps']} | {rate:.2f} | {scores} | {each} |")
+        for point in [*(point for point in way if every and point["steps"] % every == 0), last]:
+            each = ", ".join(f"{kind} {value:.3f}" for kind, value in point["scores"]["per_class"].items())
+            scores = " | ".join(f"{point['scores'][column]:.3f}" for column in columns)
+            rate = point["steps"] * BATCH / point["worked"]
+            print(f"| {NAMES[name]} | {point['worked']:.0f} | {point['steps']} | {rate:.2f} | {scores} | {each} |")
 
 
 def main() -> None:
-    """Trains one contender, or prints what several have reached."""
+    """Train one contender, or print the table of several results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("contender", choices=[*NAMES, "table"])
     parser.add_argument("results", nargs="*", type=Path, help="for the table: what --output wrote")
@@ -146,10 +150,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     if arguments.contender == "table":
-        found: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         for path in arguments.results:
-            found |= {name: result for name, result in json.loads(path.read_text()).items() if name in NAMES}
-        show(found, arguments.every)
+            results |= {name: result for name, result in json.loads(path.read_text()).items() if name in NAMES}
+        show(results, arguments.every)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

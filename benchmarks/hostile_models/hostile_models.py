@@ -1,9 +1,9 @@
-"""Models whose Python does what no graph does, trained by the engine on two stages and by `fit`, beside plain torch.
+"""Trains models whose Python no graph can express, by the engine on two stages and by `fit`; compares with plain torch.
 
-Three steps of two microbatches each, with gradients, weights and buffers compared after every one. Plain torch draws
-from the seeds that the engine defines for each layer; `fit` and plain torch draw from the same states. Where a change
-by the user's loop is refused, the model is captured again, as the sentence says. Prints the table of README.md; exit
-status 1 if a model trains as another one without a word, or fails with an error that is not the project's own.
+Three steps of two microbatches each, with gradients, weights and buffers compared after every step. Plain torch draws
+from the seeds that the engine defines for each layer; `fit` and plain torch draw from the same states. If a change
+by the user's loop is refused, the model is captured again, as the error advises. Prints the table of README.md; exit
+status 1 if a model silently trains differently, or fails with an error that is not the project's own.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ CPU = torch.device("cpu")
 _CHANGED = "was changed after the model was captured"
 
 Numbers = dict[str, np.ndarray]
-"""What a step made: its loss, and gradients, weights and buffers by the model's own names."""
+"""Results of a step: its loss, and gradients, weights and buffers by the model's own names."""
 
 
 class Verdict(NamedTuple):
-    """Of one model at one door."""
+    """Verdict on one model in the engine or in `fit`."""
 
     word: str
     note: str
@@ -61,7 +61,7 @@ class Verdict(NamedTuple):
 
 
 def make(name: str) -> models.Hostile:
-    """The model in training mode, the same on every call."""
+    """Return the model in training mode, the same on every call."""
     models._table.cache_clear()
     torch.manual_seed(0)
     model = models.MODELS[name]()
@@ -73,23 +73,25 @@ def make(name: str) -> models.Hostile:
 
 
 def inputs_of(step: int) -> list[Tensor]:
-    """The microbatches of a step."""
+    """Return the microbatches of a step."""
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(ROWS, models.WIDTH, generator=generator) for _ in range(MICROBATCHES)]
 
 
 def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    """The mean squares of all outputs, as a share of the minibatch."""
-    return {"loss": torch.stack([one.square().mean() for one in outputs.values()]).sum() / normalisers["microbatches"]}
+    """Return the sum of the mean squares of all outputs, as a share of the minibatch."""
+    return {
+        "loss": torch.stack([output.square().mean() for output in outputs.values()]).sum() / normalisers["microbatches"]
+    }
 
 
 def loss_of(result: Any) -> Tensor:
-    """The same of what the model itself returns."""
+    """Return the same loss of the model's own result."""
     return loss(dict(enumerate(pytree.tree_leaves(result))), None, {"microbatches": MICROBATCHES})["loss"]
 
 
 def seed_all(seed: int) -> None:
-    """Every generator that these models draw from."""
+    """Seed every generator that these models draw from."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 (users draw from it)
@@ -99,7 +101,7 @@ def seed_all(seed: int) -> None:
 
 
 def on_ranks(communicator: Communicator, names: list[str], folder: Path) -> dict[str, tuple[list[Any], str]]:
-    """What this rank's stage made in each step, or the sentence that refused the model; and what is to be told."""
+    """Return by model this rank's values of each step, or the error that refused the model; and a note."""
     return {name: _train(communicator, name, folder) for name in names}
 
 
@@ -125,19 +127,19 @@ def _train(communicator: Communicator, name: str, folder: Path) -> tuple[list[An
         except Exception as error:
             steps.append(f"TRACEBACK {type(error).__name__}: {str(error)[:300]}")
             break
-    whole = chain.kept_whole if chain is not None else []
-    told = [f"{len(chain)} layers" if chain is not None else ""]
-    told += [f"captured again as told: {again[0].partition(' of the model')[0]}"] if again else []
-    told += [whole[0]] if whole else []
-    return steps, "; ".join(told)
+    kept_whole = chain.kept_whole if chain is not None else []
+    notes = [f"{len(chain)} layers" if chain is not None else ""]
+    notes += [f"captured again as told: {again[0].partition(' of the model')[0]}"] if again else []
+    notes += [kept_whole[0]] if kept_whole else []
+    return steps, "; ".join(notes)
 
 
 def _step(communicator: Communicator, chain: Chain, step: int, model: nn.Module, path: Path) -> dict[str, Any]:
     alone = len(chain) == 1
-    found: dict[str, Any] = {"layers": [layer.name for layer in chain.layers]}
+    values: dict[str, Any] = {"layers": [layer.name for layer in chain.layers]}
     if not (alone and communicator.rank):
         inputs = [{chain.inputs[0]: x} for x in inputs_of(step)]
-        specs = [{name: TensorSpec.of(tensor) for name, tensor in one.items()} for one in inputs]
+        specs = [{name: TensorSpec.of(tensor) for name, tensor in tensors.items()} for tensors in inputs]
         batch = Minibatch(specs, [None] * MICROBATCHES, {"microbatches": float(MICROBATCHES)}, [[0], [1]])
         recipe = Recipe(LearningRate(RATE), "sgd", weight_decay=0.0)
         options = EngineOptions(MICROBATCHES, seed=SEED, clip_norm=0.0, recipe=recipe)
@@ -150,12 +152,14 @@ def _step(communicator: Communicator, chain: Chain, step: int, model: nn.Module,
                 for key in layer.parameters:
                     parameter = engine.optimizer.parameters.get(layer.address(key))
                     if parameter is not None and parameter.grad is not None:
-                        found[f"gradient of {key}"] = parameter.grad.numpy().copy()
+                        values[f"gradient of {key}"] = parameter.grad.numpy().copy()
 
         result = train_step(engine, step + 1, batch, lambda index: inputs[index], before_commit=keep)
-        found["loss"] = np.array(result.parts["loss"])
-        own = {key: one for layer in engine.layers for key, one in (layer.parameters | layer.buffers).items()}
-        torch.save({key: one.detach().clone() for key, one in own.items()}, f"{path}-{step}-{communicator.rank}.pt")
+        values["loss"] = np.array(result.parts["loss"])
+        trained = {key: tensor for layer in engine.layers for key, tensor in (layer.parameters | layer.buffers).items()}
+        torch.save(
+            {key: tensor.detach().clone() for key, tensor in trained.items()}, f"{path}-{step}-{communicator.rank}.pt"
+        )
     communicator.barrier()
     state = model.state_dict(keep_vars=True)
     with torch.no_grad():
@@ -164,15 +168,15 @@ def _step(communicator: Communicator, chain: Chain, step: int, model: nn.Module,
                 if state[key] is not value:
                     state[key].copy_(value)
     communicator.barrier()
-    return found | {f"value of {key}": one.detach().numpy().copy() for key, one in state.items()}
+    return values | {f"value of {key}": tensor.detach().numpy().copy() for key, tensor in state.items()}
 
 
 def plain_engine_steps(name: str, layers: list[list[str]]) -> list[Numbers]:
-    """Plain torch, with the seeds that the engine defines where each layer of the capture begins."""
+    """Train by plain torch, with the seeds that the engine defines at the start of each layer of the capture."""
     model, handles = make(name), list[Any]()
 
     def run(step: int, microbatch: int, x: Tensor) -> Any:
-        def begin(layer: int) -> Callable[..., None]:  # also where the model's own checkpoints run it again
+        def begin(layer: int) -> Callable[..., None]:  # also when the model's own checkpoints recompute the layer
             return lambda module, given: seed_all(mix(SEED, step + 1, microbatch, layer))
 
         while handles:
@@ -197,17 +201,21 @@ def _plain_step(model: models.Hostile, module: nn.Module, step: int, run: Callab
         part.backward()
         total += part.item()
     names = dict(module.named_parameters(remove_duplicate=False))
-    found = {f"gradient of {key}": one.grad.numpy().copy() for key, one in names.items() if one.grad is not None}
+    gradients = {
+        f"gradient of {key}": parameter.grad.numpy().copy()
+        for key, parameter in names.items()
+        if parameter.grad is not None
+    }
     torch.optim.SGD(module.parameters(), RATE).step()
-    values = {f"value of {key}": one.numpy().copy() for key, one in module.state_dict().items()}
-    return {"loss": np.array(total), **found, **values}
+    values = {f"value of {key}": tensor.numpy().copy() for key, tensor in module.state_dict().items()}
+    return {"loss": np.array(total), **gradients, **values}
 
 
 # -- fit ---------------------------------------------------------------------------------------------------------------
 
 
 def fit_steps(name: str) -> tuple[list[Any], str]:
-    """What the fitted module made in each step within the smallest budget, or the sentence that refused it."""
+    """Return the fitted module's values of each step within the smallest budget, or the error that refused it."""
     steps: list[Any] = []
     try:
         try:
@@ -233,7 +241,7 @@ def fit_steps(name: str) -> tuple[list[Any], str]:
 
 
 def plain_fit_steps(name: str) -> list[Numbers]:
-    """Plain torch in the same loop."""
+    """Train by plain torch in the same loop."""
     model = make(name)
 
     def run(step: int, microbatch: int, x: Tensor) -> Any:
@@ -246,36 +254,40 @@ def plain_fit_steps(name: str) -> list[Numbers]:
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
-def judge(found: list[Any], expected: list[Numbers], note: str) -> Verdict:
-    """Right, refused, or SILENT."""
+def judge(steps: list[Any], expected: list[Numbers], note: str) -> Verdict:
+    """Return the verdict: right, refused, TRACEBACK or SILENT."""
     worst, where = 0.0, ""
-    for number, (ours, plain) in enumerate(zip(found, expected, strict=False)):
+    for number, (ours, plain) in enumerate(zip(steps, expected, strict=False)):
         if isinstance(ours, str):
             break
-        difference, what = compare(ours, plain)
+        difference, key = compare(ours, plain)
         if difference > worst:
-            worst, where = difference, f"{what} in step {number + 1}"
+            worst, where = difference, f"{key} in step {number + 1}"
     if worst > 1e-6:
         return Verdict("SILENT", f"{where} differs by {worst:.1e}; {note}")
-    if isinstance(found[-1], str):
-        word, _, rest = found[-1].partition(" ")
-        return Verdict("TRACEBACK", rest) if word == "TRACEBACK" else Verdict("refused", found[-1])
+    if isinstance(steps[-1], str):
+        word, _, message = steps[-1].partition(" ")
+        return Verdict("TRACEBACK", message) if word == "TRACEBACK" else Verdict("refused", steps[-1])
     return Verdict("right", f"{worst:.1e}; {note}" if worst else note)
 
 
 def compare(ours: Mapping[str, Any], plain: Numbers) -> tuple[float, str]:
-    """The largest difference, as a part of the largest of its kind's or a thousandth of the model's, and of what."""
+    """Return the largest relative difference and its key.
+
+    A difference is divided by the tensor's largest element; for gradients by at least a thousandth of the model's
+    largest gradient.
+    """
     worst, where = 0.0, ""
-    gradients = [float(abs(one).max()) for key, one in plain.items() if key.startswith("gradient")]
+    gradients = [float(abs(gradient).max()) for key, gradient in plain.items() if key.startswith("gradient")]
     least = 1e-3 * max(gradients, default=0.0)
     keys = [key for key in ours.keys() | plain.keys() if key == "loss" or key.startswith(("gradient", "value"))]
     for key in sorted(keys):
-        one, other = ours.get(key), plain.get(key)
-        # a gradient of zeros trains as none does
-        one, other = (np.zeros(1) if each is None else each for each in (one, other))
-        size = max(float(abs(other).max()), least if key.startswith("gradient") else 1e-30)
-        gap = float(abs(one.astype(np.float64) - other.astype(np.float64)).max()) / size
-        if not np.isfinite(other).all():
+        actual, expected = ours.get(key), plain.get(key)
+        # a gradient of zeros trains like no gradient
+        actual, expected = (np.zeros(1) if array is None else array for array in (actual, expected))
+        size = max(float(abs(expected).max()), least if key.startswith("gradient") else 1e-30)
+        gap = float(abs(actual.astype(np.float64) - expected.astype(np.float64)).max()) / size
+        if not np.isfinite(expected).all():
             raise SystemExit(f"plain torch itself makes {key} infinite")
         if not gap <= worst:
             worst, where = gap if np.isfinite(gap) else float("inf"), key
@@ -283,20 +295,20 @@ def compare(ours: Mapping[str, Any], plain: Numbers) -> tuple[float, str]:
 
 
 def main() -> None:
-    """Runs the models and prints the table."""
+    """Run the models and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(models.MODELS), choices=list(models.MODELS))
     parser.add_argument("--doors", nargs="*", default=["engine", "fit"], choices=["engine", "fit"])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     ranks: list[dict[str, Any]] = []
-    if "engine" in asked.doors:
+    if "engine" in args.doors:
         with tempfile.TemporaryDirectory() as folder:
-            ranks = run_ranks(on_ranks, 2, asked.models, Path(folder), timeout=60.0)
+            ranks = run_ranks(on_ranks, 2, args.models, Path(folder), timeout=60.0)
     counts: dict[str, int] = {}
     print("| model | engine, 2 stages | fit |")
     print("|---|---|---|")
-    for name in asked.models:
+    for name in args.models:
         row = []
         if ranks:
             steps, note = ranks[0][name]
@@ -304,14 +316,16 @@ def main() -> None:
                 ours if isinstance(ours, str) else theirs if isinstance(theirs, str) else {**theirs, **ours}
                 for ours, theirs in zip(steps, ranks[1][name][0], strict=False)
             ]
-            layers = [one["layers"] for one in merged if not isinstance(one, str)]
+            layers = [step["layers"] for step in merged if not isinstance(step, str)]
             row.append(judge(merged, plain_engine_steps(name, layers), note))
-        if "fit" in asked.doors:
-            found, note = fit_steps(name)
-            row.append(judge(found, plain_fit_steps(name), note))
+        if "fit" in args.doors:
+            fitted_steps, note = fit_steps(name)
+            row.append(judge(fitted_steps, plain_fit_steps(name), note))
         print(f"| {name} | {' | '.join(map(str, row))} |", flush=True)
-        word = next((one for one in ("SILENT", "TRACEBACK") if any(each.word == one for each in row)), "")
-        word = word or ("right" if any(each.word == "right" for each in row) else "refused")
+        word = next(
+            (outcome for outcome in ("SILENT", "TRACEBACK") if any(verdict.word == outcome for verdict in row)), ""
+        )
+        word = word or ("right" if any(verdict.word == "right" for verdict in row) else "refused")
         counts[word] = counts.get(word, 0) + 1
     print(", ".join(f"{count} {word}" for word, count in sorted(counts.items())))
     if counts.keys() & {"SILENT", "TRACEBACK"}:

@@ -1,6 +1,6 @@
-"""Small models whose Python does what no graph does; kinds of public bug reports, each model ours.
+"""Small models whose Python no graph can express; kinds of public bug reports, each model written here.
 
-Every one takes `x` [rows, WIDTH]. `between` is what its user's own loop does before a step, from the second one on.
+Every model takes `x` [rows, WIDTH]. `between` is the code of its user's loop before a step, from the second step on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """A block as any."""
+    """An ordinary block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ class Hostile(nn.Module):
         return self.head(self.body(x))
 
     def between(self, step: int) -> None:
-        """What the user's loop changes before step `step`, counted from 0."""
+        """Apply the user's changes before step `step`, counted from 0."""
 
 
-# -- backwards of their own --------------------------------------------------------------------------------------------
+# -- custom backwards --------------------------------------------------------------------------------------------------
 
 
 class GradientReversal(Hostile):
-    """Domain adaptation: the features climb the second loss. An export follows the Function's forward, the identity."""
+    """Domain adaptation: features maximize the second loss. An export traces the Function's forward, the identity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class GradientReversal(Hostile):
 
 
 class VectorQuantised(Hostile):
-    """A VQ by a Function of two outputs: the encoder's gradient is the decoder's. Followed, the encoder gets none."""
+    """VQ by a Function of two outputs: the encoder's gradient is the decoder's. Traced, the encoder gets none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class DetachedCodes(Hostile):
 
 
 class LocalFunction(Hostile):
-    """A Function whose class is made in the forward, where nobody can know it before."""
+    """A Function whose class is created in the forward, so that it is unknown before."""
 
     def body(self, x: Tensor) -> Tensor:
         class Clip(torch.autograd.Function):
@@ -122,31 +122,31 @@ class DictBlock(nn.Module):
         super().__init__()
         self.inner, self.scale = Block(), 0.1
 
-    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        x = self.inner(given["x"])
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = self.inner(features["x"])
         if x.requires_grad:
             x.register_hook(self.damp)
-        return {"x": x, "sum": given["sum"] + x}
+        return {"x": x, "sum": features["sum"] + x}
 
     def damp(self, gradient: Tensor) -> Tensor:
         return gradient * self.scale
 
 
 class HookedDicts(Hostile):
-    """Blocks that pass dicts damp the gradient by a hook of a tensor, which no graph has."""
+    """Blocks that pass dicts damp the gradient by a tensor hook, which no graph has."""
 
     def block(self) -> nn.Module:
         return DictBlock()
 
     def body(self, x: Tensor) -> Tensor:
-        given = {"x": x, "sum": torch.zeros_like(x)}
+        features = {"x": x, "sum": torch.zeros_like(x)}
         for block in self.blocks:
-            given = block(given)
-        return given["x"] + given["sum"]
+            features = block(features)
+        return features["x"] + features["sum"]
 
 
 class NodeHook(Hostile):
-    """A hook of a node of the graph (`grad_fn.register_prehook`): no function of torch's is called that shows it."""
+    """A hook of a node of the graph (`grad_fn.register_prehook`), which no call of a torch function shows."""
 
     def body(self, x: Tensor) -> Tensor:
         x = self.blocks[1](self.blocks[0](x))
@@ -161,13 +161,13 @@ class TwoStreams(nn.Module):
         self.f, self.g = Block(), Block()
 
     def forward(self, streams: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        one, other = streams
-        one = one + self.f(other)
-        return one, other + self.g(one)
+        first, second = streams
+        first = first + self.f(second)
+        return first, second + self.g(first)
 
 
 class BackwardHook(Hostile):
-    """A full backward hook of a block that takes and gives a tuple changes what it hands back."""
+    """A full backward hook changes the gradients of a block that takes and returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class BackwardHook(Hostile):
 
 
 class TiedHook(Hostile):
-    """A hook of a parameter that two layers share keeps some of its rows as they are; a copy of it has no hook."""
+    """A hook of a parameter that two layers share freezes some of its rows; a copy of the parameter has no hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class TiedHook(Hostile):
 
 
 class LayerDrop(Hostile):
-    """LayerDrop by `random`: what the capture's draw left out would never train."""
+    """LayerDrop by `random`: a block dropped in the capture would never train."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -214,7 +214,7 @@ class LayerDrop(Hostile):
 
 
 class NumpyLayerDrop(Hostile):
-    """LayerDrop by numpy, with dropout of torch's between."""
+    """LayerDrop by numpy, with torch's dropout between."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -225,7 +225,7 @@ class NumpyLayerDrop(Hostile):
 
 
 class TorchLayerDrop(Hostile):
-    """LayerDrop as wav2vec 2.0 has it: a branch on a number that torch draws."""
+    """LayerDrop as in wav2vec 2.0: a branch on a number drawn by torch."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -241,13 +241,13 @@ class DepthBlock(Block):
 
 
 class StochasticDepth(Hostile):
-    """Stochastic depth of each row by torch: the same numbers wherever the layer runs, and again."""
+    """Stochastic depth of each row by torch: the same numbers on every rank and in recomputation."""
 
     def block(self) -> nn.Module:
         return DepthBlock()
 
 
-# -- what changes between steps ----------------------------------------------------------------------------------------
+# -- changes between steps ---------------------------------------------------------------------------------------------
 
 
 class Annealed(Hostile):
@@ -310,7 +310,7 @@ class ClassAttribute(Annealed):
 
 
 class ClosedOver(Annealed):
-    """The coefficient lies in a dict that a function of the model's closes over."""
+    """The coefficient is in a dict that is closed over by a function of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class ClosedOver(Annealed):
 
 
 class TensorAttribute(Annealed):
-    """The coefficient is a plain tensor, no buffer, that the loop fills."""
+    """The coefficient is a plain tensor, not a buffer, that the loop fills."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class DroppingBlock(Block):
 
 
 class ScheduledDropout(Hostile):
-    """The loop changes the rates of dropout: that of modules, and one that the forward hands on."""
+    """The loop changes dropout rates: those of modules, and one that the forward passes on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ class ScheduledDropout(Hostile):
 
 
 class MovingAverage(Hostile):
-    """A buffer that is another tensor after each forward, and is read."""
+    """A buffer that is replaced by a new tensor in each forward, and is read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ class MovingAverage(Hostile):
 
 
 class EveryThird(Hostile):
-    """Every third call takes another way, by a counter."""
+    """Every third call takes another branch, by a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ class EveryThird(Hostile):
 
 
 class Turns(Hostile):
-    """Every third call takes another way, by an iterator, whose place no attribute shows."""
+    """Every third call takes another branch, by an iterator, whose position no attribute shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,13 +437,13 @@ def _table(module: nn.Module, rows: int) -> Tensor:
 
 
 class CachedTable(Hostile):
-    """A table that a cache keeps by the module: what an export leaves in it are no numbers."""
+    """A table in a cache keyed by the module: an export leaves fake tensors in it."""
 
     def body(self, x: Tensor) -> Tensor:
         return super().body(x + _table(self, x.shape[0]))
 
 
-# -- modes, and code that differentiates -------------------------------------------------------------------------------
+# -- modes, and autograd in the forward --------------------------------------------------------------------------------
 
 
 class NormBlock(Block):
@@ -456,7 +456,7 @@ class NormBlock(Block):
 
 
 class FrozenNorms(Hostile):
-    """Some batch norms are in eval mode by an overridden `train`, one by its user; each has statistics of its own."""
+    """Batch norms in eval mode, some by an overridden `train`, one by its user; each has its own statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -481,7 +481,7 @@ class DroppedBlock(Block):
 
 
 class Checkpointed(Hostile):
-    """Blocks with dropout under torch's checkpointing, one by the old way, which runs its block without gradients."""
+    """Blocks with dropout under torch's checkpointing, one reentrant, which runs its block without gradients."""
 
     def block(self) -> nn.Module:
         return DroppedBlock()
@@ -498,7 +498,7 @@ class Centred(nn.Module):
 
 
 class Parametrised(Hostile):
-    """A parametrization of the user's own, computed once for two uses (`parametrize.cached`)."""
+    """A user-defined parametrization, computed once for two uses (`parametrize.cached`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -511,7 +511,7 @@ class Parametrised(Hostile):
 
 
 class GradientPenalty(Hostile):
-    """Differentiates in its forward, and its penalty again in the backward."""
+    """Computes gradients in its forward, and differentiates its penalty again in the backward."""
 
     def forward(self, x: Tensor) -> Any:
         x = self.body(x)
@@ -523,7 +523,7 @@ class GradientPenalty(Hostile):
 
 
 class InPlaceViews(Hostile):
-    """Writes into views of what crosses the cut."""
+    """Writes into views of tensors that cross the cut."""
 
     def body(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -534,19 +534,19 @@ class InPlaceViews(Hostile):
 
 
 class Teacher(Hostile):
-    """Its own targets, by a branch of training mode under `no_grad`; what it gives in eval mode has another shape."""
+    """Computes its own targets in training mode under `no_grad`; its result in eval mode has another shape."""
 
     def forward(self, x: Tensor) -> Any:
-        found = self.head(self.body(x))
+        logits = self.head(self.body(x))
         if not self.training:
-            return found
+            return logits
         with torch.no_grad():
             target = self.head(self.body(x.flip(1))).softmax(-1)
-        return -(target * found.log_softmax(-1)).sum(-1).mean()
+        return -(target * logits.log_softmax(-1)).sum(-1).mean()
 
 
 class TopHook(Hostile):
-    """A forward hook of the model itself changes what it returns."""
+    """A forward hook of the model itself changes its result."""
 
     def __init__(self) -> None:
         super().__init__()

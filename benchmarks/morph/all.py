@@ -1,4 +1,4 @@
-"""One live benchmark after the other, in so many minutes; then the tables of their READMEs.
+"""Runs the live benchmarks one after the other within `--minutes`, then writes the tables of their READMEs.
 
     python benchmarks/morph/all.py --minutes 20
     python benchmarks/morph/all.py --minutes 8 rn50        # RN50-E6's steady cost, which is not part of the above
@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 SHARES = {"planned": 0.19, "crash": 0.19, "join": 0.22, "equality": 0.19, "steady": 0.21}
-"""Of the minutes; what each needs besides (to begin, to compare) is allowed for."""
+"""Shares of the minutes; the time that each script needs besides (to start, to compare) is subtracted."""
 
 SCRIPTS = {
     "planned": ["planned/planned.py", "--full"],
@@ -45,18 +45,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("claims", nargs="*", choices=[*SCRIPTS, []], help="only these, with the whole time")
-    given = parser.parse_args()
-    claims = given.claims or list(SHARES)
-    whole = sum(SHARES.get(claim, 0.2) for claim in claims)
+    args = parser.parse_args()
+    claims = args.claims or list(SHARES)
+    total = sum(SHARES.get(claim, 0.2) for claim in claims)
     failed = []
     for claim in claims:
-        seconds = max(30.0, 60 * given.minutes * SHARES.get(claim, 0.2) / whole - _BESIDE_SECONDS)
+        seconds = max(30.0, 60 * args.minutes * SHARES.get(claim, 0.2) / total - _BESIDE_SECONDS)
         if claim == "equality":
             seconds *= 0.75  # the plain run that it is compared with comes after
         script, *arguments = SCRIPTS[claim]
         command = [sys.executable, str(HERE / script), f"--minutes={seconds / 60:.2f}", *arguments]
         if "steady" not in script:
-            command.append(f"--seed={given.seed}")
+            command.append(f"--seed={args.seed}")
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {' '.join(command[1:])}\n")
         try:
             status = subprocess.run(command, check=False, timeout=seconds + _LATE_SECONDS).returncode

@@ -1,7 +1,7 @@
-"""An elastic run on this machine that a script watches and disturbs: supervisor, store, fork server and members.
+"""An elastic run on this machine that a script observes and disturbs: supervisor, store, fork server and members.
 
-`Live` runs a `Host` in a thread and takes orders (leave, join, kill). The members are ordinary ones but for one thing:
-the entry below writes a line whenever a step has been applied, with the machine's monotonic clock, into a file that
+`Live` runs a `Host` in a thread and takes orders (leave, join, kill). The members are ordinary ones with one addition:
+the entry point below writes a line whenever a step has been applied, with the machine's monotonic clock, to a file that
 survives the member. All times of the live benchmarks come from these lines.
 """
 
@@ -61,7 +61,7 @@ SLEEPING = (
 
 
 class Clock:
-    """How long a script has been at work, and whether its minutes are over (0: they never are)."""
+    """Seconds that a script has run, and whether its minutes are over (0: no limit)."""
 
     def __init__(self, minutes: float = 0.0) -> None:
         self.began = time.monotonic()
@@ -77,7 +77,7 @@ class Clock:
 
 
 class Mark(NamedTuple):
-    """A step that a member has applied: the generation's number and the end, in seconds of the monotonic clock."""
+    """Step that a member has applied: the generation's number and the end, in seconds of the monotonic clock."""
 
     member: str
     generation: int
@@ -86,11 +86,11 @@ class Mark(NamedTuple):
 
 
 def main(arguments: Sequence[str], work: type[PipelineWork] | None = None, observer: Observer | None = None) -> int:
-    """The entry of a member: `elastic.worker.main`, with its steps marked in `<run_dir>/marks/<member>`.
+    """Entry point of a member: `elastic.worker.main`, with its steps marked in `<run_dir>/marks/<member>`.
 
     Args:
-        work: what is trained; None: `PipelineWork`.
-        observer: of its engines.
+        work: class that trains; None: `PipelineWork`.
+        observer: observer of the member's engines.
     """
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
     from varuna_capslog.start import member_worker as worker
@@ -108,13 +108,13 @@ def main(arguments: Sequence[str], work: type[PipelineWork] | None = None, obser
 
 
 class Live:
-    """A run under way; a context manager that ends with it.
+    """A run in progress; a context manager that ends with it.
 
     Args:
         config: a file.
-        overrides: of its keys.
-        devices: workers that begin.
-        entry: of the members.
+        overrides: of the config's keys.
+        devices: number of workers at the start.
+        entry: entry point of the members.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Live:
             self._holder.cleanup()
 
     def finish(self, seconds: float) -> object:
-        """Waits for the run's own end; raises what ended it otherwise."""
+        """Wait until the run ends by itself; raise the error that ended it otherwise."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise TimeoutError(f"the run has not ended within {seconds:g} s; {self.describe()}")
@@ -188,38 +188,38 @@ class Live:
     # -- orders --------------------------------------------------------------------------------------------------------
 
     def leave(self, member: str, urgent: bool = False) -> float:
-        """A notice; returns when it was given."""
+        """Send a preemption notice to a member; return its time."""
         now = time.monotonic()
         self.host.link.store.append(NoticeEntry(member, urgent, source="program").to_json())
         return now
 
     def join(self) -> float:
-        """One worker more; returns when it was ordered."""
+        """Add a worker; return the time of the order."""
         now = time.monotonic()
         self.host.add_worker()
         return now
 
     def kill(self, member: str, number: int = signal.SIGKILL) -> float:
-        """Ends a worker's process; returns when."""
+        """Kill a worker's process; return the time."""
         pid = json.loads((self.folder / "workers" / f"{member}.json").read_text())["pid"]
         now = time.monotonic()
         os.kill(pid, number)
         return now
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- observation ---------------------------------------------------------------------------------------------------
 
     @property
     def generation(self) -> int:
-        """The newest that was founded."""
+        """Number of the newest generation."""
         return self.host.roster.generation.number
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Of the newest generation, by rank."""
+        """Members of the newest generation, by rank."""
         return self.host.roster.generation.members
 
     def marks(self) -> list[Mark]:
-        """All steps that all members have applied so far."""
+        """Return all steps that members have applied so far."""
         for path in sorted((self.folder / "marks").glob("*")):
             at = self._offsets.get(path, 0)
             with path.open("rb") as file:
@@ -232,8 +232,8 @@ class Live:
                 self._found.append(Mark(path.name, int(generation), int(step), float(end)))
         return self._found
 
-    def wait(self, condition: Callable[[list[Mark]], bool], seconds: float = 60.0, what: str = "") -> None:
-        """Until the marks say so."""
+    def wait(self, condition: Callable[[list[Mark]], bool], seconds: float = 60.0, goal: str = "") -> None:
+        """Wait until `condition` holds for the marks."""
         until = time.monotonic() + seconds
         while not condition(self.marks()):
             if not self._thread.is_alive():
@@ -241,11 +241,11 @@ class Live:
                     raise self.ended
                 raise RuntimeError(f"the run has ended: {self.ended}")
             if time.monotonic() > until:
-                raise TimeoutError(f"not within {seconds:g} s: {what or condition}; {self.describe()}")
+                raise TimeoutError(f"not within {seconds:g} s: {goal or condition}; {self.describe()}")
             time.sleep(0.003)
 
     def wait_steps(self, members: int, steps: int, seconds: float = 60.0, after: int = 0) -> int:
-        """Until a generation newer than `after`, of so many members, has applied so many steps; returns it."""
+        """Wait until a generation newer than `after`, of `members` members, has applied `steps` steps; return it."""
 
         def there(marks: list[Mark]) -> bool:
             newest = self.host.roster.generation
@@ -258,7 +258,7 @@ class Live:
         return self.generation
 
     def describe(self) -> str:
-        """Where the run stands, for errors."""
+        """Return the generation, the last messages and the ends of the workers' logs, for errors."""
         logs = [
             f"{path.name}: {path.read_text()[-600:]}"
             for path in sorted((self.folder / "workers").glob("*.log"))
@@ -267,13 +267,13 @@ class Live:
         return f"generation {self.host.roster.generation}; {self.said[-5:]}; " + "; ".join(logs[-4:])
 
     def events(self) -> list[dict[str, Any]]:
-        """Of events.jsonl."""
+        """Return the events of events.jsonl."""
         path = self.folder / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step, that of the newest generation."""
+    """Return the loss of each step, from the newest generation that computed it."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["loss"] for row in sorted(rows, key=lambda row: row["generation"])}
 
@@ -282,11 +282,11 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 class Pause(NamedTuple):
-    """A change, from the end of the last step before it to the end of the first after it.
+    """Pause of a change, from the end of the last step before it to the end of the first after it.
 
     Attributes:
         whole: seconds between these ends.
-        net: less the median step of the new layout.
+        net: `whole` less the median step of the new layout.
     """
 
     generation: int
@@ -296,18 +296,18 @@ class Pause(NamedTuple):
 
 
 def step_ends(marks: Sequence[Mark]) -> dict[int, dict[int, tuple[float, float]]]:
-    """By generation and step: when the first member had applied it, and when the last one had."""
-    found: dict[int, dict[int, tuple[float, float]]] = {}
+    """Return by generation and step the times at which the first and the last member had applied it."""
+    ends: dict[int, dict[int, tuple[float, float]]] = {}
     for mark in marks:
-        first, last = found.setdefault(mark.generation, {}).get(mark.step, (mark.end, mark.end))
-        found[mark.generation][mark.step] = min(first, mark.end), max(last, mark.end)
-    return found
+        first, last = ends.setdefault(mark.generation, {}).get(mark.step, (mark.end, mark.end))
+        ends[mark.generation][mark.step] = min(first, mark.end), max(last, mark.end)
+    return ends
 
 
 def pauses(marks: Sequence[Mark]) -> list[Pause]:
-    """Of every change between two generations that both trained long enough to know their steps."""
+    """Return the pause of every change to a generation with at least four steps, which its median step needs."""
     ends = step_ends(marks)
-    found = []
+    changes = []
     order = sorted(ends)
     for old, new in itertools.pairwise(order):
         steps = ends[new]
@@ -315,24 +315,24 @@ def pauses(marks: Sequence[Mark]) -> list[Pause]:
         if len(numbers) < 4:
             continue
         usual = statistics.median(steps[b][1] - steps[a][1] for a, b in itertools.pairwise(numbers))
-        whole = steps[numbers[0]][1] - ends[old][max(ends[old])][1]
-        found.append(Pause(new, numbers[0], whole, whole - usual))
-    return found
+        seconds = steps[numbers[0]][1] - ends[old][max(ends[old])][1]
+        changes.append(Pause(new, numbers[0], seconds, seconds - usual))
+    return changes
 
 
 def quantiles(values: Sequence[float], scale: float = 1e3, digits: int = 1) -> dict[str, float | int]:
-    """count, p50, p90, p99 and the largest, in thousandths by default. With few values p99 is the largest."""
+    """Return count, p50, p90, p99 and maximum, in thousandths by default. With few values p99 is the maximum."""
     ordered = sorted(values)
     at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
-    found: dict[str, float | int] = {"count": len(ordered)}
+    summary: dict[str, float | int] = {"count": len(ordered)}
     if ordered:
         named = {"p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": ordered[-1]}
-        found |= {name: round(scale * value, digits) for name, value in named.items()}
-    return found
+        summary |= {name: round(scale * value, digits) for name, value in named.items()}
+    return summary
 
 
 def append_result(claim: str, result: Mapping[str, Any]) -> None:
-    """One line more in the claim's results.jsonl, with date, versions and commit."""
+    """Append a line to the claim's results.jsonl, with date, versions and commit."""
     import torch
 
     commit = subprocess.run(

@@ -1,8 +1,8 @@
 """A small model for the live benchmarks: residual perceptrons with dropout on scikit-learn's handwritten digits.
 
-As chain it has what makes equality hard: dropout, running statistics, and a parameter that its two ends share.
-`model: {blocks, dim, hidden, dropout}`; the default of 8 blocks has about 300,000 parameters. `model.block_seconds` is
-what each block's forward sleeps besides, as where another device computes.
+Its chain has the features that make bitwise equality hard: dropout, running statistics, and a parameter shared by first
+and last layer. `model: {blocks, dim, hidden, dropout}`; the default of 8 blocks has about 300,000 parameters. Each
+block's forward also sleeps for `model.block_seconds`, as if another device computed.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Digits:
     """Training data: every sample is one row, loading is a look-up."""
 
     def __init__(self) -> None:
-        found = load_digits()
-        self.pixels = torch.from_numpy(found.data).float() / 16
-        self.classes = torch.from_numpy(found.target)
+        digits = load_digits()
+        self.pixels = torch.from_numpy(digits.data).float() / 16
+        self.classes = torch.from_numpy(digits.target)
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -119,5 +119,5 @@ class Small(Workload):
 
 
 def workload(config: Config) -> Workload:
-    """What a config names."""
+    """Return the workload that a config names."""
     return Small(config)

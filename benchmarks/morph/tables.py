@@ -1,6 +1,6 @@
 """Writes the tables of the READMEs beside this file from their results.jsonl: python benchmarks/morph/tables.py
 
-A table stands between the lines `<!-- results -->` and `<!-- end -->`; everything else of a README is left alone.
+A table stands between the lines `<!-- results -->` and `<!-- end -->`; the other text of a README stays.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def table(head: list[str], rows: list[list[object]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def quantiles(found: Mapping[str, Any], digits: int = 1) -> list[object]:
-    if not found.get("count"):
+def quantiles(summary: Mapping[str, Any], digits: int = 1) -> list[object]:
+    if not summary.get("count"):
         return ["0", "-", "-", "-", "-"]
-    return [found["count"], *(f"{found[name]:.{digits}f}" for name in ("p50", "p90", "p99", "max"))]
+    return [summary["count"], *(f"{summary[name]:.{digits}f}" for name in ("p50", "p90", "p99", "max"))]
 
 
 def when(row: Row) -> str:
-    """What a line was measured with; the load is the machine's at its end."""
+    """Return date, commit, seed and load of a measurement; the load is the machine's at its end."""
     early = "; ended early: " + row["ended_early"].splitlines()[0][:80] if row.get("ended_early") else ""
     seed = f"seed {row['seed']}, " if "seed" in row else ""
     return f"{row['date'][:16].replace('T', ' ')}, {row['commit']}, {seed}load {row['load'][0]:g}{early}"
@@ -71,8 +71,8 @@ def join(rows: list[Row]) -> str:
     head = ["run", "", *QUANTILES]
     lines: list[list[object]] = []
     for row in rows:
-        what = f"{row['joins']} joins, {row['failed']} failed; stall of who trains, net of a step, ms"
-        lines.append([when(row), what, *quantiles(row["stall_net_ms"])])
+        title = f"{row['joins']} joins, {row['failed']} failed; stall of who trains, net of a step, ms"
+        lines.append([when(row), title, *quantiles(row["stall_net_ms"])])
         lines.append(["", "order to the newcomer's first step, s", *quantiles(row["order_to_first_step_s"], 2)])
         ratio = quantiles(row["steps_while_loading_to_before"], 2)
         lines.append(["", "steps while it loads, as a multiple of those before", *ratio])
@@ -86,8 +86,8 @@ def equality(rows: list[Row]) -> str:
         if "plans" not in row:
             return f"{row['layouts']} ({row['layouts_with_replicas']} of several replicas)"
         kinds = [f"{count} {name.replace('_', ' ')}" for name, count in row["plans"].items() if name != "plans"]
-        other = f" of {Path(row['config']).stem}, {', '.join(row['overrides'][1:])}"
-        model = "" if row["config"] == "small.yaml" else other
+        description = f" of {Path(row['config']).stem}, {', '.join(row['overrides'][1:])}"
+        model = "" if row["config"] == "small.yaml" else description
         return f"{row['plans']['plans']} drawn plans{model} ({', '.join(kinds)})"
 
     lines: list[list[object]] = [
@@ -128,15 +128,15 @@ def steady(rows: list[Row]) -> str:
         )
         for name in row["step_ms"]:
             first = name == row["base"]
-            what = " ".join([row["config"], *row["overrides"]])
-            title = f"{what}, {row['rounds']} rounds, {size}; {when(row)}" if first else ""
+            configuration = " ".join([row["config"], *row["overrides"]])
+            title = f"{configuration}, {row['rounds']} rounds, {size}; {when(row)}" if first else ""
             ratios = ["1", "1"] if first else [spread(row[key][name]) for key in ("time_ratio", "cpu_ratio")]
             lines.append([title, f"`{name}`", row["step_ms"][name], row["step_cpu_ms"][name], *ratios])
     return table(head, lines)
 
 
-def spread(found: list[float]) -> str:
-    low, middle, high = found
+def spread(quartiles: list[float]) -> str:
+    low, middle, high = quartiles
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
@@ -168,10 +168,10 @@ _NEWEST = {"planned": 3, "crash": 3, "join": 3, "equality": 1000, "steady": 10, 
 
 
 def fill(readme: Path, tables: str) -> None:
-    """Writes tables between a README's marks."""
-    before, found, rest = readme.read_text().partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not found or not ended:
+    """Write tables between a README's marks."""
+    before, begin_mark, tail = readme.read_text().partition(BEGIN)
+    _, end_mark, after = tail.partition(END)
+    if not begin_mark or not end_mark:
         raise SystemExit(f"{readme} has no lines {BEGIN.strip()} and {END}: put them where the table shall stand")
     readme.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
 

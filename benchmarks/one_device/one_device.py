@@ -1,9 +1,9 @@
 """Step overhead of `fit` on one device, beside `torch.utils.checkpoint` per block and torch's own memory budget.
 
 measure: 2-layer models, real steps on this machine. Peaks are those of the CPU allocator; seconds are ratios of
-    interleaved runs (processor time) to the module that keeps everything.
-rotor: the same models and deeper ones, estimated: rotor's optimum (nested segments) beside flat ones.
-floors: of these models, what no choice changes, and the smallest budget that `fit` keeps.
+    interleaved runs (processor time) to the module without recomputation.
+rotor: the same models and deeper ones, estimated: rotor's optimum (nested segments) beside flat segments.
+floors: static bytes of these models, which no choice changes, and the smallest budget within which `fit` stays.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 
 SHARES = (0.8, 0.6, 0.4)
 ACTIVATIONS = (0.5, 0.3, 0.2, 0.15, 0.1, 0.07)
-"""Shares of what the keep-all peak has beside parameters, gradients and moments."""
+"""Shares of the peak's activations without recomputation: without parameters, gradients and moments."""
 TORCH_BUDGETS = (1.0, 0.6, 0.4, 0.2, 0.0)
 
 
 class Logits(nn.Module):
-    """A model of transformers whose result is a tensor."""
+    """Wrapper of a model of transformers that returns the logits."""
 
     def __init__(self, inner: nn.Module, blocks: str) -> None:
         super().__init__()
         self.inner, self.blocks = inner, blocks
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[batch, tokens] -> logits."""
-        found: Tensor = self.inner(input_ids=input_ids, return_dict=False)[0]
-        return found
+        """Map token ids [batch, tokens] to logits."""
+        logits: Tensor = self.inner(input_ids=input_ids, return_dict=False)[0]
+        return logits
 
 
 def gpt2(layers: int, width: int, tokens: int, batch: int) -> tuple[nn.Module, Tensor]:
@@ -101,7 +101,7 @@ def loss_of(logits: Tensor) -> Tensor:
 
 
 def cut_points(name: str, model: nn.Module) -> list[str]:
-    """Before each part of each block, and before what follows the blocks."""
+    """Return cut points before each part of each block, and before the module after the blocks."""
     blocks, parts = model.get_submodule(model.blocks), CUTS[name]
     return [f"{model.blocks}.{block}.{part}" for block, _ in blocks.named_children() for part in parts]
 
@@ -117,29 +117,28 @@ def stepper(module: nn.Module, x: Tensor, run: Any = None) -> Callable[[], None]
 
 
 def peak_of(module: nn.Module, x: Tensor, step: Callable[[], None]) -> int:
-    """After a step that compiles or fits."""
+    """Return the peak bytes of a step, after a first one that compiles or fits."""
     step()
     module.zero_grad(set_to_none=True)
-    moments = [torch.zeros_like(one) for one in module.parameters() for _ in range(2)]
+    moments = [torch.zeros_like(parameter) for parameter in module.parameters() for _ in range(2)]
     with PeakProbe(torch.device("cpu"), [*module.parameters(), *module.buffers(), *moments, x]) as probe:
         step()
     return probe.peak_bytes
 
 
 class Checkpointed(nn.Module):
-    """A block that runs again."""
+    """Block under activation checkpointing."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block gives."""
         return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Peaks and ratios of all ways of one model."""
+    """Measure peaks, predictions and time ratios of a model under `fit`, checkpointing and torch's budgets."""
     torch.manual_seed(0)
     model, x = MODELS[name](2, arguments.width, arguments.tokens, arguments.batch)
     model.train()
@@ -149,41 +148,44 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     predicted, refused, chosen = {}, {}, {}
     keep = peaks["keep"]
     for share in SHARES:
-        own, label = copy.deepcopy(model), f"fit {share:.0%}"
+        trial, label = copy.deepcopy(model), f"fit {share:.0%}"
         try:
-            fitted = fit(own, (x,), int(share * keep), loss=loss_of, cut_points=cut_points(name, own))
+            fitted = fit(trial, (x,), int(share * keep), loss=loss_of, cut_points=cut_points(name, trial))
         except DoesNotFit as error:
             refused[label] = str(error)
             least = int(str(error).partition("smallest budget that does is ")[2].partition(" ")[0])
             label = f"fit {least / keep:.1%}"
-            own = copy.deepcopy(model)
-            fitted = fit(own, (x,), least, loss=loss_of, cut_points=cut_points(name, own))
+            trial = copy.deepcopy(model)
+            fitted = fit(trial, (x,), least, loss=loss_of, cut_points=cut_points(name, trial))
         predicted[label] = fitted.fits[0].peak_bytes
-        chosen[label] = [(one.first, one.end) for one in fitted.fits[0].intervals], len(fitted.fits[0].names)
+        chosen[label] = (
+            [(interval.first, interval.end) for interval in fitted.fits[0].intervals],
+            len(fitted.fits[0].names),
+        )
         steps[label] = stepper(fitted, x)
         peaks[label] = peak_of(fitted, x, steps[label])
-    own = copy.deepcopy(model)
-    blocks = own.get_submodule(own.blocks)
+    trial = copy.deepcopy(model)
+    blocks = trial.get_submodule(trial.blocks)
     for key, block in list(blocks._modules.items()):
         blocks._modules[key] = Checkpointed(block)
-    steps["checkpoint per block"] = stepper(own, x)
-    peaks["checkpoint per block"] = peak_of(own, x, steps["checkpoint per block"])
-    found = interleave(steps, arguments.rounds, warmup=2)
-    ratios = {label: _ratio(times, found["keep"]) for label, times in found.items()}
+    steps["checkpoint per block"] = stepper(trial, x)
+    peaks["checkpoint per block"] = peak_of(trial, x, steps["checkpoint per block"])
+    timings = interleave(steps, arguments.rounds, warmup=2)
+    ratios = {label: _ratio(times, timings["keep"]) for label, times in timings.items()}
     for budget in TORCH_BUDGETS if arguments.compile else ():
         label = f"torch budget {budget}"
-        torch._dynamo.reset()  # else the program of another budget is taken
+        torch._dynamo.reset()  # else the compiled program of another budget is used
         with torch._functorch.config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
             try:
-                own = copy.deepcopy(model)
-                step = stepper(own, x, torch.compile(own, backend="aot_eager_decomp_partition", dynamic=False))
-                peaks[label] = peak_of(own, x, step)
+                trial = copy.deepcopy(model)
+                step = stepper(trial, x, torch.compile(trial, backend="aot_eager_decomp_partition", dynamic=False))
+                peaks[label] = peak_of(trial, x, step)
             except Exception as error:
                 refused[label] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 continue
-            found |= (pair := interleave({label: step, "again": steps["keep"]}, arguments.rounds, warmup=1))
+            timings |= (pair := interleave({label: step, "again": steps["keep"]}, arguments.rounds, warmup=1))
             ratios[label] = _ratio(pair[label], pair["again"])
-    seconds = {label: statistics.median(one for one, _ in times) for label, times in found.items()}
+    seconds = {label: statistics.median(wall for wall, _ in times) for label, times in timings.items()}
     return {
         "peak_bytes": peaks, "predicted_bytes": predicted, "ratio": ratios, "seconds": seconds, "refused": refused,
         "intervals": chosen,
@@ -191,12 +193,12 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ratio(times: list[tuple[float, float]], base: list[tuple[float, float]]) -> float:
-    """Of processor seconds, round by round."""
-    return statistics.median(one[1] / other[1] for one, other in zip(times, base, strict=True))
+    """Return the median ratio of processor seconds, round by round."""
+    return statistics.median(run[1] / reference[1] for run, reference in zip(times, base, strict=True))
 
 
 def _search_of(name: str, layers: int, device: str, sizes: tuple[int, int, int]) -> StepSearch:
-    """That of `fit`, on estimates for a device."""
+    """Return `fit`'s search, on estimates for a device."""
     with torch.device("meta"):
         model, x = MODELS[name](layers, *sizes)
     x = torch.zeros(x.shape, dtype=x.dtype)
@@ -209,8 +211,8 @@ def _search_of(name: str, layers: int, device: str, sizes: tuple[int, int, int])
 
 
 def floor_row(name: str, layers: int, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -> dict[str, Any]:
-    """What a step takes at least, as parts of the peak that keeps everything: what no choice changes, and the smallest
-    budget that `fit` can keep.
+    """Return lower bounds of a step's memory, as shares of the peak without recomputation: the static bytes, which no
+    choice changes, and the smallest budget that `fit` can meet.
     """
     search = _search_of(name, layers, arguments.device, sizes)
     keep, (least, _) = search.peak_bytes(()), search._least()
@@ -220,7 +222,7 @@ def floor_row(name: str, layers: int, arguments: argparse.Namespace, sizes: tupl
 def rotor_rows(
     name: str, layers: int, arguments: argparse.Namespace, sizes: tuple[int, int, int]
 ) -> list[dict[str, Any]]:
-    """Seconds of nested and flat segments, beside keeping everything, at shares of the keep-all peak."""
+    """Return seconds of nested and flat segments relative to no recomputation, at shares of that step's peak."""
     search = _search_of(name, layers, arguments.device, sizes)
     ranges, profile, end = search._ranges, search._profile, search._end
     forward, backward = (profile.column(f"{way}_seconds")[:end] for way in ("forward", "backward"))
@@ -239,10 +241,10 @@ def rotor_rows(
         budgets += [static + int(share * (keep - static)) for share in ACTIVATIONS]
     inner = [max(1, budget - static - cuts[0]) for budget in budgets]
     nested, flat = (best_seconds(numbers, inner, kind) for kind in (False, True))
-    for budget, *found in zip(budgets, nested, flat, strict=True):
+    for budget, *optima in zip(budgets, nested, flat, strict=True):
         row: dict[str, Any] = {"model": name, "layers": layers, "share": budget / keep}
         row["activations"] = (budget - static) / (keep - static)
-        seconds = [None if one == float("inf") else one / base for one in found]
+        seconds = [None if optimum == float("inf") else optimum / base for optimum in optima]
         row |= dict(zip(("rotor", "flat"), seconds, strict=True))
         try:
             row["fit"] = 1 + search.fit(budget).again_seconds / base
@@ -270,17 +272,17 @@ def main() -> None:
     if arguments.what == "measure":
         result: dict[str, Any] = {}
         for name in names:
-            result[name] = one = measure(name, arguments)
-            keep = one["peak_bytes"]["keep"]
-            print(f"\n{name}: keep {keep / 2**20:.1f} MiB, {one['seconds']['keep']:.3f} s\n")
+            result[name] = measured = measure(name, arguments)
+            keep = measured["peak_bytes"]["keep"]
+            print(f"\n{name}: keep {keep / 2**20:.1f} MiB, {measured['seconds']['keep']:.3f} s\n")
             print("| way | peak, share of keep | predicted / measured | seconds, ratio |\n|---|---|---|---|")
-            for label, peak in one["peak_bytes"].items():
-                told = one["predicted_bytes"].get(label)
-                text = "" if told is None else f"{told / peak:.4f}"
-                print(f"| {label} | {peak / keep:.3f} | {text} | {one['ratio'][label]:.3f} |")
-            for label, why in one["refused"].items():
+            for label, peak in measured["peak_bytes"].items():
+                predicted = measured["predicted_bytes"].get(label)
+                text = "" if predicted is None else f"{predicted / peak:.4f}"
+                print(f"| {label} | {peak / keep:.3f} | {text} | {measured['ratio'][label]:.3f} |")
+            for label, why in measured["refused"].items():
                 print(f"{label}: {why}")
-            print(one["intervals"], flush=True)
+            print(measured["intervals"], flush=True)
         write_json(arguments.json, {"models": result})
         return
     rows: list[dict[str, Any]] = []

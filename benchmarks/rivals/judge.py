@@ -1,8 +1,8 @@
-"""What became of the samples of a run: which were lost, which counted twice, and how many steps were made again.
+"""Judges the samples of a run: which were lost, which counted twice, and how many steps were computed again.
 
-A run's steps are those whose effect the final weights hold. Of a step that was kept more than once, because a restart
-went back to a checkpoint, this is the attempt that was kept last; the samples of an attempt are those of all workers
-that took part in it.
+A run's steps are those whose effect the final weights hold. If a step was kept more than once, because a restart
+went back to a checkpoint, the last kept attempt counts; the samples of an attempt are those of all workers that took
+part in it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Verdict", "judge", "read_lines"]
 
 
 class Verdict(NamedTuple):
-    """What the judge found.
+    """Findings of the judge.
 
     Attributes:
-        steps: of the final weights.
-        lost: samples of the order that no step of the final weights has used, each counted as often as it lacks.
-        doubled: uses beyond the order's, likewise.
-        repeated: attempts of steps beyond one for each: given up, or undone by going back to a checkpoint.
+        steps: number of steps of the final weights.
+        lost: samples of the order that no step of the final weights has used, counted once per missing use.
+        doubled: uses of samples beyond the order's, likewise.
+        repeated: attempts beyond the first of each step: given up, or undone by going back to a checkpoint.
         finished: seconds of the wall clock (`time.time()`) when the last step was kept.
     """
 
@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """All complete lines of all workers."""
+    """Return all complete lines of all workers."""
     lines = []
     for path in sorted(folder.glob("*.jsonl")):
         text = path.read_text()
@@ -44,10 +44,10 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def judge(lines: Iterable[Mapping[str, Any]], order: Sequence[Sequence[int]]) -> Verdict:
-    """Compares what the workers wrote with the order of the samples.
+    """Compare the workers' log with the order of the samples.
 
     Args:
-        lines: those of `task.StepLog`.
+        lines: lines of `task.StepLog`.
         order: the samples that each step should use, from step 1 on.
     """
     tried: defaultdict[tuple[int, str], Counter[int]] = defaultdict(Counter)

@@ -1,4 +1,4 @@
-"""The same training as an elastic run of this library: the workload, and what a worker does. See `our_machine`."""
+"""The same training as an elastic run of this library: the workload and the worker. See `our_machine`."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ class Sleeping(Workload):
 
 
 def workload(config: Config) -> Workload:
-    """What the config names."""
+    """Return the workload that the config names."""
     return Sleeping(config)
 
 
 def work(arguments: Sequence[str]) -> int:
-    """The entry of a worker: an ordinary member that also writes the judge's lines."""
+    """Entry point of a worker: an ordinary member that also writes the judge's lines."""
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
     from varuna_capslog.start import member_worker
 
     log = StepLog(Path(arguments[0]).parent, os.environ["CAPSLOG_MEMBER"])
 
     class Logged(PipelineWork):
-        _tries: tuple[int, int, int] = 0, 0, 0  # generation, step, how often it was tried
+        _tries: tuple[int, int, int] = 0, 0, 0  # generation, step, number of attempts
 
         def _attempt(self) -> str:
             return f"{self._tries[0]}-{self._tries[2]}"

@@ -1,4 +1,4 @@
-"""Runs one training under every contender in turn, with the same faults, and writes what became of it.
+"""Runs one training under every contender in turn, with the same faults, and writes the results.
 
     python rivals.py --rounds 3                     # in an environment that has all contenders, see README.md
     python rivals.py --only ours-dp --rounds 1
@@ -43,7 +43,7 @@ RESULTS, WORKERS, MARK = HERE / "results.jsonl", 4, "RIVALS_MACHINE"
 
 
 class Setting(NamedTuple):
-    """What all runs share: steps, seconds that a block sleeps per sample, the steps at which a machine is lost."""
+    """Settings of all runs: steps, seconds that a block sleeps per sample, the steps at which a machine is lost."""
 
     steps: int
     seconds: float
@@ -53,7 +53,7 @@ class Setting(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """How one machine is started: (folder, slot, port, setting) to a command; `service` is started before them."""
+    """Command that starts one machine: (folder, slot, port, setting) to a command; `service` is started before them."""
 
     name: str
     command: Callable[[Path, int, int, Setting], list[str]]
@@ -67,13 +67,13 @@ class Contender(NamedTuple):
 def _ours(devices: int, replicas: int) -> Callable[[Path, int, int, Setting], list[str]]:
     def command(folder: Path, slot: int, port: int, setting: Setting) -> list[str]:
         shape = ["--devices", str(devices), "--replicas", str(replicas), "--steps", str(setting.steps)]
-        own = ["--slot", str(slot), "--port", str(port), "--seconds", str(setting.seconds)]
-        return [sys.executable, str(HERE / "our_machine.py"), str(folder), *own, *shape]
+        options = ["--slot", str(slot), "--port", str(port), "--seconds", str(setting.seconds)]
+        return [sys.executable, str(HERE / "our_machine.py"), str(folder), *options, *shape]
 
     return command
 
 
-def _torchrun(every: int, *options: str) -> Callable[[Path, int, int, Setting], list[str]]:
+def _torchrun(checkpoint_steps: int, *options: str) -> Callable[[Path, int, int, Setting], list[str]]:
     def command(folder: Path, slot: int, port: int, setting: Setting) -> list[str]:
         meeting = [
             "--rdzv-backend=c10d",
@@ -83,7 +83,7 @@ def _torchrun(every: int, *options: str) -> Callable[[Path, int, int, Setting], 
         ]
         agent = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node=1", "--max-restarts=100"]
         program = [str(HERE / "with_torchrun.py"), str(folder)]
-        return [*agent, *options, *program, f"--seconds={setting.seconds}", f"--every={every}"]
+        return [*agent, *options, *program, f"--seconds={setting.seconds}", f"--every={checkpoint_steps}"]
 
     return command
 
@@ -135,18 +135,18 @@ CONTENDERS = (
 
 
 def _marked(mark: str) -> list[int]:
-    """The processes in whose environment the mark stands, whoever is their parent by now."""
-    found = []
+    """Return the processes whose environment has the mark, also those whose parent has changed."""
+    pids = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and int(path.name) != os.getpid():
             with contextlib.suppress(OSError):
                 if f"{MARK}={mark}".encode() in (path / "environ").read_bytes():
-                    found.append(int(path.name))
-    return found
+                    pids.append(int(path.name))
+    return pids
 
 
 def _end(mark: str) -> None:
-    """Kills a machine, or with the folder alone all that a run has started."""
+    """Kill a machine, or with the folder alone all processes of a run."""
     while pids := [pid for pid in _marked(mark) if _alive(pid)]:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -178,37 +178,37 @@ class Machines:
             self._start("service", contender.service(self._port))
 
     def start(self, slot: int) -> None:
-        """A machine, for the first time or again."""
+        """Start a machine, for the first time or again."""
         self._start(str(slot), self._contender.command(self._folder, slot, self._port, self._setting))
 
     def _start(self, name: str, command: list[str]) -> None:
         quiet = {"RAY_USAGE_STATS_ENABLED": "0", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
         lighthouse = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}"}
-        own = {MARK: f"{self._folder}:{name}", "SLOT": name, "GLOO_SOCKET_IFNAME": "lo"}
+        identity = {MARK: f"{self._folder}:{name}", "SLOT": name, "GLOO_SOCKET_IFNAME": "lo"}
         path = {"PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
         with (self._folder / f"output-{name}.txt").open("ab") as output:
-            environment = {**os.environ, **quiet, **lighthouse, **own, **path}
+            environment = {**os.environ, **quiet, **lighthouse, **identity, **path}
             self._started.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=HERE))
 
     @property
     def alive(self) -> bool:
-        """Whether any machine has not ended by itself; lost ones come back as long as there is one."""
+        """True while any machine runs; lost machines come back as long as this holds."""
         return any(process.poll() is None for process in self._started[self._contender.service is not None :])
 
     def kill(self, slot: int) -> None:
-        """All processes of a machine, at once."""
+        """Kill all processes of a machine at once."""
         self.most = max(self.most, len(_marked(f"{self._folder}:")))
         _end(f"{self._folder}:{slot}")
 
     def close(self) -> None:
-        """Ends what is left of the run."""
+        """Kill the remaining processes of the run."""
         _end(f"{self._folder}:")
         for process in self._started:
             process.wait()
 
 
 class Progress:
-    """The newest step that any worker has kept, read as the logs grow."""
+    """Newest step that any worker has kept, read as the logs grow."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.step = folder / "log", 0
@@ -221,13 +221,13 @@ class Progress:
             with path.open("rb") as file:
                 file.seek(at)
                 text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._offsets[path] = at + len(whole)
-            for line in whole.splitlines():
+            complete = text[: text.rfind(b"\n") + 1]
+            self._offsets[path] = at + len(complete)
+            for line in complete.splitlines():
                 if line.startswith(b'{"kept"'):
-                    found = json.loads(line)
-                    self.first = self.first or found["time"]
-                    self.step = max(self.step, found["kept"])
+                    record = json.loads(line)
+                    self.first = self.first or record["time"]
+                    self.step = max(self.step, record["kept"])
         return self.step
 
 
@@ -235,7 +235,7 @@ class Progress:
 
 
 def _order(steps: int) -> list[list[int]]:
-    """The samples of each step, as the library's feed gives them for the seed."""
+    """Return the samples of each step, as the library's feed gives them for the seed."""
     from ours import Samples
 
     from varuna_capslog.training.feed import Feed
@@ -245,7 +245,7 @@ def _order(steps: int) -> list[list[int]]:
 
 
 def _one_device(steps: list[list[int]]) -> float:
-    """The final loss of a plain loop in this process."""
+    """Return the final loss of a plain loop in this process."""
     model, data = network(), Digits()
     adam = optimizer(model)
     for samples in steps:
@@ -256,25 +256,25 @@ def _one_device(steps: list[list[int]]) -> float:
 
 
 def _final(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights that a run has ended with."""
+    """Return the final weights of a run."""
     for path in sorted(folder.glob("final*.pt")):
         weights: dict[str, torch.Tensor] = torch.load(path)
         return weights
     from varuna_capslog.training.checkpoint import latest_checkpoint
 
-    found, _ = latest_checkpoint(folder / "run" / "checkpoints")
-    assert found is not None, "the run has left no weights"
+    checkpoint, _ = latest_checkpoint(folder / "run" / "checkpoints")
+    assert checkpoint is not None, "the run has left no weights"
     names = [entry for entry, _ in network().named_children()]
     layers = ["stem", *(f"block.{k}" for k in range(len(names) - 2)), "head"]
     return {
         f"{place}.{name}": value
         for place, layer in zip(names, layers, strict=True)
-        for name, value in found.weights(layer).items()
+        for name, value in checkpoint.weights(layer).items()
     }
 
 
 def _run(contender: Contender, setting: Setting, victims: list[int], steps: list[list[int]]) -> dict[str, Any]:
-    """One training from its start to the last step."""
+    """Train once from the start to the last step; return the row of results."""
     folder = Path(tempfile.mkdtemp(prefix="rivals-run-"))
     (folder / "order.json").write_text(json.dumps(steps))
     began, load, returns = time.time(), os.getloadavg()[0], []
@@ -311,20 +311,20 @@ def _run(contender: Contender, setting: Setting, victims: list[int], steps: list
             sys.stderr.write(f"{folder}\n")
         else:
             shutil.rmtree(folder)
-    found = judge(lines, steps)
+    verdict = judge(lines, steps)
     return {
         "contender": contender.name,
         "done": done,
-        "seconds": round(found.finished - began, 2) if done else None,
+        "seconds": round(verdict.finished - began, 2) if done else None,
         "first_step_after": round(progress.first - began, 2) if progress.first else None,
         "crashes": len(killed),
         "requeued": requeued,
         "victims": victims[: len(killed)],
         "stalls": [round(_stall(lines, when), 2) for when in killed],
-        "steps": found.steps,
-        "repeated": found.repeated,
-        "lost": found.lost,
-        "doubled": found.doubled,
+        "steps": verdict.steps,
+        "repeated": verdict.repeated,
+        "lost": verdict.lost,
+        "doubled": verdict.doubled,
         "final_loss": loss,
         "processes": machines.most,
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],
@@ -337,7 +337,7 @@ def _settled(folder: Path) -> bool:
 
 
 def _stall(lines: list[dict[str, Any]], when: float) -> float:
-    """Seconds from a kill to the first step after it that goes beyond all kept before."""
+    """Return the seconds from a kill to the first kept step beyond all steps kept before it."""
     kept = sorted((line["time"], line["kept"]) for line in lines if "kept" in line)
     newest = max((step for at, step in kept if at <= when), default=0)
     return next((at - when for at, step in kept if at > when and step > newest), float("inf"))
@@ -353,7 +353,7 @@ def _middle(seconds: list[float]) -> str:
 
 
 def _table() -> str:
-    """One row per contender, of the runs whose setting is that of the newest line."""
+    """Return the table: one row per contender, of the runs with the setting of the newest line."""
     runs: dict[str, list[dict[str, Any]]] = {}
     alone = None
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
@@ -367,37 +367,37 @@ def _table() -> str:
         "max | steps repeated per crash: mean, max | requeued | samples lost | samples doubled | final loss | load |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, found in runs.items():
-        done = [run for run in found if run["done"]]
-        whole = [run["seconds"] for run in done]
+    for name, group in runs.items():
+        done = [run for run in group if run["done"]]
+        seconds = [run["seconds"] for run in done]
         training = [run["seconds"] - run["first_step_after"] for run in done]
         stalls = [stall for run in done for stall in run["stalls"]]
         again = [run["repeated"] / run["crashes"] for run in done if run["crashes"]]
         cells = [
             name,
-            f"{len(found)}, {len(done)}",
-            _middle(whole),
+            f"{len(group)}, {len(done)}",
+            _middle(seconds),
             _middle(training),
             f"{statistics.median(stalls or [0]):.2f} s, {max(stalls or [0]):.2f} s",
             f"{statistics.mean(again or [0]):.1f}, {max(again or [0]):.1f}",
             *(", ".join(str(run.get(key, 0)) for run in done) for key in ("requeued", "lost", "doubled")),
             ", ".join(f"{run['final_loss']:.6f}" for run in done),
-            ", ".join(f"{statistics.mean(run['load']):.0f}" for run in found),
+            ", ".join(f"{statistics.mean(run['load']):.0f}" for run in group),
         ]
         text.append(f"| {' | '.join(cells)} |")
     return "\n".join([*text, f"\nOne device: final loss {alone:.6f}"])
 
 
-def _rounds(given: argparse.Namespace) -> None:
-    setting = Setting(given.steps, given.seconds, tuple(given.faults), given.back, given.limit)
-    steps = _order(given.steps)
+def _rounds(args: argparse.Namespace) -> None:
+    setting = Setting(args.steps, args.seconds, tuple(args.faults), args.back, args.limit)
+    steps = _order(args.steps)
     alone = _one_device(steps)
-    chosen = [contender for contender in CONTENDERS if not given.only or contender.name in given.only]
-    for number in range(given.first, given.rounds):
+    chosen = [contender for contender in CONTENDERS if not args.only or contender.name in args.only]
+    for number in range(args.first, args.rounds):
         draw = random.Random(number)
         victims = [draw.randrange(1, WORKERS) for _ in setting.faults]
         for contender in chosen:
-            found = _run(contender, setting, victims, steps)
+            result = _run(contender, setting, victims, steps)
             line = {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "commit": _commit(),
@@ -406,10 +406,10 @@ def _rounds(given: argparse.Namespace) -> None:
                 "round": number,
                 "setting": setting._asdict(),
                 "one_device_loss": alone,
-                **found,
+                **result,
             }
             print(json.dumps(line), flush=True)
-            if not given.dry:
+            if not args.dry:
                 with RESULTS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
@@ -426,8 +426,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0015, help="that a block sleeps per sample")
     parser.add_argument("--dry", action="store_true", help="write no results")
     parser.add_argument("--table", action="store_true")
-    given = parser.parse_args()
-    if given.table:
+    args = parser.parse_args()
+    if args.table:
         print(_table())
         return
     torch.set_num_threads(1)
@@ -435,7 +435,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rivals-data-") as data:
         os.environ["RIVALS_DATA"] = str(Path(data) / "digits.pt")
         write_digits(Path(os.environ["RIVALS_DATA"]))
-        _rounds(given)
+        _rounds(args)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What every contender trains: the model, the data, the order of the samples, and the log that the judge reads.
+"""Training task of every contender: the model, the data, the order of the samples, and the log that the judge reads.
 
 Residual perceptrons on scikit-learn's handwritten digits, about 600,000 parameters. There is no dropout, and no layer
-looks at other samples of its minibatch, so that the weights after a step depend on the samples that were used and on
-nothing else. Each block sleeps for every sample of its forward, as where a device of its own computes: how long a step
-takes depends on how many samples a worker has, not on how many cores the machine has.
+reads other samples of its minibatch, so that the weights after a step depend only on the samples that were used. Each
+block sleeps for every sample of its forward, as if a separate device computed: the time of a step depends on the
+number of samples of a worker, not on the number of cores of the machine.
 """
 
 from __future__ import annotations
@@ -76,63 +76,63 @@ class Head(nn.Module):
 
 
 def all_layers(seconds: float = 0.0) -> list[nn.Module]:
-    """Stem, blocks and head with the same initial weights in every process."""
+    """Return stem, blocks and head with the same initial weights in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         return [Stem(), *(Block(seconds) for _ in range(BLOCKS)), Head()]
 
 
 def network(seconds: float = 0.0) -> nn.Sequential:
-    """The model as one module; `seconds` per sample that each block sleeps."""
+    """Return the model as one module; each block sleeps `seconds` per sample."""
     return nn.Sequential(*all_layers(seconds))
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """The same for every contender."""
+    """Return the optimizer, the same for every contender."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
 def write_digits(path: Path) -> None:
-    """The data as one file, so that no contender spends its start on scikit-learn."""
+    """Write the data to one file, so that no contender spends its start on scikit-learn."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    torch.save({"pixels": torch.from_numpy(found.data).float() / 16, "classes": torch.from_numpy(found.target)}, path)
+    digits = load_digits()
+    torch.save({"pixels": torch.from_numpy(digits.data).float() / 16, "classes": torch.from_numpy(digits.target)}, path)
 
 
 class Digits:
     """All samples, from the file that RIVALS_DATA names: `pixels` [1797, 64] in 0..1 and `classes` [1797]."""
 
     def __init__(self) -> None:
-        found = torch.load(os.environ["RIVALS_DATA"])
-        self.pixels: Tensor = found["pixels"]
-        self.classes: Tensor = found["classes"]
+        saved = torch.load(os.environ["RIVALS_DATA"])
+        self.pixels: Tensor = saved["pixels"]
+        self.classes: Tensor = saved["classes"]
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def loss(self, model: nn.Module, samples: Sequence[int], total: int | None = None) -> Tensor:
-        """Sum of the cross entropies of these samples over `total` (default: their number)."""
+        """Return the sum of the cross entropies of these samples over `total` (default: their number)."""
         chosen = list(samples)
         logits = model(self.pixels[chosen])
         return F.cross_entropy(logits, self.classes[chosen], reduction="sum") / (total or len(chosen))
 
 
 def save(state: object, path: Path) -> None:
-    """Written beside its place and renamed, so that nobody reads half of it."""
+    """Save to a temporary file and rename it, so that no reader sees a partial file."""
     beside = path.with_suffix(f".{os.getpid()}")
     torch.save(state, beside)
     beside.replace(path)
 
 
 def order(folder: Path) -> list[list[int]]:
-    """The samples of each step, from step 1 on, as the driver wrote them."""
-    found: list[list[int]] = json.loads((folder / "order.json").read_text())
-    return found
+    """Return the samples of each step, from step 1 on, as the driver wrote them."""
+    steps: list[list[int]] = json.loads((folder / "order.json").read_text())
+    return steps
 
 
 def evaluate(state: Mapping[str, Tensor]) -> float:
-    """The loss of these weights over all samples."""
+    """Return the loss of these weights over all samples."""
     model, data = network(), Digits()
     model.load_state_dict(state)
     with torch.no_grad():
@@ -140,10 +140,10 @@ def evaluate(state: Mapping[str, Tensor]) -> float:
 
 
 class StepLog:
-    """A worker's lines in `<folder>/log/`, which survive it.
+    """A worker's log in `<folder>/log/`, which survives it.
 
-    `tried` comes before a worker can know whether the step will be kept, `kept` once the optimizer has changed the
-    weights. `attempt` tells two tries of one step apart; all workers of a try give the same.
+    `tried` is written before a worker can know whether the step will be kept, `kept` once the optimizer has changed the
+    weights. `attempt` distinguishes two tries of a step; all workers of a try pass the same value.
     """
 
     def __init__(self, folder: Path, worker: str) -> None:
@@ -156,9 +156,9 @@ class StepLog:
         os.write(self._file, (json.dumps({**line, "time": time.time()}) + "\n").encode())
 
     def tried(self, step: int, attempt: str, samples: Sequence[int]) -> None:
-        """This worker computes gradients of these samples for the step."""
+        """Log that this worker computes gradients of these samples for the step."""
         self._write({"tried": step, "attempt": attempt, "samples": list(samples)})
 
     def kept(self, step: int, attempt: str) -> None:
-        """The weights of this worker hold the step."""
+        """Log that the weights of this worker hold the step."""
         self._write({"kept": step, "attempt": attempt})

@@ -1,8 +1,8 @@
-"""A data-parallel training with torchft: each worker is a replica group, and a returning one takes a peer's weights.
+"""Data-parallel training with torchft: each worker is a replica group, and a returning worker takes a peer's weights.
 
 `--shards documented` has the form of torchft's own example: its sampler gives each group a fixed part of the samples,
 and the group keeps the position of its loader on its disk. `--shards participants` is the most exact form that its
-interface allows: the quorum is awaited before the step, and the step's minibatch is divided among those that take part.
+interface allows: the quorum is awaited before the step, and the step's minibatch is divided among the participants.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--shards", choices=("documented", "participants"), required=True)
-    given = parser.parse_args()
-    slot, documented = int(os.environ["SLOT"]), given.shards == "documented"
-    steps, data, module = order(given.folder), Digits(), network(given.seconds)
+    args = parser.parse_args()
+    slot, documented = int(os.environ["SLOT"]), args.shards == "documented"
+    steps, data, module = order(args.folder), Digits(), network(args.seconds)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def state() -> dict[str, object]:
         return {"model": model.state_dict(), "optimizer": adam.state_dict()}
 
-    def load(found: dict[str, dict[str, object]]) -> None:
-        model.load_state_dict(found["model"])
-        adam.load_state_dict(found["optimizer"])
+    def load(saved: dict[str, dict[str, object]]) -> None:
+        model.load_state_dict(saved["model"])
+        adam.load_state_dict(saved["optimizer"])
 
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
@@ -50,7 +50,7 @@ def main() -> None:
         store_port=store.port,
         replica_id=f"slot_{slot}",
         hostname="127.0.0.1",
-        init_sync=False,  # as its documentation says where all begin with the same weights
+        init_sync=False,  # as its documentation advises if all begin with the same weights
     )
     model = DistributedDataParallel(manager, module)
     adam = Optimizer(manager, optimizer(module))
@@ -58,17 +58,17 @@ def main() -> None:
     sampler = DistributedSampler(
         flat, replica_rank=slot, num_replica_groups=WORKERS, group_rank=0, num_replicas=1, shuffle=False
     )
-    own, per_step = [flat[position] for position in sampler], MINIBATCH // WORKERS
-    position = given.folder / f"loader-{slot}"
+    shard, per_step = [flat[position] for position in sampler], MINIBATCH // WORKERS
+    position = args.folder / f"loader-{slot}"
     at = int(position.read_text()) if position.exists() else 0
-    log = StepLog(given.folder, str(slot))
-    (given.folder / f"ready-{slot}").touch()
-    while not all((given.folder / f"ready-{other}").exists() for other in range(WORKERS)):
+    log = StepLog(args.folder, str(slot))
+    (args.folder / f"ready-{slot}").touch()
+    while not all((args.folder / f"ready-{peer}").exists() for peer in range(WORKERS)):
         time.sleep(0.02)
     while manager.current_step() < len(steps):
         adam.zero_grad()
         if documented:
-            mine, total = own[at : at + per_step], None
+            mine, total = shard[at : at + per_step], None
             at += per_step
             position.write_text(str(at))
             if not mine:
@@ -85,7 +85,7 @@ def main() -> None:
         adam.step()
         if manager.current_step() == step:
             log.kept(step, attempt)
-    save(module.state_dict(), given.folder / f"final-{slot}.pt")
+    save(module.state_dict(), args.folder / f"final-{slot}.pt")
     manager.shutdown(wait=False)
 
 

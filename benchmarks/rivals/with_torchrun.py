@@ -1,7 +1,7 @@
-"""A data-parallel training for `torchrun`: restarts go back to the newest checkpoint.
+"""Data-parallel training for `torchrun`: restarts go back to the newest checkpoint.
 
-It has the form that the documentation of torch's elastic launch gives: load a checkpoint, train, save one every so
-many steps by the first rank. Every worker takes its part of the step's minibatch, whatever the number of workers.
+It has the form of the example in the documentation of torch's elastic launch: load a checkpoint, train, save one at
+regular steps by the first rank. Every worker takes its part of the step's minibatch, for any number of workers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--every", type=int, required=True, help="steps between checkpoints")
-    given = parser.parse_args()
+    args = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    steps, data, module = order(given.folder), Digits(), network(given.seconds)
-    adam, path, step = optimizer(module), given.folder / "checkpoint.pt", 0
+    steps, data, module = order(args.folder), Digits(), network(args.seconds)
+    adam, path, step = optimizer(module), args.folder / "checkpoint.pt", 0
     if path.exists():
         saved = torch.load(path)
         module.load_state_dict(saved["model"])
@@ -34,20 +34,20 @@ def main() -> None:
     model = DistributedDataParallel(module)
     told = [os.environ["TORCHELASTIC_RESTART_COUNT"] + "-" + str(os.getpid())]
     dist.broadcast_object_list(told)
-    log = StepLog(given.folder, os.environ["SLOT"])
+    log = StepLog(args.folder, os.environ["SLOT"])
     while step < len(steps):
         mine = steps[step][rank::world]
         log.tried(step + 1, told[0], mine)
         adam.zero_grad()
-        # the workers' gradients are averaged: each weighs as many samples as it has
+        # DDP averages gradients, so each worker's loss is scaled by the number of workers and weighted by its samples
         (data.loss(model, mine, MINIBATCH) * world).backward()
         adam.step()
         step += 1
         log.kept(step, told[0])
-        if rank == 0 and (step % given.every == 0 or step == len(steps)):
+        if rank == 0 and (step % args.every == 0 or step == len(steps)):
             save({"model": module.state_dict(), "optimizer": adam.state_dict(), "step": step}, path)
     if rank == 0:
-        save(module.state_dict(), given.folder / "final.pt")
+        save(module.state_dict(), args.folder / "final.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""The limits of 1f1b-star beside every vector of limits, and beside MadPipe's groups, on drawn pipelines.
+"""Compares the limits of 1f1b-star with every vector of limits, and with MadPipe's groups, on random pipelines.
 
-A vector keeps a period T if its lists have a periodic schedule: the graph of what waits for what, with seconds d and
-distances h in microbatches, has no circle on which the sum of d - T h is above 0. Prints the table of README.md.
+A vector keeps a period T if its lists have a periodic schedule: the dependency graph, with seconds d and distances h in
+microbatches, has no cycle on which the sum of d - T h is above 0. Prints the table of README.md.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Edge = tuple[tuple[str, int], tuple[str, int], float, int]
 def edges_of(
     forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], limits: Sequence[int]
 ) -> list[Edge]:
-    """(from, to, seconds, microbatches between the two) of the lists: g forwards, then a backward and a forward."""
-    found: list[Edge] = []
+    """Return (from, to, seconds, distance in microbatches) for lists of g forwards, then a backward and a forward."""
+    edges: list[Edge] = []
     last = len(forward) - 1
     for stage, limit in enumerate(limits):
-        found.append((("B", stage), ("F", stage), backward[stage], limit))
-        found.append((("F", stage), ("B", stage), forward[stage], 1 - limit))
+        edges.append((("B", stage), ("F", stage), backward[stage], limit))
+        edges.append((("F", stage), ("B", stage), forward[stage], 1 - limit))
         if stage == last:
-            found.append((("F", stage), ("B", stage), forward[stage], 0))
+            edges.append((("F", stage), ("B", stage), forward[stage], 0))
             continue
         seconds = transfer[stage + 1]
         for link, source, target, took in (
@@ -34,12 +34,12 @@ def edges_of(
             ("back", ("B", stage + 1), ("B", stage), backward[stage + 1]),
         ):
             message = (link, stage)
-            found += [(source, message, took, 0), (message, message, seconds, 1), (message, target, seconds, 0)]
-    return found
+            edges += [(source, message, took, 0), (message, message, seconds, 1), (message, target, seconds, 0)]
+    return edges
 
 
 def keeps(edges: Sequence[Edge], period: float) -> bool:
-    """Whether no circle takes longer than the period allows (Bellman and Ford)."""
+    """Check that no cycle takes longer than the period allows (Bellman and Ford)."""
     begins = {node: 0.0 for edge in edges for node in edge[:2]}
     for _ in range(len(begins) + 1):
         changed = False
@@ -53,19 +53,19 @@ def keeps(edges: Sequence[Edge], period: float) -> bool:
 
 
 def groups(forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], period: float) -> list[int]:
-    """MadPipe's limits (Sec. 4.1): from the last stage, stages and links in groups of at most a period."""
-    found, group, total = [0] * len(forward), 1, 0.0
+    """Return MadPipe's limits (Sec. 4.1): from the last stage, stages and links in groups of at most a period."""
+    limits, group, total = [0] * len(forward), 1, 0.0
     for stage in reversed(range(len(forward))):
         for seconds in (forward[stage] + backward[stage], 2 * transfer[stage]):
             if total + seconds > period * (1 + 1e-9):
                 group, total = group + 1, 0.0
             total += seconds
-            found[stage] = found[stage] or group
-    return found
+            limits[stage] = limits[stage] or group
+    return limits
 
 
 def main() -> None:
-    """Draws pipelines of 2 to 5 stages and compares."""
+    """Draw pipelines of 2 to 5 stages and compare their limits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=400)
     parser.add_argument("--seed", type=int, default=2)
@@ -84,7 +84,7 @@ def main() -> None:
         vectors = [
             vector
             for vector in product(*(range(1, limit + 2) for limit in ours))
-            if all(one >= other for one, other in pairwise(vector))
+            if all(earlier >= later for earlier, later in pairwise(vector))
             and keeps(edges_of(forward, backward, transfer, vector), period)
         ]
         smallest = [min(column) for column in zip(*vectors, strict=True)]

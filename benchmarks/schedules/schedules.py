@@ -1,7 +1,7 @@
-"""Steps of zb-h1 and of 1f1b-star beside 1f1b, on stages that sleep, with links as slow as asked for.
+"""Compares steps of zb-h1 and of 1f1b-star with 1f1b, on stages that sleep, with delayed links.
 
-Engine, schedules and gloo are real; only the layers' work is not there, so that ranks do not compete for cores. Both
-schedules are there at once and take turns. Prints the tables of README.md.
+Engine, schedules and gloo are real; only the layers sleep instead of computing, so that ranks do not compete for cores.
+The engines of both schedules exist at once and take turns. Prints the tables of README.md.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.schedules import StageGraph, StageSeconds, schedule_of, simulate
 
 Times = Sequence[tuple[float, float, float]]
-"""Of each stage: seconds of the forward and of both halves of the backward."""
+"""Seconds of the forward and of both halves of the backward of each stage."""
 
 
 class _WaitForWeight(torch.autograd.Function):
-    """Hands a parameter on, and its gradient after a while."""
+    """Passes a parameter on, and its gradient after a delay."""
 
     @staticmethod
     def forward(context: Any, parameter: Tensor, seconds: float) -> Tensor:
@@ -51,7 +51,7 @@ class _WaitForWeight(torch.autograd.Function):
 
 
 class SleepingHalves(nn.Module):
-    """A layer that waits instead of computing, for its forward and for each half of its backward."""
+    """Layer that sleeps instead of computing, in its forward and in each half of its backward."""
 
     def __init__(self, forward: float, inputs: float, weights: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class SleepingHalves(nn.Module):
 
 
 class _Late:
-    """A receive whose message arrives when it has passed the link."""
+    """Receive whose message arrives when it has passed the simulated link."""
 
     def __init__(self) -> None:
         self._there, self._value = threading.Event(), None
@@ -79,7 +79,7 @@ class _Late:
 
 
 def slow_links(communicator: Communicator, seconds: Mapping[int, float]) -> None:
-    """Lets every message that comes from a peer take so long, one after the other for each peer."""
+    """Delay every received message by its peer's `seconds`; messages of one peer pass one after the other."""
     receive, links = communicator.receive, {}
 
     def serve(link: queue.Queue[tuple[Any, _Late]], delay: float) -> None:
@@ -110,7 +110,7 @@ def measure(
     microbatches: int,
     rounds: int,
 ) -> dict[str, list[float]]:
-    """One rank's seconds of every round of each schedule, under its limits."""
+    """Return this rank's seconds of every round of each schedule, under its limits."""
     rank, runs = communicator.rank, {}
     between = {rank - 1: transfer[rank], rank + 1: transfer[rank + 1] if rank + 1 < len(times) else 0.0}
     slow_links(communicator, between)
@@ -122,12 +122,12 @@ def measure(
         options = EngineOptions(microbatches, schedule=name, recompute=False)
         engine = PipelineEngine(chain, mean_loss, Layout(stages), options, communicator, torch.device("cpu"))
         runs[name] = stepping(engine, microbatches, {"x": torch.zeros(1, 64)})
-    found = interleave(runs, rounds, communicator.barrier, warmup=1)
-    return {name: [wall for wall, _ in row] for name, row in found.items()}
+    measured = interleave(runs, rounds, communicator.barrier, warmup=1)
+    return {name: [wall for wall, _ in row] for name, row in measured.items()}
 
 
 def compare(
-    what: str,
+    case: str,
     name: str,
     times: Times,
     transfer: Sequence[float],
@@ -135,9 +135,9 @@ def compare(
     microbatches: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """A schedule beside 1f1b: measured and played."""
+    """Compare a schedule with 1f1b, measured and simulated."""
     graph = StageGraph.line(len(times), microbatches)
-    forward, inputs, weights = ([one[part] for one in times] for part in range(3))
+    forward, inputs, weights = ([stage_times[part] for stage_times in times] for part in range(3))
     seconds = StageSeconds(
         forward,
         [i + w for i, w in zip(inputs, weights, strict=True)],
@@ -145,24 +145,26 @@ def compare(
         other={"I": inputs, "W": weights},
     )
     played = {
-        key: simulate(schedule_of(key, graph, in_flight=own or ()), seconds, graph=graph)
-        for key, own in ((name, limits), ("1f1b", None))
+        key: simulate(schedule_of(key, graph, in_flight=stage_limits or ()), seconds, graph=graph)
+        for key, stage_limits in ((name, limits), ("1f1b", None))
     }
     rows = run_ranks(measure, len(times), times, transfer, {name: limits, "1f1b": None}, microbatches, rounds)
     # a step ends when its last rank ends
-    steps = {key: [max(one) for one in zip(*(row[key] for row in rows), strict=True)] for key in played}
+    steps = {
+        key: [max(rank_seconds) for rank_seconds in zip(*(row[key] for row in rows), strict=True)] for key in played
+    }
     row = {
-        "case": what,
+        "case": case,
         "stages": len(times),
         "microbatches": microbatches,
         "rounds": rounds,
-        **beside_play(steps, {key: one.step_seconds for key, one in played.items()}, name, "1f1b"),
-        "in_flight": {key: one.max_in_flight for key, one in played.items()},
+        **beside_play(steps, {key: play.step_seconds for key, play in played.items()}, name, "1f1b"),
+        "in_flight": {key: play.max_in_flight for key, play in played.items()},
     }
     middle, low, high = row["ratio"]
     ours, theirs = (row["measured_seconds"][key] for key in (name, "1f1b"))
     print(
-        f"| {what} | {1e3 * ours:.0f} | {1e3 * theirs:.0f} | {middle:.3f} ({low:.3f}-{high:.3f}) | "
+        f"| {case} | {1e3 * ours:.0f} | {1e3 * theirs:.0f} | {middle:.3f} ({low:.3f}-{high:.3f}) | "
         f"{row['played_ratio']:.3f} | {row['in_flight'][name]} | {row['in_flight']['1f1b']} |",
         flush=True,
     )
@@ -170,7 +172,7 @@ def compare(
 
 
 def main() -> None:
-    """Measures zb-h1 on equal stages, and 1f1b-star on drawn ones."""
+    """Measure zb-h1 on equal stages, and 1f1b-star on random ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="pairs of steps per case")
     parser.add_argument("--draws", type=int, default=3, help="drawn pipelines for each cost of the links")
@@ -188,11 +190,11 @@ def main() -> None:
     draw = random.Random(0)
     for cost in (0.3, 0.8):
         for number in range(arguments.draws):
-            times = [(one, one, one) for one in (unit * (1 + 0.2 * draw.random()) for _ in range(8))]
-            slowest = 3 * max(one[0] for one in times)
+            times = [(seconds, seconds, seconds) for seconds in (unit * (1 + 0.2 * draw.random()) for _ in range(8))]
+            slowest = 3 * max(stage[0] for stage in times)
             transfer = [0.0, *(0.5 * cost * slowest * draw.random() for _ in range(7))]
-            both = [one[1] + one[2] for one in times]
-            limits = in_flight_of_period([one[0] for one in times], both, transfer)
+            both = [stage[1] + stage[2] for stage in times]
+            limits = in_flight_of_period([stage[0] for stage in times], both, transfer)
             case = f"1f1b-star, 8 stages, links up to {cost:g}, draw {number}"
             rows.append(compare(case, "1f1b-star", times, transfer, limits, 32, rounds))
     write_json(arguments.output, {"rows": rows})

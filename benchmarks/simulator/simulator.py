@@ -1,8 +1,8 @@
-"""Simulated step times beside measured ones: a transformer, a small DETR, a sleeper; many cut lists, three schedules.
+"""Compares simulated and measured step times: a transformer, a small DETR, a sleeper; many cut lists, three schedules.
 
-Everything the simulation gets is measured here first: a profile (`varuna_capslog.profiles`), what a message and an
-update cost, and how much two ranks that compute at the same time slow each other down. The sleeper's layers wait a
-known time instead of computing, so that its runs need no cores of their own. Prints the tables of README.md.
+All inputs of the simulation are measured here first: a profile (`varuna_capslog.profiles`), the costs of a message and
+an update, and the slowdown of two ranks that compute at the same time. The sleeper's layers wait a known time instead
+of computing, so that its ranks need no separate cores. Prints the tables of README.md.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Tokens(Workload):
-    """The transformer of the other benchmarks as a workload."""
+    """Transformer of the other benchmarks as a workload."""
 
     name = "transformer"
 
@@ -101,7 +101,7 @@ class Sleeper(Workload):
         return {"x": TensorSpec((microbatch_size, 4096))}
 
     def profile(self) -> Profile:
-        """What the layers are told to wait; the bytes only tell the planners apart."""
+        """Return the layers' sleeping times as a profile; the bytes only make the planners' cuts differ."""
         layers = [
             LayerProfile(
                 f"layer.{n}",
@@ -117,7 +117,7 @@ class Sleeper(Workload):
 
 
 def make_workload(name: str) -> Workload:
-    """`transformer`, `detr` (a ResNet-18 with three encoder and three decoder layers) or `sleeper`."""
+    """Return workload `transformer`, `detr` (ResNet-18 with three encoder and three decoder layers) or `sleeper`."""
     if name == "sleeper":
         return Sleeper()
     return Tokens() if name == "transformer" else load_workload(load_config(ROOT / "configs/tiny.yaml", DETR))
@@ -130,7 +130,7 @@ MICROBATCH = {"transformer": SIZE.microbatch_size, "detr": 2, "sleeper": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """One engine: a cut list under a schedule. `planner` is what made the cuts."""
+    """Engine under test: a cut list of `planner` under a schedule."""
 
     planner: str
     cuts: tuple[int, ...]
@@ -140,7 +140,7 @@ class Case:
 
     @property
     def group(self) -> tuple[str, int]:
-        """Cases of one group differ in their cuts alone."""
+        """Schedule and microbatches; cases of a group differ only in their cuts."""
         return self.schedule, self.microbatches
 
 
@@ -148,23 +148,23 @@ class Case:
 
 
 def measure(communicator: Communicator, name: str, cases: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
-    """Per case: seconds of every round of this rank, and what its messages, norm and optimizer took."""
+    """Return for each case this rank's seconds of every round, and the times of messages, norm and optimizer."""
     workload = make_workload(name)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for _, group in itertools.groupby(cases, key=lambda case: case.group):
         several = list(group)
         engines = [_engine(workload, case, communicator, MICROBATCH[name]) for case in several]
         runs = {str(number): step for number, (step, _) in enumerate(engines)}
         times = interleave(runs, rounds, communicator.barrier, warmup=1 if name == "sleeper" else 2)
         for number, (_, costs) in enumerate(engines):
-            found.append({"seconds": [wall for wall, _ in times[str(number)]], **costs})
-    return found
+            results.append({"seconds": [wall for wall, _ in times[str(number)]], **costs})
+    return results
 
 
 def _engine(
     workload: Workload, case: Case, communicator: Communicator, size: int
 ) -> tuple[Callable[[], object], dict[str, Any]]:
-    """A function that trains one step, and a dictionary that collects what its update took."""
+    """Return a function that trains one step, and a dictionary that collects the costs of its update."""
     torch.manual_seed(0)
     chain = workload.build_chain()
     options = EngineOptions(case.microbatches, schedule=case.schedule, recompute=case.recompute, clip_norm=0.1)
@@ -209,8 +209,8 @@ def _values(spec: TensorSpec) -> Tensor:
 
 
 def measure_link(communicator: Communicator, rounds: int = 15) -> dict[str, float]:
-    """Ping-pong of 4 KiB and 1 MiB between two ranks: seconds in `send`, and from there to the arrival."""
-    found: dict[str, float] = {}
+    """Measure a ping-pong of 4 KiB and 1 MiB between two ranks: seconds in `send`, and until the arrival."""
+    seconds: dict[str, float] = {}
     peer, device = 1 - communicator.rank, torch.device("cpu")
     for name, count in (("small", 1 << 10), ("large", 1 << 18)):
         spec, tensor = TensorSpec((count,)), torch.zeros(count)
@@ -230,12 +230,12 @@ def measure_link(communicator: Communicator, rounds: int = 15) -> dict[str, floa
             if number >= 3:
                 sends.append(sent - began)
                 trips.append((ended - began) / 2)
-        found[f"{name}_send"], found[f"{name}_trip"] = statistics.median(sends), statistics.median(trips)
-    return found
+        seconds[f"{name}_send"], seconds[f"{name}_trip"] = statistics.median(sends), statistics.median(trips)
+    return seconds
 
 
 def measure_contention(communicator: Communicator, name: str, rounds: int = 9) -> list[tuple[float, float]]:
-    """(seconds alone, seconds while the other rank does the same) of one forward and backward of the whole model."""
+    """Time a forward and backward of the whole model: (seconds alone, seconds while the other rank does the same)."""
     workload = make_workload(name)
     case = Case("whole", (0,), "gpipe", False, 1)
     alone = Communicator(0, 1, 0, communicator._timeout)
@@ -254,11 +254,11 @@ def measure_contention(communicator: Communicator, name: str, rounds: int = 9) -
     return rows
 
 
-# -- what is simulated
+# -- inputs of the simulation
 
 
 def profiles_of(name: str, repeats: int) -> list[Profile]:
-    """Measured profiles, one after the other."""
+    """Measure `repeats` profiles, one after the other."""
     workload = make_workload(name)
     return [
         profile_workload(workload, RunConditions(microbatch_size=MICROBATCH[name], recompute=False), workers=1)
@@ -267,7 +267,7 @@ def profiles_of(name: str, repeats: int) -> list[Profile]:
 
 
 def combine(profiles: Sequence[Profile], update_rate: float, statistic: Statistic) -> Profile:
-    """One number for every layer's seconds, and what an update costs."""
+    """Combine profiles: the statistic of every layer's seconds, and the rate of updates."""
 
     def layer(rows: Sequence[LayerProfile]) -> LayerProfile:
         forward, backward = (
@@ -281,35 +281,35 @@ def combine(profiles: Sequence[Profile], update_rate: float, statistic: Statisti
 
 
 def cut_lists(profile: Profile, ranks: int) -> dict[str, tuple[int, ...]]:
-    """Those of planners, and two that are lopsided on purpose."""
-    found = {
+    """Return the planners' cut lists, and two that are unbalanced on purpose."""
+    by_planner = {
         name: plan(profile, ranks, planner=name, memory="additive").cuts for name in ("varuna", "capslog", "exact")
     }
-    found["throughput"] = plan(
+    by_planner["throughput"] = plan(
         profile, ranks, planner="throughput", memory="additive", run=RunShape(None, "1f1b", False)
     ).cuts
     last = profile.num_layers
-    found["early"] = (0, *range(last // (2 * ranks), last // (2 * ranks) + ranks - 1))
-    found["late"] = (0, *range(last - last // (2 * ranks) - ranks + 2, last - last // (2 * ranks) + 1))
+    by_planner["early"] = (0, *range(last // (2 * ranks), last // (2 * ranks) + ranks - 1))
+    by_planner["late"] = (0, *range(last - last // (2 * ranks) - ranks + 2, last - last // (2 * ranks) + 1))
     different: dict[str, tuple[int, ...]] = {}
-    for name, cuts in found.items():
+    for name, cuts in by_planner.items():
         if cuts not in different.values():
             different[name] = cuts
     return different
 
 
 def make_cases(profile: Profile, ranks: int, microbatches: Sequence[int]) -> list[Case]:
-    """Every cut list under every schedule, those of one group beside each other."""
+    """Return every cut list under every schedule; cases of a group are adjacent."""
     cuts = cut_lists(profile, ranks)
     return [
-        Case(name, tuple(found), schedule, recompute, count)
+        Case(name, tuple(cut_list), schedule, recompute, count)
         for (schedule, recompute), count in itertools.product(SCHEDULES, microbatches)
-        for name, found in cuts.items()
+        for name, cut_list in cuts.items()
     ]
 
 
 def predict(profile: Profile, case: Case, link: Link, speeds: Sequence[float] | None) -> float:
-    """The simulated step in seconds."""
+    """Return the simulated step in seconds."""
     played = Plan.of_cuts(profile.num_layers, case.cuts, schedule=case.schedule, num_microbatches=case.microbatches)
     return simulate_plan(profile, played, recompute=case.recompute, link=link, speeds=speeds).step_seconds
 
@@ -320,7 +320,7 @@ def predict(profile: Profile, case: Case, link: Link, speeds: Sequence[float] | 
 def compare(
     name: str, ranks: int, cases: Sequence[Case], simulated: Sequence[float], rows: Any, statistic: Statistic
 ) -> list[dict[str, Any]]:
-    """One row per case: simulated and measured step; a step ends when its last rank ends."""
+    """Return a row for each case: simulated and measured step; a step ends when its last rank ends."""
     result = []
     for number, case in enumerate(cases):
         rounds = [max(times) for times in zip(*(row[number]["seconds"] for row in rows), strict=True)]
@@ -343,17 +343,17 @@ def compare(
 
 
 def pairs(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
-    """(pairs whose order is simulated rightly, pairs that can be told apart, all pairs) of cut lists of one group.
+    """Count pairs of cut lists of a group: (correctly ordered by the simulation, distinguishable, all).
 
-    The steps of one round follow each other directly. A pair can be told apart where all rounds but at most one in six
-    agree on which is faster and the medians differ by 2 % or more.
+    The steps of one round follow each other directly. A pair is distinguishable if all rounds but at most one in six
+    agree on the faster one and the median ratio is 2 % or more from 1.
     """
     right = told = total = 0
     for a, b in itertools.combinations(rows, 2):
         if any(a[key] != b[key] for key in ("model", "ranks", "schedule", "microbatches")):
             continue
         total += 1
-        ratios = [one / other for one, other in zip(a["rounds"], b["rounds"], strict=True)]
+        ratios = [a_seconds / b_seconds for a_seconds, b_seconds in zip(a["rounds"], b["rounds"], strict=True)]
         middle = statistics.median(ratios)
         agreeing = sum((ratio > 1) == (middle > 1) for ratio in ratios)
         if agreeing < len(ratios) - len(ratios) // 6 or abs(middle - 1) < 0.02:
@@ -364,7 +364,7 @@ def pairs(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Errors and order over some rows."""
+    """Summarize errors and order over rows."""
     errors = sorted(abs(row["error"]) for row in rows)
     right, told, total = pairs(rows)
     return {
@@ -381,7 +381,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def run_model(
     name: str, ranks: Sequence[int], rounds: int, repeats: int, cores: int, statistic: Statistic
 ) -> tuple[list[Any], dict[str, Any]]:
-    """All cases of one model: profile, runs, profile again, then the simulation with what was measured."""
+    """Run all cases of a model: profile, train, profile again, then simulate with the measurements."""
     if name == "sleeper":
         return _run_sleeper(ranks, rounds, statistic)
     profiles = profiles_of(name, repeats)
@@ -407,10 +407,10 @@ def run_model(
     ]
     profile = combine(profiles, statistics.median(updates), statistic)
     speeds = [1.0, *[pace] * (cores - 1)]
-    found = []
+    results = []
     for count, cases in of_ranks.items():
         simulated = [predict(profile, case, link, speeds) for case in cases]
-        found += compare(name, count, cases, simulated, measured[count], statistic)
+        results += compare(name, count, cases, simulated, measured[count], statistic)
     inputs = {
         "layers": profile.num_layers,
         "forward_ms": 1e3 * sum(profile.column("forward_seconds")),
@@ -421,23 +421,23 @@ def run_model(
         "bandwidth": link.bandwidth,
         "copy_bandwidth": link.copy_bandwidth,
     }
-    return found, inputs
+    return results, inputs
 
 
 def _run_sleeper(ranks: Sequence[int], rounds: int, statistic: Statistic) -> tuple[list[Any], dict[str, Any]]:
-    """Its layers take what they are told, messages and updates nothing: only the steps are measured."""
+    """Run the sleeper: its layers' times are known, messages and updates are free, so only steps are measured."""
     profile = Sleeper().profile()
-    found = []
+    results = []
     for count in ranks:
         cases = make_cases(profile, count, (4,))
         measured = run_ranks(measure, count, "sleeper", cases, min(rounds, 3))
         simulated = [predict(profile, case, Link(), None) for case in cases]
-        found += compare("sleeper", count, cases, simulated, measured, statistic)
-    return found, {"layers": profile.num_layers, "forward_ms": 1e3 * sum(Sleeper.seconds)}
+        results += compare("sleeper", count, cases, simulated, measured, statistic)
+    return results, {"layers": profile.num_layers, "forward_ms": 1e3 * sum(Sleeper.seconds)}
 
 
 def main() -> None:
-    """Measures and prints one row per model and number of ranks."""
+    """Measure and print one row per model and number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MICROBATCH), choices=list(MICROBATCH))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
@@ -459,12 +459,12 @@ def main() -> None:
     print("| model | ranks | cases | median error | worst | mean, signed | order right, of pairs told apart | of all |")
     print("|---|---|---|---|---|---|---|---|")
     for name in arguments.models:
-        found, inputs[name] = run_model(
+        model_rows, inputs[name] = run_model(
             name, arguments.ranks, arguments.rounds, arguments.repeats, cores, STATISTICS[arguments.statistic]
         )
-        rows += found
+        rows += model_rows
         for count in arguments.ranks:
-            print_row(name, str(count), [row for row in found if row["ranks"] == count])
+            print_row(name, str(count), [row for row in model_rows if row["ranks"] == count])
         result = {"statistic": arguments.statistic, "inputs": inputs, "rows": rows, "summary": summary(rows)}
         write_json(arguments.output, result)
     for count in arguments.ranks:
@@ -476,16 +476,16 @@ def main() -> None:
 
 
 def print_row(name: str, ranks: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line of README.md's table."""
-    told = summary(rows)
-    share = 100 * told["pairs_right"] / max(1, told["pairs_told_apart"])
+    """Print a line of README.md's table."""
+    totals = summary(rows)
+    share = 100 * totals["pairs_right"] / max(1, totals["pairs_told_apart"])
     cells = [
         name,
         ranks,
-        str(told["cases"]),
-        *(f"{100 * told[key]:.1f} %" for key in ("median_error", "worst_error", "mean_signed_error")),
-        f"{told['pairs_right']} / {told['pairs_told_apart']} ({share:.1f} %)",
-        str(told["pairs"]),
+        str(totals["cases"]),
+        *(f"{100 * totals[key]:.1f} %" for key in ("median_error", "worst_error", "mean_signed_error")),
+        f"{totals['pairs_right']} / {totals['pairs_told_apart']} ({share:.1f} %)",
+        str(totals["pairs"]),
     ]
     print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -1,7 +1,8 @@
 """Measured steps of the paper's six configurations on chains of layers that sleep as long as a GPU would compute.
 
-`time_under_cap.py --sleep` calls it. The engine, its schedule and gloo are real; only the layers' work is not there, so
-that ranks do not compete for cores. Layer times are an estimated profile's, scaled; bytes are planned with, not taken.
+Used by `time_under_cap.py --sleep`. The engine, its schedule and gloo are real; only the layers sleep instead of
+computing, so that ranks do not compete for cores. Layer times are an estimated profile's, scaled; its bytes are used
+for planning but not allocated.
 """
 
 from __future__ import annotations
@@ -36,27 +37,30 @@ Times = Sequence[tuple[float, float]]
 def measured_steps(
     profile: Profile, plans: Mapping[str, Plan], microbatches: int, seconds: float, rounds: int, simulated: float
 ) -> dict[str, dict[str, float]]:
-    """Steps of each plan in turn, in the profile's seconds, under Varuna's schedule.
+    """Measure steps of each plan in turn, in the profile's seconds, under Varuna's schedule.
 
     Args:
-        seconds: what the layers' times are scaled to: the step of which `simulated` is the unscaled length.
+        seconds: length to which the layers' times scale a step of the unscaled length `simulated`.
 
     Returns:
-        Per plan its median and least step; Varuna's step through its own, the median over the rounds and of the least.
+        For each plan its median and least step, and the ratio of Varuna's step to it: median over rounds, and of least.
     """
     scale = seconds / simulated
     times = [
         (scale * forward, scale * backward)
         for forward, backward in zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
     ]
-    # planners may agree: the same cuts are measured once
+    # planners may choose the same cuts, which are measured once
     names: dict[tuple[int, ...], list[str]] = {}
     for name, plan in plans.items():
         names.setdefault(tuple(plan.cuts), []).append(name)
     (ranks,) = {len(cuts) for cuts in names}
     rows = run_ranks(_steps, ranks, times, list(names), microbatches, rounds)
     # a step ends when its last rank ends
-    steps = {cuts: [max(one) for one in zip(*(row[n] for row in rows), strict=True)] for n, cuts in enumerate(names)}
+    steps = {
+        cuts: [max(rank_seconds) for rank_seconds in zip(*(row[n] for row in rows), strict=True)]
+        for n, cuts in enumerate(names)
+    }
     base = steps[tuple(plans["varuna"].cuts)]
     return {
         name: {
@@ -73,14 +77,14 @@ def measured_steps(
 def _steps(
     communicator: Communicator, times: Times, cut_lists: Sequence[tuple[int, ...]], microbatches: int, rounds: int
 ) -> list[list[float]]:
-    """On a rank: the seconds of every round of each cut list; all engines are there at once and take turns."""
+    """Return this rank's seconds of every round of each cut list; all engines exist at once and take turns."""
     runs = {str(number): _engine(communicator, times, cuts, microbatches) for number, cuts in enumerate(cut_lists)}
-    found = interleave(runs, rounds, communicator.barrier, warmup=1)
-    return [[wall for wall, _ in found[name]] for name in runs]
+    measured = interleave(runs, rounds, communicator.barrier, warmup=1)
+    return [[wall for wall, _ in measured[name]] for name in runs]
 
 
 def _engine(communicator: Communicator, times: Times, cuts: tuple[int, ...], microbatches: int) -> Callable[[], object]:
-    """A function that trains one step of sleeping layers."""
+    """Return a function that trains one step of sleeping layers."""
     chain = Chain([Layer(f"layer.{n}", Sleeping(*waits)) for n, waits in enumerate(times)], name="sleeper")
     layout = Layout.pipelines(cuts, len(chain))
     options = EngineOptions(microbatches)

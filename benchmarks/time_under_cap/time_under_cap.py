@@ -4,7 +4,7 @@
 microbatches.
 `--sleep`: the same plans as real steps of the engine over gloo, on layers that sleep instead of computing.
 `--measure`: real engine runs of one small config on this machine's CPU, the plans in turn, round after round.
-See README.md for what the numbers mean.
+README.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ LINKS = {
     "0.5 GB/s": Link(0.5e9, 1e-4),
     "0.5 GB/s, blocking": Link(0.5e9, 1e-4, copy_bandwidth=0.5e9),
 }
-"""Between two stages. The last: the sender copies what it sends itself and cannot compute meanwhile."""
+"""Links between two stages. The last: the sender copies its messages itself and cannot compute meanwhile."""
 
 
 def estimated(config: str, size: tuple[int, int], folder: Path) -> Profile:
-    """The estimated profile of a configuration at one image size."""
+    """Return the estimated profile of a configuration at one image size."""
     path = folder / f"{config}-{size[0]}x{size[1]}.json"
     if not path.is_file():
         arguments = ["profile", str(ROOT / "configs" / "paper" / f"{config}.yaml"), "--estimate", "-o", str(path)]
@@ -58,40 +58,40 @@ def estimated(config: str, size: tuple[int, int], folder: Path) -> Profile:
 
 
 def capslog(arguments: list[str]) -> None:
-    """Runs the command of this environment; what it says goes to the log when it fails."""
+    """Run the command of this environment; its output is logged if it fails."""
     done = subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"capslog {' '.join(arguments)} failed: {done.stderr}")
 
 
 def timed_as(memory: Profile, times: Profile) -> Profile:
-    """Bytes of one profile, seconds and transfers of another: memory for the largest input, time for the usual."""
+    """Join the bytes of a profile (largest input) with the seconds and transfers of another (usual input)."""
     layers = [
         dataclasses.replace(
             layer,
-            forward_seconds=other.forward_seconds,
-            backward_seconds=other.backward_seconds,
-            boundary_bytes=other.boundary_bytes,
+            forward_seconds=timed.forward_seconds,
+            backward_seconds=timed.backward_seconds,
+            boundary_bytes=timed.boundary_bytes,
         )
-        for layer, other in zip(memory.layers, times.layers, strict=True)
+        for layer, timed in zip(memory.layers, times.layers, strict=True)
     ]
     return dataclasses.replace(memory, layers=tuple(layers))
 
 
 def plans_of(profile: Profile, devices: int, capacity: int | None, microbatches: int, link: Link) -> dict[str, Plan]:
-    """The cut lists that are compared, all judged by the same memory model and capacity."""
-    given = {"capacity": capacity, "num_microbatches": microbatches}
-    found = {}
+    """Return the compared plans, all judged by the same memory model and capacity."""
+    options = {"capacity": capacity, "num_microbatches": microbatches}
+    plans = {}
     for name in ("varuna", "capslog", "exact", "throughput"):
         # CAPSlog plans on M_i + sum M_a, as the paper does.
         memory = "additive" if name == "capslog" else "auto"
-        cuts = plan(profile, devices, name, memory, **given, link=link).cuts
-        found[name] = dataclasses.replace(plan(profile, devices, **given, cuts=cuts), planner=name)
-    return found
+        cuts = plan(profile, devices, name, memory, **options, link=link).cuts
+        plans[name] = dataclasses.replace(plan(profile, devices, **options, cuts=cuts), planner=name)
+    return plans
 
 
 def simulated(folder: Path) -> list[dict[str, Any]]:
-    """One row per configuration, image size, link and planner."""
+    """Return a row for each configuration, image size, link and planner."""
     rows = []
     for config in CONFIGS:
         largest = estimated(config, (1333, 1333), folder)
@@ -99,12 +99,14 @@ def simulated(folder: Path) -> list[dict[str, Any]]:
         for size, profile in sizes.items():
             for name, link in LINKS.items():
                 plans = plans_of(profile, DEVICES, CAPACITY, MICROBATCHES, link)
-                steps = {key: simulate_plan(profile, one, link=link).step_seconds for key, one in plans.items()}
+                steps = {
+                    key: simulate_plan(profile, candidate, link=link).step_seconds for key, candidate in plans.items()
+                }
                 bound, proven, search = certificate(profile, link)
-                for key, one in plans.items():
+                for key, candidate in plans.items():
                     rows.append({
-                        "config": config, "size": size, "link": name, "planner": key, "cuts": list(one.cuts),
-                        "fits": one.fits, "peak_bytes": one.peak_bytes, "step_seconds": steps[key],
+                        "config": config, "size": size, "link": name, "planner": key, "cuts": list(candidate.cuts),
+                        "fits": candidate.fits, "peak_bytes": candidate.peak_bytes, "step_seconds": steps[key],
                         "against_varuna": steps["varuna"] / steps[key],
                         "bound_seconds": bound, "proven": proven, "search_seconds": search,
                     })  # fmt: skip
@@ -112,7 +114,7 @@ def simulated(folder: Path) -> list[dict[str, Any]]:
 
 
 def certificate(profile: Profile, link: Link) -> tuple[float, bool, float]:
-    """Bound of the step time under the cap, whether the answer is proven to be the best, and the search time."""
+    """Return the bound of the step time under the cap, whether the plan is proven optimal, and the search time."""
     _, costs = resolve("auto", profile, RunShape(MICROBATCHES))
     usable = [Headroom.of(profile).usable(CAPACITY)] * DEVICES
     begun = time.process_time()
@@ -123,27 +125,33 @@ def certificate(profile: Profile, link: Link) -> tuple[float, bool, float]:
 
 
 def slept(folder: Path, configs: list[str], ranks: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """One row per configuration and planner: simulated and measured steps of layers that sleep, with free links.
+    """Return a row for each configuration and planner: simulated and measured steps of sleeping layers, free links.
 
-    Fewer ranks get as much memory in all. Times are scaled so that the fastest plan's step takes `seconds`.
+    The total memory is the same for fewer ranks. Times are scaled so that the fastest plan's step takes `seconds`.
     """
     rows = []
     for config in configs:
         profile = estimated(config, (1333, 1333), folder)
         plans = plans_of(profile, ranks, CAPACITY * DEVICES // ranks, MICROBATCHES, Link())
-        steps = {name: simulate_plan(profile, one, link=Link()).step_seconds for name, one in plans.items()}
-        found = measured_steps(profile, plans, MICROBATCHES, seconds, rounds, min(steps.values()))
-        for name, one in plans.items():
+        steps = {name: simulate_plan(profile, candidate, link=Link()).step_seconds for name, candidate in plans.items()}
+        real = measured_steps(profile, plans, MICROBATCHES, seconds, rounds, min(steps.values()))
+        for name, candidate in plans.items():
             ratio = steps["varuna"] / steps[name]
             rows.append(
-                {"config": config, "ranks": ranks, "planner": name, "cuts": list(one.cuts), "fits": one.fits}
-                | {"step_seconds": steps[name], "against_varuna": ratio, **found[name]}
+                {
+                    "config": config,
+                    "ranks": ranks,
+                    "planner": name,
+                    "cuts": list(candidate.cuts),
+                    "fits": candidate.fits,
+                }
+                | {"step_seconds": steps[name], "against_varuna": ratio, **real[name]}
             )
     return rows
 
 
 def show_slept(rows: list[dict[str, Any]], statistic: str) -> None:
-    """A table of README.md, and how far the two are from each other; `statistic` is "median" or "least"."""
+    """Print a table of README.md, and the errors of the simulation; `statistic` is "median" or "least"."""
     print(f"\n{rows[0]['ranks']} ranks: times Varuna's, simulated / measured (step longer than simulated)\n")
     print("| configuration | varuna | capslog | exact | throughput |")
     print("|---|---|---|---|---|")
@@ -159,7 +167,7 @@ def show_slept(rows: list[dict[str, Any]], statistic: str) -> None:
 
 
 def measured(config: Path, ranks: int, rounds: int, steps: int, overrides: list[str]) -> dict[str, Any]:
-    """Step seconds of real runs: the plans in turn, `rounds` times; a run's median over its steps but the first two."""
+    """Measure step seconds of real runs: plans in turn, `rounds` times; a run's median without its first two steps."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         path = folder / "profile.json"
@@ -168,7 +176,7 @@ def measured(config: Path, ranks: int, rounds: int, steps: int, overrides: list[
         profile = read_profile(path)
         microbatches = resolved_microbatches(config, common)
         plans = plans_of(profile, ranks, None, microbatches, Link())
-        # A cap between the smallest peak and that of the fastest cuts, so that memory is felt.
+        # A cap between the smallest peak and that of the fastest cuts, so that it has an effect.
         cap = (plans["exact"].peak_bytes + plans["throughput"].peak_bytes) // 2
         plans["throughput, capped"] = plan(profile, ranks, "throughput", capacity=cap, run=RunShape(microbatches))
         times: dict[str, list[float]] = {name: [] for name in plans}
@@ -180,13 +188,13 @@ def measured(config: Path, ranks: int, rounds: int, steps: int, overrides: list[
                 lines = (run / "metrics.jsonl").read_text().splitlines()
                 times[name].append(statistics.median([json.loads(line)["step_seconds"] for line in lines][2:]))
         rows = []
-        for name, one in plans.items():
+        for name, candidate in plans.items():
             rows.append({
-                "planner": name, "cuts": list(one.cuts), "peak_bytes": one.peak_bytes,
+                "planner": name, "cuts": list(candidate.cuts), "peak_bytes": candidate.peak_bytes,
                 "median_seconds": statistics.median(times[name]), "least_seconds": min(times[name]),
-                "simulated_seconds": simulate_plan(profile, one, num_microbatches=microbatches).step_seconds,
+                "simulated_seconds": simulate_plan(profile, candidate, num_microbatches=microbatches).step_seconds,
                 "simulated_on_two_cores": simulate_plan(
-                    profile, one, num_microbatches=microbatches, speeds=[1.0, 1.0]
+                    profile, candidate, num_microbatches=microbatches, speeds=[1.0, 1.0]
                 ).step_seconds,
                 "against_varuna": statistics.median(
                     [a / b for a, b in zip(times["varuna"], times[name], strict=True)]
@@ -202,7 +210,7 @@ def resolved_microbatches(config: Path, overrides: list[str]) -> int:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The tables of README.md."""
+    """Print the tables of README.md."""
     for size in ("1333x1333", "800x1066"):
         for link in LINKS:
             print(f"\nTime at {size}, link {link}: step in ms (times Varuna's), GiB of the largest stage\n")
@@ -241,22 +249,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", help="config keys for --measure")
-    given = parser.parse_args()
+    args = parser.parse_args()
     result: dict[str, Any] = {}
-    if given.simulate:
-        given.profiles.mkdir(parents=True, exist_ok=True)
-        result["simulated"] = simulated(given.profiles)
+    if args.simulate:
+        args.profiles.mkdir(parents=True, exist_ok=True)
+        result["simulated"] = simulated(args.profiles)
         show(result["simulated"])
-    if given.sleep is not None:
-        given.profiles.mkdir(parents=True, exist_ok=True)
-        result["slept"] = slept(given.profiles, given.configs, given.sleep, given.rounds, given.seconds)
-        show_slept(result["slept"], given.statistic)
-    if given.measure is not None:
-        result["measured"] = measured(given.measure, given.ranks, given.rounds, given.steps, given.overrides)
+    if args.sleep is not None:
+        args.profiles.mkdir(parents=True, exist_ok=True)
+        result["slept"] = slept(args.profiles, args.configs, args.sleep, args.rounds, args.seconds)
+        show_slept(result["slept"], args.statistic)
+    if args.measure is not None:
+        result["measured"] = measured(args.measure, args.ranks, args.rounds, args.steps, args.overrides)
         for row in result["measured"]["rows"]:
             print(row)
-    if given.json is not None:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The chains that predictions are held against besides DETR: a plain transformer, a ResNet with trainable BatchNorm,
-and a decoder-only model that checkpoints its own blocks. Configs name the functions at the end as their workload.
+"""Chains on which predictions are checked besides DETR: a plain transformer, a ResNet with trainable BatchNorm, and a
+decoder-only model that checkpoints its own blocks. Configs name the functions at the end as their workload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLASSES = 10
 
 
 class RandomData:
-    """Made-up inputs of one shape, and targets."""
+    """Random inputs of one shape, and targets."""
 
     def __init__(self, workload: Seeded) -> None:
         self._of = workload
@@ -50,7 +50,7 @@ class RandomData:
 
 
 class Seeded(Workload):
-    """What the three have in common: one input `x`, cross entropy, random data."""
+    """Base of the three workloads: one input `x`, cross entropy, random data."""
 
     def __init__(self, config: Config) -> None:
         self.keys = config.model
@@ -150,15 +150,15 @@ class ResNet(Seeded):
 
 
 def transformer(config: Config) -> Tokens:
-    """A plain transformer with explicit attention."""
+    """Return a plain transformer with explicit attention."""
     return Tokens(config)
 
 
 def decoder(config: Config) -> DecoderOnly:
-    """A decoder-only transformer whose blocks checkpoint themselves; meant for bfloat16."""
+    """Return a decoder-only transformer whose blocks checkpoint themselves; meant for bfloat16."""
     return DecoderOnly(config)
 
 
 def resnet(config: Config) -> ResNet:
-    """A ResNet with trainable BatchNorm."""
+    """Return a ResNet with trainable BatchNorm."""
     return ResNet(config)

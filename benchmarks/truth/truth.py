@@ -1,4 +1,4 @@
-"""Predicted peaks against the real CPU allocator: single stages, and whole runs of several ranks. Prints the tables."""
+"""Compares predicted peaks with the CPU allocator's: single stages, and whole runs of several ranks. Prints tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DETR = {"encoder_layers": 2, "decoder_layers": 2, "queries": 20, "num_classes": 
 
 
 def detr(side: tuple[int, int], microbatch: int = 1, **model: Any) -> dict[str, Any]:
-    """A config of DETR on digits that are all resized to one size."""
+    """Return a config of DETR on digits that are all resized to one size."""
     return {
         "workload": "detr_pipeline:workload",
         "model": DETR | model,
@@ -57,7 +57,7 @@ def detr(side: tuple[int, int], microbatch: int = 1, **model: Any) -> dict[str, 
 def other(
     name: str, microbatch: int, precision: str = "float32", types: Mapping[str, str] | None = None, **model: Any
 ) -> dict[str, Any]:
-    """types: of weights and moments, where they are not float32."""
+    """Return a config of another model. types: of weights and moments, if they are not float32."""
     train = {"minibatch_size": 6 * microbatch, "microbatch_size": microbatch, "precision": precision}
     return {"workload": f"models:{name}", "model": model, "train": train | dict(types or {})}
 
@@ -96,7 +96,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """What happened beside what was predicted: by the estimator, or for a stage of a run by the planner's memory model
+    """Measured and predicted peak: predicted by the estimator, or for a stage of a run by the planner's memory model
     and by the rehearsal of the plan.
     """
 
@@ -107,7 +107,7 @@ class Trial:
     modelled: int | None = None
 
     def row(self) -> str:
-        """A line of the table; errors are above 0 where more was predicted than measured."""
+        """Return a line of the table; errors are above 0 if more was predicted than measured."""
         model = (
             "" if self.modelled is None else f" {self.modelled / MIB:.2f} | {self.modelled / self.measured - 1:+.2%} |"
         )
@@ -118,7 +118,7 @@ class Trial:
 
 
 def summary(errors: Sequence[float]) -> str:
-    """Median and worst sizes, and the lowest."""
+    """Return median and worst absolute error, and the lowest error, as text."""
     sizes = sorted(map(abs, errors))
     return (
         f"{len(errors)} stages: median error {statistics.median(sizes):.3%}, worst {sizes[-1]:.2%}, "
@@ -127,13 +127,17 @@ def summary(errors: Sequence[float]) -> str:
 
 
 def false_fits(predicted: Sequence[int], measured: Sequence[int], headroom: Headroom) -> tuple[int, int, int]:
-    """Trials with a capacity from 0.9 to 1.1 of what was measured: their number, false "fits", false "does not fit"."""
+    """Try capacities of 0.9 to 1.1 times the measured peak; count them, false "fits" and false "does not fit"."""
     trials = [
         (headroom.device(guess) <= part * real / 100, real <= part * real / 100)
         for guess, real in zip(predicted, measured, strict=True)
         for part in range(90, 111)
     ]
-    return len(trials), sum(said and not does for said, does in trials), sum(does and not said for said, does in trials)
+    return (
+        len(trials),
+        sum(promised and not holds for promised, holds in trials),
+        sum(holds and not promised for promised, holds in trials),
+    )
 
 
 def config_of(name: str, run_dir: Path | None = None, **pipeline: Any) -> Config:
@@ -141,14 +145,14 @@ def config_of(name: str, run_dir: Path | None = None, **pipeline: Any) -> Config
 
 
 def config_with(values: Mapping[str, Any], run_dir: Path | None = None, device: str = "cpu", **pipeline: Any) -> Config:
-    """Of a model with the keys of `MODELS`."""
-    whole = dict(values) | {"device": device, "pipeline": pipeline, "run_dir": str(run_dir or "unused")}
-    whole["train"] = whole["train"] | {"max_steps": 4, "evaluate_every": None}
-    return section(Config, whole, "")
+    """Return the config of a model with the keys of `MODELS`."""
+    settings = dict(values) | {"device": device, "pipeline": pipeline, "run_dir": str(run_dir or "unused")}
+    settings["train"] = settings["train"] | {"max_steps": 4, "evaluate_every": None}
+    return section(Config, settings, "")
 
 
 def types_of(config: Config) -> dict[str, Any]:
-    """What a run's types decide of its conditions."""
+    """Return the conditions that a run's types determine."""
     train = config.train
     return {"precision": train.precision, "weights": train.weights, "recipe": Recipe.of_config(train)}
 
@@ -157,7 +161,7 @@ def types_of(config: Config) -> dict[str, Any]:
 
 
 def stages_of(name: str, length: int) -> list[tuple[int, int]]:
-    """First, a middle and the last layer alone, and longer ranges."""
+    """Return the first, a middle and the last layer as stages, and longer ranges."""
     third = length // 3
     picked = [(0, 1), (0, third), (third, third + 1), (third, 2 * third), (2 * third, length - 1), (length - 1, length)]
     return sorted({(first, end) for first, end in picked if end > first})
@@ -172,14 +176,14 @@ def single_stages(name: str, device: str = "cpu", gpu: str = "") -> Iterator[Tri
     stages = stages_of(name, len(names))
     real = measured(config, estimator, stages)
     for first, end in stages:
-        what = names[first] if end == first + 1 else f"{names[first]} .. {names[end - 1]}"
-        yield Trial(name, what, real[first, end].peak_bytes, estimator.stage(first, end).peak_bytes)
+        label = names[first] if end == first + 1 else f"{names[first]} .. {names[end - 1]}"
+        yield Trial(name, label, real[first, end].peak_bytes, estimator.stage(first, end).peak_bytes)
 
 
 def measured(
     config: Config, estimator: StageEstimator, stages: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], Observation]:
-    """The same stages by real runs, one after the other."""
+    """Measure the same stages by real runs, one after the other."""
     workload, size = estimator.workload, config.train.microbatch_size
     device = estimator.conditions.device
     conditions = RunConditions(device, size, shapes_of(workload.profile_inputs(size)), **types_of(config))
@@ -193,8 +197,8 @@ def measured(
     source = functools.partial(load_workload, config)
     workers = Workers(source, devices_of(device, 1), 1, (), conditions, free_bytes, names)
     with workers.group(1) as group:
-        found = in_one_launch(waiting, group, workers, LaunchTimes(), lambda *_: None)
-    return {(first, end): result for (first, end, _), result in found.items()}
+        observations = in_one_launch(waiting, group, workers, LaunchTimes(), lambda *_: None)
+    return {(first, end): result for (first, end, _), result in observations.items()}
 
 
 # -- whole runs
@@ -222,24 +226,24 @@ RUNS: list[tuple[str, list[float], dict[str, Any]]] = [
     ("float16, weights too", [0.0, 0.5], {}),
     ("float16, weights too", [0.0, 0.34, 0.67], {"schedule": "1f1b", "recompute": False}),
 ]
-"""Model (by a part of its name), where to cut it (as parts of its length), and how to run it."""
+"""Model (by a part of its name), its cuts (as shares of its length), and the options of the run."""
 
 
 def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) -> Iterator[Trial]:
-    """A training run through the command line; its metrics hold the peak of every stage in the second step."""
+    """Train through the command line; the run's metrics hold the peak of every stage in the second step."""
     name, options = next(name for name in MODELS if wanted in name), {"schedule": "varuna"} | dict(options)
     with tempfile.TemporaryDirectory(prefix="truth-") as folder:
         config = config_of(name, Path(folder) / "run", devices=len(places), **options)
         profile = estimate_config(config)
         cuts = [int(place * profile.num_layers) for place in places]
         pipeline = config.pipeline
-        found = plan(
+        planned = plan(
             profile,
             len(cuts),
             run=RunShape.of_config(config),
             cuts=cuts,
         )
-        assert found.stage_bytes is not None, found.notes
+        assert planned.stage_bytes is not None, planned.notes
         estimator = StageEstimator(
             load_workload(config),
             RunConditions("cpu", config.train.microbatch_size, recompute=pipeline.recompute, **types_of(config)),
@@ -249,16 +253,16 @@ def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) 
         peaks = trained(config, Path(folder))
     how = f"{len(cuts)} ranks, {pipeline.schedule}{', recomputation' if pipeline.recompute else ''}"
     ends = [*cuts[1:], profile.num_layers]
-    for stage, (measured, exact, modelled) in enumerate(zip(peaks, rehearsed, found.stage_bytes, strict=True)):
+    for stage, (measured, exact, modelled) in enumerate(zip(peaks, rehearsed, planned.stage_bytes, strict=True)):
         yield Trial(name, f"{how}: layers {cuts[stage]}-{ends[stage] - 1}", measured, exact, modelled)
 
 
 def trained(config: Config, folder: Path) -> list[int]:
     (folder / "config.yaml").write_text(dump_config(config))
-    here = Path(__file__).parent
+    script_folder = Path(__file__).parent
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{here}:{here.parents[1]}",
+        "PYTHONPATH": f"{script_folder}:{script_folder.parents[1]}",
         "XDG_CACHE_HOME": str(folder),
     }
     command = [
@@ -300,14 +304,21 @@ def main() -> None:
         "whole runs, rehearsed": (runs, [trial.estimated for trial in runs]),
         "whole runs, memory model": (runs, [trial.modelled or 0 for trial in runs]),
     }
-    told = {}
-    for what, (trials, predicted) in results.items():
+    summaries = {}
+    for prediction, (trials, predicted) in results.items():
         measured = [trial.measured for trial in trials]
         errors = [guess / real - 1 for guess, real in zip(predicted, measured, strict=True)]
         count, fits, misfits = false_fits(predicted, measured, Headroom(**HEADROOM))
-        told[what] = {"errors": errors, "capacity_trials": count, "false_fits": fits, "false_misfits": misfits}
-        out(f"{what}: {summary(errors)}; {count} capacities: {fits} false fits, {misfits} fits refused")
-    write_json(arguments.json, {"stages": [asdict(t) for t in stages], "runs": [asdict(t) for t in runs], "told": told})
+        summaries[prediction] = {
+            "errors": errors,
+            "capacity_trials": count,
+            "false_fits": fits,
+            "false_misfits": misfits,
+        }
+        out(f"{prediction}: {summary(errors)}; {count} capacities: {fits} false fits, {misfits} fits refused")
+    write_json(
+        arguments.json, {"stages": [asdict(t) for t in stages], "runs": [asdict(t) for t in runs], "told": summaries}
+    )
 
 
 def out(line: str) -> None:

@@ -1,8 +1,8 @@
 """Four devices become one by SIGKILL, and four again, where one cannot keep everything: waits, pauses and losses.
 
-One host, planner `budget`, the small model (`../small.yaml`). The capacity is 1 % below what one device takes that
-keeps everything, with its snapshot. Devices are killed one after the other, each once `--rest`
-seconds have gone since the change before, so that what follows was searched ahead; `--rest 0` shows the cold search.
+One host, planner `budget`, the small model (`../small.yaml`). The capacity is 1 % below what one device needs to
+train without recomputation, with its snapshot. Devices are killed one after the other, each `--rest` seconds after the
+last change, so that the next plan was searched ahead of time; `--rest 0` shows the search without this preparation.
 The losses are compared with those of one device without a limit.
 """
 
@@ -30,21 +30,21 @@ OVERRIDES = [
     "train.epochs=null",
     "elastic.enabled=true",
     "train.log_every=1",
-    # activations weigh more than with small batches: beside half the state and its copies less room is needed
+    # a larger share of the memory goes to activations than with small batches, a smaller one to state and its copies
     "train.minibatch_size=256",
     "train.microbatch_size=64",
 ]
 
 
 def capacity_of(config: Path, overrides: Sequence[str]) -> int:
-    """1 % less than the smallest capacity of one device, to 0.2 %, with which it keeps everything."""
+    """Return 99 % of the smallest capacity at which one device trains without recomputation, found to 0.2 %."""
     low, high = 1 << 16, 1 << 28
     profile = None
     while high - low > low // 500:
         middle = (low + high) // 2
-        one = load_config(config, [*overrides, "pipeline.devices=1", f"pipeline.capacity={middle}"])
-        profile = profile or profile_run(one, show=False)
-        plan = RunProtection(one, profile).plan([middle])
+        limited_config = load_config(config, [*overrides, "pipeline.devices=1", f"pipeline.capacity={middle}"])
+        profile = profile or profile_run(limited_config, show=False)
+        plan = RunProtection(limited_config, profile).plan([middle])
         keeps = plan is not None and plan.fits and not any(stage.memory for stage in plan.stages)
         low, high = (low, middle) if keeps else (middle, high)
     return high * 99 // 100
@@ -55,24 +55,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of 4 -> 3 -> 2 -> 1 -> 4")
     parser.add_argument("--rest", type=float, default=6.0, help="seconds between changes")
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
-    given = parser.parse_args()
+    args = parser.parse_args()
     clock = Clock()
     overrides = [*OVERRIDES, "train.max_steps=1000000"]
-    capacity = capacity_of(given.config, overrides)
-    with Live(given.config, [*overrides, f"pipeline.capacity={capacity}"], 4) as live:
+    capacity = capacity_of(args.config, overrides)
+    with Live(args.config, [*overrides, f"pipeline.capacity={capacity}"], 4) as live:
         newest = live.wait_steps(4, 10, 120)
-        for _round in range(given.rounds):
-            for left in (3, 2, 1):
-                time.sleep(given.rest)
-                live.kill(live.members[0] if left == 2 else live.members[-1])
-                newest = live.wait_steps(left, 5, after=newest)
-            time.sleep(given.rest)
+        for _round in range(args.rounds):
+            for remaining in (3, 2, 1):
+                time.sleep(args.rest)
+                live.kill(live.members[0] if remaining == 2 else live.members[-1])
+                newest = live.wait_steps(remaining, 5, after=newest)
+            time.sleep(args.rest)
             for _ in range(3):
                 live.join()
             newest = live.wait_steps(4, 5, 120, after=newest)
         events, elastic = live.events(), losses(live.folder)
     steps = min(max(elastic), 300)
-    with Live(given.config, [*OVERRIDES, f"train.max_steps={steps}", "pipeline.planner=exact"], 1) as alone:
+    with Live(args.config, [*OVERRIDES, f"train.max_steps={steps}", "pipeline.planner=exact"], 1) as alone:
         alone.finish(300)
         kept = losses(alone.folder)
     morphs = [event for event in events if event["kind"] == "morph"]
@@ -82,8 +82,8 @@ def main() -> None:
         "absorb",
         {
             "capacity": capacity,
-            "rest_seconds": given.rest,
-            "rounds": given.rounds,
+            "rest_seconds": args.rest,
+            "rounds": args.rounds,
             "seconds": clock.seconds,
             "waits": sum(event["kind"] == "waiting" for event in events),
             "losses_compared": steps,

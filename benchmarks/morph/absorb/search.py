@@ -1,4 +1,4 @@
-"""The search of planner `budget` at a change of 8 devices, L = 48: cold, and where it was made ahead (`look_ahead`)."""
+"""Times planner `budget` at a change of 8 devices, L = 48: without preparation, and searched ahead (`look_ahead`)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ GIB = 1 << 30
 
 
 def seats_of(count: int, capacity: int) -> list[Seat]:
-    """Alike devices on hosts of their own."""
+    """Return equal devices, each on its own host."""
     return [Seat(f"m{number}", f"h{number}", capacity) for number in range(count)]
 
 
 def placer_of(config: Config, profile: Profile) -> Placer:
-    """As a member has it, without a plan of the run's own."""
+    """Return the placer of a member whose run has no configured plan."""
     sizes = state_bytes(profile)
     assert sizes is not None
     return Placer.of_config(config, profile, *sizes, edges=profile.known_edges or ())
@@ -37,8 +37,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "paper" / "rn101_e12.yaml")
     parser.add_argument("--gib", type=int, nargs="+", default=[16, 8, 6])
     parser.add_argument("--devices", type=int, default=8)
-    given = parser.parse_args()
-    devices = given.devices
+    args = parser.parse_args()
+    devices = args.devices
     overrides = [
         f"pipeline.devices={devices}",
         "pipeline.planner=budget",
@@ -46,21 +46,21 @@ def main() -> None:
         "profile.source=estimated",
         "elastic.enabled=true",
     ]
-    for size in given.gib:
-        config = load_config(given.config, [*overrides, f"pipeline.capacity={size}GiB"])
+    for size in args.gib:
+        config = load_config(args.config, [*overrides, f"pipeline.capacity={size}GiB"])
         profile = profile_run(config, show=False)
         ahead = placer_of(config, profile)
         begun = time.perf_counter()
-        found = list(ahead.look_ahead(seats_of(devices, size * GIB)))
+        searches = list(ahead.look_ahead(seats_of(devices, size * GIB)))
         prepared = time.perf_counter() - begun
-        other = placer_of(config, profile)
-        for entries in found:
-            other.learn(json.loads(json.dumps(entries)))
-        other.prepare(devices + 2)
+        informed = placer_of(config, profile)
+        for search in searches:
+            informed.learn(json.loads(json.dumps(search)))
+        informed.prepare(devices + 2)
         for count in (devices - 1, devices + 1, devices // 2, 1):
             seats = seats_of(count, size * GIB)
             begun = time.perf_counter()
-            plan = other.propose(seats)
+            plan = informed.propose(seats)
             warm = time.perf_counter() - begun
             fresh = placer_of(config, profile)
             begun = time.perf_counter()

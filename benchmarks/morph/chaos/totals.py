@@ -1,4 +1,4 @@
-"""Sums results.jsonl: what all chaos runs together met, by outcome and fault class, and the replayed traces."""
+"""Sums results.jsonl: faults of all chaos runs by outcome and fault class, and the replayed traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def totals(lines: list[dict]) -> dict:
-    """Of the runs that a seed drew; a failed run's faults count apart."""
+    """Return the sums over the runs drawn from a seed; faults of failed runs are counted separately."""
     runs = [line for line in lines if "trace" not in line]
     passed = [line for line in runs if line["outcome"] == "passed"]
     classes: Counter[str] = Counter()

@@ -2,7 +2,7 @@
 
 One run of four devices on one host, `redundancy: 1`, `protection: sync`. The clock runs from before the kill to the end
 of the first step of the new generation, when its last member has applied it. The lost worker is replaced and the next
-one is killed once everybody has trained again.
+one is killed once all members have trained again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
     parser.add_argument("overrides", nargs="*", help="of the config's keys")
-    given = parser.parse_args()
-    wanted = given.kills or (8 if given.quick else 300 if given.full else 100)
-    dice, devices = random.Random(given.seed), given.devices
-    clock, ended_early = Clock(given.minutes), None
+    args = parser.parse_args()
+    wanted = args.kills or (8 if args.quick else 300 if args.full else 100)
+    dice, devices = random.Random(args.seed), args.devices
+    clock, ended_early = Clock(args.minutes), None
     rows = []
-    with Live(given.config, given.overrides, devices) as live:
-        newest = live.wait_steps(devices, 2 * given.steps, 120)
+    with Live(args.config, args.overrides, devices) as live:
+        newest = live.wait_steps(devices, 2 * args.steps, 120)
         try:
             for number in range(wanted):
                 if clock.over:
@@ -52,29 +52,29 @@ def main() -> None:
                 step = statistics.median(b - a for a, b in itertools.pairwise(ends))
                 time.sleep(dice.random() * step)
                 killed = live.kill(members[rank])
-                found = live.wait_steps(devices - 1, given.steps, after=newest)
+                recovered = live.wait_steps(devices - 1, args.steps, after=newest)
                 after = step_ends([mark for mark in live.marks() if mark.generation >= newest])
-                steps = after[found]
+                steps = after[recovered]
                 reached = max(after[newest])
                 rows.append(
                     {
                         "rank": rank,
-                        "generations": found - newest,
+                        "generations": recovered - newest,
                         "again": reached + 1 - min(steps),
                         "seconds": steps[min(steps)][1] - killed,
                         "step": step,
                     }
                 )
                 live.join()
-                newest = live.wait_steps(devices, given.steps, after=found)
-        except (TimeoutError, RuntimeError, CapslogError) as error:  # what was measured up to here is told
+                newest = live.wait_steps(devices, args.steps, after=recovered)
+        except (TimeoutError, RuntimeError, CapslogError) as error:  # the measurements so far are reported
             ended_early = str(error)[:500]
     append_result(
         "crash",
         {
-            "config": str(given.config.name),
-            "overrides": given.overrides,
-            "seed": given.seed,
+            "config": str(args.config.name),
+            "overrides": args.overrides,
+            "seed": args.seed,
             "devices": devices,
             "seconds": clock.seconds,
             "ended_early": ended_early,

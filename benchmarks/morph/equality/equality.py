@@ -1,9 +1,9 @@
-"""Losses and weights after many random morphs beside those of an uninterrupted run: equal to the last bit, or not.
+"""Compares losses and weights after many random morphs with those of an uninterrupted run, bit by bit.
 
 Members leave with notice, are killed and join at random; every set of members gets a layout of its own (cuts and
 replicas drawn from the members' names), so that layouts differ far more than a placer's would. With `--plans` every
 generation runs a plan drawn at random (`tests/rig/drawn_plans`): memory intervals, several stages on a member,
-pipelines and replicas of unequal length and shares; the pauses are told, too. The model has dropout, running statistics
+pipelines and replicas of unequal length and shares; pauses are reported, too. The model has dropout, running statistics
 and a shared parameter; `accumulation_blocks` is 4. Every step's microbatches are counted over all members, too:
 each exactly once.
 """
@@ -30,7 +30,7 @@ BLOCKS = 4
 
 
 def cuts_for(members: Sequence[str], num_layers: int) -> tuple[tuple[int, ...], int]:
-    """Cuts and replicas for these members: always the same for the same ones."""
+    """Return cuts and number of replicas for these members, always the same for the same members."""
     dice = random.Random(hashlib.blake2b(" ".join(members).encode()).digest())
     replicas = dice.choice([count for count in (1, 2, 4) if count <= len(members)])
     stages = min(num_layers, len(members) // replicas)
@@ -38,7 +38,7 @@ def cuts_for(members: Sequence[str], num_layers: int) -> tuple[tuple[int, ...], 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The entry of a member: random layouts, and its share of every computed step in `<run_dir>/shares/<member>`."""
+    """Entry point of a member: random layouts; writes its samples of every step to `<run_dir>/shares/<member>`."""
     from tests.rig.drawing import PLANS, DrawingWork
     from varuna_capslog.plans.parts import Units
     from varuna_capslog.plans.pipelines import plan_of_pipelines
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def losses(folder: Path) -> dict[int, tuple[float, ...]]:
-    """By step: loss, its parts and the norm of the gradients, as the last generation that made the step wrote them."""
+    """Return by step the loss, its parts and the gradient norm, from the last generation that computed the step."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: (row["loss"], *row["parts"].values(), row["grad_norm"]) for row in rows}
 
@@ -80,17 +80,17 @@ def weights(folder: Path) -> dict[str, object]:
 
     checkpoint, _ = latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
-    found: dict[str, object] = {"step": checkpoint.step}
+    tensors: dict[str, object] = {"step": checkpoint.step}
     for layer in checkpoint.manifest["layers"]:
         for kind, content in checkpoint.layer(layer).items():
             for name, value in content.items():
                 entries = value.items() if isinstance(value, dict) else [("", value)]
-                found |= {f"{layer}/{kind}/{name}/{moment}": tensor for moment, tensor in entries}
-    return found
+                tensors |= {f"{layer}/{kind}/{name}/{moment}": tensor for moment, tensor in entries}
+    return tensors
 
 
 def compare(folder: Path, truth: Path) -> dict[str, object]:
-    """What differs between two finished runs."""
+    """Count the losses and tensors that differ between two finished runs."""
     import torch
 
     mine, theirs = losses(folder), losses(truth)
@@ -110,7 +110,7 @@ def compare(folder: Path, truth: Path) -> dict[str, object]:
 
 
 def count_shares(folder: Path, applied: Sequence[Mark]) -> dict[str, int]:
-    """How often the samples of each step were used by the last generation in which somebody applied it."""
+    """Count the steps whose samples were not used exactly once by the last generation that applied the step."""
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training.feed import Feed
@@ -140,22 +140,22 @@ def count_shares(folder: Path, applied: Sequence[Mark]) -> dict[str, int]:
 
 
 def plans_of(folder: Path) -> dict[str, int]:
-    """What the plans of the generations that trained were like."""
+    """Count the plans of the generations that trained, by their features."""
     from varuna_capslog.plans.plan import read_plan
 
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for path in folder.glob("plan-*.json"):
         plan = read_plan(path)
         ranks, blocks = plan.placement(), [len(stage.blocks or range(BLOCKS)) for stage in plan.stages]
-        found["plans"] += 1
-        found["with_direct_routes"] += plan.routes == "direct"
-        found["with_stages_of_several_pieces"] += any(len(stage.layers) > 1 for stage in plan.stages)
-        found["with_an_order_of_their_own"] += plan.actions is not None
-        found["with_memory_intervals"] += any(stage.memory for stage in plan.stages)
-        found["with_several_stages_on_a_member"] += len(set(ranks)) < len(ranks)
-        found["with_unequal_replicas"] += len(plan.paths()) > 1 and len({stage.layers for stage in plan.stages}) > 1
-        found["with_unequal_shares"] += len(set(blocks)) > 1
-    return dict(found)
+        counts["plans"] += 1
+        counts["with_direct_routes"] += plan.routes == "direct"
+        counts["with_stages_of_several_pieces"] += any(len(stage.layers) > 1 for stage in plan.stages)
+        counts["with_an_order_of_their_own"] += plan.actions is not None
+        counts["with_memory_intervals"] += any(stage.memory for stage in plan.stages)
+        counts["with_several_stages_on_a_member"] += len(set(ranks)) < len(ranks)
+        counts["with_unequal_replicas"] += len(plan.paths()) > 1 and len({stage.layers for stage in plan.stages}) > 1
+        counts["with_unequal_shares"] += len(set(blocks)) > 1
+    return dict(counts)
 
 
 def run() -> None:
@@ -171,38 +171,38 @@ def run() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
     parser.add_argument("overrides", nargs="*", help="of the config's keys")
-    given = parser.parse_args()
-    wanted = given.morphs or (12 if given.quick else 400 if given.full else 110)
-    dice, clock, done = random.Random(given.seed), Clock(given.minutes), 0
+    args = parser.parse_args()
+    wanted = args.morphs or (12 if args.quick else 400 if args.full else 110)
+    dice, clock, done = random.Random(args.seed), Clock(args.minutes), 0
     stuck: str | None = None
-    overrides = [f"train.accumulation_blocks={BLOCKS}", *given.overrides]
-    least = 6 if given.plans else 1  # steps of a generation: the pauses are told less a step
+    overrides = [f"train.accumulation_blocks={BLOCKS}", *args.overrides]
+    least = 6 if args.plans else 1  # steps of a generation; the reported pauses have a median step subtracted
     causes: dict[int, str] = {}
-    what: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="capslog-equality-") as holder:
         folder, truth = Path(holder) / "morphed", Path(holder) / "truth"
-        if given.plans:
-            os.environ["CAPSLOG_CHAOS_PLANS"] = str(given.seed)
+        if args.plans:
+            os.environ["CAPSLOG_CHAOS_PLANS"] = str(args.seed)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         layouts: set[tuple[tuple[int, ...], int]] = set()
-        with Live(given.config, overrides, 3, "equality:main", folder) as live:
+        with Live(args.config, overrides, 3, "equality:main", folder) as live:
             newest = live.wait_steps(3, 5, 120)
             for number in range(wanted):
                 if clock.over:
                     break
                 count = len(live.members)
-                if count == 1 or (count < given.most and dice.random() < 0.5):
+                if count == 1 or (count < args.most and dice.random() < 0.5):
                     kind, count = "join", count + 1
                     live.join()
                 else:
-                    kind, count = ("kill" if count > 2 and dice.random() < given.kills else "leave"), count - 1
+                    kind, count = ("kill" if count > 2 and dice.random() < args.kills else "leave"), count - 1
                     victim = dice.choice(live.members)
                     (live.kill if kind == "kill" else live.leave)(victim)
-                what[kind] += 1
+                kinds[kind] += 1
                 done += 1
                 try:
                     newest = live.wait_steps(count, least + dice.randint(0, 3), 90, after=newest)
-                except TimeoutError as error:  # the run goes on without this change: compared is what it did
+                except TimeoutError as error:  # the steps up to here are compared without this change
                     stuck = f"{kind} after generation {newest}: {error}"[:300]
                     break
                 causes[newest] = kind
@@ -211,34 +211,34 @@ def run() -> None:
                     sys.stderr.write(f"{number + 1} morphs, generation {newest}, {clock.seconds:.0f} s\n")
             live.host.stop()
             live._thread.join(60)
-            applied, said = live.marks(), list(live.said)
+            applied, messages = live.marks(), list(live.said)
             morphs = [event for event in live.events() if event["kind"] == "morph"]
         os.environ.pop("CAPSLOG_CHAOS_PLANS", None)
         shares = count_shares(folder, applied)
-        with Live(given.config, [*overrides, f"train.max_steps={shares['steps_counted']}"], 2, folder=truth) as live:
+        with Live(args.config, [*overrides, f"train.max_steps={shares['steps_counted']}"], 2, folder=truth) as live:
             live.finish(600)
         net = [(causes.get(pause.generation), pause.net) for pause in pauses(applied)]
         drawn = {
             "plans": plans_of(folder),
-            **{f"{kind}_net_ms": quantiles([value for cause, value in net if cause == kind]) for kind in sorted(what)},
+            **{f"{kind}_net_ms": quantiles([value for cause, value in net if cause == kind]) for kind in sorted(kinds)},
             "planned_net_ms": quantiles([value for cause, value in net if cause in ("join", "leave")]),
             "search_ms": quantiles([event["search_seconds"] for event in morphs], digits=2),
             "transfer_ms": quantiles([event["transfer_seconds"] for event in morphs], digits=2),
         }
         result = {
-            "config": given.config.name,
+            "config": args.config.name,
             "overrides": overrides,
-            "seed": given.seed,
+            "seed": args.seed,
             "seconds": clock.seconds,
             "ended_early": stuck,
             "morphs": done,
-            "kinds": dict(what),
+            "kinds": dict(kinds),
             "generations": newest,
             "layouts": len(layouts),
             "layouts_with_replicas": sum(replicas > 1 for _, replicas in layouts),
-            "most_devices": given.most,
-            "said": [line for line in said if "SIGKILL" not in line][:5],
-            **(drawn if given.plans else {}),
+            "most_devices": args.most,
+            "said": [line for line in messages if "SIGKILL" not in line][:5],
+            **(drawn if args.plans else {}),
             **shares,
             **compare(folder, truth),
         }

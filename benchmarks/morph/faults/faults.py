@@ -1,6 +1,6 @@
 """Runs every fault at every point, or some of them: see README.md.
 
-Each scenario is a run of real processes that is held to the uninterrupted one, to the last bit. Appends a line per
+Each scenario is a run of real processes whose results must equal the uninterrupted run's bit by bit. Appends a line per
 scenario to `results.jsonl`; ends with an error if one failed.
 """
 
@@ -20,7 +20,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is closed, by each connection to it
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each connection to a closed store would log an error
 
 import torch
 
@@ -44,7 +44,7 @@ KINDS = {
 
 
 def print_totals(path: Path) -> None:
-    """A row per kind: different scenarios, runs, failed runs, most steps made again; and the runs by revision."""
+    """Print a row per kind (scenarios, runs, failed runs, most steps computed again) and the runs by revision."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     rows: dict[str, list[dict]] = {title: [] for title in KINDS.values()}
     for line in lines:
@@ -70,9 +70,9 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=0, metavar="N", help="instead: N changes within one run")
     parser.add_argument("--total", action="store_true", help="run nothing: the sums of the results")
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
-    given = parser.parse_args()
-    if given.total:
-        print_totals(given.results)
+    args = parser.parse_args()
+    if args.total:
+        print_totals(args.results)
         return
     base = Path(tempfile.mkdtemp(prefix="capslog-faults-"))
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
@@ -80,9 +80,9 @@ def main() -> None:
     truth = truth_of(base / "truth")
     cradle = Cradle(base)
     failed, done, beyond = [], 0, set()
-    chosen = [(name, run) for name, run in all_scenarios() if re.search(given.only, name)][given.first :: given.every]
-    if given.changes:
-        chosen = [(f"{given.changes} changes", lambda *them: many_changes(*them, count=given.changes))]
+    chosen = [(name, run) for name, run in all_scenarios() if re.search(args.only, name)][args.first :: args.every]
+    if args.changes:
+        chosen = [(f"{args.changes} changes", lambda *arguments: many_changes(*arguments, count=args.changes))]
     try:
         for number, (name, run) in enumerate(chosen):
             stem, _, action = name.partition("action ")
@@ -107,7 +107,7 @@ def main() -> None:
             sys.stdout.write(f"{line['outcome']:>14}  {line['seconds']:5.1f} s  {name}\n")
             sys.stdout.flush()
             if line["outcome"] != "no such point":
-                with open(given.results, "a", encoding="utf-8") as file:
+                with open(args.results, "a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
             shutil.rmtree(folder, ignore_errors=True)
     finally:

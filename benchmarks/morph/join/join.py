@@ -1,8 +1,8 @@
-"""What a join costs those who train: a worker is ordered, loads, warms up and enters; then somebody leaves again.
+"""Measures what a join costs the training members: a worker starts, loads, warms up and enters; then one leaves again.
 
 A join has failed if the worker has not applied a step within a minute, or if it took the run with it. The stall is the
-pause of the incumbents, net of the median step of the new layout, counted at their own ends of steps; the time from the
-order to the newcomer's first step is given beside it, and by how much steps are longer while it loads.
+pause of the incumbents, net of the median step of the new layout, measured between the ends of their steps. Also
+reported: the time from the order to the newcomer's first step, and by how much steps are longer while it loads.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
     parser.add_argument("overrides", nargs="*", help="of the config's keys")
-    given = parser.parse_args()
-    wanted = given.joins or (10 if given.quick else 1000 if given.full else 150)
-    dice, devices = random.Random(given.seed), given.devices
-    clock = Clock(given.minutes)
+    args = parser.parse_args()
+    wanted = args.joins or (10 if args.quick else 1000 if args.full else 150)
+    dice, devices = random.Random(args.seed), args.devices
+    clock = Clock(args.minutes)
     stalls, waits, longer, failures = [], [], [], []
-    with Live(given.config, given.overrides, devices) as live:
-        newest = live.wait_steps(devices, 2 * given.steps, 120)
+    with Live(args.config, args.overrides, devices) as live:
+        newest = live.wait_steps(devices, 2 * args.steps, 120)
         for number in range(wanted):
             if clock.over:
                 break
             before = live.members
             ordered = live.join()
             try:
-                joined = live.wait_steps(devices + 1, given.steps, after=newest)
+                joined = live.wait_steps(devices + 1, args.steps, after=newest)
             except (TimeoutError, RuntimeError, CapslogError) as error:
                 failures.append(f"join {number}: {error}")
                 break
@@ -62,13 +62,13 @@ def main() -> None:
             if quiet and loading:
                 longer.append(statistics.median(loading) / statistics.median(quiet))
             live.leave(dice.choice(live.members))
-            newest = live.wait_steps(devices, given.steps, after=joined)
+            newest = live.wait_steps(devices, args.steps, after=joined)
     append_result(
         "join",
         {
-            "config": str(given.config.name),
-            "overrides": given.overrides,
-            "seed": given.seed,
+            "config": str(args.config.name),
+            "overrides": args.overrides,
+            "seed": args.seed,
             "devices": devices,
             "seconds": clock.seconds,
             "joins": len(waits) + len(failures),

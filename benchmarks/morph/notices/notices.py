@@ -1,6 +1,6 @@
-"""How long a notice takes from its source to the callback, and what listening costs; sources are stand-ins on loopback.
+"""Times a notice from its source to the callback, and the cost of listening; sources are stand-ins on loopback.
 
-Each trial waits a random time, so that it falls anywhere between two questions, then announces something new.
+Each trial waits a random time, so that it falls anywhere between two polls, then announces a new notice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NOWHERE = "http://192.0.2.1"  # RFC 5737: reserved, never routed
 
 
 def listener_at(name: str, url: str) -> Listener:
-    """A cloud's listener with its default times."""
+    """Return a cloud's listener with its default times."""
     return {"aws": AwsListener, "gcp": GcpListener, "azure": AzureListener}[name]("here", endpoint=url)  # type: ignore
 
 
@@ -51,13 +51,13 @@ def latencies(
     draw: random.Random,
     prepare: Callable[[], Any] = lambda: None,
 ) -> list[float]:
-    """Seconds from the announcement to the callback. `announce(trial)` makes a notice that was not there before.
+    """Return the seconds from the announcement to the callback. `announce(trial)` makes a new notice.
 
     Args:
-        prepare: called before the random time that precedes an announcement.
+        prepare: called before the random wait that precedes an announcement.
     """
-    found: queue.Queue[float] = queue.Queue()
-    with Gathering([source], lambda _: found.put(time.perf_counter())):
+    callbacks: queue.Queue[float] = queue.Queue()
+    with Gathering([source], lambda _: callbacks.put(time.perf_counter())):
         time.sleep(1.0)
         seconds = []
         for trial in range(trials):
@@ -65,12 +65,12 @@ def latencies(
             time.sleep(draw.uniform(0.1, 0.8))
             began = time.perf_counter()
             announce(trial)
-            seconds.append(found.get(timeout=30.0) - began)
+            seconds.append(callbacks.get(timeout=30.0) - began)
     return seconds
 
 
 def of_cloud(name: str, trials: int, draw: random.Random) -> list[float]:
-    """Latencies against a cloud's stand-in in this process."""
+    """Return the latencies against a cloud's stand-in in this process."""
     with SERVERS[name]() as server:
 
         def announce(trial: int) -> None:
@@ -89,10 +89,10 @@ def of_cloud(name: str, trials: int, draw: random.Random) -> list[float]:
 
 
 def of_others(trials: int, draw: random.Random) -> dict[str, list[float]]:
-    """Latencies of what needs no server."""
+    """Return the latencies of the sources that need no server."""
     program = CallbackListener("here")
-    found = {"program": latencies(program, lambda _: program.announce(), trials, draw)}
-    found["signal"] = latencies(
+    by_source = {"program": latencies(program, lambda _: program.announce(), trials, draw)}
+    by_source["signal"] = latencies(
         SignalListener(plain(), "here"), lambda _: os.kill(os.getpid(), signal.SIGUSR1), trials, draw
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -102,8 +102,8 @@ def of_others(trials: int, draw: random.Random) -> dict[str, list[float]]:
             (Path(folder) / "new").write_text(json.dumps({"detail": f"trial {trial}"}))
             os.replace(Path(folder) / "new", path)
 
-        found["file"] = latencies(FileListener(path, "here"), announce, trials, draw)
-    return found
+        by_source["file"] = latencies(FileListener(path, "here"), announce, trials, draw)
+    return by_source
 
 
 def _serve(name: str, urls: Any, ended: Any) -> None:
@@ -113,7 +113,7 @@ def _serve(name: str, urls: Any, ended: Any) -> None:
 
 
 def cost(name: str, seconds: float) -> float:
-    """Share of one core that a listener takes while nothing happens; the stand-in runs in a process of its own."""
+    """Return the share of one core that an idle listener takes; the stand-in runs in a separate process."""
     context = multiprocessing.get_context("spawn")
     urls, ended = context.Queue(), context.Event()
     process = context.Process(target=_serve, args=(name, urls, ended), daemon=True)
@@ -138,8 +138,8 @@ def main() -> None:
     parser.add_argument("--cost-seconds", type=float, default=10.0)
     options = parser.parse_args()
     draw = random.Random(options.seed)
-    found = {name: of_cloud(name, options.trials, draw) for name in SERVERS}
-    found.update(of_others(options.trials, draw))
+    by_source = {name: of_cloud(name, options.trials, draw) for name in SERVERS}
+    by_source.update(of_others(options.trials, draw))
     rows = {
         name: {
             "median": statistics.median(seconds),
@@ -147,7 +147,7 @@ def main() -> None:
             "worst": max(seconds),
             "aim": AIMS[name],
         }
-        for name, seconds in found.items()
+        for name, seconds in by_source.items()
     }
     costs = {name: cost(name, options.cost_seconds) for name in SERVERS}
     began = time.perf_counter()

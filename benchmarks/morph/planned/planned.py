@@ -1,8 +1,8 @@
-"""The pause of a planned morph: members leave with notice, at random, while the others train on.
+"""Measures the pause of a planned morph: members leave with notice, at random, while the others train on.
 
 One run of four devices: one or two members leave, as many new ones come, and so on. A pause is the time from the end of
 the last step of the old generation to the end of the first step of the new one, each when its last member is done, less
-the median step of the new layout. Pauses of the joins in between are given, too; `../join` counts those.
+the median step of the new layout. Pauses of the joins in between are reported, too; `../join` counts joins.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
     parser.add_argument("overrides", nargs="*", help="of the config's keys")
-    given = parser.parse_args()
-    wanted = given.morphs or (10 if given.quick else 300 if given.full else 100)
-    dice, devices = random.Random(given.seed), given.devices
-    clock, ended_early = Clock(given.minutes), None
-    left: set[int] = set()
-    with Live(given.config, given.overrides, devices) as live:
-        newest = live.wait_steps(devices, 2 * given.steps, 120)
+    args = parser.parse_args()
+    wanted = args.morphs or (10 if args.quick else 300 if args.full else 100)
+    dice, devices = random.Random(args.seed), args.devices
+    clock, ended_early = Clock(args.minutes), None
+    leaves: set[int] = set()
+    with Live(args.config, args.overrides, devices) as live:
+        newest = live.wait_steps(devices, 2 * args.steps, 120)
         try:
-            while len(left) < wanted and not clock.over:
+            while len(leaves) < wanted and not clock.over:
                 count = dice.choice((1, 1, 2))
                 for member in dice.sample(live.members, count):
                     live.leave(member)
-                newest = live.wait_steps(devices - count, given.steps, after=newest)
-                left.add(newest)
+                newest = live.wait_steps(devices - count, args.steps, after=newest)
+                leaves.add(newest)
                 for _ in range(count):
                     live.join()
-                newest = live.wait_steps(devices, given.steps, after=newest)
-        except (TimeoutError, RuntimeError, CapslogError) as error:  # what was measured up to here is told
+                newest = live.wait_steps(devices, args.steps, after=newest)
+        except (TimeoutError, RuntimeError, CapslogError) as error:  # the measurements so far are reported
             ended_early = str(error)[:500]
-        found = pauses(live.marks())
+        changes = pauses(live.marks())
         ends = step_ends(live.marks())
         morphs = [event for event in live.events() if event["kind"] == "morph"]
     steps = [
@@ -62,15 +62,15 @@ def main() -> None:
     append_result(
         "planned",
         {
-            "config": str(given.config.name),
-            "overrides": given.overrides,
-            "seed": given.seed,
+            "config": str(args.config.name),
+            "overrides": args.overrides,
+            "seed": args.seed,
             "devices": devices,
             "seconds": clock.seconds,
             "ended_early": ended_early,
-            "leave_net_ms": quantiles([pause.net for pause in found if pause.generation in left]),
-            "leave_whole_ms": quantiles([pause.whole for pause in found if pause.generation in left]),
-            "join_net_ms": quantiles([pause.net for pause in found if pause.generation not in left]),
+            "leave_net_ms": quantiles([pause.net for pause in changes if pause.generation in leaves]),
+            "leave_whole_ms": quantiles([pause.whole for pause in changes if pause.generation in leaves]),
+            "join_net_ms": quantiles([pause.net for pause in changes if pause.generation not in leaves]),
             "step_ms": quantiles(steps),
             "search_ms": quantiles([event["search_seconds"] for event in morphs], digits=2),
             "steps_computed_again": repeated,

@@ -1,8 +1,8 @@
-"""Runs the membership protocol through random histories, large worlds and exhaustive searches; appends what it found.
+"""Runs the membership protocol through random histories, large worlds and exhaustive searches; appends the results.
 
 Every call appends one JSON line per part to a results file, with seeds, versions and outcome; the tables of the README
-are the sums of that file (`--total`). A broken rule or a run that gets stuck ends the program with the history or the
-path to it.
+are the sums of that file (`--total`). A broken rule or a run that gets stuck ends the program and shows the history or
+the path to it.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def commit() -> str:
-    """The version under test."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+    """Return the commit under test."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """One more line of results."""
+    """Append a line to the results file and print it."""
     full = {**line, "commit": commit(), "python": platform.python_version(), "time": round(time.time())}
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(full) + "\n")
@@ -122,10 +122,10 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def histories(first: int, count: int, seconds: float, members: int | None, ladder: bool, path: Path) -> None:
-    """Plays the seeds from `first` on until `count` are done or the processor seconds are spent.
+    """Simulate the seeds from `first` on until `count` are done or the processor seconds are spent.
 
     Args:
-        ladder: see `draw`; a seed then means another history.
+        ladder: see `draw`; a seed then draws a different history.
     """
     ends: Counter[str] = Counter()
     faults: Counter[str] = Counter()
@@ -159,10 +159,10 @@ def histories(first: int, count: int, seconds: float, members: int | None, ladde
 
 
 def search(name: str, most: int, deep: bool, path: Path, lineage: int | None = None) -> None:
-    """Explores one scenario, to its end or until `most` states; `deep`: see `explore`.
+    """Explore one scenario, to its end or until `most` states; `deep`: see `explore`.
 
     Args:
-        lineage: entries of a record's lineage at most; None: as in a run.
+        lineage: most entries of a record's lineage; None: the limit of a run.
     """
     if lineage is not None:
         generation.LINEAGE_ENTRIES = lineage
@@ -175,21 +175,21 @@ def search(name: str, most: int, deep: bool, path: Path, lineage: int | None = N
         seconds = time.process_time() - began
         print(f"{name}: {states:,} states, {waiting:,} waiting, {seconds:,.0f} s", file=sys.stderr, flush=True)
 
-    found = explore(Scenario(job=job, **options), most=most, deep=deep, tell=tell)
+    exploration = explore(Scenario(job=job, **options), most=most, deep=deep, tell=tell)
     label = name if lineage is None else f"{name}, lineage of {lineage}"
-    line = {"part": "search", "scenario": label, "states": found.states, "transitions": found.transitions}
-    line |= {"complete": found.complete, "stuck": found.stuck if found.complete else None}
+    line = {"part": "search", "scenario": label, "states": exploration.states, "transitions": exploration.transitions}
+    line |= {"complete": exploration.complete, "stuck": exploration.stuck if exploration.complete else None}
     line |= {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
     append(path, {**line, "cpu_seconds": round(time.process_time() - began, 1)})
-    if found.stuck:
-        raise SystemExit("no way on after\n" + "\n".join(map(str, found.trace)))
+    if exploration.stuck:
+        raise SystemExit("no way on after\n" + "\n".join(map(str, exploration.trace)))
 
 
 def seeds(rows: Sequence[Row]) -> tuple[list[Row], str]:
-    """Each range of seeds once, and what they cover: "0 to 9,999", with a comma where there is a gap.
+    """Return each range of seeds once, and the text of the union: "0 to 9,999", with a comma at each gap.
 
     Raises:
-        SystemExit: ranges overlap without being the same, so that histories would count twice.
+        SystemExit: different ranges overlap, so that histories would count twice.
     """
     kept = {(row["first_seed"], row["histories"]): row for row in rows}
     ends: list[tuple[int, int]] = []
@@ -204,15 +204,15 @@ def seeds(rows: Sequence[Row]) -> tuple[list[Row], str]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """The README's tables, from the lines of the results file."""
+    """Return the README's tables, from the lines of the results file."""
     names = ("seeds", "histories", "events", "generations", "faults", "back to a checkpoint", "commits", "CPU s")
     played: list[list[object]] = []
     groups: dict[tuple[str, bool], list[Row]] = {}
     for row in rows:
         if row["part"] == "histories":
             groups.setdefault((str(row["members"]), row.get("ladder", False)), []).append(row)
-    for (members, ladder), found in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
-        kept, covered = seeds(found)
+    for (members, ladder), group in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
+        kept, covered = seeds(group)
         keys = ("histories", "events", "generations", "faults", "went_back_to_checkpoint")
         counts = [sum(sum(row[key].values()) if key == "faults" else row[key] for row in kept) for key in keys]
         cells = [members, "all" if ladder else "leaves only", covered, *(f"{count:,}" for count in counts)]
@@ -229,7 +229,7 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def total(path: Path, readme: Path) -> None:
-    """Writes the tables between the README's marks."""
+    """Write the tables between the README's marks."""
     text = tables([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
     fill(readme, text)
     print(text)
@@ -248,13 +248,13 @@ def main() -> None:
     parser.add_argument("--lineage", type=int, help="entries of a record's lineage at most (default: 64)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--total", action="store_true", help="write the sums of the results file into the README")
-    given = parser.parse_args()
-    if given.histories:
-        histories(given.first, given.histories, given.seconds, given.members, given.ladder, given.results)
-    for name in SCENARIOS if given.search == ["all"] else given.search:
-        search(name, given.most, given.deep, given.results, given.lineage)
-    if given.total:
-        total(given.results, README)
+    args = parser.parse_args()
+    if args.histories:
+        histories(args.first, args.histories, args.seconds, args.members, args.ladder, args.results)
+    for name in SCENARIOS if args.search == ["all"] else args.search:
+        search(name, args.most, args.deep, args.results, args.lineage)
+    if args.total:
+        total(args.results, README)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An optimizer of a user's own for `recipes`: signs of a running sum, which keeps a number and a tensor."""
+"""A user-defined optimizer for `recipes`: sign of a running sum; its state is a number and a tensor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["Mine"]
 
 
 class Mine(torch.optim.Optimizer):
-    """Steps by the sign of a decaying sum of the gradients, and less with every step.
+    """Steps by the sign of a decaying sum of the gradients; the step size shrinks with every step.
 
     Args:
-        keep: what a step leaves of the sum.
+        keep: factor of the sum at every step.
     """
 
     def __init__(self, params: object, lr: float = 1e-3, keep: float = 0.9) -> None:
@@ -21,7 +21,7 @@ class Mine(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for parameter in (one for one in group["params"] if one.grad is not None):
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 state: dict[str, int | Tensor] = self.state[parameter]
                 state["count"] = state.get("count", 0) + 1
                 state["sum"] = state.get("sum", torch.zeros_like(parameter)) * group["keep"] + parameter.grad

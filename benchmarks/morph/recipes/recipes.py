@@ -1,8 +1,8 @@
-"""Optimizers, schedules, averages and parameter groups over one course of cut lists, replicas, morphs and crashes.
+"""Optimizers, schedules, averages and parameter groups over one sequence of cut lists, replicas, morphs and crashes.
 
-For every recipe one elastic run is led through the same course: five members, a leave to two replicas of two stages, a
+For every recipe one elastic run goes through the same changes: five members, a leave to two replicas of two stages, a
 SIGKILL there, a leave, a join, a SIGKILL of one of three and one of the last two. Nothing is read from a checkpoint.
-The run is then compared with one process without faults: every loss, gradient norm and tensor to the last bit.
+The run is then compared with one process without faults: every loss, gradient norm and tensor bit by bit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from live import HERE, Clock, Live, append_result
 from live import main as marked
 
 LAYOUTS = {5: ((0, 2, 4, 6, 8), 1), 4: ((0, 6), 2), 3: ((0, 3, 7), 1), 2: ((0, 4), 1), 1: ((0,), 1)}
-"""By the number of members: cuts and replicas."""
+"""Cuts and replicas by the number of members."""
 
 COURSE = ("leave", "kill", "leave", "join", "kill", "kill")
-"""From five members: 4 (replicas), 3, 2, 3, 2, 1."""
+"""Changes from five members to 4 (replicas), 3, 2, 3, 2, 1."""
 
 MINE = "own_optimizer:Mine"
 
@@ -66,28 +66,28 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 
-def recipes(every: bool) -> list[tuple[str, str, str, str]]:
-    """What is tried, by name: every optimizer with every schedule, or each optimizer with two of them.
+def recipes(all_pairs: bool) -> list[tuple[str, str, str, str]]:
+    """Return recipes by name: every optimizer with every schedule, or each optimizer with two of them.
 
-    Averages and groups take turns, so that each of them meets every schedule.
+    Averages and groups take turns, so that each of them is combined with every schedule.
     """
-    found = []
+    chosen = []
     for number, (optimizer, schedule) in enumerate(itertools.product(OPTIMIZERS, SCHEDULES)):
         row, column = divmod(number, len(SCHEDULES))
-        if every or (row + column) % 2 == 0:
+        if all_pairs or (row + column) % 2 == 0:
             ema, groups = list(EMAS)[(row + 2 * column) % 3], list(GROUPS)[(row + column + 1) % 3]
-            found.append((optimizer, schedule, ema, groups))
-    return found
+            chosen.append((optimizer, schedule, ema, groups))
+    return chosen
 
 
 def overrides_of(recipe: tuple[str, str, str, str]) -> list[str]:
     optimizer, schedule, ema, groups = recipe
-    given = (*OPTIMIZERS[optimizer], *SCHEDULES[schedule], *EMAS[ema], *GROUPS[groups])
-    return [f"train.optimizer={optimizer}", *(f"train.{key}" for key in given)]
+    settings = (*OPTIMIZERS[optimizer], *SCHEDULES[schedule], *EMAS[ema], *GROUPS[groups])
+    return [f"train.optimizer={optimizer}", *(f"train.{key}" for key in settings)]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The entry of a member, whose layouts are those above."""
+    """Entry point of a member, whose layouts are those above."""
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
     from varuna_capslog.plans.parts import Units
     from varuna_capslog.plans.pipelines import plan_of_pipelines
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def alone(config: Path, overrides: Sequence[str], folder: Path) -> None:
-    """The same run in this process, which nothing disturbs."""
+    """Run the same training in this process, without changes or faults."""
     import torch
 
     from varuna_capslog.config.reading import load_config
@@ -128,7 +128,7 @@ def alone(config: Path, overrides: Sequence[str], folder: Path) -> None:
 
 
 def led(recipe: tuple[str, str, str, str], config: Path, dice: random.Random, more: Sequence[str]) -> dict[str, Any]:
-    """One recipe through the course, and what differs from one process."""
+    """Run one recipe through the changes; return what differs from the run of one process."""
     overrides = [f"train.accumulation_blocks={BLOCKS}", "train.weight_decay=0.1", *overrides_of(recipe), *more]
     layouts, changes = [], []
     with tempfile.TemporaryDirectory(prefix="capslog-recipes-") as holder:
@@ -172,15 +172,15 @@ def run() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
     parser.add_argument("overrides", nargs="*", help="of the config's keys, for all recipes")
-    given = parser.parse_args()
-    dice, clock, rows = random.Random(given.seed), Clock(given.minutes), []
+    args = parser.parse_args()
+    dice, clock, rows = random.Random(args.seed), Clock(args.minutes), []
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    chosen = recipes(given.every)
-    for number in given.only or range(len(chosen)):
+    chosen = recipes(args.every)
+    for number in args.only or range(len(chosen)):
         if clock.over:
             break
-        rows.append(led(chosen[number], given.config, dice, given.overrides))
-        append_result("recipes", {"overrides": given.overrides, "seed": given.seed, **rows[-1]})
+        rows.append(led(chosen[number], args.config, dice, args.overrides))
+        append_result("recipes", {"overrides": args.overrides, "seed": args.seed, **rows[-1]})
     if any(row["losses_that_differ"] or row["tensors_that_differ"] or row["earlier_checkpoints"] for row in rows):
         raise SystemExit("not equal")
 

@@ -1,8 +1,8 @@
-"""Time of the search inside a change of membership: seats in, layout with copies out (`elastic.placing.Placer`).
+"""Times the search inside a change of membership: seats in, layout with copies out (`elastic.placing.Placer`).
 
 Plays random histories of memberships over profiles estimated from the paper's configurations and writes results.json.
-Every question is asked once, in a process that has prepared for 32 devices while nobody waited; what that preparation
-takes, and what a question takes without it, stands beside.
+Every membership is planned once, in a process that has prepared for 32 devices beforehand; the time of that preparation
+and of a search without it are reported, too.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ FLEETS: dict[str, Callable[[random.Random, int], list[int]]] = {
 
 
 def milliseconds(work: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU time of one call, and what it gave."""
+    """Return the CPU milliseconds of one call, and its answer."""
     begun = time.process_time()
-    found = work()
-    return (time.process_time() - begun) * 1e3, found
+    answer = work()
+    return (time.process_time() - begun) * 1e3, answer
 
 
 def seats_of(capacities: list[int]) -> list[Seat]:
-    """Members on hosts of their own."""
+    """Return members, each on its own host."""
     return [Seat(f"h{number}-0", f"h{number}", size) for number, size in enumerate(capacities)]
 
 
 def placer_of(profile: Profile, run: tuple[int, int], link: Link | None, planner: str) -> Placer:
-    """A placer as a run has it: redundancy 1, sync, copies on the device."""
+    """Return a placer with a run's settings: redundancy 1, sync, copies on the device."""
     sizes = state_bytes(profile)
     assert sizes is not None
     microbatches, blocks = run
@@ -73,7 +73,7 @@ def placer_of(profile: Profile, run: tuple[int, int], link: Link | None, planner
 
 
 def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: str, questions: int) -> dict[str, Any]:
-    """One run: the preparation, then a history of memberships for every kind of fleet; and the same unprepared."""
+    """Time the preparation, then a history of memberships for every kind of fleet, then searches unprepared."""
     row: dict[str, Any] = {"prepare_ms": {}, "fleets": {}}
     for most in (8, MOST):
         step_player.cache_clear()
@@ -113,9 +113,9 @@ def main() -> None:
     parser.add_argument("--planner", default="exact")
     parser.add_argument("--only", default=None, help="one of the configurations")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows = []
-    for name in [given.only] if given.only else CONFIGURATIONS:
+    for name in [args.only] if args.only else CONFIGURATIONS:
         config = load_config(ROOT / "configs" / "paper" / f"{name}.yaml", ["profile.source=estimated"])
         profile = profile_run(config, show=False)
         for run in RUNS:
@@ -126,20 +126,20 @@ def main() -> None:
                     "microbatches": run[0],
                     "blocks": run[1],
                     "link": link_name,
-                    **measure(profile, run, link, given.planner, given.questions),
+                    **measure(profile, run, link, args.planner, args.questions),
                 }
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {
-        "planner": given.planner,
+        "planner": args.planner,
         "most_devices": MOST,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "commit": commit.stdout.strip(),
         "most_ms": max(fleet["most_ms"] for row in rows for fleet in row["fleets"].values()),
     }
-    given.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    args.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(about))
 
 

@@ -2,8 +2,8 @@
 small motion, for the paper's configurations on estimated profiles and links of three rates.
 
 Each of the eight ranks is lost once. Layers and copies are placed as a run of planner `budget` places them (redundancy
-1, one rank per host). The pause is that of the transfers alone: finding the loss and founding the generation are the
-same both ways.
+1, one rank per host). The pause is that of the transfers alone: detecting the loss and forming the generation take the
+same time both ways.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ MICROBATCHES = 16
 
 
 def profile_of(name: str) -> Profile:
-    """Of one of the paper's configurations, estimated."""
+    """Return the estimated profile of one of the paper's configurations."""
     return profile_run(
         load_config(ROOT / "configs" / "paper" / f"{name}.yaml", ["profile.source=estimated"]), show=False
     )
 
 
 def tell(row: dict[str, Any], output: Path | None) -> None:
-    """Prints a row as one line of JSON, and appends it to a file if asked to."""
+    """Print a row as one line of JSON, and append it to `output` unless that is None."""
     print(json.dumps(row), flush=True)
     if output:
         append_jsonl(output, row)
 
 
 def placer_of(profile: Profile, planner: str, run: RunShape) -> Placer:
-    """As a run has it: snapshots beside training, copies on the device, activations between ranks in no time."""
+    """Return a run's placer: snapshots beside training, copies on the device, free transfers of activations."""
     sizes = state_bytes(profile)
     assert sizes is not None
     candidates = Candidates(profile, tuple(sizes[0]), run, planner, beside=sizes[0])
@@ -58,34 +58,34 @@ def placer_of(profile: Profile, planner: str, run: RunShape) -> Placer:
 
 
 def losses_of(placer: Placer, rate: float, setting: str, step_seconds: float) -> list[tuple[Weighed, float]]:
-    """What is weighed where each rank is lost, and the seconds that it took."""
+    """Return the decision for the loss of each rank, and the seconds that it took."""
     seats = [Seat(f"m{rank}", f"h{rank}", 0) for rank in range(DEVICES)]
     before = placer(seats, placer.propose(seats))
     assert isinstance(before, MemberLayout)
-    motions, found = SmallMotion(placer, setting), []
+    motions, weighings = SmallMotion(placer, setting), []
     for out in range(DEVICES):
-        left = [*seats[:out], *seats[out + 1 :]]
-        loss = Loss(before, tuple(seat.member for seat in seats), left, placer.propose(left), rate, step_seconds)
+        stay = [*seats[:out], *seats[out + 1 :]]
+        loss = Loss(before, tuple(seat.member for seat in seats), stay, placer.propose(stay), rate, step_seconds)
         motions.weigh(loss)
         begun = time.perf_counter()
         weighed = motions.weigh(loss)
         assert weighed is not None
-        found.append((weighed, time.perf_counter() - begun))
-    return found
+        weighings.append((weighed, time.perf_counter() - begun))
+    return weighings
 
 
 def row_of(name: str, profile: Profile, planner: str, link: str, step_seconds: float) -> dict[str, Any]:
-    """Medians and ranges over the lost rank."""
+    """Return medians and ranges over the lost rank."""
     rate = RATES[link]
     placer = placer_of(profile, planner, RunShape(MICROBATCHES, microbatch_size=1))
     always = losses_of(placer, rate, "always", step_seconds)
     auto = losses_of(placer, rate, "auto", step_seconds)
 
     def of(way: str, key: str) -> list[float]:
-        return [one.told[way][key] for one, _ in always if way in one.told]
+        return [weighed.told[way][key] for weighed, _ in always if way in weighed.told]
 
     def bytes_of(way: str) -> list[float]:
-        return [one + other for one, other in zip(of(way, "moved_bytes"), of(way, "copied_bytes"), strict=True)]
+        return [moved + copied for moved, copied in zip(of(way, "moved_bytes"), of(way, "copied_bytes"), strict=True)]
 
     def told(values: list[float], digits: int) -> list[float]:
         return [round(value, digits) for value in (statistics.median(values), min(values), max(values))]
@@ -104,8 +104,8 @@ def row_of(name: str, profile: Profile, planner: str, link: str, step_seconds: f
             }
             for way in ("new_cuts", "small_motion")
         },
-        "follow_megabytes": told([one.told["follow_bytes"] / 1e6 for one, _ in always], 1),
-        "auto_small_motions": sum(one.plan is not None for one, _ in auto),
+        "follow_megabytes": told([weighed.told["follow_bytes"] / 1e6 for weighed, _ in always], 1),
+        "auto_small_motions": sum(weighed.plan is not None for weighed, _ in auto),
         "weighing_ms": told([1e3 * seconds for _, seconds in always], 1),
     }
 
@@ -118,11 +118,11 @@ def main() -> None:
         "--step", type=float, default=0.0, help="seconds that a step of eight ranks takes; 0: estimated"
     )
     parser.add_argument("-o", "--output", type=Path)
-    given = parser.parse_args()
-    for name in given.only:
+    args = parser.parse_args()
+    for name in args.only:
         profile = profile_of(name)
         for link in RATES:
-            tell(row_of(name, profile, given.planner, link, given.step), given.output)
+            tell(row_of(name, profile, args.planner, link, args.step), args.output)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Losing one of eight workers over links of a given bandwidth: pause and bytes with new cuts and with small motions.
 
 Every round runs `launch/chaos.sh` once per setting, with the same seed: eight hosts of one worker in network
-namespaces, of which one after the other is killed and replaced. Only losses count that came alone, from
-`events.jsonl`: what passed from the end of the last step before the loss to the end of the first step after it, less an
-usual step (the median of that generation). The judge of chaos compares all losses and weights with a run of one
-process.
+namespaces, which are killed and replaced one after the other. Only single losses count, from
+`events.jsonl`: the time from the end of the last step before the loss to the end of the first step after it, less a
+usual step (the median of that generation). The judge of chaos compares all training losses and weights with a run of
+one process.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ MODEL = (
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The losses of a run that came alone."""
+    """Return the losses of single workers in a run."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     steps = defaultdict(list)
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         steps[row["generation"]].append((row["step"], row["step_seconds"]))
-    found = []
+    losses = []
     for event in events:
         if event["kind"] != "morph" or len(event["why"]) != 1 or not event["why"][0].endswith(" lost"):
             continue
@@ -55,7 +55,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         motion = event.get("motion", {})
         small = motion.get("chosen") == "small motion"
         way = motion.get("small_motion" if small else "new_cuts", {})
-        found.append(
+        losses.append(
             {
                 "small": small,
                 "pause": event["pause_seconds"],
@@ -66,11 +66,11 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
                 "copied": way.get("copied_bytes"),
             }
         )
-    return found
+    return losses
 
 
 def run(setting: str, bandwidth: str, kills: int, seed: int) -> tuple[list[dict[str, Any]], bool]:
-    """One run, and whether the judge found everything right."""
+    """Run once; return the losses and whether the judge found everything right."""
     with tempfile.TemporaryDirectory(prefix="capslog-small-motion-") as holder:
         folder = Path(holder) / "run"
         command = [str(CHAOS), *MODEL, f"elastic.small_motion={setting}"]
@@ -82,7 +82,7 @@ def run(setting: str, bandwidth: str, kills: int, seed: int) -> tuple[list[dict[
         )
         if done.returncode:
             sys.stderr.write(done.stderr[-2000:])
-        began = (folder / "metrics.jsonl").exists()  # else it did not come to its first step in time
+        began = (folder / "metrics.jsonl").exists()  # else it did not reach its first step in time
         return rows_of(folder) if began else [], done.returncode == 0
 
 
@@ -93,33 +93,33 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="100Mbit", help="that each host can send")
     parser.add_argument("--settings", nargs="*", default=["never", "always"])
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     right = True
-    for turn in range(given.rounds):
-        for setting in given.settings:
-            found, passed = run(setting, given.bandwidth, given.kills, given.seed + turn)
-            rows[setting] += found
+    for turn in range(args.rounds):
+        for setting in args.settings:
+            losses, passed = run(setting, args.bandwidth, args.kills, args.seed + turn)
+            rows[setting] += losses
             right &= passed
     append_result(
         "small_motion",
         {
-            "bandwidth": given.bandwidth,
-            "seed": given.seed,
-            "rounds": given.rounds,
+            "bandwidth": args.bandwidth,
+            "seed": args.seed,
+            "rounds": args.rounds,
             "judge": "right" if right else "wrong",
             "settings": {
                 setting: {
-                    "losses": len(found),
-                    "small_motions": sum(row["small"] for row in found),
-                    "pause_ms": quantiles([row["pause"] for row in found]),
-                    "to_next_step_ms": quantiles([row["whole"] for row in found]),
-                    "search_ms": quantiles([row["search"] for row in found]),
-                    "step_ms": quantiles([row["step"] for row in found]),
-                    "moved_kilobytes": quantiles([row["moved"] for row in found], 1e-3),
-                    "copied_kilobytes": quantiles([row["copied"] for row in found if row["copied"] is not None], 1e-3),
+                    "losses": len(losses),
+                    "small_motions": sum(row["small"] for row in losses),
+                    "pause_ms": quantiles([row["pause"] for row in losses]),
+                    "to_next_step_ms": quantiles([row["whole"] for row in losses]),
+                    "search_ms": quantiles([row["search"] for row in losses]),
+                    "step_ms": quantiles([row["step"] for row in losses]),
+                    "moved_kilobytes": quantiles([row["moved"] for row in losses], 1e-3),
+                    "copied_kilobytes": quantiles([row["copied"] for row in losses if row["copied"] is not None], 1e-3),
                 }
-                for setting, found in rows.items()
+                for setting, losses in rows.items()
             },
         },
     )

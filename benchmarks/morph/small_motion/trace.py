@@ -1,9 +1,9 @@
 """The goodput of a recorded trace of preemptions (Bamboo's p3) with new cuts after every loss, with small motions
-always, and with whichever is expected to lose less. By the pure functions that a run calls; nothing is trained.
+always, and with the one expected to lose less. Uses the pure functions that a run calls; nothing is trained.
 
-Every node that goes is a crash, without notice; a join is prepared beside the training. Both ways take the same time to
-find a loss and to found the next generation. Where more is lost at once than copies cover, training goes back to its
-last checkpoint; a run with new cuts that is hit by the next loss before its copies are there goes back as well.
+Every removed node is a crash without notice; a join is prepared beside the training. Both ways take the same time to
+detect a loss and to form the next generation. If more is lost at once than copies cover, training goes back to its last
+checkpoint; so does a run with new cuts whose next loss comes before its copies are complete.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
 FOUNDING = 0.2
-"""Seconds to find a loss and found the next generation (`../crash`)."""
+"""Seconds to detect a loss and form the next generation (`../crash`)."""
 RESTART = 45.0
-"""Seconds to begin again from a checkpoint."""
+"""Seconds to restart from a checkpoint."""
 MICROBATCHES, BLOCKS = 32, 8
 
 
 @dataclass
 class Told:
-    """What became of the time, in seconds, and what was counted."""
+    """Totals of a replay: uses of the time, in seconds, and counts."""
 
     samples: float = 0.0
     ideal: float = 0.0
@@ -52,31 +52,32 @@ class Told:
 
 
 class Course:
-    """One replay.
+    """Replay of one trace.
 
     Args:
-        rate: bytes per second between members. every: seconds between checkpoints.
+        rate: bytes per second between members.
+        checkpoint_seconds: seconds between checkpoints.
     """
 
-    def __init__(self, profile: Profile, setting: str, rate: float, every: float) -> None:
+    def __init__(self, profile: Profile, setting: str, rate: float, checkpoint_seconds: float) -> None:
         run = RunShape(MICROBATCHES, microbatch_size=1, num_blocks=BLOCKS)
         self.placer = placer_of(profile, "throughput", run)
-        self.motions, self.rate, self.every = SmallMotion(self.placer, setting), rate, every
+        self.motions, self.rate, self.every = SmallMotion(self.placer, setting), rate, checkpoint_seconds
         self.told = Told()
         self.seats: list[Seat] = []
         self.layout: MemberLayout | None = None
-        self.step = 0.0  # of the layout that new cuts lead to
+        self.step = 0.0  # seconds of a step of the layout with new cuts
         self.pause_until = self.slow_until = 0.0
         self.ratio = 1.0
-        self.alone = frozenset[str]()  # whose loss no copy covers before `slow_until`
+        self.alone = frozenset[str]()  # members whose loss no copy covers before `slow_until`
 
     def played(self, layout: MemberLayout) -> float:
-        found = self.motions.step_seconds(layout)
-        assert found is not None
-        return found
+        seconds = self.motions.step_seconds(layout)
+        assert seconds is not None
+        return seconds
 
     def train(self, now: float, until: float) -> None:
-        """What is trained from one event to the next."""
+        """Add up the training from one event to the next."""
         if self.layout is None or until <= now:
             return
         told, length = self.told, until - now
@@ -88,30 +89,30 @@ class Course:
         told.samples += (length - paused - (1 - self.ratio) * slow) * MICROBATCHES / self.step
 
     def settle(self, now: float) -> None:
-        """New cuts that were on their way have come, or have not."""
+        """Adopt the new cuts whose transfer has ended by `now`."""
         if self.layout is not None and now >= self.slow_until and self.ratio < 1.0:
             new = self.placer(self.seats)
             assert isinstance(new, MemberLayout)
             self.layout, self.ratio = new, 1.0
             self.alone = frozenset()
 
-    def change(self, now: float, joined: list[str], left: set[str], changes: int) -> None:
+    def change(self, now: float, joined: list[str], gone: set[str], changes: int) -> None:
         before, members = self.layout, tuple(seat.member for seat in self.seats)
-        stay = [seat for seat in self.seats if seat.member not in left]
+        stay = [seat for seat in self.seats if seat.member not in gone]
         self.seats = stay + [Seat(name, name, 0) for name in joined]
-        found = self.placer(self.seats) if self.seats else "nobody"
-        if not isinstance(found, MemberLayout):
+        layout = self.placer(self.seats) if self.seats else "nobody"
+        if not isinstance(layout, MemberLayout):
             self.layout = None
             return
         told, names = self.told, [seat.member for seat in stay]
-        lost = [one for one in members if one in left]
+        lost = [member for member in members if member in gone]
         begun = max(now, self.pause_until)
-        self.layout = found
+        self.layout = layout
         if before is None:
             self.pause_until = begun + (RESTART if told.samples else 0.0)
         elif not lost:
             self.pause_until = begun + SECOND_PAUSE
-        elif not before.covers(names) or (now < self.slow_until and self.alone & left):
+        elif not before.covers(names) or (now < self.slow_until and self.alone & gone):
             told.losses += 1
             told.went_back += 1
             self.pause_until = begun + RESTART
@@ -120,7 +121,7 @@ class Course:
             told.losses += 1
             self.after_loss(now, begun, before, members, stay, joined, changes)
             return
-        self.step, self.ratio, self.slow_until = self.played(found), 1.0, self.pause_until
+        self.step, self.ratio, self.slow_until = self.played(layout), 1.0, self.pause_until
 
     def after_loss(
         self,
@@ -132,7 +133,7 @@ class Course:
         joined: list[str],
         changes: int,
     ) -> None:
-        """Copies cover what was lost."""
+        """Continue from copies, which cover the loss."""
         told, names = self.told, [seat.member for seat in stay]
         new = self.layout
         assert new is not None
@@ -154,7 +155,7 @@ class Course:
             step = self.played(small)
             self.pause_until = begun + FOUNDING + first.seconds(self.rate)
             self.slow_until = self.pause_until + BESIDE * follow.seconds(self.rate) + FOLLOW_STEPS * step + SECOND_PAUSE
-            # the second pause is taken as a part of the slow time in which nothing is done
+            # the second pause counts as a part of the slow time, without training
             length = self.slow_until - self.pause_until
             self.ratio = (length - SECOND_PAUSE) / length * min(1.0, self.step / step)
             told.small += 1
@@ -168,20 +169,22 @@ class Course:
         )
 
 
-def replayed(profile: Profile, events: list[TraceEvent], setting: str, rate: float, every: float) -> dict[str, Any]:
-    """One row."""
-    course, now = Course(profile, setting, rate, every), 0.0
+def replayed(
+    profile: Profile, events: list[TraceEvent], setting: str, rate: float, checkpoint_seconds: float
+) -> dict[str, Any]:
+    """Replay the trace and return its row of results."""
+    course, now = Course(profile, setting, rate, checkpoint_seconds), 0.0
     moments = sorted({event.seconds for event in events})
     for changes, moment in enumerate(moments):
-        # where new cuts come in between, the time after them is trained in full
+        # after new cuts that come in between, the steps have full speed
         until = min(max(now, course.slow_until), moment)
         course.train(now, until)
         course.settle(until)
         course.train(until, moment)
         now = moment
-        here = [event for event in events if event.seconds == moment]
-        left = {event.node for event in here if event.kind == "remove"}
-        course.change(now, sorted(event.node for event in here if event.kind == "add"), left, changes)
+        events_now = [event for event in events if event.seconds == moment]
+        gone = {event.node for event in events_now if event.kind == "remove"}
+        course.change(now, sorted(event.node for event in events_now if event.kind == "add"), gone, changes)
     told = course.told
     sizes = sorted(told.first_bytes)
     return {
@@ -203,13 +206,13 @@ def main() -> None:
     parser.add_argument("--name", default="rn101_e12")
     parser.add_argument("--every", type=float, default=900.0, help="seconds between two checkpoints")
     parser.add_argument("-o", "--output", type=Path)
-    given = parser.parse_args()
-    profile = profile_of(given.name)
-    events = read_trace(given.trace)
+    args = parser.parse_args()
+    profile = profile_of(args.name)
+    events = read_trace(args.trace)
     for link, rate in RATES.items():
         for setting in ("never", "auto", "always"):
-            row = {"configuration": given.name, "link": link, **replayed(profile, events, setting, rate, given.every)}
-            tell(row, given.output)
+            row = {"configuration": args.name, "link": link, **replayed(profile, events, setting, rate, args.every)}
+            tell(row, args.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long a run pauses for a planned change and for a crash, against the size of its state.
+"""Measures the pause of a run for a planned change and for a crash, over the size of its state.
 
 One run of three devices per size. Members leave with notice and others join, then members are killed and replaced. The
 state is weights and AdamW's two moments, 12 bytes per parameter; every layer has an owner and, on another device, a
@@ -26,20 +26,20 @@ from live import HERE, Clock, Live, append_result, pauses, quantiles, step_ends
 from varuna_capslog.base.errors import CapslogError
 
 SIZES = ((4, 8), (64, 8), (256, 8), (1024, 8), (1024, 64))
-"""Megabytes of state, and in how many blocks."""
+"""Megabytes of state, and number of blocks."""
 DEVICES = 3
 BYTES_PER_PARAMETER = 12
 
 
 def overrides(megabytes: int, blocks: int) -> list[str]:
-    """The model of `small.yaml` with blocks [dim, 2 dim] of that size."""
+    """Return overrides of `small.yaml` that give the model blocks [dim, 2 dim] and `megabytes` of state."""
     dim = round(math.sqrt(megabytes * 2**20 / BYTES_PER_PARAMETER / (4 * blocks)))
     model = [f"model.blocks={blocks}", f"model.dim={dim}", f"model.hidden={2 * dim}"]
     return [*model, "train.checkpoint_every=1000000", "train.epochs=1000000"]
 
 
 def main_of_member(arguments: Sequence[str]) -> int:
-    """The entry of a member; it also writes the processor time of its thread at the ends and beginnings of steps."""
+    """Entry point of a member; it also writes its thread's processor time at the ends and beginnings of steps."""
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
 
     folder = Path(arguments[0]) / "processor"
@@ -59,27 +59,28 @@ def main_of_member(arguments: Sequence[str]) -> int:
 
 
 def processor_seconds(folder: Path, generations: Collection[int]) -> list[float]:
-    """Of each member that went on into one of these generations: processor seconds of its thread from the end of
-    its last step before to the beginning of the first one in it.
+    """Return the processor seconds of each member that continued into one of these generations.
+
+    They count for the member's thread, from the end of its last step before to the beginning of its first step in it.
     """
-    found = []
+    spans = []
     for path in folder.glob("*"):
         before: tuple[int, float] | None = None
         for line in path.read_text().splitlines():
-            number, what, seconds = line.split()
-            if what == "ends":
+            number, event, seconds = line.split()
+            if event == "ends":
                 before = int(number), float(seconds)
             elif before is not None and before[0] < int(number):
                 if int(number) in generations:
-                    found.append(float(seconds) - before[1])
+                    spans.append(float(seconds) - before[1])
                 before = None
-    return found
+    return spans
 
 
 def measure(megabytes: int, blocks: int, changes: int, kills: int, steps: int, seed: int) -> dict[str, Any]:
-    """One run: its pauses, and what travelled in them."""
+    """Run once; return its pauses and the bytes transferred in them."""
     dice, clock, ended_early = random.Random(seed), Clock(), None
-    left: dict[int, float] = {}
+    leaves: dict[int, float] = {}
     crashes: list[float] = []
     with Live(HERE / "small.yaml", overrides(megabytes, blocks), DEVICES, "state:main_of_member") as run:
         newest = run.wait_steps(DEVICES, 2 * steps, 300)
@@ -87,23 +88,23 @@ def measure(megabytes: int, blocks: int, changes: int, kills: int, steps: int, s
             for _ in range(changes):
                 began = run.leave(dice.choice(run.members))
                 newest = run.wait_steps(DEVICES - 1, steps, 300, after=newest)
-                left[newest] = began
+                leaves[newest] = began
                 run.join()
                 newest = run.wait_steps(DEVICES, steps, 300, after=newest)
             for _ in range(kills):
                 time.sleep(dice.random() * 0.5)
                 killed = run.kill(dice.choice(run.members))
-                found = run.wait_steps(DEVICES - 1, steps, 300, after=newest)
-                crashes.append(min(last for _, last in step_ends(run.marks())[found].values()) - killed)
+                recovered = run.wait_steps(DEVICES - 1, steps, 300, after=newest)
+                crashes.append(min(last for _, last in step_ends(run.marks())[recovered].values()) - killed)
                 run.join()
-                newest = run.wait_steps(DEVICES, steps, 300, after=found)
-        except (TimeoutError, RuntimeError, CapslogError) as error:  # what was measured up to here is told
+                newest = run.wait_steps(DEVICES, steps, 300, after=recovered)
+        except (TimeoutError, RuntimeError, CapslogError) as error:  # the measurements so far are reported
             ended_early = str(error)[:500]
         marks = run.marks()
         # the run's files count the generations that trained from 0
         morphs = {event["generation"] + 1: event for event in run.events() if event["kind"] == "morph"}
-        processor = processor_seconds(run.folder / "processor", left)
-    found_pauses = {pause.generation: pause for pause in pauses(marks)}
+        processor = processor_seconds(run.folder / "processor", leaves)
+    pause_of = {pause.generation: pause for pause in pauses(marks)}
     ends = step_ends(marks)
     begun = {number: min(last for _, last in rows.values()) for number, rows in ends.items()}
     gaps = [
@@ -111,7 +112,7 @@ def measure(megabytes: int, blocks: int, changes: int, kills: int, steps: int, s
         for rows in ends.values()
         for a, b in zip(list(rows.values())[1:], list(rows.values())[2:], strict=False)
     ]
-    planned = [found_pauses[number] for number in left if number in found_pauses]
+    planned = [pause_of[number] for number in leaves if number in pause_of]
     return {
         "megabytes": megabytes,
         "blocks": blocks,
@@ -120,8 +121,8 @@ def measure(megabytes: int, blocks: int, changes: int, kills: int, steps: int, s
         "step_ms": quantiles(gaps),
         "leave_net_ms": quantiles([pause.net for pause in planned]),
         "processor_ms": quantiles(processor),
-        "notice_to_first_step_s": quantiles([begun[n] - began for n, began in left.items() if n in begun], 1, 2),
-        "moved_in_leaves_mb": _megabytes([morphs[number]["moved_bytes"] for number in left if number in morphs]),
+        "notice_to_first_step_s": quantiles([begun[n] - began for n, began in leaves.items() if n in begun], 1, 2),
+        "moved_in_leaves_mb": _megabytes([morphs[number]["moved_bytes"] for number in leaves if number in morphs]),
         "kill_to_step_ms": quantiles(crashes),
         "moved_in_crashes_mb": _megabytes(
             [event["moved_bytes"] for event in morphs.values() if any("lost" in why for why in event["why"])]
@@ -141,14 +142,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="of every generation, before the next change")
     parser.add_argument("--only", type=int, nargs="*", help="megabytes")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     for megabytes, blocks in SIZES:
-        if not given.only or megabytes in given.only:
-            found = measure(megabytes, blocks, given.changes, given.kills, given.steps, given.seed)
-            append_result("state", {"seed": given.seed, "devices": DEVICES, **found})
+        if not args.only or megabytes in args.only:
+            row = measure(megabytes, blocks, args.changes, args.kills, args.steps, args.seed)
+            append_result("state", {"seed": args.seed, "devices": DEVICES, **row})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What protection costs while nothing happens: steps of runs that differ in it only, in turns on the same cores.
+"""Measures the cost of protection without faults: steps of runs that differ only in it, in turns on the same cores.
 
-Four runs live at once, three of them stopped (SIGSTOP) at any time: `off` is `capslog train` without `elastic`, `none`
+Four runs exist at once, three of them stopped (SIGSTOP) at any time: `off` is `capslog train` without `elastic`, `none`
 an elastic run without copies, `sync` and `async` copy every step. Each turn lasts some steps; turns change order from
 round to round. Per turn: the median time between the ends of steps (metrics.jsonl), and the processor time of all
-workers per step. Given are medians over rounds of the ratios to the same round's turn of `off`.
+workers per step. Reported: medians over rounds of the ratios to the same round's turn of `off`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATIENT = ["elastic.stopped_seconds=100000", "elastic.hang_seconds=100000", "pip
 
 
 def plain(arguments: list[str]) -> None:
-    """`capslog train` under a supervisor that lets its workers be stopped for long."""
+    """Run `capslog train` under a supervisor that tolerates workers stopped for a long time."""
     from varuna_capslog.base import supervisor
     from varuna_capslog.cli import program as capslog
 
@@ -46,17 +46,17 @@ def plain(arguments: list[str]) -> None:
 
 
 class Turns:
-    """One run that takes turns."""
+    """Run that is stopped and continued in turns."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def pids(self) -> list[int]:
-        found = [json.loads(path.read_text()) for path in (self.folder / "workers").glob("*.json")]
-        failed = [entry["cause"] for entry in found if "cause" in entry]
+        records = [json.loads(path.read_text()) for path in (self.folder / "workers").glob("*.json")]
+        failed = [record["cause"] for record in records if "cause" in record]
         if failed:
             raise RuntimeError(f"{self.folder.name}: {failed}")
-        return [entry["pid"] for entry in found if "pid" in entry]
+        return [record["pid"] for record in records if "pid" in record]
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
@@ -84,7 +84,7 @@ class Turns:
             time.sleep(0.01)
 
     def turn(self, steps: int) -> tuple[float, float]:
-        """(seconds, processor seconds of all workers) of a step; the first one, which was under way, does not count."""
+        """Return (seconds, processor seconds of all workers) of a step; the first, interrupted one does not count."""
         self.signal(signal.SIGCONT)
         first = len(self.rows()) + 1
         self.wait_for(first)
@@ -108,18 +108,18 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=["off", *PROTECTION])
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
     parser.add_argument("overrides", nargs="*", help="of the config's keys")
-    given = parser.parse_args()
-    rounds = given.rounds or (3 if given.quick else 60 if given.full else 20)
-    common = [*PATIENT, *given.overrides]
-    clock = Clock(given.minutes)
+    args = parser.parse_args()
+    rounds = args.rounds or (3 if args.quick else 60 if args.full else 20)
+    common = [*PATIENT, *args.overrides]
+    clock = Clock(args.minutes)
     with contextlib.ExitStack() as stack:
         holder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="capslog-steady-")))
-        runs = {name: Turns(holder / name) for name in given.runs}
+        runs = {name: Turns(holder / name) for name in args.runs}
         for name, run in runs.items():
             if name == "off":
-                overrides = [f"run_dir={run.folder}", f"pipeline.devices={given.devices}", "elastic.enabled=false"]
+                overrides = [f"run_dir={run.folder}", f"pipeline.devices={args.devices}", "elastic.enabled=false"]
                 environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, __file__, "--plain", str(given.config), *overrides, *common]
+                command = [sys.executable, __file__, "--plain", str(args.config), *overrides, *common]
                 process = subprocess.Popen(
                     command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
                 )
@@ -127,28 +127,28 @@ def main() -> None:
                 stack.callback(process.kill)
             else:
                 stack.enter_context(
-                    Live(given.config, [*PROTECTION[name], *common], given.devices, folder=run.folder, entry=ENTRY)
+                    Live(args.config, [*PROTECTION[name], *common], args.devices, folder=run.folder, entry=ENTRY)
                 )
-            run.wait_for(8)  # past the step in which peaks are measured
+            run.wait_for(8)  # beyond the step in which peaks are measured
             run.signal(signal.SIGSTOP)
         for run in runs.values():
             stack.callback(run.signal, signal.SIGKILL)
-        base = given.runs[0]
+        base = args.runs[0]
         turns: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for number in range(rounds):
             if clock.over and number > 1:
                 break
             for name in list(runs) if number % 2 == 0 else list(runs)[::-1]:
-                turns[name].append(runs[name].turn(given.steps))
-        sizes = protected_bytes(given.config, [*PROTECTION["sync"], *common], given.devices)
+                turns[name].append(runs[name].turn(args.steps))
+        sizes = protected_bytes(args.config, [*PROTECTION["sync"], *common], args.devices)
     append_result(
         "steady",
         {
-            "config": given.config.name,
-            "overrides": given.overrides,
-            "devices": given.devices,
+            "config": args.config.name,
+            "overrides": args.overrides,
+            "devices": args.devices,
             "rounds": len(turns[base]),
-            "steps_per_turn": given.steps,
+            "steps_per_turn": args.steps,
             "seconds": clock.seconds,
             "step_ms": {name: middle(rows, 0) for name, rows in turns.items()},
             "step_cpu_ms": {name: middle(rows, 1) for name, rows in turns.items()},
@@ -161,19 +161,19 @@ def main() -> None:
 
 
 def middle(rows: list[tuple[float, float]], which: int) -> float:
-    """Median over the rounds, in thousandths."""
+    """Return the median over the rounds, in thousandths."""
     return round(1e3 * statistics.median(row[which] for row in rows), 2)
 
 
 def ratio(mine: list[tuple[float, float]], base: list[tuple[float, float]], which: int) -> list[float]:
-    """Median of the rounds' ratios, with the quartiles on both sides."""
-    found = [a[which] / b[which] for a, b in zip(mine, base, strict=True)]
-    low, middle, high = statistics.quantiles(found, n=4)
+    """Return lower quartile, median and upper quartile of the rounds' ratios."""
+    ratios = [a[which] / b[which] for a, b in zip(mine, base, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
     return [round(value, 4) for value in (low, middle, high)]
 
 
 def protected_bytes(config_path: Path, overrides: list[str], devices: int) -> dict[str, int]:
-    """State of the model, and what travels per step for its copies: one gradient per parameter that is trained."""
+    """Return the bytes of the model's state, and those copied per step: one gradient per trained parameter."""
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training import layer_state

@@ -1,7 +1,7 @@
-"""Where the processor time of a protected step goes: by thread, and by what the member's own thread does in it.
+"""Breaks the processor time of a protected step down by thread, and by function of the member's own thread.
 
-A run of two devices with each kind of protection, one after the other. The members' entry below puts a clock around
-some functions of the runtime and writes what it has counted between two steps. Prints the tables of README.md.
+A run of two devices with each kind of protection, one after the other. The members' entry point below puts a clock
+around some functions of the runtime and writes the seconds between two steps. Prints the tables of README.md.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from live import HERE, Live
 from steady import PATIENT, PROTECTION, Turns
 
 STEPS = "CAPSLOG_WHERE_STEPS"
-"""Names the variable that tells the members between which steps to count."""
+"""Environment variable with the first and last step that members count."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Clocks:
-    """Seconds of processor time of the calling thread inside the functions that were given clocks, by name."""
+    """Processor seconds of the calling thread inside the wrapped functions, by name."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def put(self, owner: Any, name: str, what: str) -> None:
-        """Puts one around a function."""
+    def put(self, owner: Any, name: str, label: str) -> None:
+        """Put a clock around a function."""
         work: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(work)
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.thread_time()
             try:
-                return work(*given, **named)
+                return work(*args, **kwargs)
             finally:
-                self.seconds[what] += time.thread_time() - began
+                self.seconds[label] += time.thread_time() - began
 
         setattr(owner, name, timed)
 
 
 def threads() -> dict[str, float]:
-    """Processor seconds of each thread of this process so far; those that Python does not know are torch's."""
-    known = {thread.native_id: thread.name for thread in threading.enumerate()} | {os.getpid(): "the member's own"}
-    found: defaultdict[str, float] = defaultdict(float)
+    """Return the processor seconds of each thread of this process so far; threads unknown to Python are torch's."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()} | {os.getpid(): "the member's own"}
+    seconds: defaultdict[str, float] = defaultdict(float)
     for task in os.listdir("/proc/self/task"):
         fields = Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()
-        name = known.get(int(task), "torch's own").split("-h-")[0]
-        found[name] += (int(fields[11]) + int(fields[12])) / TICKS
-    return found
+        name = names.get(int(task), "torch's own").split("-h-")[0]
+        seconds[name] += (int(fields[11]) + int(fields[12])) / TICKS
+    return seconds
 
 
 def main_of_member(arguments: Sequence[str]) -> int:
-    """The entry of a member."""
+    """Entry point of a member."""
     from varuna_capslog.elastic.member import holdings, peers, pipeline_work, training
     from varuna_capslog.start import member_worker
 
@@ -99,15 +99,15 @@ def main_of_member(arguments: Sequence[str]) -> int:
 
 
 def measure(kind: str, config: Path, first: int, last: int, overrides: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Milliseconds of both members together per step, by thread and by function."""
+    """Return the milliseconds of both members together per step, by thread and by function."""
     with Live(config, [*PROTECTION[kind], *PATIENT, *overrides], 2, "where:main_of_member") as run:
         turns = Turns(run.folder)
         turns.wait_for(last + 2, 1200.0)
-        told = [json.loads(path.read_text()) for path in (run.folder / "where").glob("*.json")]
+        reports = [json.loads(path.read_text()) for path in (run.folder / "where").glob("*.json")]
     return {
         group: {
-            name: 1e3 * sum(one[group].get(name, 0.0) for one in told) / (last - first)
-            for name in sorted({name for one in told for name in one[group]})
+            name: 1e3 * sum(report[group].get(name, 0.0) for report in reports) / (last - first)
+            for name in sorted({name for report in reports for name in report[group]})
         }
         for group in ("threads", "functions")
     }
@@ -119,17 +119,17 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
     parser.add_argument("--steps", type=int, nargs=2, default=[100, 500], help="between which to count")
     parser.add_argument("overrides", nargs="*", help="of the config's keys")
-    given = parser.parse_args()
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ[STEPS] = " ".join(map(str, given.steps))
-    first, last = given.steps
-    found = {kind: measure(kind, given.config, first, last, given.overrides) for kind in given.runs}
+    args = parser.parse_args()
+    folder = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ[STEPS] = " ".join(map(str, args.steps))
+    first, last = args.steps
+    by_kind = {kind: measure(kind, args.config, first, last, args.overrides) for kind in args.runs}
     for group in ("threads", "functions"):
-        print(f"| {group}, ms of a step | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
-        names = sorted({name for row in found.values() for name in row[group]})
+        print(f"| {group}, ms of a step | {' | '.join(by_kind)} |\n|---|{'---|' * len(by_kind)}")
+        names = sorted({name for row in by_kind.values() for name in row[group]})
         for name in names:
-            values = [row[group].get(name, 0.0) for row in found.values()]
+            values = [row[group].get(name, 0.0) for row in by_kind.values()]
             if max(values) >= 0.05:
                 print(f"| {name} | {' | '.join(f'{value:.2f}' for value in values)} |")
         print()
