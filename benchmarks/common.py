@@ -1,4 +1,4 @@
-"""What the engine's benchmarks share: a transformer as a chain, ranks on this machine, interleaved timing, JSON.
+"""Shared code of the engine's benchmarks: a transformer as a chain, ranks on this machine, interleaved timing, JSON.
 
 The scripts in the folders beside this file import it; it measures nothing itself.
 """
@@ -73,7 +73,7 @@ class TransformerSize:
 
 
 class Embedding(nn.Module):
-    """Tokens [B, T] to vectors [B, T, D], positions added."""
+    """Maps tokens [B, T] to vectors [B, T, D] and adds positions."""
 
     def __init__(self, size: TransformerSize) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors [B, T, D] to logits [B, T, vocabulary]."""
+    """Maps vectors [B, T, D] to logits [B, T, vocabulary]."""
 
     def __init__(self, size: TransformerSize) -> None:
         super().__init__()
@@ -115,14 +115,14 @@ class Head(nn.Module):
 
 
 def transformer_chain(size: TransformerSize) -> Chain:
-    """`blocks + 2` layers of one tensor each; the same weights for the same size."""
+    """Return a chain of `blocks + 2` layers of one tensor each; the same size has the same weights."""
     torch.manual_seed(0)
     blocks = [Layer(f"block.{index}", Block(size)) for index in range(size.blocks)]
     return Chain([Layer("embedding", Embedding(size)), *blocks, Layer("head", Head(size))], name="transformer")
 
 
 def token_minibatch(size: TransformerSize) -> tuple[Minibatch, list[Tensor], list[Tensor]]:
-    """A minibatch, its microbatches' tokens and their targets (both [B, T])."""
+    """Return a minibatch, its microbatches' tokens and their targets (both [B, T])."""
     generator = torch.Generator().manual_seed(1)
     shape = (size.num_microbatches, size.microbatch_size, size.sequence)
     tokens = list(torch.randint(size.vocabulary, shape, generator=generator))
@@ -132,14 +132,14 @@ def token_minibatch(size: TransformerSize) -> tuple[Minibatch, list[Tensor], lis
 
 
 def token_loss(outputs: Mapping[str, Tensor], targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    """One microbatch's share of the minibatch's mean cross entropy."""
+    """Return a microbatch's share of the minibatch's mean cross entropy."""
     wanted = targets.to(outputs["x"].device).flatten()
     entropy = F.cross_entropy(outputs["x"].flatten(0, 1), wanted, reduction="sum")
     return {"loss": entropy / normalisers["tokens"]}
 
 
 class _Wait(torch.autograd.Function):
-    """Hands its input on after a while, and the gradient after another."""
+    """Passes the input through after a delay, and the gradient after another delay."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
@@ -187,7 +187,7 @@ def _serve(
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 600.0) -> list[Any]:
-    """`function(communicator, *arguments)` in `world_size` processes of one thread each; results by rank.
+    """Run `function(communicator, *arguments)` in `world_size` processes of one thread each; return results by rank.
 
     Args:
         timeout: seconds that a rank waits for a message of another.
@@ -207,26 +207,26 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     ]
     for process in processes:
         process.start()
-    found: dict[int, Any] = {}
-    while len(found) < world_size:
+    outcomes: dict[int, Any] = {}
+    while len(outcomes) < world_size:
         try:
-            rank, error, value = results.get(timeout=1.0)
+            rank, error, answer = results.get(timeout=1.0)
             if error is not None:
                 raise SystemExit(f"rank {rank} failed: {error}")
-            found[rank] = value
+            outcomes[rank] = answer
         except queue.Empty:
             ended = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
             if ended:
                 raise SystemExit(f"ranks ended without an error of their own, with status {ended}") from None
     for process in processes:
         process.join()
-    return [found[rank] for rank in range(world_size)]
+    return [outcomes[rank] for rank in range(world_size)]
 
 
 def interleave(
     runs: Mapping[str, Callable[[], object]], rounds: int, barrier: Callable[[], None] = lambda: None, warmup: int = 3
 ) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, processor seconds of this process) of each run, by name.
+    """Return the (seconds, processor seconds of this process) of each round of each run, by name.
 
     Every round executes all runs once, the order reversed from one round to the next. Where other programs share the
     cores, processor seconds tell more of the work done.
@@ -247,45 +247,45 @@ def interleave(
 
 
 def mean_loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    """Of layers that sleep: the mean of `x`."""
+    """Return the mean of `x` as the loss of layers that sleep."""
     return {"loss": outputs["x"].mean()}
 
 
 def stepping(engine: PipelineEngine, microbatches: int, inputs: Mapping[str, Tensor]) -> Callable[[], object]:
-    """A function that trains one step more, every microbatch of it with these inputs and without targets."""
+    """Return a function that trains the next step, with these inputs and no targets for every microbatch."""
     specs, numbers = {name: TensorSpec.of(value) for name, value in inputs.items()}, itertools.count(1)
     minibatch = Minibatch([specs] * microbatches, [None] * microbatches, {})
     return lambda: train_step(engine, next(numbers), minibatch, lambda _: dict(inputs))
 
 
 def beside_play(
-    steps: Mapping[str, Sequence[float]], played: Mapping[str, float], one: str, other: str
+    steps: Mapping[str, Sequence[float]], played: Mapping[str, float], first: str, second: str
 ) -> dict[str, Any]:
-    """Measured beside played: the seconds of both, and the ratio of the run `one` to the run `other`.
+    """Return measured and simulated seconds, and in both the ratio of the run `first` to the run `second`.
 
-    steps: seconds of every round by run. played: seconds by run.
+    steps: seconds of every round by run. played: simulated seconds by run.
     """
     return {
         "measured_seconds": {name: statistics.median(row) for name, row in steps.items()},
         "played_seconds": dict(played),
-        "ratio": median_ratio(steps[one], steps[other]),
-        "played_ratio": played[one] / played[other],
+        "ratio": median_ratio(steps[first], steps[second]),
+        "played_ratio": played[first] / played[second],
     }
 
 
 def median_ratio(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
-    """Median of first/second over the rounds, with the quartiles on both sides of it; of a single round its ratio."""
+    """Return the median of first/second over the rounds and its quartiles; of a single round, its ratio three times."""
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
     return middle, low, high
 
 
 def machine() -> dict[str, Any]:
-    """What a result was measured with."""
+    """Return the versions and cores that a result was measured with."""
     return {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
 
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Writes a result if asked to."""
+    """Write a result if a path is given."""
     if path is not None:
         path.write_text(json.dumps({**machine(), **result}, indent=1) + "\n")

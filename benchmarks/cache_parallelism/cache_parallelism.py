@@ -1,8 +1,8 @@
-"""Bytes and seconds of decoding with a cache that is divided by positions, beside one that is divided by heads.
+"""Compares bytes and seconds of decoding with a cache sharded by positions and with one sharded by heads.
 
-`count`: what every rank sends for one token of every request, counted where it is handed to the communicator and by the
-kernel (TCP_INFO of all sockets), beside the formulas. `plans`: which way the planner takes. `link`: seconds on slow
-lines, beside the planner's. `seconds`: both ways in turn, in processes on this machine.
+`count`: bytes that every rank sends for one token of every request, counted at the communicator and by the kernel
+(TCP_INFO of all sockets), and by the formulas. `plans`: sharding that the planner chooses. `link`: seconds on slow
+links, measured and planned. `seconds`: both shardings interleaved, in processes on this machine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def gpt2(width: int, heads: int) -> Any:
     return transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
 
 
-# One layer of each, with a narrow feed-forward: neither changes the bytes of a layer.
+# Each model has one layer and a narrow feed-forward: neither changes the bytes of a layer.
 MODELS = {
     "Llama-7B (E 4096, 32 heads)": partial(llama, 4096, 32, 32),
     "Llama-3-8B (E 4096, 32 heads, 8 of keys)": partial(llama, 4096, 32, 8),
@@ -75,25 +75,27 @@ MODELS = {
 
 
 def acknowledged() -> int:
-    """Bytes that the peers of all TCP sockets of this process have acknowledged, by the kernel: what was sent."""
+    """Return the bytes that this process has sent: those that peers of all its TCP sockets have acknowledged."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             is_socket = stat.S_ISSOCK(os.fstat(int(name)).st_mode)
-            one = socket.socket(fileno=os.dup(int(name))) if is_socket else None
+            connection = socket.socket(fileno=os.dup(int(name))) if is_socket else None
         except OSError:
             continue  # closed meanwhile
-        if one is None:
+        if connection is None:
             continue
-        with one:
-            if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+        with connection:
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
                 # linux/tcp.h: tcpi_bytes_acked stands after 8 bytes, 24 32-bit and 2 64-bit numbers
-                total += struct.unpack_from("Q", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120)[0]
+                total += struct.unpack_from("Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120)[
+                    0
+                ]
     return total
 
 
 def counted(model: Any, shard: str, degree: int, batch: int, length: int) -> tuple[float, float]:
-    """(handed to the communicator, sent by the kernel): bytes per rank, layer and token of every request."""
+    """Return bytes (passed to the communicator, sent by the kernel) per rank, layer and token of every request."""
     prompts = [[(request + place) % VOCABULARY for place in range(length)] for request in range(batch)]
     seen: list[int] = []
 
@@ -147,7 +149,7 @@ def count(arguments: argparse.Namespace) -> None:
 
 
 def plans(arguments: argparse.Namespace) -> None:
-    """Llamas in bfloat16 on A100s."""
+    """Print the planner's choices for Llamas in bfloat16 on A100s."""
     models = {
         "Llama-7B": DecoderShape(32, 4096, 32, 32, 128, 11008, 2, 6476005376, 131072000, 131338240),
         "Llama-3-8B": DecoderShape(32, 4096, 32, 8, 128, 14336, 2, 6979321856, 525336576, 525602816),
@@ -182,13 +184,13 @@ def plans(arguments: argparse.Namespace) -> None:
         print(f"| {name} | {degree} | {batch} | {length} | {where} | {' | '.join(times)} | {plan.shard} | {plan.why} |")
 
 
-def _eight(decoder: ShardedDecoder, own: torch.Tensor) -> None:
+def _eight(decoder: ShardedDecoder, tokens: torch.Tensor) -> None:
     for _ in range(8):
-        own = decoder.step(own).argmax(-1)
+        tokens = decoder.step(tokens).argmax(-1)
 
 
 def timed(ranks: Communicator, batch: int, length: int, rounds: int) -> Any:
-    """On one rank: `interleave`d rounds of 8 tokens by either way."""
+    """Return the seconds of interleaved rounds of 8 tokens with either sharding, on one rank."""
     torch.manual_seed(0)
     model = llama(1024, 16, 16, layers=4, inner=2816, dtype=torch.float32)
     prompts = [[(request + place) % VOCABULARY for place in range(length)] for request in range(batch)]
@@ -204,10 +206,10 @@ def timed(ranks: Communicator, batch: int, length: int, rounds: int) -> Any:
 def seconds(arguments: argparse.Namespace) -> None:
     print(machine())
     for batch, length in ((2, 512), (16, 512), (16, 64)):
-        found = run_ranks(timed, 2, batch, length, arguments.rounds)[0]
+        times = run_ranks(timed, 2, batch, length, arguments.rounds)[0]
         cells = []
         for kind in (0, 1):
-            runs = {name: [one[kind] / 8 for one in rows] for name, rows in found.items()}
+            runs = {name: [round_seconds[kind] / 8 for round_seconds in rows] for name, rows in times.items()}
             cells += [f"{1e3 * statistics.median(runs[shard]):.1f}" for shard in SHARDS]
             middle, low, high = median_ratio(runs[SEQUENCE], runs[HEADS])
             cells.append(f"{middle:.2f} ({low:.2f}..{high:.2f})")
@@ -215,20 +217,20 @@ def seconds(arguments: argparse.Namespace) -> None:
 
 
 class SlowLink:
-    """A communicator whose exchanges take one latency, and as long as this rank's own messages take on a slow line."""
+    """Communicator whose exchanges take a slow link's latency plus the transfer time of this rank's messages."""
 
     def __init__(self, ranks: Communicator, link: Link) -> None:
         self._ranks, self._link = ranks, link
         self.rank, self.world_size = ranks.rank, ranks.world_size
 
-    def exchange(self, given: Any, wanted: Any, tag: int, device: torch.device) -> Any:
-        sent = sum(message.nbytes for message in given.values())
+    def exchange(self, outgoing: Any, wanted: Any, tag: int, device: torch.device) -> Any:
+        sent = sum(message.nbytes for message in outgoing.values())
         time.sleep(self._link.latency_seconds + sent / self._link.bandwidth)
-        return self._ranks.exchange(given, wanted, tag, device)
+        return self._ranks.exchange(outgoing, wanted, tag, device)
 
 
 def link(arguments: argparse.Namespace) -> None:
-    """Seconds of a token on slow lines beside the planner's, which knows messages alone; ranks are threads."""
+    """Print measured and planned seconds of a token on slow links; plans count only messages. Ranks are threads."""
     print("| N | B | link | sequence s | by the plan | heads s | by the plan | ratio | by the plan |")
     print("|---" * 9 + "|")
     for degree, batch, bandwidth, latency in (
@@ -240,13 +242,15 @@ def link(arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
         model = llama(256, 8, 8, layers=2, inner=64, dtype=torch.float32)
         line = Link(bandwidth, latency)
-        found = {shard: _slow_seconds(model, shard, degree, batch, line) for shard in SHARDS}
+        measured = {shard: _slow_seconds(model, shard, degree, batch, line) for shard in SHARDS}
         plan = plan_decoding(
             shape_of(model), degree=degree, batch=batch, length=20, bandwidth=bandwidth, latency=latency
         )
         planned = {cost.shard: cost.seconds for cost in plan.costs}
-        cells = [f"{one[shard]:.3f}" for shard in SHARDS for one in (found, planned)]
-        cells += [f"{one[SEQUENCE] / one[HEADS]:.2f}" for one in (found, planned)]
+        cells = [f"{seconds_by_shard[shard]:.3f}" for shard in SHARDS for seconds_by_shard in (measured, planned)]
+        cells += [
+            f"{seconds_by_shard[SEQUENCE] / seconds_by_shard[HEADS]:.2f}" for seconds_by_shard in (measured, planned)
+        ]
         print(
             f"| {degree} | {batch} | {bandwidth / 1e6:g} MB/s, {1e3 * latency:g} ms | {' | '.join(cells)} |", flush=True
         )
@@ -259,9 +263,9 @@ def _slow_seconds(model: Any, shard: str, degree: int, batch: int, line: Link) -
         times = []
         for _ in range(degree):
             ranks.barrier()
-            began, own = time.perf_counter(), logits.argmax(-1)
-            decoder.tokens_of_all(own)
-            logits = decoder.step(own)
+            began, tokens = time.perf_counter(), logits.argmax(-1)
+            decoder.tokens_of_all(tokens)
+            logits = decoder.step(tokens)
             times.append(time.perf_counter() - began)
         return statistics.median(times)
 
@@ -270,10 +274,10 @@ def _slow_seconds(model: Any, shard: str, degree: int, batch: int, line: Link) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    what = parser.add_subparsers(required=True)
-    for one in (count, plans, link, seconds):
-        part = what.add_parser(one.__name__)
-        part.set_defaults(run=one)
+    commands = parser.add_subparsers(required=True)
+    for command in (count, plans, link, seconds):
+        part = commands.add_parser(command.__name__)
+        part.set_defaults(run=command)
         part.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""One command that tells what this software does on the GPUs of this machine, in at most five minutes.
+"""Measures this software on the GPUs of this machine, in at most five minutes.
 
-`launch/gpu.sh` runs it. Every part runs in processes of its own (`parts/`): on the GPU with real sizes or, where there
-is none, on the CPU with small ones. One JSON is written again after each row, and one table is printed at the end; a
-row that was not run says why. This process never uses a GPU itself.
+`launch/gpu.sh` runs it. Every part runs in separate processes (`parts/`): on the GPU with real sizes or, without a GPU,
+on the CPU with small ones. A JSON file is rewritten after each row, and a table is printed at the end; a row that was
+not run gives the reason. This process never uses a GPU itself.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ SECONDS = 280.0
 
 
 class Tell:
-    """What a part gets to tell its rows with.
+    """Writes the rows of a part.
 
     Attributes:
-        facts: what `parts/facts.py` found.
+        facts: facts of this machine by `parts/facts.py`.
     """
 
     def __init__(self, path: Path, part: str, device: str, facts: Mapping[str, Any]) -> None:
         self._path, self._of, self.facts = path, {"part": part, "device": device}, facts
 
     def __call__(self, name: str, result: str, passed: bool | None = None, **numbers: Any) -> None:
-        """A row was measured."""
+        """Write a measured row."""
         self._write({"name": name, "result": result, "passed": passed, "numbers": numbers})
 
     def not_run(self, name: str, why: str, lacks: bool = True) -> None:
-        """A row was not.
+        """Write a row that was not run.
 
         Args:
-            lacks: since the machine has not what it needs.
+            lacks: the machine lacks what the row needs.
         """
         self._write({"name": name, "not_run": why, "lacks": lacks})
 
@@ -72,12 +72,12 @@ class Tell:
 
 
 def main() -> int:
-    """Runs all parts; 0 where every row was measured, met its aim, or lacks what this machine does not have."""
-    given = arguments()
-    if given.part is not None:
-        return one_part(given)
-    chosen = [part for part in PARTS if not given.only or part in given.only]
-    report = Report(given.output)
+    """Run all parts; return 0 if every row met its aim, was measured without one, or needs what this machine lacks."""
+    args = arguments()
+    if args.part is not None:
+        return one_part(args)
+    chosen = [part for part in PARTS if not args.only or part in args.only]
+    report = Report(args.output)
     for part in chosen:
         for device in DEVICES:
             rows = importlib.import_module(f"parts.{part}").ROWS[device]
@@ -86,7 +86,7 @@ def main() -> int:
     raise_when_ended()
     with tempfile.TemporaryDirectory(prefix="capslog-gpu-") as name:
         try:
-            run_all(report, given.devices, Path(name), given.seconds)
+            run_all(report, args.devices, Path(name), args.seconds)
         except Ended as error:
             status = 128 + error.number
             report.close(report.rows, error.why)
@@ -99,10 +99,10 @@ def main() -> int:
 
 
 def run_all(report: Report, devices: list[str], folder: Path, seconds: float) -> None:
-    """Runs the parts in turn in so many seconds, on a GPU where there is one.
+    """Run the parts in turn within `seconds`, on a GPU where there is one.
 
     Args:
-        devices: to choose from; both: the CPU's rows are run only where there is no GPU.
+        devices: devices to choose from; with both, the CPU's rows run only where there is no GPU.
     """
     until, share = time.monotonic() + seconds, seconds / SECONDS
     report.write()
@@ -120,15 +120,19 @@ def run_all(report: Report, devices: list[str], folder: Path, seconds: float) ->
         if device not in chosen:
             report.close([row for row in report.rows if row.device == device], why[device], lacks=True)
     report.write()
-    turns = [turn for whole in turns_of(chosen) if (turn := {key: of for key, of in whole.items() if report.of(*key)})]
+    turns = [
+        turn
+        for full_turn in turns_of(chosen)
+        if (turn := {key: part_seconds for key, part_seconds in full_turn.items() if report.of(*key)})
+    ]
     for number, turn in enumerate(turns):
-        left = until - time.monotonic()
+        remaining = until - time.monotonic()
         rows = [row for key in turn for row in report.of(*key)]
-        if left < 5:
+        if remaining < 5:
             report.close(rows, "the time was spent")
             continue
-        spare = left - share * sum(max(later.values()) for later in turns[number + 1 :])
-        limit = min(max(share * max(turn.values()), spare), left)
+        spare = remaining - share * sum(max(later.values()) for later in turns[number + 1 :])
+        limit = min(max(share * max(turn.values()), spare), remaining)
         say(f"{', '.join(f'{part} on {device}' for part, device in turn)} ...")
         parts = [one_of_turn(report, part, device, folder, limit) for part, device in turn]
         for (part, device), reason in zip(turn, run_parts(parts), strict=True):
@@ -137,49 +141,49 @@ def run_all(report: Report, devices: list[str], folder: Path, seconds: float) ->
 
 
 def turns_of(devices: list[str]) -> list[dict[tuple[str, str], float]]:
-    """Seconds by part and device, turn by turn; on a CPU every part has a turn of its own."""
-    found: list[dict[tuple[str, str], float]] = []
+    """Return the seconds by part and device of each turn; on a CPU every part has its own turn."""
+    turns: list[dict[tuple[str, str], float]] = []
     for device in devices:
         for turn in TURNS:
-            whole = {(part, device): float(seconds) for part, seconds in turn.items()}
-            found += [whole] if device == "cuda" else [{key: seconds} for key, seconds in whole.items()]
-    return found
+            full_turn = {(part, device): float(seconds) for part, seconds in turn.items()}
+            turns += [full_turn] if device == "cuda" else [{key: seconds} for key, seconds in full_turn.items()]
+    return turns
 
 
 def one_of_turn(report: Report, part: str, device: str, folder: Path, seconds: float) -> Part:
-    """What runs a part and takes its rows."""
-    own = folder / f"{part}-{device}"
-    own.mkdir()
-    files = ["--rows", str(own / "rows"), "--facts", str(folder / "facts" / "rows")]
+    """Return the part as a command whose rows go into the report."""
+    part_folder = folder / f"{part}-{device}"
+    part_folder.mkdir()
+    files = ["--rows", str(part_folder / "rows"), "--facts", str(folder / "facts" / "rows")]
 
     def take(line: dict[str, Any]) -> None:
         say(told(report.take(line)))
         report.write()
 
-    return Part([*command(part), "--device", device, *files], own, seconds, take)
+    return Part([*command(part), "--device", device, *files], part_folder, seconds, take)
 
 
 def command(part: str) -> list[str]:
-    """What runs one part."""
+    """Return the command line that runs a part."""
     return [sys.executable, str(Path(__file__).resolve()), "--part", part]
 
 
-def one_part(given: argparse.Namespace) -> int:
-    """The process of one part."""
+def one_part(args: argparse.Namespace) -> int:
+    """Run one part in this process."""
     import torch
 
     torch.set_num_threads(1)
-    module = importlib.import_module(f"parts.{given.part}")
-    if given.part == "facts":
-        given.rows.write_text(json.dumps(module.found()) + "\n")
+    module = importlib.import_module(f"parts.{args.part}")
+    if args.part == "facts":
+        args.rows.write_text(json.dumps(module.found()) + "\n")
         return 0
-    facts = json.loads(given.facts.read_text())
-    module.measure(torch.device(given.device), Tell(given.rows, given.part, given.device, facts))
+    facts = json.loads(args.facts.read_text())
+    module.measure(torch.device(args.device), Tell(args.rows, args.part, args.device, facts))
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "build/gpu/result.json", help="file for the JSON")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
@@ -196,12 +200,12 @@ def arguments() -> argparse.Namespace:
 
 
 def told(row: Row) -> str:
-    """A row as a line for whoever watches."""
+    """Return a row as a line of progress."""
     return f"    {row.name}: {row.result or 'not run: ' + row.not_run}"
 
 
 def say(text: str) -> None:
-    """A line for whoever watches."""
+    """Print a line of progress."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""The result of the GPU command: a row for everything that it tries, each measured or with the reason why not.
+"""Report of the GPU command: a row for each test, either measured or with the reason why it was not run.
 
 `gpu.py` fills it, writes it as one JSON after every part, and prints it as one table. It measures nothing.
 """
@@ -17,16 +17,16 @@ __all__ = ["Report", "Row"]
 
 @dataclass
 class Row:
-    """One thing that is tried on one device.
+    """Test on one device.
 
     Attributes:
-        aim: what it should show; empty where it is only told.
-        result: what was measured, as the table shows it; empty where it was not run.
-        not_run: why it was not; empty where it was.
-        passed: whether the aim was met; None where there is none, or it was not run.
-        lacks: not run because this machine does not have what it needs, which is no failure.
-        numbers: what was measured, for programs.
-        seconds: of the command, at which its line came.
+        aim: expected result; empty where there is no aim.
+        result: measured result, as the table shows it; empty where the test was not run.
+        not_run: reason why it was not run; empty where it was.
+        passed: the aim was met; None where there is no aim, or the test was not run.
+        lacks: not run because this machine lacks what it needs, which is no failure.
+        numbers: measured numbers, for programs.
+        seconds: seconds since the command began when the row came.
     """
 
     part: str
@@ -42,18 +42,18 @@ class Row:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has neither a result nor a reason."""
+        """True while it has neither a result nor a reason."""
         return not self.result and not self.not_run
 
     @property
     def is_failure(self) -> bool:
-        """Whether the command has to say by its exit status that this row is not as it should be."""
+        """True where this row must make the command's exit status an error."""
         return self.passed is False or (not self.result and not self.lacks)
 
 
 @dataclass
 class Report:
-    """All rows, and what they were measured with."""
+    """All rows, and the machine that they were measured on."""
 
     path: Path
     machine: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Report:
         return [row for row in self.rows if (row.part, row.device) == (part, device)]
 
     def take(self, line: dict[str, Any]) -> Row:
-        """Puts a line that a part has written into its row."""
+        """Put a line that a part has written into its row, and return the row."""
         (row,) = [row for row in self.of(line["part"], line["device"]) if row.name == line["name"]]
         for key in ("result", "not_run", "passed", "lacks", "numbers"):
             setattr(row, key, line.get(key, getattr(row, key)))
@@ -73,17 +73,17 @@ class Report:
         return row
 
     def close(self, rows: Iterable[Row], why: str, lacks: bool = False) -> None:
-        """Gives those of the rows that have no result a reason."""
+        """Give the rows without a result a reason."""
         for row in rows:
             if row.is_open:
                 row.not_run, row.lacks = why, lacks
 
     def write(self) -> None:
-        """Writes the JSON anew, never half."""
+        """Rewrite the JSON file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".partial")
-        whole = {"machine": self.machine, "rows": [asdict(row) for row in self.rows]}
-        temporary.write_text(json.dumps(whole, indent=1) + "\n")
+        contents = {"machine": self.machine, "rows": [asdict(row) for row in self.rows]}
+        temporary.write_text(json.dumps(contents, indent=1) + "\n")
         temporary.replace(self.path)
 
     def table(self) -> str:
@@ -91,6 +91,6 @@ class Report:
         lines = ["| part | device | row | result | aim |", "|---|---|---|---|---|"]
         for row in self.rows:
             mark = {True: "", False: " **missed**", None: ""}[row.passed]
-            said = (row.result + mark) if row.result else f"not run: {row.not_run or 'its turn has not come'}"
-            lines.append(f"| {row.part} | {row.device} | {row.name} | {said} | {row.aim or '-'} |")
+            cell = (row.result + mark) if row.result else f"not run: {row.not_run or 'its turn has not come'}"
+            lines.append(f"| {row.part} | {row.device} | {row.name} | {cell} | {row.aim or '-'} |")
         return "\n".join(lines)

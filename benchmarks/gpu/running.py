@@ -1,7 +1,7 @@
-"""Runs parts of the GPU command, each in a process group of its own, takes their rows as they come, ends them in time.
+"""Runs parts of the GPU command in separate process groups, reads their rows as they come, and ends them in time.
 
-`gpu.py` calls it. Whatever ends a part, no process of it stays: the group is killed, and workers of an elastic run,
-which have groups of their own, die with their supervisor.
+`gpu.py` calls it. However a part ends, none of its processes stays: the group is killed, and workers of an elastic
+run, which have separate groups, die with their supervisor.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Ended(BaseException):
 
 
 def raise_when_ended() -> None:
-    """From now on SIGINT and SIGTERM raise `Ended`, once."""
+    """Make SIGINT and SIGTERM raise `Ended`, once."""
 
     def end(number: int, frame: Any) -> None:
-        for one in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(one, signal.SIG_IGN)
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signal_number, signal.SIG_IGN)
         raise Ended(number)
 
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, end)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, end)
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Part:
     """A command that writes lines of JSON to `folder`/rows.
 
     Attributes:
-        folder: its own; its processes find it as TMPDIR.
-        seconds: after which it is ended.
+        folder: folder of this part, the TMPDIR of its processes.
+        seconds: time limit.
         take: called with every line.
     """
 
@@ -63,17 +63,17 @@ class Part:
 
 
 def run_parts(parts: Sequence[Part]) -> list[str | None]:
-    """Runs parts side by side; for each None, or why it did not come to its end."""
+    """Run parts side by side; return for each None, or the reason why it did not finish."""
     running: list[_Running] = []
     try:
         for part in parts:
             running.append(_Running(part))
-        while sum(not one.has_ended() for one in running):
+        while sum(not member.has_ended() for member in running):
             time.sleep(_LOOK_SECONDS)
     finally:
-        for one in running:
-            one.end()
-    return [one.why for one in running]
+        for member in running:
+            member.end()
+    return [member.why for member in running]
 
 
 class _Running:
@@ -98,7 +98,7 @@ class _Running:
             )
 
     def has_ended(self) -> bool:
-        """Takes its new rows; ends it when its time is over."""
+        """Read its new rows, and end it when its time is over; True once it has ended."""
         if self._ended:
             return True
         status = self._process.poll()
@@ -116,7 +116,7 @@ class _Running:
         return True
 
     def end(self) -> None:
-        """No process of it stays."""
+        """Kill all of its processes."""
         self._ended = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -124,7 +124,7 @@ class _Running:
 
 
 def _last_words(log: Path, status: int) -> str:
-    """The last line of an error, as a reason."""
+    """Return the last line of the log as the reason for a failure."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     sys.stderr.write("".join(f"    {line}\n" for line in lines[-12:]))
     return f"its part failed with status {status}: {lines[-1][:300] if lines else 'no word'}"

@@ -1,7 +1,7 @@
-"""Any training loop on fake tensors of a GPU: what it asks of the allocator, without a device.
+"""Records the allocations of any training loop, run on fake tensors of a GPU without a device.
 
-The library's estimates drive its own engine. Here the loop is somebody else's: the model becomes fake, the loop runs
-inside `Quirks.dispatch` and `Lifetimes`, and the events are replayed.
+The library's estimates drive its own engine. Here the loop is external: the model becomes fake, the loop runs inside
+`Quirks.dispatch` and `Lifetimes`, and the events are replayed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Loop = Callable[[nn.Module, Lifetimes], None]
 
 
 def follow(make: Callable[[], nn.Module], loop: Loop, gpu: str, keeps_cublaslt: bool = True) -> list[Event]:
-    """The events of a loop, the model's parameters and buffers first.
+    """Return the events of a loop, the model's parameters and buffers first.
 
-    Workspaces are taken where a product first meets them and stay.
+    A workspace is allocated at the first product that needs it, and stays.
 
     Args:
         make: builds the model on the CPU or on meta tensors.
-        gpu: its kind (`base.gpus`).
+        gpu: kind of the GPU (`base.gpus`).
         keeps_cublaslt: the workspace of products with a bias stays, as on an H200 with torch 2.11; the torch of 2024
-            takes it for each call and gives it back.
+            allocates it for each call and frees it.
     """
     warnings.filterwarnings("ignore")
     quirks, made = Quirks("cuda", gpu), make()
@@ -41,9 +41,9 @@ def follow(make: Callable[[], nn.Module], loop: Loop, gpu: str, keeps_cublaslt: 
         model = _made_fake(mode, made)
 
         def temporary(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sequence[int]:
-            known = len(quirks.lasting)
+            seen = len(quirks.lasting)
             blocks = tuple(quirks.temporary(func, args, kwargs, result))
-            for size in quirks.lasting[known:]:
+            for size in quirks.lasting[seen:]:
                 if size == CUBLASLT_WORKSPACE and not keeps_cublaslt:
                     blocks = (*blocks, size)
                 else:
@@ -57,23 +57,23 @@ def follow(make: Callable[[], nn.Module], loop: Loop, gpu: str, keeps_cublaslt: 
 
 
 def _made_fake(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
-    """The model with fake parameters and buffers that lie as its own do; a tensor in two places stays one."""
-    known: dict[int, Any] = {}
+    """Replace parameters and buffers by fake ones of the same strides; a shared tensor stays shared."""
+    fakes: dict[int, Any] = {}
     for module in model.modules():
-        for name, value in list(module._parameters.items()):
-            if value is not None:
-                fake = known.get(id(value))
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                fake = fakes.get(id(parameter))
                 if fake is None:
-                    fake = nn.Parameter(mode.from_tensor(value.detach()), requires_grad=value.requires_grad)
-                module._parameters[name] = known[id(value)] = fake
+                    fake = nn.Parameter(mode.from_tensor(parameter.detach()), requires_grad=parameter.requires_grad)
+                module._parameters[name] = fakes[id(parameter)] = fake
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                module._buffers[name] = known.setdefault(id(buffer), mode.from_tensor(buffer))
+                module._buffers[name] = fakes.setdefault(id(buffer), mode.from_tensor(buffer))
     return model
 
 
 def summary(errors: Iterable[float]) -> str:
-    """Median size of the errors, the lowest and the highest."""
-    found = sorted(errors)
-    middle = sorted(map(abs, found))[len(found) // 2]
-    return f"{len(found)} rows: median error {middle:.3%}, lowest {found[0]:+.3%}, highest {found[-1]:+.3%}"
+    """Return a sentence with the median absolute error, the lowest and the highest error."""
+    ordered = sorted(errors)
+    middle = sorted(map(abs, ordered))[len(ordered) // 2]
+    return f"{len(ordered)} rows: median error {middle:.3%}, lowest {ordered[0]:+.3%}, highest {ordered[-1]:+.3%}"

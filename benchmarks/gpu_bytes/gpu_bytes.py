@@ -1,6 +1,6 @@
-"""Predicted bytes beside those of real GPUs: other people's printed peaks, and our own of one afternoon on an H200.
+"""Compares predicted bytes with those of real GPUs: published peaks, and our own measurements on an H200.
 
-No GPU is used. Other people's numbers are read from the folder that the variable CAPSLOG_DATA names
+No GPU is used. Published numbers are read from the folder that the variable CAPSLOG_DATA names
 (`gpu-truth/*.json` in it); without it the parts hf, saved, plans and pairs are left out.
 """
 
@@ -30,21 +30,21 @@ PARTS = ("hf", "h200", "saved", "plans", "pairs", "dense", "traces")
 
 
 def old_transformers() -> Path:
-    """The Python of an environment with the transformers of the printed tables; made at the first call."""
+    """Return the Python of an environment with the tables' version of transformers; the first call creates it."""
     python = ENVIRONMENT / "bin" / "python"
     done = ENVIRONMENT / "made"
     if not done.exists():
         venv.create(ENVIRONMENT, clear=True, with_pip=True)
-        own = sysconfig.get_path("purelib", vars={"base": str(ENVIRONMENT)})
-        # of two packages of one name the environment's own comes first
-        (Path(own) / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        site_packages = sysconfig.get_path("purelib", vars={"base": str(ENVIRONMENT)})
+        # a package of the environment comes before one of the same name outside
+        (Path(site_packages) / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *PACKAGES], check=True)
         done.touch()
     return python
 
 
 def compare_hugging_face(folder: Path) -> list[dict[str, Any]]:
-    """The rows of `hf-memory-fit.json`; prints a table."""
+    """Print a table of the rows of `hf-memory-fit.json`, and return them."""
     command = [str(old_transformers()), str(HERE / "hf_rows.py"), str(folder / "gpu-truth" / "hf-memory-fit.json")]
     print("| model | card | attention | batch x tokens | predicted MB | printed MB | error |")
     print("|---|---|---|---|---|---|---|")
@@ -74,7 +74,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
-    import h200  # they import torchvision and the library, which --help need not wait for
+    import h200  # imports torchvision and the library, which --help does not need
     import reserved
     import sailor
 

@@ -1,4 +1,4 @@
-"""Peaks that an H200's allocator counted, in plain loops over torchvision's models, beside predicted ones."""
+"""Compares predicted peaks with those of an H200's allocator, in plain loops over torchvision's models."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STEPS = 3
 
 
 def compare_peaks(models: str = "") -> list[dict[str, Any]]:
-    """Prints a table.
+    """Print a table, and return its rows.
 
     Args:
-        models: only those whose name has this in it.
+        models: substring of the names of the models to compare.
     """
     print("| model, 64 images of 224 | mode | predicted MB | measured MB | error |\n|---|---|---|---|---|")
     results = []
@@ -52,14 +52,14 @@ def _model(row: dict[str, Any]) -> nn.Module:
 
 
 def _train(row: dict[str, Any], model: nn.Module, followed: object) -> None:
-    """Forward and backward without an optimizer, as on the H200; images and their copy with channels last stay."""
+    """Run forward and backward without an optimizer, as on the H200; images and their channels-last copy stay."""
     precision = PRECISIONS.get(row["mode"].split("-")[0])
     images = torch.empty(row["batch"], 3, row["size"], row["size"])
     targets = torch.zeros(row["batch"], dtype=torch.long)
-    given = images.contiguous(memory_format=torch.channels_last) if _lies_last(row) else images
+    inputs = images.contiguous(memory_format=torch.channels_last) if _lies_last(row) else images
     for _ in range(STEPS):
         for parameter in model.parameters():
             parameter.grad = None
         with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
-            outputs = model(given)
+            outputs = model(inputs)
         F.cross_entropy(outputs, targets).backward()

@@ -1,6 +1,6 @@
-"""The rows of `hf-memory-fit.json`, each as its own loop on fake tensors; runs with the transformers of their time.
+"""Predicts the peaks of `hf-memory-fit.json`, each row's loop on fake tensors, with the rows' version of transformers.
 
-`gpu_bytes.py hf` makes that environment and runs this file in it. Every line of the output is one row as JSON.
+`gpu_bytes.py hf` makes that environment and runs this file in it. Every line of the output is a row as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS = 3
 
 
 def model_of(row: dict[str, Any]) -> nn.Module:
-    """In float16; buffers stay float32, as the script casts parameters only."""
+    """Return the row's model in float16; buffers stay float32, as the script casts parameters only."""
     settings = {"attn_implementation": row["attention"]}
     if "pythia" in row["model"]:
         config = transformers.GPTNeoXConfig(**PYTHIA, **settings)
@@ -49,7 +49,7 @@ def model_of(row: dict[str, Any]) -> nn.Module:
 
 
 def peak_bytes(row: dict[str, Any]) -> int:
-    """What `max_memory_allocated` would print."""
+    """Return the peak that `max_memory_allocated` would report."""
 
     def loop(model: nn.Module, followed: object) -> None:
         tokens = torch.zeros(row["batch"], row["seq"], dtype=torch.long)

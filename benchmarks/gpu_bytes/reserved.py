@@ -1,4 +1,4 @@
-"""What the caching allocator holds of the device beyond the peak: replayed, printed by others, and recorded."""
+"""Bytes that the caching allocator reserves beyond the peak: replayed, published by others, and recorded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES = (
 
 
 def print_pairs(folder: Path) -> list[float]:
-    """Reserved / allocated of the runs whose cards print both."""
+    """Return reserved / allocated bytes of the runs that print both."""
     file = folder / "gpu-truth" / "bridge-cards-fit.json"
     pairs = []
     print("| model | run | allocated GiB | reserved GiB | ratio |\n|---|---|---|---|---|")
@@ -50,7 +50,7 @@ def print_pairs(folder: Path) -> list[float]:
 
 
 class Tokens(Workload):
-    """A transformer whose microbatches all have one size."""
+    """Transformer whose microbatches all have one size."""
 
     name = "tokens"
 
@@ -75,7 +75,7 @@ class Tokens(Workload):
 
 
 def replay_transformers() -> list[dict[str, Any]]:
-    """Reserved / predicted peak of two steps, of stages and of both ranks of a pipeline; prints a table."""
+    """Print reserved / predicted peak of two steps, of stages and of both ranks of a pipeline; return the rows."""
     print("| transformer | step | what | peak MiB | ratio | expandable |\n|---|---|---|---|---|---|")
     results = []
     for size in SIZES:
@@ -85,20 +85,20 @@ def replay_transformers() -> list[dict[str, Any]]:
             )
             estimator = StageEstimator(Tokens(size), conditions)
             end = len(estimator.chain)
-            found = []
+            cases = []
             for first, stop in ((0, 1), (1, 2), (1, 3), (end - 2, end), (0, end)):
                 stage = estimator.stage(first, stop)
                 ratios = fragmentation([stage]), fragmentation([stage], expandable=True)
-                found.append((f"layers {first} to {stop - 1}", stage.peak_bytes, *ratios))
+                cases.append((f"layers {first} to {stop - 1}", stage.peak_bytes, *ratios))
             for rank, events in enumerate(_rank_events(estimator, size, recompute, schedule)):
                 peak, run = replay(events).allocated_bytes, run_of_steps([events], [0, 0])
                 ratios = tuple(replay(run, rules).reserved_bytes / peak for rules in (False, True))
-                found.append((f"rank {rank} of 2", peak, *ratios))
-            for what, peak, ratio, expandable in found:
+                cases.append((f"rank {rank} of 2", peak, *ratios))
+            for case, peak, ratio, expandable in cases:
                 how = f"{schedule}{', recompute' if recompute else ''}"
-                results.append({"size": str(size), "step": how, "what": what, "ratio": ratio, "expandable": expandable})
+                results.append({"size": str(size), "step": how, "what": case, "ratio": ratio, "expandable": expandable})
                 numbers = f"{peak / 2**20:.0f} | {ratio:.3f} | {expandable:.3f}"
-                print(f"| {size.blocks} blocks, d={size.dim} | {how} | {what} | {numbers} |", flush=True)
+                print(f"| {size.blocks} blocks, d={size.dim} | {how} | {case} | {numbers} |", flush=True)
     for rules in ("ratio", "expandable"):
         print(f"{rules}: {len(results)} rows, highest {max(row[rules] for row in results):.3f}")
     return results
@@ -107,7 +107,7 @@ def replay_transformers() -> list[dict[str, Any]]:
 def _rank_events(
     estimator: StageEstimator, size: TransformerSize, recompute: bool, schedule: str
 ) -> list[Sequence[Event]]:
-    """The events of a step of each of two ranks."""
+    """Return the events of a step of each of two ranks."""
     steps: list[Sequence[Event]] = []
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -123,10 +123,10 @@ def _rank_events(
 
 @dataclass(frozen=True)
 class Trace:
-    """A program's requests on an H200 in order, and the most that its allocator counted.
+    """Requests of a program on an H200 in order, and the peaks of its allocator.
 
     Attributes:
-        before: bytes of blocks that were there before, in an unknown place: workspaces of products.
+        before: bytes of earlier blocks at unknown addresses: workspaces of products.
         requests: bytes of an allocation, or -1 - n for the release of the n-th.
     """
 
@@ -138,7 +138,7 @@ class Trace:
     reserved: int
 
     def replayed(self) -> AllocatorPeaks:
-        """By the rules of `allocator`."""
+        """Return the peaks of these requests by the rules of `allocator`."""
         allocator, following = CachingAllocator(self.expandable), -len(self.before)
         for request in (*self.before, *self.requests):
             if request > 0:
@@ -150,7 +150,7 @@ class Trace:
 
 
 def read_traces() -> list[Trace]:
-    """Those that are kept beside this file."""
+    """Read the traces stored beside this file."""
     kept = json.loads(lzma.decompress(TRACES.read_bytes()))
     traces = []
     for row in kept["rows"]:
@@ -160,7 +160,7 @@ def read_traces() -> list[Trace]:
 
 
 def compare_traces() -> list[dict[str, Any]]:
-    """What the replay of real requests reserves beside what the H200's allocator did; prints a table."""
+    """Compare the reserved bytes of replayed requests with the H200's; print a table and return its rows."""
     print("| program | segments | requests | allocated | reserved MB | measured MB | error |")
     print("|---|---|---|---|---|---|---|")
     results = []
@@ -173,8 +173,8 @@ def compare_traces() -> list[dict[str, Any]]:
         rules = "expandable" if trace.expandable else "default"
         print(f"| {trace.name} | {rules} | {len(trace.requests)} | {off} | {numbers} | {shown} |")
         results.append({"name": trace.name, "rules": rules, "whole": not trace.before, "error": error})
-    for whole, words in ((True, "followed from their beginning"), (False, "followed after others")):
-        errors = [row["error"] for row in results if row["whole"] is whole]
+    for from_start, words in ((True, "followed from their beginning"), (False, "followed after others")):
+        errors = [row["error"] for row in results if row["whole"] is from_start]
         off = [f"{error:+.2%}" for error in sorted(errors) if error]
         print(f"{words}: {len(errors) - len(off)} of {len(errors)} equal, the others {', '.join(off)}")
     return results

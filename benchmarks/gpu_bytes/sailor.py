@@ -1,7 +1,7 @@
-"""Whole ranks of Sailor's runs (Megatron-DeepSpeed on GH200s and on RTX cards) beside what nvidia-smi printed.
+"""Compares predicted bytes of ranks of Sailor's runs (Megatron-DeepSpeed on GH200s and RTX cards) with nvidia-smi's.
 
-A rank's stage is written here in plain torch, one shard of tensor parallelism without its messages, and its 1F1B order
-runs on fake tensors; see the README for what was read where.
+A rank's stage is written here in plain torch, as one shard of tensor parallelism without its messages, and its 1F1B
+order runs on fake tensors; the README gives the sources.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of the runs.
+    """Architecture of a model of the runs.
 
     Attributes:
-        relu: OPT's; else GELU, with a dropout after attention and feed-forward.
-        lean_norms: norms whose backward reads their output, so that their input need not stay (apex).
-        head: whether logits of the vocabulary follow the last block; GPT-Neo's loss reads the hidden states.
+        relu: ReLU as in OPT; else GELU, with a dropout after attention and feed-forward.
+        lean_norms: norms whose backward reads their output, so that their input is not kept (apex).
+        head: logits of the vocabulary follow the last block; GPT-Neo's loss reads the hidden states.
     """
 
     hidden: int
@@ -75,7 +75,7 @@ class _LeanNorm(torch.autograd.Function):
 
 
 class _ShardLoss(torch.autograd.Function):
-    """Cross entropy over a shard of the vocabulary: the softmax stays and becomes the gradient in its place."""
+    """Cross entropy over a shard of the vocabulary; it keeps the softmax and computes the gradient in place."""
 
     @staticmethod
     def forward(context: Any, logits: Tensor) -> Tensor:
@@ -104,15 +104,15 @@ class _Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """A shard of a block; [tokens, batch, width] as Megatron has it. The mask of the scores belongs to all blocks."""
+    """Shard of a block on [tokens, batch, width], as in Megatron. All blocks share the mask of the scores."""
 
     def __init__(self, size: Architecture, shards: int) -> None:
         super().__init__()
         self.size, self.heads = size, size.heads // shards
-        own = size.hidden // shards
+        width = size.hidden // shards
         self.norm1, self.norm2 = _Norm(size.hidden, size.lean_norms), _Norm(size.hidden, size.lean_norms)
-        self.qkv = nn.Linear(size.hidden, 3 * own)
-        self.out, self.out_bias = nn.Linear(own, size.hidden, bias=False), nn.Parameter(torch.empty(size.hidden))
+        self.qkv = nn.Linear(size.hidden, 3 * width)
+        self.out, self.out_bias = nn.Linear(width, size.hidden, bias=False), nn.Parameter(torch.empty(size.hidden))
         self.up = nn.Linear(size.hidden, size.ffn // shards, bias=False)
         self.up_bias = nn.Parameter(torch.empty(size.ffn // shards))
         self.down, self.down_bias = (
@@ -147,7 +147,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A shard of the words, and positions."""
+    """Shard of the word embeddings, and position embeddings."""
 
     def __init__(self, size: Architecture, shards: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits of a shard of the words; where the model has none, what the loss reads."""
+    """Logits of a shard of the vocabulary; for a model without a head, the hidden states that the loss reads."""
 
     def __init__(self, size: Architecture, shards: int) -> None:
         super().__init__()
@@ -174,13 +174,13 @@ class Head(nn.Module):
 
 
 def _words(shards: int) -> int:
-    """The vocabulary is padded to whole 128s of every shard."""
+    """Return the words of a shard; the vocabulary is padded to a multiple of 128 for every shard."""
     return -(-VOCABULARY // (128 * shards)) * 128
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a plan.
+    """Rank of a plan.
 
     Attributes:
         in_flight: forwards of its stage before the first backward.
@@ -202,21 +202,21 @@ class Rank:
         return ARCHITECTURES[self.model]
 
     def stage(self) -> nn.Sequential:
-        """On meta tensors."""
+        """Return the rank's stage on meta tensors."""
         with torch.device("meta"):
             layers: list[nn.Module] = [Embedding(self.size, self.shards)] if self.first else []
             layers += [Block(self.size, self.shards) for _ in range(self.blocks)]
             return nn.Sequential(*layers, *([Head(self.size, self.shards)] if self.last else []))
 
     def parameter_bytes(self) -> int:
-        """In float32, of this shard."""
+        """Return the bytes of this shard's parameters in float32."""
         return sum(4 * parameter.numel() for parameter in self.stage().parameters())
 
 
 class _Training:
-    """Steps of 1F1B of one rank, as DeepSpeed's pipeline holds its tensors.
+    """1F1B steps of a rank that keeps tensors as DeepSpeed's pipeline does.
 
-    A message between stages is a shard of the tensor. What a stage has sent is freed but for its shard, the last one
+    A message between stages is a shard of the tensor. A sent output is freed except for its shard, the last stage
     keeps the outputs of two microbatches, and gradients are dropped after the update.
     """
 
@@ -241,7 +241,7 @@ class _Training:
             if number < count:
                 self._forward()
         if rank.replicated:
-            flat = torch.cat([one.grad.view(-1) for one in self.parameters if one.grad is not None])
+            flat = torch.cat([parameter.grad.view(-1) for parameter in self.parameters if parameter.grad is not None])
             del flat
         if not self.moments:
             self.moments = [torch.empty_like(parameter) for parameter in self.parameters for _ in range(2)]
@@ -251,19 +251,19 @@ class _Training:
     def _forward(self) -> None:
         rank, size = self.rank, self.rank.size
         if rank.first:
-            given = torch.zeros(rank.microbatch, size.sequence, dtype=torch.long)
+            inputs = torch.zeros(rank.microbatch, size.sequence, dtype=torch.long)
         else:
-            given = torch.empty(size.sequence, rank.microbatch, size.hidden, requires_grad=True)
-        output = self.model(given)
+            inputs = torch.empty(size.sequence, rank.microbatch, size.hidden, requires_grad=True)
+        output = self.model(inputs)
         if rank.last:
             self.kept.append(output)
-            self.waiting.append((given, _ShardLoss.apply(output), output))
+            self.waiting.append((inputs, _ShardLoss.apply(output), output))
             return
         sent = output.detach().view(-1)[: output.numel() // rank.shards].clone()
         output.data = torch.zeros(1)
-        self.waiting.append((given, output, sent))
+        self.waiting.append((inputs, output, sent))
 
-    def _backward(self, given: Tensor, output: Tensor, sent: Tensor) -> None:
+    def _backward(self, inputs: Tensor, output: Tensor, sent: Tensor) -> None:
         if self.rank.last:
             output.backward()
             return
@@ -276,7 +276,7 @@ class _Training:
 
 
 def _train(rank: Rank, model: nn.Module, followed: object) -> None:
-    """Two steps: the second finds the moments."""
+    """Run two steps, so that the second has the optimizer's moments."""
     training = _Training(rank, model)
     for _ in range(2):
         training.step()
@@ -295,10 +295,10 @@ class Parts:
 
     Attributes:
         weights: parameters, gradients and two moments: 16 bytes a parameter.
-        activations: what the allocator's peak has beside them: graphs in flight, kernels' and messages' memory.
-        gaps: what is reserved beyond the peak.
+        activations: rest of the allocator's peak: graphs in flight, kernels' and messages' memory.
+        gaps: reserved bytes beyond the peak.
         context: `headroom.context_bytes`.
-        communicators: how many; each takes `headroom.COMMUNICATOR_BYTES`.
+        communicators: number of communicators; each takes `headroom.COMMUNICATOR_BYTES`.
     """
 
     weights: int
@@ -308,7 +308,7 @@ class Parts:
     communicators: int
 
     def total(self, each: float = COMMUNICATOR_BYTES) -> float:
-        """Of the device, with `each` bytes for a communicator."""
+        """Return the bytes of the device, with `each` bytes for a communicator."""
         return self.weights + self.activations + self.gaps + self.context + self.communicators * each
 
 
@@ -325,19 +325,19 @@ def _parts(rank: Rank, card: str, stages: int) -> Parts:
 
 
 def _communicators(rank: Rank, stages: int) -> int:
-    """Groups with a message of their own, as DeepSpeed's pipeline makes them.
+    """Return the number of communicators of a rank: groups that carry a message, as in DeepSpeed's pipeline.
 
-    The world's (barriers), Megatron's for the shards, DeepSpeed's of a whole replica (counting parameters) and of the
-    replicas of a stage (the first weights, even of one); between stages its own for the shards, the pipeline's (the
-    loss), and one for each neighbour, whose sends torch gives a pair of their own.
+    These are the world's (barriers), Megatron's for the shards, DeepSpeed's of a whole replica (counting parameters)
+    and of a stage's replicas (the first weights, even of one). Several stages add DeepSpeed's for the shards, the
+    pipeline's (the loss), and one for each neighbour, as torch opens a separate pair for its sends.
     """
     neighbours = (not rank.first) + (not rank.last)
     return 4 + 2 * (stages > 1) + neighbours
 
 
 def _ranks(row: dict[str, Any]) -> list[tuple[Rank, str]]:
-    """A rank of each stage and card of a plan, with the kind of GPU."""
-    stages, found = row["stages"], []
+    """Return a rank of each stage and card of a plan, with the kind of GPU."""
+    stages, ranks = row["stages"], []
     microbatches = row["gbs"] // (row["mbs"] * row["dp"])
     for number, stage in enumerate(stages):
         first, last = number == 0, number == len(stages) - 1
@@ -353,12 +353,12 @@ def _ranks(row: dict[str, Any]) -> list[tuple[Rank, str]]:
                 row["dp"] > 1,
                 microbatches,
             )
-            found.append((rank, CARDS[card]))
-    return found
+            ranks.append((rank, CARDS[card]))
+    return ranks
 
 
 def compare_plans(folder: Path) -> list[dict[str, Any]]:
-    """The largest rank of every plan, part by part; prints a table and what is left for NCCL, by cluster."""
+    """Print the largest rank of every plan, part by part, and the bytes that remain for NCCL, by cluster."""
     print(
         "| plan | tp | 16 B x params | activations | gaps | context | NCCL | sum | nvidia-smi | error | left for each |"
     )
@@ -377,11 +377,11 @@ def compare_plans(folder: Path) -> list[dict[str, Any]]:
         messages = parts.communicators * COMMUNICATOR_BYTES
         cells = (parts.weights, parts.activations, parts.gaps, parts.context, messages, parts.total(), measured)
         numbers = " | ".join(f"{value / 1e9:.2f}" for value in cells)
-        left = (measured - parts.total(0)) / parts.communicators
+        remainder = (measured - parts.total(0)) / parts.communicators
         error = parts.total() / measured - 1
         least = max(_least(rank, printed) for rank, _ in _ranks(row))
         mark = "*" if least > measured else ""
-        print(f"| {name}{mark} | {rank.shards} | {numbers} | {error:+.1%} | {left / 1e9:.2f} |", flush=True)
+        print(f"| {name}{mark} | {rank.shards} | {numbers} | {error:+.1%} | {remainder / 1e9:.2f} |", flush=True)
         if not mark:
             by_cluster.setdefault(row["cluster"], []).append((parts, measured))
         results.append({"plan": name, "parts": parts.__dict__, "measured": measured, "least": least})
@@ -402,20 +402,20 @@ def _error(row: dict[str, Any]) -> float:
 
 
 def _printed_saved(folder: Path) -> dict[tuple[str, int], int]:
-    """Bytes that one microbatch of one sequence leaves in a block, by model and shards."""
+    """Return the bytes that a block saves for a microbatch of one sequence, by model and shards."""
     rows = [row for row in _read(folder) if row["kind"] == "layer bytes" and row["layer"] == "block"]
     return {(row["model"], row["tp"]): row["saved_bytes"] for row in rows}
 
 
 def _least(rank: Rank, printed: dict[tuple[str, int], int]) -> int:
-    """What a rank cannot do without: 16 bytes a parameter, and the printed bytes of its blocks' graphs in flight."""
+    """Return the least bytes of a rank: 16 bytes a parameter, and the printed bytes of its blocks' graphs in flight."""
     return (
         4 * rank.parameter_bytes() + rank.blocks * rank.microbatch * rank.in_flight * printed[rank.model, rank.shards]
     )
 
 
 def compare_saved(folder: Path) -> list[dict[str, Any]]:
-    """Bytes that one forward of a block leaves, beside the printed ones; prints a table."""
+    """Print the bytes that a forward of a block saves, estimated and printed by others; return the rows."""
     print("| block | tp | estimated MB | printed MB | error |\n|---|---|---|---|---|")
     results = []
     for row in _read(folder):
@@ -429,25 +429,25 @@ def compare_saved(folder: Path) -> list[dict[str, Any]]:
             flush=True,
         )
         results.append({"model": row["model"], "tp": row["tp"], "saved": saved, "measured": row["saved_bytes"]})
-    print(summary([one["saved"] / one["measured"] - 1 for one in results]))
+    print(summary([row["saved"] / row["measured"] - 1 for row in results]))
     return results
 
 
 def _saved(rank: Rank) -> int:
-    """What a forward leaves, its output included and its input not."""
-    found: list[int] = []
+    """Return the bytes that a forward saves, including its output but not its input."""
+    saved: list[int] = []
 
     def loop(model: nn.Module, followed: Lifetimes) -> None:
-        given = torch.empty(rank.size.sequence, rank.microbatch, rank.size.hidden, requires_grad=True)
+        inputs = torch.empty(rank.size.sequence, rank.microbatch, rank.size.hidden, requires_grad=True)
         model[0].mask = torch.zeros(1, rank.size.sequence, rank.size.sequence, dtype=torch.bool)
         for _ in range(2):  # the first product takes a workspace that stays
             before = followed.live_bytes
-            output = model(given)
-            found.append(followed.live_bytes - before)
+            output = model(inputs)
+            saved.append(followed.live_bytes - before)
             del output
 
     follow(lambda: rank.stage().to_empty(device="cpu"), loop, "a100-80gb", keeps_cublaslt=False)
-    return found[-1]
+    return saved[-1]
 
 
 def _read(folder: Path) -> Sequence[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Fits the constants of `rates.CLASSES` to rows, and says how far seconds by constants are from what was measured.
+"""Fits the constants of `rates.CLASSES` to rows, and reports the errors of the seconds that constants predict.
 
-A constant belongs to a class, and where the table of `rates` has an architecture's own one, to both. Its fit is pulled
-a little towards what was expected of it, so that a constant without rows has a value. It is least squares of the
-relative errors, weighted again and again until it is nearly the sum of absolute logarithms, every family of rows being
-worth as much as any other.
+A constant belongs to a class or, where the table of `rates` has a constant of an architecture, to class and
+architecture. The fit pulls each constant a little towards its expected value, so that a constant without rows has a
+value. It is a least-squares fit of the relative errors, reweighted iteratively until it is nearly the sum of absolute
+logarithms. Every family of rows has the same weight.
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ def _key(kind: str, gpu: Gpu) -> tuple[str, str]:
 
 
 def _by_sheet(row: Row) -> dict[tuple[str, str], float]:
-    """The seconds of each constant's class as if the constant were 1."""
+    """Return the seconds of each constant's class as if the constant were 1."""
     gpu = GPUS[row.card]
     units = Speed.of_gpu(row.card, gpu).seconds_of
-    found: dict[tuple[str, str], float] = {}
+    sheet_seconds: dict[tuple[str, str], float] = {}
     for kind, amount in row.work.items():
-        entry = CLASSES[kind]
-        found[_key(kind, gpu)] = amount * units[kind] / entry.by_architecture.get(gpu.architecture, entry.factor)
-    return found
+        op_class = CLASSES[kind]
+        sheet_seconds[_key(kind, gpu)] = (
+            amount * units[kind] / op_class.by_architecture.get(gpu.architecture, op_class.factor)
+        )
+    return sheet_seconds
 
 
 def seconds_by(constants: Constants, row: Row) -> float:
     """The seconds of a row's device, without a floor of the host."""
-    return sum(one * constants.get(key, EXPECTED[key[0]]) for key, one in _by_sheet(row).items())
+    return sum(seconds * constants.get(key, EXPECTED[key[0]]) for key, seconds in _by_sheet(row).items())
 
 
 def by_table(row: Row) -> float:
@@ -84,9 +86,9 @@ def fitted(rows: Sequence[Row], pull: float = PULL) -> Constants:
         square = weighted.T @ weighted + np.diag(pulls)
         wanted = weighted.T @ weights + pulls * hopes
         constants = _descent(square, wanted, constants, least)
-        found = np.maximum(shares @ constants, 1e-9)
-        far = np.sqrt(np.maximum(np.abs(np.log(found)), 0.05))
-        weights = base / np.maximum(found, 0.3) / far
+        ratios = np.maximum(shares @ constants, 1e-9)
+        far = np.sqrt(np.maximum(np.abs(np.log(ratios)), 0.05))
+        weights = base / np.maximum(ratios, 0.3) / far
     return dict(zip(keys, map(float, constants), strict=True))
 
 
@@ -96,21 +98,21 @@ def _least(kind: str) -> float:
 
 
 def _descent(square: np.ndarray, wanted: np.ndarray, start: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """The least of a convex quadratic within lower bounds, one variable after the other."""
-    found = np.maximum(start, least)
+    """Minimize a convex quadratic within lower bounds by coordinate descent."""
+    solution = np.maximum(start, least)
     for _ in range(300):
-        before = found.copy()
-        for place in range(len(found)):
-            rest = wanted[place] - square[place] @ found + square[place, place] * found[place]
-            found[place] = max(rest / square[place, place], least[place])
-        if np.all(np.abs(found - before) <= 1e-5 * np.abs(found)):
+        before = solution.copy()
+        for place in range(len(solution)):
+            residual = wanted[place] - square[place] @ solution + square[place, place] * solution[place]
+            solution[place] = max(residual / square[place, place], least[place])
+        if np.all(np.abs(solution - before) <= 1e-5 * np.abs(solution)):
             break
-    return found
+    return solution
 
 
 @dataclass(frozen=True)
 class Errors:
-    """How far predictions are from rows: relative errors by their median and 90th percentile, and rank correlation."""
+    """Errors of predicted seconds: median and 90th percentile of the relative errors, and the rank correlation."""
 
     number: int
     median: float
@@ -122,16 +124,16 @@ class Errors:
 
 
 def errors(rows: Sequence[Row], predict: Callable[[Row], float] | Mapping[str, float]) -> Errors:
-    """Of predictions by a function, or by the rows' names."""
-    found = np.array([predict(row) if callable(predict) else predict[row.name] for row in rows])
+    """Return the errors of predictions, which a function computes or a mapping holds by row name."""
+    predicted = np.array([predict(row) if callable(predict) else predict[row.name] for row in rows])
     truth = np.array([row.seconds for row in rows])
-    off = np.abs(found / truth - 1)
-    return Errors(len(rows), float(np.median(off)), float(np.quantile(off, 0.9)), rank(truth, found))
+    off = np.abs(predicted / truth - 1)
+    return Errors(len(rows), float(np.median(off)), float(np.quantile(off, 0.9)), rank(truth, predicted))
 
 
-def rank(one: np.ndarray, other: np.ndarray) -> float:
+def rank(first: np.ndarray, second: np.ndarray) -> float:
     """Spearman's rank correlation; equal values take their order."""
-    if len(one) < 2:
+    if len(first) < 2:
         return float("nan")
-    places = [np.argsort(np.argsort(values, kind="stable")) for values in (one, other)]
+    places = [np.argsort(np.argsort(values, kind="stable")) for values in (first, second)]
     return float(np.corrcoef(*places)[0, 1])

@@ -1,4 +1,4 @@
-"""Estimated seconds of GPUs beside measured ones: other people's printed steps and layers, and our own of an H200.
+"""Compares estimated with measured seconds of GPUs: published steps and layers, and our own of an H200.
 
 Prints the tables of README.md. CAPSLOG_DATA names the folder with other people's measurements; traces are kept, so that
 a second run takes a few minutes. `--only` chooses parts.
@@ -37,9 +37,9 @@ LAYOUTS = ("nchw", "nhwc")
 
 
 def drawn(cache: Cache, number: int, seed: int, everything: bool) -> tuple[list[Row], set[str]]:
-    """The rows of so many models of each family, or of all models, and the names of the former.
+    """Return the rows of `number` random models of each family, or of all models, and the names of the drawn models.
 
-    Models that timm has no more are passed over; a family may have fewer.
+    Models that timm no longer has are skipped; a family may have fewer.
     """
     models = truth("timm-train-fit")
     random.Random(seed).shuffle(models)
@@ -48,9 +48,9 @@ def drawn(cache: Cache, number: int, seed: int, everything: bool) -> tuple[list[
     for model in models:
         chosen = names.setdefault(model["family"], [])
         if len(chosen) < number or everything:
-            found = list(timm_rows(cache, model, LAYOUTS))
-            rows += found
-            if found and len(chosen) < number:
+            model_steps = list(timm_rows(cache, model, LAYOUTS))
+            rows += model_steps
+            if model_steps and len(chosen) < number:
                 chosen.append(model["model"])
     lacking = [f"{family} ({len(chosen)})" for family, chosen in sorted(names.items()) if len(chosen) < number]
     print(f"Of {len(names)} families these have fewer models that timm still builds: {', '.join(lacking) or 'none'}")
@@ -58,28 +58,28 @@ def drawn(cache: Cache, number: int, seed: int, everything: bool) -> tuple[list[
 
 
 def without_families(rows: Sequence[Row], of: Sequence[Row], pull: float = PULL) -> dict[tuple[str, str], float]:
-    """The seconds of each row (group, name) of `of` by constants that were fitted without its family."""
-    found = {}
+    """Return the seconds of each row (group, name) of `of` by constants that were fitted without its family."""
+    predictions = {}
     for family in sorted({row.family for row in of}):
         constants = fitted([row for row in rows if not (row.group.startswith("timm") and row.family == family)], pull)
         for row in of:
             if row.family == family:
-                found[row.group, row.name] = seconds_by(constants, row)
-    return found
+                predictions[row.group, row.name] = seconds_by(constants, row)
+    return predictions
 
 
 def timm_part(rows: Sequence[Row], draw: set[str]) -> None:
-    """The steps of timm by three sets of constants."""
+    """Print the errors of timm's steps by the library's constants and by three fits."""
     images = [row for row in rows if row.group.startswith("timm")]
-    known = [row for row in rows if row.fits]
-    everything = fitted(known)
-    apart, hardly = without_families(known, images), without_families(known, images, PULL / 10)
+    fitting_rows = [row for row in rows if row.fits]
+    everything = fitted(fitting_rows)
+    apart, hardly = without_families(fitting_rows, images), without_families(fitting_rows, images, PULL / 10)
     print(f"\n## timm: {len({row.family for row in images})} families\n")
     print("| layout | models | constants | rows | median | p90 | rank |\n|---|---|---|---|---|---|---|")
     for layout in LAYOUTS:
-        own = [row for row in images if row.group == f"timm {layout}"]
-        few = [row for row in own if row.name in draw]
-        which_ones = {"drawn": few} if len(few) == len(own) else {"all": own, "drawn": few}
+        layout_rows = [row for row in images if row.group == f"timm {layout}"]
+        few = [row for row in layout_rows if row.name in draw]
+        which_ones = {"drawn": few} if len(few) == len(layout_rows) else {"all": layout_rows, "drawn": few}
         for which, some in which_ones.items():
             for text, predict in (
                 ("of the library", by_table),
@@ -88,7 +88,7 @@ def timm_part(rows: Sequence[Row], draw: set[str]) -> None:
                 ("the same, a tenth of the pull", lambda row: hardly[row.group, row.name]),
             ):
                 print(f"| {layout} | {which} | {text} | {errors(some, predict)} |")
-        worst = sorted(own, key=lambda row: -abs(apart[row.group, row.name] / row.seconds - 1))[:8]
+        worst = sorted(layout_rows, key=lambda row: -abs(apart[row.group, row.name] / row.seconds - 1))[:8]
         ratios = ", ".join(f"{row.name} {apart[row.group, row.name] / row.seconds:.2f}" for row in worst)
         print(f"\nFarthest off in {layout} without their family (estimated / measured): {ratios}\n")
     print(f"drawn: {', '.join(sorted(draw))}")
@@ -100,20 +100,20 @@ def head_ratios(rows: Sequence[Row], predict: Callable[[Row], float]) -> list[fl
     for row in rows:
         kind = "head" if "head and loss" in row.name else "block"
         pairs.setdefault(row.name.replace("head and loss", "").replace("block", ""), {})[kind] = row
-    found = []
+    relative_errors = []
     for pair in pairs.values():
         if len(pair) == 2:
             head, block = pair["head"], pair["block"]
-            found.append(abs(predict(head) / predict(block) / (head.seconds / block.seconds) - 1))
-    return found
+            relative_errors.append(abs(predict(head) / predict(block) / (head.seconds / block.seconds) - 1))
+    return relative_errors
 
 
 def layers_part(rows: Sequence[Row]) -> None:
-    """Layers by constants that were fitted without their card."""
+    """Print the errors of layers by the library's constants and by constants that were fitted without their card."""
     layers = [row for row in rows if row.group == "layers"]
-    known = [row for row in rows if row.fits]
+    fitting_rows = [row for row in rows if row.fits]
     cards = sorted({row.card for row in layers})
-    without = {card: fitted([row for row in known if row.card != card]) for card in cards}
+    without = {card: fitted([row for row in fitting_rows if row.card != card]) for card in cards}
     print("\n## Layers of OPT and Llama, forward and backward\n")
     print("| card | constants | rows | median | p90 | rank | head : block median | p90 |")
     print("|---|---|---|---|---|---|---|---|")
@@ -122,17 +122,17 @@ def layers_part(rows: Sequence[Row]) -> None:
         ("fitted without this card", lambda row: seconds_by(without[row.card], row)),
     ]
     for card in (*cards, "all"):
-        own = [row for row in layers if card in (row.card, "all")]
+        selected = [row for row in layers if card in (row.card, "all")]
         for text, predict in ways:
-            ratios = head_ratios(own, predict)
+            ratios = head_ratios(selected, predict)
             middle, high = np.median(ratios), np.quantile(ratios, 0.9)
-            print(f"| {card} | {text} | {errors(own, predict)} | {middle:.1%} | {high:.1%} |")
+            print(f"| {card} | {text} | {errors(selected, predict)} | {middle:.1%} | {high:.1%} |")
     print()
     for model in sorted({row.family for row in layers}):
         for card in cards:
-            own = [row for row in layers if row.family == model and row.card == card]
-            if own:
-                off = ", ".join(f"{by_table(row) / row.seconds:.2f}" for row in own)
+            selected = [row for row in layers if row.family == model and row.card == card]
+            if selected:
+                off = ", ".join(f"{by_table(row) / row.seconds:.2f}" for row in selected)
                 print(f"{model} on {card}, estimated / measured: {off}")
 
 
@@ -142,18 +142,18 @@ def hf_part(cache: Cache) -> None:
     print("\n## Hugging Face's steps\n")
     print("| model | seconds of the host for an operator | rows | median | p90 | rank |\n|---|---|---|---|---|---|")
     for family in ("pythia", "bert", "both"):
-        own = [row for row in rows if family in (row.family, "both")]
-        shortest = min(row.seconds / row.work["launch"] for row in own)
+        family_rows = [row for row in rows if family in (row.family, "both")]
+        shortest = min(row.seconds / row.work["launch"] for row in family_rows)
         for host in (0.0, HOST_SECONDS, shortest):
             which = {0.0: "none", HOST_SECONDS: f"{host * 1e6:.0f} us, assumed"}.get(
                 host, f"{host * 1e6:.1f} us, of the row with the fewest"
             )
             at_least = lambda row, host=host: max(by_table(row), host * row.work["launch"])  # noqa: E731
-            print(f"| {family} | {which} | {errors(own, at_least)} |")
+            print(f"| {family} | {which} | {errors(family_rows, at_least)} |")
     llama = llama_row(cache)
-    found = by_table(llama)
-    print(f"\n{llama.name} on {llama.card}: {found:.2f} s, printed {llama.seconds:.2f}: ", end="")
-    print(f"{found / llama.seconds - 1:+.0%}")
+    estimated = by_table(llama)
+    print(f"\n{llama.name} on {llama.card}: {estimated:.2f} s, printed {llama.seconds:.2f}: ", end="")
+    print(f"{estimated / llama.seconds - 1:+.0%}")
 
 
 def h200_part(rows: Sequence[Row]) -> None:
@@ -171,9 +171,9 @@ def h200_part(rows: Sequence[Row]) -> None:
     print("estimated / measured, median |\n|---|---|---|---|---|---|---|")
     operators = [row for row in rows if row.group == "h200 operators" and row.seconds >= 15e-6]
     for family in dict.fromkeys(row.family for row in operators):
-        own = [row for row in operators if row.family == family]
-        middle = statistics.median(by_table(row) / row.seconds for row in own)
-        print(f"| {family} | {'yes' if own[0].fits else 'no'} | {errors(own, by_table)} | {middle:.2f} |")
+        chosen = [row for row in operators if row.family == family]
+        middle = statistics.median(by_table(row) / row.seconds for row in chosen)
+        print(f"| {family} | {'yes' if chosen[0].fits else 'no'} | {errors(chosen, by_table)} | {middle:.2f} |")
 
 
 class Perceptron(nn.Module):
@@ -208,7 +208,7 @@ def cards_part() -> None:
     }
     for card, gpu in GPUS.items():
         speed, half = speed_of_card(card), torch.bfloat16 if gpu.has_bfloat16 else torch.float16
-        seconds = {key: speed.seconds(count(speed, one, half)) for key, one in traces.items()}
+        seconds = {key: speed.seconds(count(speed, traced, half)) for key, traced in traces.items()}
         sheet = gpu.float32_flops / gpu.half_flops
         wide, narrow = (seconds[width, True] / seconds[width, False] for width in (4096, 64))
         if not sheet <= wide <= 1:
@@ -219,27 +219,29 @@ def cards_part() -> None:
 
 
 def constants_part(rows: Sequence[Row]) -> None:
-    """How many constants there are, and those that these rows give."""
-    own = sum(len(entry.by_architecture) for entry in CLASSES.values())
+    """Print the number of constants, and the constants that these rows give."""
+    special = sum(len(op_class.by_architecture) for op_class in CLASSES.values())
     print("\n## Constants\n")
-    print(f"{len(CLASSES)} classes, {own} constants of one architecture beside them: {len(CLASSES) + own} in all,")
+    print(
+        f"{len(CLASSES)} classes, {special} constants of one architecture beside them: {len(CLASSES) + special} in all,"
+    )
     constants: Constants = fitted([row for row in rows if row.fits])
     print(f"and the seconds of the host. {len(constants)} have rows here:\n")
     print("| class | architecture | library | fitted here |\n|---|---|---|---|")
-    for (kind, architecture), value in sorted(constants.items()):
+    for (kind, architecture), constant in sorted(constants.items()):
         of_library = CLASSES[kind].by_architecture.get(architecture, CLASSES[kind].factor)
-        print(f"| {kind} | {architecture} | {of_library:.3g} | {value:.3g} |")
+        print(f"| {kind} | {architecture} | {of_library:.3g} | {constant:.3g} |")
 
 
 def plans_part() -> None:
-    """Cuts by the seconds of before beside today's."""
+    """Print the cuts by the old seconds and by today's."""
     print(f"\n## Plans for {DEVICES} x {CARD}, {MICROBATCHES} microbatches\n")
     print("| model | precision | layers | cuts before | cuts now | step before | step now | gain |")
     print("|---|---|---|---|---|---|---|---|")
-    for one in changes():
-        cuts = " | ".join(", ".join(map(str, cuts)) for cuts in (one.old, one.new))
-        steps = f"{one.old_step:.3f} | {one.new_step:.3f} | {one.old_step / one.new_step - 1:+.1%}"
-        print(f"| {one.model} | {one.precision} | {one.layers} | {cuts} | {steps} |", flush=True)
+    for change in changes():
+        cuts = " | ".join(", ".join(map(str, cuts)) for cuts in (change.old, change.new))
+        steps = f"{change.old_step:.3f} | {change.new_step:.3f} | {change.old_step / change.new_step - 1:+.1%}"
+        print(f"| {change.model} | {change.precision} | {change.layers} | {cuts} | {steps} |", flush=True)
 
 
 def main() -> None:
@@ -253,7 +255,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     cache, parts = Cache(arguments.cache), arguments.only
-    # corrections of this machine's own measured profiles are no part of this
+    # corrections from profiles measured on this machine must not change the estimates
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     rows: list[Row] = []
     if {"timm", "layers", "h200", "constants"} & set(parts):

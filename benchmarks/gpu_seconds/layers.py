@@ -15,11 +15,11 @@ __all__ = ["Block", "Head", "Size", "layer_step", "unfilled"]
 
 @dataclass(frozen=True)
 class Size:
-    """Of a decoder, or of one tensor-parallel shard of it.
+    """Sizes of a decoder, or of one tensor-parallel shard of it.
 
     Attributes:
         llama: RMSNorm, rotary positions, a gate, no biases; else LayerNorm, ReLU and biases, as OPT has.
-        shards: what heads, middle and vocabulary are divided by; the vocabulary is padded to 128 for each.
+        shards: divisor of heads, middle and vocabulary; the vocabulary is padded to 128 for each shard.
     """
 
     width: int
@@ -45,7 +45,7 @@ class Size:
 
 
 class Block(nn.Module):
-    """Tokens lie first, then samples; the matrix of scores is made, masked in place, and kept."""
+    """Decoder block on [tokens, samples, width]; its attention keeps the score matrix, masked in place."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ class Block(nn.Module):
         query, key, value = self.qkv(x).view(tokens, samples, heads, 3 * width).chunk(3, -1)
         if self.size.llama:
             query, key = _turned(query, *turns), _turned(key, *turns)
-        query, key, value = (one.reshape(tokens, samples * heads, width) for one in (query, key, value))
+        query, key, value = (projection.reshape(tokens, samples * heads, width) for projection in (query, key, value))
         space = torch.empty(samples * heads, tokens, tokens)
-        left, right = query.transpose(0, 1), key.transpose(0, 1).transpose(1, 2)
-        scores = torch.baddbmm(space, left, right, beta=0.0, alpha=width**-0.5)
+        queries, keys = query.transpose(0, 1), key.transpose(0, 1).transpose(1, 2)
+        scores = torch.baddbmm(space, queries, keys, beta=0.0, alpha=width**-0.5)
         scores = scores.view(samples, heads, tokens, tokens).masked_fill_(mask, -10000.0)
         weights = torch.softmax(scores, -1).view(samples * heads, tokens, tokens)
         mixed = torch.bmm(weights, value.transpose(0, 1)).view(samples, heads, tokens, width)
@@ -82,12 +82,12 @@ class Block(nn.Module):
 
 
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    one, other = x.chunk(2, -1)
-    return x * cosine + torch.cat((-other, one), -1) * sine
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat((-second, first), -1) * sine
 
 
 class Head(nn.Module):
-    """The last norm (OPT's; Llama's is a layer of its own there), logits, and the loss of Megatron's kind."""
+    """Final norm (OPT's; Llama's is a separate layer there), logits, and a cross entropy as in Megatron."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Head(nn.Module):
 
 
 class _Entropy(torch.autograd.Function):
-    """Cross entropy that keeps the softmax and makes the gradient in its place."""
+    """Cross entropy that keeps the softmax and computes the gradient in place."""
 
     @staticmethod
     def forward(context: Any, logits: Tensor, wanted: Tensor) -> Tensor:
@@ -114,13 +114,13 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         shares, wanted = context.saved_tensors
-        ones = torch.ones_like(wanted, dtype=shares.dtype).view(-1, 1)
-        shares.view(-1, shares.shape[-1]).scatter_add_(1, wanted.view(-1, 1), ones)
+        increments = torch.ones_like(wanted, dtype=shares.dtype).view(-1, 1)
+        shares.view(-1, shares.shape[-1]).scatter_add_(1, wanted.view(-1, 1), increments)
         return shares.mul_(gradients[0].unsqueeze(-1)), None
 
 
 def unfilled(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A module in memory whose values nobody has written; it takes no time to make."""
+    """Return the module with uninitialized memory for its parameters, which takes no time to build."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -132,7 +132,7 @@ def unfilled(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) 
 
 
 def layer_step(layer: nn.Module, size: Size, tokens: int, samples: int) -> None:
-    """Forward and backward of a block or head with an input that wants its gradient."""
+    """Run forward and backward of a block or head whose input requires a gradient."""
     x = torch.empty(tokens, samples, size.width, requires_grad=True)
     if isinstance(layer, Head):
         layer(x, torch.empty(tokens, samples, dtype=torch.long)).backward()

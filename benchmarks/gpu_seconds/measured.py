@@ -1,4 +1,4 @@
-"""What this project measured on an H200 (h200.json), operators and whole models, beside the work that is counted."""
+"""Seconds of operators and whole models that this project measured on an H200 (h200.json), with their counted work."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def _table(value: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def operator_rows(cache: Cache) -> Iterator[Row]:
-    """Each with the seconds of its kernels. Constants were fitted to products and convolutions alone, and of the
-    latter to those of 16 bits and TF32.
+    """Yield a row for each operator, with the seconds of its kernels. Constants were fitted only to matrix products and
+    to convolutions in 16 bits and TF32.
     """
     speed = speed_of_card(CARD)
     for kind, table in json.loads(FILE.read_text())["operators"].items():
         rows = list(_table(table))
         traced = cache.of(f"h200 {kind}", lambda kind=kind, rows=rows: [_traced(kind, row) for row in rows])
-        for row, one in zip(rows, traced, strict=True):
+        for row, operator_trace in zip(rows, traced, strict=True):
             tf32 = row.get("dt") == "tf32"
-            work = count(speed, one, tf32=tf32, tf32_images=tf32)
+            work = count(speed, operator_trace, tf32=tf32, tf32_images=tf32)
             family, name = _family(kind, row), f"{kind} {[value for key, value in row.items() if key != 'seconds']}"
             learnt = kind in ("mm", "bmm") or kind.startswith("conv")
             fits = learnt and row["seconds"] >= _SHORTEST and not (kind.startswith("conv") and row["dt"] == "fp32")
@@ -73,7 +73,7 @@ _WORDS = {
 
 
 def _traced(kind: str, row: Mapping[str, Any]) -> Trace:
-    """The operators of one measured call; it runs under `no_grad`, as it did on the card."""
+    """Return the operators of one measured call, traced under `no_grad` as it was measured."""
     if kind in ("flash", "efficient", "cudnn_attn", "grouped_mm"):
         return [[_described(kind, row), 1]]
 
@@ -92,24 +92,24 @@ def _tensor(shape: Sequence[int], dtype: str) -> list[Any]:
 
 
 def _described(kind: str, row: Mapping[str, Any]) -> list[Any]:
-    """Kernels that only CUDA has, by their arguments."""
+    """Describe a call of a kernel that only CUDA has."""
     dtype = str(_TYPES[row["dt"]]).removeprefix("torch.")
     if kind == "grouped_mm":
         groups, rows, inner, columns = row["g"], row["t"], row["d"], row["f"]
         sides = [_tensor([rows, inner], dtype), _tensor([groups, inner, columns], dtype)]
         return ["aten::_grouped_mm.", sides, {}, _tensor([rows, columns], dtype)]
-    whole = _tensor([row["b"], row["h"], row["s"], row["d"]], dtype)
+    heads = _tensor([row["b"], row["h"], row["s"], row["d"]], dtype)
     sums = _tensor([row["b"], row["h"], row["s"]], "float32")
     name = {"flash": "flash", "efficient": "efficient", "cudnn_attn": "cudnn"}[kind]
     name = f"aten::_scaled_dot_product_{name}_attention"
     if row.get("op") == "b":
-        given = [whole, sums, 0.0, row["causal"]]
+        extra = [heads, sums, 0.0, row["causal"]]
         if kind == "efficient":
-            given = [None, whole, sums, 0.0, ["list", [True, True, True, False]], row["causal"]]
-        return [f"{name}_backward.", [whole, whole, whole, whole, *given], {}, ["list", [whole] * 3]]
+            extra = [None, heads, sums, 0.0, ["list", [True, True, True, False]], row["causal"]]
+        return [f"{name}_backward.", [heads, heads, heads, heads, *extra], {}, ["list", [heads] * 3]]
     settings = {"flash": [0.0, row["causal"], False], "efficient": [None, True, 0.0, row["causal"]]}
-    given = settings.get(kind, [None, True, 0.0, row["causal"], False])
-    return [f"{name}.", [whole, whole, whole, *given], {}, ["list", [whole, sums]]]
+    extra = settings.get(kind, [None, True, 0.0, row["causal"], False])
+    return [f"{name}.", [heads, heads, heads, *extra], {}, ["list", [heads, sums]]]
 
 
 def _call(kind: str, row: Mapping[str, Any]) -> Operator:
@@ -120,11 +120,11 @@ def _call(kind: str, row: Mapping[str, Any]) -> Operator:
 
     if kind in ("mm", "bmm"):
         many, m, n, k = [row["b"]] if kind == "bmm" else [], row["m"], row["n"], row["k"]
-        left = new(*many, k, m).transpose(-1, -2) if row["lay"] == "tn" else new(*many, m, k)
-        # batched scores were measured with the keys on their side
+        lhs = new(*many, k, m).transpose(-1, -2) if row["lay"] == "tn" else new(*many, m, k)
+        # batched scores were measured with transposed keys
         sideways = row["lay"] == "nt" or (kind == "bmm" and m == n and row["lay"] is None)
-        right = new(*many, n, k).transpose(-1, -2) if sideways else new(*many, k, n)
-        return lambda: left @ right if kind == "mm" else torch.bmm(left, right)
+        rhs = new(*many, n, k).transpose(-1, -2) if sideways else new(*many, k, n)
+        return lambda: lhs @ rhs if kind == "mm" else torch.bmm(lhs, rhs)
     if kind == "addmm":
         x, w, bias = new(row["m"], row["k"]), new(row["n"], row["k"]), new(row["n"])
         return lambda: F.linear(x, w, bias)
@@ -139,33 +139,33 @@ def _convolution(kind: str, row: Mapping[str, Any], new: Callable[..., Tensor]) 
     side, window, stride, groups = row["side"], row["k"], row["s"], row["g"]
     x, w = new(row["n"], row["ci"], side, side), new(row["co"], row["ci"] // groups, window, window)
     if row["fmt"] == "nhwc":
-        x, w = (one.contiguous(memory_format=torch.channels_last) for one in (x, w))
+        x, w = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, w))
     pad = window // 2 if stride < window else 0
-    rest = [stride] * 2, [pad] * 2, [1, 1], False, [0, 0], groups
+    settings = [stride] * 2, [pad] * 2, [1, 1], False, [0, 0], groups
     if kind == "conv":
-        return lambda: _aten.convolution(x, w, None, *rest)
+        return lambda: _aten.convolution(x, w, None, *settings)
     out = (side + 2 * pad - window) // stride + 1
     y = new(row["n"], row["co"], out, out)
     y = y.contiguous(memory_format=torch.channels_last) if row["fmt"] == "nhwc" else y
     mask = [kind == "conv_dx", kind == "conv_dw", False]
-    return lambda: _aten.convolution_backward(y, x, w, None, *rest, mask)
+    return lambda: _aten.convolution_backward(y, x, w, None, *settings, mask)
 
 
 def _optimizer(name: str, tensors: list[Tensor]) -> Operator:
-    parameters = [nn.Parameter(one) for one in tensors]
-    for one in parameters:
-        one.grad = torch.empty_like(one)
+    parameters = [nn.Parameter(tensor) for tensor in tensors]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
     if name == "clip":
         return lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
     if name == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
-        for one in parameters:
-            optimizer.state[one]["momentum_buffer"] = torch.empty_like(one)
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter)
         return optimizer.step
     optimizer = torch.optim.AdamW(parameters, foreach=name == "foreach", fused=name == "fused")
-    for one in parameters:
-        moments = {"exp_avg": torch.empty_like(one), "exp_avg_sq": torch.empty_like(one)}
-        optimizer.state[one] |= {"step": torch.tensor(1.0), **moments}
+    for parameter in parameters:
+        moments = {"exp_avg": torch.empty_like(parameter), "exp_avg_sq": torch.empty_like(parameter)}
+        optimizer.state[parameter] |= {"step": torch.tensor(1.0), **moments}
     return optimizer.step
 
 
@@ -183,7 +183,7 @@ def _of_memory(kind: str, row: Mapping[str, Any], new: Callable[..., Tensor]) ->
     if kind in ("bn", "gn", "pool", "up"):
         return _of_images(kind, name, x, y)
     mask, width = torch.empty(shape, dtype=torch.bool), shape[-1]
-    other = torch.float32 if x.dtype != torch.float32 else torch.bfloat16
+    other_dtype = torch.float32 if x.dtype != torch.float32 else torch.bfloat16
     bias = new(shape[1]).view(1, -1, 1, 1) if len(shape) == 4 else new(width)
     square, weight = torch.empty(width, width, dtype=torch.bool), new(width)
     stats = torch.empty(*shape[:-1], 1)
@@ -197,7 +197,7 @@ def _of_memory(kind: str, row: Mapping[str, Any], new: Callable[..., Tensor]) ->
         "ew masked_fill_b": lambda: x.masked_fill(square, 0.0),
         "ew dropout": lambda: _aten.native_dropout(x, 0.1, True), "ew zeros": lambda: torch.zeros_like(x),
         "ew fill_": lambda: y.fill_(1.0), "ew add_bias": lambda: x + bias, "ew mul_scale": lambda: x * bias,
-        "ew add_mixed": lambda: x + y, "cast cast": lambda: x.to(other), "cp clone": lambda: x.clone(),
+        "ew add_mixed": lambda: x + y, "cast cast": lambda: x.to(other_dtype), "cp clone": lambda: x.clone(),
         "cp cat0": lambda: torch.cat([x, y]), "cp cat1": lambda: torch.cat([x, y], 1),
         "cp transpose01": lambda: x.transpose(0, 1).contiguous(),
         "cp transpose_last": lambda: x.transpose(-1, -2).contiguous(),
@@ -227,8 +227,8 @@ def _of_images(kind: str, name: str, x: Tensor, y: Tensor) -> Operator:
     pixels, made = x[0, 0].numel(), [True, True, True]
     if kind == "pool" and name == "max_b":
         out, places = _aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1])
-        rest = [3, 3], [2, 2], [1, 1], [1, 1], False, places
-        return lambda: _aten.max_pool2d_with_indices_backward(out, x, *rest)
+        settings = [3, 3], [2, 2], [1, 1], [1, 1], False, places
+        return lambda: _aten.max_pool2d_with_indices_backward(out, x, *settings)
     calls: dict[str, Operator] = {
         "bn f": lambda: _aten.native_batch_norm(x, w, w, mean, mean, True, 0.1, 1e-5),
         "bn f_cudnn": lambda: F.batch_norm(x, mean, mean, w, w, True),
@@ -297,8 +297,8 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def model_rows(cache: Cache) -> Iterator[Row]:
-    """Forward, loss and backward of whole models. The mode says the precision: bf16 and fp16 in autocast, wbf16 and
-    wfp16 with weights of that type, tf32, fp32 (whose convolutions may take TF32, as torch's default is).
+    """Yield rows of forward, loss and backward of whole models. The mode is the precision: bf16 and fp16 in autocast,
+    wbf16 and wfp16 with weights of that type, tf32, fp32 (whose convolutions may use TF32, torch's default).
     """
     speed = speed_of_card(CARD)
     for row in _table(json.loads(FILE.read_text())["models"]):

@@ -1,4 +1,4 @@
-"""Plans by seconds as they were estimated before there were classes of operators, beside plans by today's."""
+"""Compares plans by the old estimate of seconds, without classes of operators, with plans by today's estimate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CONVOLUTIONS = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolutio
 
 @dataclass(frozen=True)
 class Roofline(Speed):
-    """What estimates were until version 2a778569: an operator takes as long as its FLOPs, its bytes or its start.
+    """Roofline estimate, as used until version 2a778569: an operator takes the longest of its FLOPs, bytes and launch.
 
     FLOPs by torch's registry, for every type at 70 % of the float32 rate, those of convolutions at half of TF32's;
     bytes at 80 % of the bandwidth.
@@ -46,7 +46,7 @@ class Roofline(Speed):
         rate = 0.7 * self.gpu.float32_flops
         if func.overloadpacket in _CONVOLUTIONS:
             rate = max(rate, 0.5 * self.gpu.tensor_flops)
-        moved = sum(one.numel() * one.itemsize for one in _tensors((args, tuple(kwargs.values()), result)))
+        moved = sum(tensor.numel() * tensor.itemsize for tensor in _tensors((args, tuple(kwargs.values()), result)))
         seconds = max(flops / rate, moved / (0.8 * self.gpu.bytes_per_second), 5e-6)
         total["seconds"] = total.get("seconds", 0.0) + seconds
 
@@ -106,7 +106,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 @dataclass(frozen=True)
 class Change:
-    """What new seconds change.
+    """Plans and step times by old and by new seconds.
 
     Attributes:
         old, new: first layers of all stages but the first, by old and by new seconds.
@@ -123,7 +123,7 @@ class Change:
 
 
 def changes() -> Iterator[Change]:
-    """Of well-known models on four A100, in float32 and in autocast of bfloat16."""
+    """Yield the changes for well-known models on four A100, in float32 and in autocast of bfloat16."""
     for name, (make, inputs) in MODELS.items():
         try:
             model = make()
@@ -133,7 +133,7 @@ def changes() -> Iterator[Change]:
         for precision in ("float32", "bfloat16"):
             before, after = (_profile(model, inputs, precision, speed) for speed in (Roofline("old", {}), None))
             batch = MICROBATCHES * int(inputs[0].split("[")[1].split(",")[0])
-            old, new = (capslog.plan(one, devices=DEVICES, minibatch_size=batch) for one in (before, after))
+            old, new = (capslog.plan(profile, devices=DEVICES, minibatch_size=batch) for profile in (before, after))
             run = RunShape.of_conditions(after.conditions, MICROBATCHES)
             steps = [simulate_plan(after, plan, run=run).step_seconds for plan in (old, new)]
             yield Change(name, precision, after.num_layers, old.cut_list, new.cut_list, *steps)

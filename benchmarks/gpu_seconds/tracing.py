@@ -1,6 +1,6 @@
 """The operators of a training step, traced on fake tensors and kept in a file; `count` sums their work by class.
 
-What is kept are names, shapes, types and strides, not work: the library's counting can change, and old traces serve.
+A trace holds names, shapes, types and strides, not work, so it stays valid when the library counts work differently.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Trace = list[Any]
 
 
 def trace(make: Callable[[], T], step: Callable[[T], object], gpu: str, builds_model: bool = True) -> Trace:
-    """The operators of `step(make())` as a kind of GPU calls them.
+    """Return the operators of `step(make())` as a kind of GPU calls them.
 
     Args:
-        make: a model, which is built in memory, and its tensors replaced by fake ones of the same strides; or anything
-            else, which is made of fake tensors. Neither is traced.
+        make: returns a model, which is built in memory before its tensors are replaced by fake tensors of the same
+            strides; or any other object, which is built of fake tensors. Building is not traced.
         gpu: of `base.gpus`.
     """
     quirks = Quirks("cuda", gpu)
-    found: collections.Counter[str] = collections.Counter()
+    operators: collections.Counter[str] = collections.Counter()
 
     def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         returns = [part.alias_info for part in func._schema.returns]
@@ -47,7 +47,7 @@ def trace(make: Callable[[], T], step: Callable[[T], object], gpu: str, builds_m
             return  # a view
         name = f"{func._schema.name}.{func._overloadname}"
         words = {key: _described(value) for key, value in kwargs.items()}
-        found[json.dumps([name, [_described(one) for one in args], words, _described(result)])] += 1
+        operators[json.dumps([name, [_described(arg) for arg in args], words, _described(result)])] += 1
 
     made = make() if builds_model else None
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True) as mode, quirks.dispatch():
@@ -58,18 +58,18 @@ def trace(make: Callable[[], T], step: Callable[[T], object], gpu: str, builds_m
         followed.observer = observe
         with followed:
             step(made)
-    return [[json.loads(text), times] for text, times in found.items()]
+    return [[json.loads(text), times] for text, times in operators.items()]
 
 
 def _pretend(model: nn.Module, mode: FakeTensorMode) -> None:
-    known: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in known:
+                if id(parameter) not in fakes:
                     fake = mode.from_tensor(parameter.detach())
-                    known[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-                module._parameters[name] = known[id(parameter)]
+                    fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                module._parameters[name] = fakes[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = mode.from_tensor(buffer)
@@ -79,7 +79,7 @@ def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), list(value.stride())]
     if isinstance(value, (list, tuple)):
-        return ["list", [_described(one) for one in value]]
+        return ["list", [_described(part) for part in value]]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
@@ -87,22 +87,22 @@ def _actual(value: Any, half: torch.dtype) -> Any:
     if not isinstance(value, list):
         return value
     if value[0] == "list":
-        return [_actual(one, half) for one in value[1]]
+        return [_actual(part, half) for part in value[1]]
     dtype = half if value[2] == "bfloat16" else getattr(torch, value[2])
     return torch.empty_strided(value[1], value[3], dtype=dtype, device="meta")
 
 
 @functools.cache
 def _operator(name: str) -> Any:
-    space, _, rest = name.partition("::")
-    packet, _, overload = rest.rpartition(".")
+    space, _, local_name = name.partition("::")
+    packet, _, overload = local_name.rpartition(".")
     return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
 
 
 def count(
     speed: Speed, traced: Trace, half: torch.dtype = torch.bfloat16, tf32: bool = False, tf32_images: bool = True
 ) -> Work:
-    """The work of a trace by class, as a device counts it.
+    """Return the work of a trace by class, as a device counts it.
 
     Args:
         half: the 16-bit type that stands for bfloat16 in the trace.
@@ -111,10 +111,10 @@ def count(
     total: Work = {}
     with _precisions(tf32, tf32_images):
         for (name, args, kwargs, result), times in traced:
-            one: Work = {}
+            work: Work = {}
             words = {key: _actual(value, half) for key, value in kwargs.items()}
-            speed.count(one, _operator(name), [_actual(value, half) for value in args], words, _actual(result, half))
-            for kind, amount in one.items():
+            speed.count(work, _operator(name), [_actual(value, half) for value in args], words, _actual(result, half))
+            for kind, amount in work.items():
                 total[kind] = total.get(kind, 0.0) + times * amount
     return total
 
@@ -138,11 +138,11 @@ class Cache:
         self.folder = folder / f"torch-{torch.__version__}-quirks-{QUIRKS_VERSION}"
 
     def of(self, key: str, make: Callable[[], Trace]) -> Trace:
-        """The trace that is kept under this key; else it is made, and kept."""
+        """Return the trace stored under this key; if there is none, make and store it."""
         path = self.folder / f"{key.replace('/', '-')}.json.gz"
         if path.exists():
             return json.loads(gzip.decompress(path.read_bytes()))
-        found = make()
+        traced = make()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(json.dumps(found).encode()))
-        return found
+        path.write_bytes(gzip.compress(json.dumps(traced).encode()))
+        return traced

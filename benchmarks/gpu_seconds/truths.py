@@ -1,4 +1,4 @@
-"""Printed seconds of other people, each beside the work that the library counts for the same step or layer."""
+"""Published seconds of steps and layers, each with the work that the library counts for the same step or layer."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement and the work of what was measured.
+    """Measured seconds of a step, layer or operator, and its work by class.
 
     Attributes:
-        group: which truth it is of.
-        family: rows that a fit leaves out together, and that count as much as any other family.
-        card: of `base.gpus`.
-        host: the seconds that the host needed to launch it, where they were measured.
+        group: source of the measurement.
+        family: rows of a family are left out of a fit together; every family has the same weight.
+        card: key of `base.gpus`.
+        host: seconds that the host needed to launch it, where measured.
         fits: whether constants may be fitted to it.
     """
 
@@ -58,7 +58,7 @@ class Row:
 
 
 def truth(name: str) -> list[dict[str, Any]]:
-    """The rows of a file of other people's measurements, in the folder that CAPSLOG_DATA names."""
+    """Return the rows of a file of published measurements in the folder that CAPSLOG_DATA names."""
     folder = os.environ.get("CAPSLOG_DATA")
     if folder is None:
         raise SystemExit("set CAPSLOG_DATA to the folder that holds gpu-truth (see README.md)")
@@ -74,11 +74,11 @@ def speed_of_card(card: str) -> Speed:
 
 
 def image_step(batch: int, side: int, amp: bool, channels_last: bool, momentum: bool) -> Callable[[nn.Module], None]:
-    """A step of a classifier: forward, cross entropy, backward.
+    """Return a step of a classifier: forward, cross entropy, backward.
 
     Args:
-        amp: in autocast.
-        momentum: followed by SGD with Nesterov's momentum, one parameter after the other.
+        amp: run forward in autocast.
+        momentum: end with SGD with Nesterov's momentum, parameter by parameter.
     """
 
     def step(model: nn.Module) -> None:
@@ -99,8 +99,8 @@ def image_step(batch: int, side: int, amp: bool, channels_last: bool, momentum: 
 
 
 def timm_rows(cache: Cache, model: dict[str, Any], layouts: Sequence[str]) -> Iterator[Row]:
-    """Steps of one model on an RTX 3090 in float16's autocast; none where timm has it no more, or another under its
-    name.
+    """Yield steps of one model on an RTX 3090 in float16 autocast; none where timm no longer has it or where its
+    parameter count has changed.
     """
     try:
         import timm
@@ -116,7 +116,7 @@ def timm_rows(cache: Cache, model: dict[str, Any], layouts: Sequence[str]) -> It
 
         def make(layout: str = layout) -> nn.Module:
             made = timm.create_model(name, num_classes=1000).train()
-            millions = sum(one.numel() for one in made.parameters()) / 1e6
+            millions = sum(parameter.numel() for parameter in made.parameters()) / 1e6
             if abs(millions - model["params_m"]) > 0.011:
                 raise ValueError(f"has {millions:.2f} million parameters now, {model['params_m']} when measured")
             return made.to(memory_format=torch.channels_last) if layout == "nhwc" else made
@@ -157,7 +157,9 @@ def layer_rows(cache: Cache) -> Iterator[Row]:
 
         def made(row: dict[str, Any] = row, size: Size = size, tokens: tuple[int, int] = tokens) -> Trace:
             kind = Block if row["layer"] == "block" else Head
-            return trace(lambda: unfilled(lambda: kind(size)), lambda one: layer_step(one, size, *tokens), "a100-80gb")
+            return trace(
+                lambda: unfilled(lambda: kind(size)), lambda layer: layer_step(layer, size, *tokens), "a100-80gb"
+            )
 
         key = f"{row['model']} {row['layer']} tp{row['tp']} {row['mbs']}"
         traced = cache.of(f"layer {key}", made)
@@ -221,13 +223,13 @@ def llama_row(cache: Cache) -> Row:
 
         traced = cache.of(f"llama with blocks {blocks}", lambda make=make: text_trace(make, step, card))
         works.append(count(speed_of_card(card), traced))
-    one, two = works
-    work = {kind: one.get(kind, 0.0) + 31 * (two[kind] - one.get(kind, 0.0)) for kind in two}
+    with_one, with_two = works
+    work = {kind: with_one.get(kind, 0.0) + 31 * (with_two[kind] - with_one.get(kind, 0.0)) for kind in with_two}
     return Row("llama", "Llama-3.1-8B", "llama", card, 2 * 8192 / 5762, work, fits=False)
 
 
 def huggingface() -> Any:
-    """The package transformers, quiet."""
+    """Import and return transformers, with only errors logged."""
     try:
         import transformers
     except ImportError:
@@ -237,7 +239,7 @@ def huggingface() -> Any:
 
 
 def text_trace(make: Callable[[], nn.Module], step: Callable[[nn.Module], object], gpu: str) -> Trace:
-    """`trace` of a model of transformers, which takes fake tensors for an export, and then makes other masks."""
+    """Trace a model of transformers, which would take fake tensors for an export and build other masks."""
     from transformers import masking_utils
 
     before = masking_utils.is_tracing

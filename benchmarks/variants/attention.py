@@ -1,4 +1,4 @@
-"""Floors of the paper's dilated models under each way to compute attention, and the seconds of one encoder layer.
+"""Memory floors of the paper's dilated models with each attention variant, and the seconds of one encoder layer.
 
 python benchmarks/variants/attention.py floors
 python benchmarks/variants/attention.py seconds --rounds 5
@@ -26,7 +26,7 @@ SIDE = 84
 
 
 def floors() -> None:
-    """Largest stage of the plan with the smallest one, for 8 devices."""
+    """Print the largest stage of the plan that minimizes it, for 8 devices."""
     for model in ("rn50_d_e6", "rn101_d_e12"):
         for way in WAYS:
             overrides = ["pipeline.devices=8", "pipeline.planner=exact", "profile.source=estimated", "numerics=close"]
@@ -37,7 +37,7 @@ def floors() -> None:
 
 
 def seconds(rounds: int, side: int) -> None:
-    """Forward and backward of one encoder layer without dropout, each round in another order."""
+    """Time forward and backward of one encoder layer without dropout, each round in another order."""
     memory, valid = torch.randn(1, side, side, 256), torch.tensor([[side, side]])
     layers = {}
     for way in WAYS:
@@ -48,15 +48,15 @@ def seconds(rounds: int, side: int) -> None:
     results = {}
     for number in range(rounds + 1):
         for way in WAYS[number % 3 :] + WAYS[: number % 3]:
-            given = memory.clone().requires_grad_()
+            inputs = memory.clone().requires_grad_()
             begun = time.perf_counter()
-            out = layers[way](given, valid)
+            out = layers[way](inputs, valid)
             out.backward(torch.ones_like(out).mul_(memory))
             if number:  # the first round warms up
                 times[way].append(time.perf_counter() - begun)
-            results[way] = out.detach(), given.grad
+            results[way] = out.detach(), inputs.grad
     for way in WAYS:
-        ratios = [one / eager for one, eager in zip(times[way], times["eager"], strict=True)]
+        ratios = [took / eager for took, eager in zip(times[way], times["eager"], strict=True)]
         errors = [
             float((a - b).abs().max() / b.abs().max()) for a, b in zip(results[way], results["eager"], strict=True)
         ]
@@ -73,11 +73,11 @@ def main() -> None:
     parser.add_argument("what", choices=["floors", "seconds"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--side", type=int, default=SIDE, help="rows and columns of the feature map")
-    given = parser.parse_args()
-    if given.what == "floors":
+    args = parser.parse_args()
+    if args.what == "floors":
         floors()
     else:
-        seconds(given.rounds, given.side)
+        seconds(args.rounds, args.side)
 
 
 if __name__ == "__main__":

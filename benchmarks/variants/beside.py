@@ -1,7 +1,7 @@
-"""The step of a layer whose parts run side by side on several ranks, against the same parts on one rank.
+"""Compares the step of a layer whose parts run on several ranks with the same parts on one rank.
 
-Engine, schedule and gloo are real; the layers sleep instead of computing, so that ranks do not compete for cores. Both
-plans are there at once and take turns. Prints the table of README.md.
+Engine, schedule and gloo are real; the layers sleep instead of computing, so that ranks do not compete for cores. The
+steps of both plans are interleaved. Prints the table of README.md.
 
 python -m benchmarks.variants.beside --rounds 10
 """
@@ -45,7 +45,7 @@ class _Wide(nn.Module):
         return slept
 
     def split(self, into: Splitter) -> None:
-        """Every part has the one weight, and sleeps its share."""
+        """Split into parts that share the weight and sleep their share of the seconds."""
         names = [into.value(str(part)) for part in range(into.degree)]
         for part, name in enumerate(names):
             share = into.sharing(self.sleep)
@@ -55,7 +55,7 @@ class _Wide(nn.Module):
 
 
 def built(seconds: float, parts: int) -> Chain:
-    """A short layer, a long one in parts, and a short one."""
+    """Return a chain of a short layer, a long one in parts, and a short one."""
     short = AROUND * seconds
     layers = [
         Layer("before", Sleeping(short, 2 * short)),
@@ -66,9 +66,9 @@ def built(seconds: float, parts: int) -> Chain:
 
 
 def plans(parts: int) -> dict[str, tuple[PlanStage, ...]]:
-    """Every part on its own rank, and all on the first one; the first one also has all else.
+    """Return two plans: each part on its own rank, and all on the first; the first rank also has the other layers.
 
-    The first part is a stage of its own: in one stage with the layer before, the others would wait for it.
+    The first part is a separate stage: in one stage with the preceding layer, the other parts would wait for it.
     """
     ranges = [(0, 1), *((part, part + 1) for part in range(1, parts + 1)), (parts + 1, parts + 3)]
     ranks = [0, *range(parts), 0]
@@ -77,11 +77,13 @@ def plans(parts: int) -> dict[str, tuple[PlanStage, ...]]:
 
 
 def play(seconds: float, parts: int, microbatches: int) -> dict[str, float]:
-    """Steps of both plans as `capslog simulate` plays them, with free links."""
+    """Return the step seconds of both plans as `capslog simulate` computes them, with free links."""
     chain = built(seconds, parts)
-    own = [AROUND * seconds, *[seconds / parts] * parts, 0.0, AROUND * seconds]
+    layer_seconds = [AROUND * seconds, *[seconds / parts] * parts, 0.0, AROUND * seconds]
     rows = [
-        LayerProfile(layer.name, 0, 0 if n else None, forward_seconds=own[n], backward_seconds=2 * own[n])
+        LayerProfile(
+            layer.name, 0, 0 if n else None, forward_seconds=layer_seconds[n], backward_seconds=2 * layer_seconds[n]
+        )
         for n, layer in enumerate(chain.layers)
     ]
     size = 4 * SHAPE[0] * SHAPE[1]
@@ -101,7 +103,7 @@ def play(seconds: float, parts: int, microbatches: int) -> dict[str, float]:
 def measure(
     communicator: Communicator, seconds: float, parts: int, microbatches: int, rounds: int
 ) -> dict[str, list[float]]:
-    """One rank's seconds of every round of each plan; a rank without a stage of it is idle."""
+    """Return this rank's seconds of every round of each plan; a rank without a stage is idle."""
     runs = {}
     for name, stages in plans(parts).items():
         options = EngineOptions(microbatches, schedule=SCHEDULE, recompute=False)
@@ -109,22 +111,22 @@ def measure(
             built(seconds, parts), mean_loss, Layout(stages, direct=True), options, communicator, torch.device("cpu")
         )
         runs[name] = stepping(engine, microbatches, {"x": torch.zeros(*SHAPE)})
-    found = interleave(runs, rounds, communicator.barrier, warmup=1)
-    return {name: [wall for wall, _ in row] for name, row in found.items()}
+    times = interleave(runs, rounds, communicator.barrier, warmup=1)
+    return {name: [wall for wall, _ in row] for name, row in times.items()}
 
 
 def compare(seconds: float, parts: int, microbatches: int, rounds: int) -> None:
-    """Side by side against one rank: measured and played."""
+    """Print measured and simulated ratios of the plan side by side to the plan on one rank."""
     played = play(seconds, parts, microbatches)
     rows = run_ranks(measure, parts, seconds, parts, microbatches, rounds)
     # a step ends when its last rank ends
-    steps = {name: [max(one) for one in zip(*(row[name] for row in rows), strict=True)] for name in played}
-    found = beside_play(steps, played, "side by side", "one rank")
-    middle, low, high = found["ratio"]
-    measured = found["measured_seconds"]
+    steps = {name: [max(ends) for ends in zip(*(row[name] for row in rows), strict=True)] for name in played}
+    comparison = beside_play(steps, played, "side by side", "one rank")
+    middle, low, high = comparison["ratio"]
+    measured = comparison["measured_seconds"]
     print(
         f"| {parts} | {microbatches} | {1e3 * measured['one rank']:.0f} | {1e3 * measured['side by side']:.0f} | "
-        f"{middle:.3f} ({low:.3f}-{high:.3f}) | {found['played_ratio']:.3f} | "
+        f"{middle:.3f} ({low:.3f}-{high:.3f}) | {comparison['played_ratio']:.3f} | "
         f"{(2 * AROUND + 1 / parts) / (2 * AROUND + 1):.3f} |",
         flush=True,
     )
@@ -135,12 +137,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.04, help="that the forward of the split layer takes whole")
     parser.add_argument("--rounds", type=int, default=10)
-    given = parser.parse_args()
+    args = parser.parse_args()
     print("| parts and ranks | microbatches | one rank, ms | side by side, ms | ratio (quartiles) | played | least |")
     print("|---|---|---|---|---|---|---|")
     for parts in (2, 4):
         for microbatches in (1, 8):
-            compare(given.seconds, parts, microbatches, given.rounds)
+            compare(args.seconds, parts, microbatches, args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Peak and processor seconds of one encoder layer of DETR against the number of chunks of its queries.
+"""Peak and processor seconds of one encoder layer of DETR by the number of chunks of its queries.
 
 Forward and backward without dropout, float32, one thread; the peak is the CPU allocator's. Every round runs all
 degrees once, the order reversed from one round to the next. Prints the table of README.md.
@@ -25,7 +25,7 @@ WIDTH = 256
 
 
 def run(layer: nn.Module, rows: int, columns: int) -> tuple[float, int]:
-    """Processor seconds and peak bytes of a forward and a backward."""
+    """Return the processor seconds and peak bytes of a forward and a backward."""
     memory = torch.randn(1, rows, columns, WIDTH, requires_grad=True)
     valid, upper = torch.tensor([[rows, columns]]), torch.randn(1, rows, columns, WIDTH)
     layer.zero_grad()
@@ -37,7 +37,7 @@ def run(layer: nn.Module, rows: int, columns: int) -> tuple[float, int]:
 
 
 def compare(sequence: int, degrees: list[int], rounds: int) -> None:
-    """One row for each degree."""
+    """Print a row for each degree."""
     rows, columns = math.isqrt(sequence), round(sequence / math.isqrt(sequence))
     torch.manual_seed(0)
     layer = EncoderLayer(ModelConfig(attention="eager", dropout=0.0))
@@ -50,7 +50,7 @@ def compare(sequence: int, degrees: list[int], rounds: int) -> None:
             spent, peaks[degree] = run(layer, rows, columns)
             seconds[degree].append(spent)
     for degree in degrees:
-        ratios = [one / first for one, first in zip(seconds[degree], seconds[degrees[0]], strict=True)]
+        ratios = [took / first for took, first in zip(seconds[degree], seconds[degrees[0]], strict=True)]
         print(
             f"| {rows * columns} | {degree} | {peaks[degree] / 2**20:.0f} | {peaks[degree] / peaks[degrees[0]]:.3f} | "
             f"{statistics.median(seconds[degree]):.1f} | "
@@ -65,12 +65,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[2000, 5000])
     parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     print("| positions | chunks | peak, MiB | of the first row | processor s | of the first row |")
     print("|---|---|---|---|---|---|")
-    for sequence in given.sequences:
-        compare(sequence, given.degrees, given.rounds)
+    for sequence in args.sequences:
+        compare(sequence, args.degrees, args.rounds)
 
 
 if __name__ == "__main__":

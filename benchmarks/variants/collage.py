@@ -1,11 +1,11 @@
-"""Collage over the variants of five models on this CPU: sums over layers beside the whole, and the best single way.
+"""Collage over the variants of five models on this CPU: sums over layers, whole models, and the best single variant.
 
     python -m benchmarks.variants.collage --model gpt2
     python -m benchmarks.variants.collage            # all five, some minutes
 
-Choices are those of `capslog variants`. The table then measures every candidate anew, layer after layer and whole, as
+Choices are those of `capslog variants`. Every candidate is then measured again, by layer and as a whole model, as
 processor time of a forward and a backward of one microbatch on one thread, so that other work on the machine counts
-less; all candidates take their turn in every round.
+less; every round measures all candidates.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ MODELS = ("detr", "gpt2", "bert", "resnext50", "dcgan")
 
 
 def config_of(name: str) -> Config:
-    """A run of the model, each layer kept for its backward."""
+    """Return the config of a run of the model without recomputation."""
     samples = 8 if name == "dcgan" else 1
     values: dict[str, Any] = {
         "train": {"minibatch_size": 4 * samples, "microbatch_size": samples, "threads": 1},
@@ -107,7 +107,7 @@ def config_of(name: str) -> Config:
 
 
 class Timed:
-    """A model whose layers are computed by one choice."""
+    """Model with one choice of variants for its layers."""
 
     def __init__(self, config: Config, chosen: Mapping[int, str]) -> None:
         workload = copy.copy(load_workload(config))
@@ -118,7 +118,7 @@ class Timed:
         self._inputs = {name: dummy_inputs({name: spec})[name] for name, spec in specs.items()}
 
     def whole(self) -> float:
-        """Seconds of all layers, one after the other in one graph."""
+        """Return the seconds of all layers in one graph."""
         begun, values = time.process_time(), dict(self._inputs)
         for layer in self._chain.layers:
             values |= layer.run(values)
@@ -126,12 +126,12 @@ class Timed:
         return time.process_time() - begun
 
     def alone(self) -> float:
-        """The sum of the seconds of each layer in a graph of its own."""
+        """Return the sum of the seconds of each layer in a separate graph."""
         values, total = dict(self._inputs), 0.0
         for layer in self._chain.layers:
-            given = {name: values[name].detach().requires_grad_(values[name].requires_grad) for name in layer.reads}
+            inputs = {name: values[name].detach().requires_grad_(values[name].requires_grad) for name in layer.reads}
             begun = time.process_time()
-            written = layer.run(given)
+            written = layer.run(inputs)
             _backward(list(written.values()))
             total += time.process_time() - begun
             values |= written
@@ -139,30 +139,30 @@ class Timed:
 
 
 def _backward(outputs: list[Tensor]) -> None:
-    ends = [one for one in outputs if one.requires_grad]
-    torch.autograd.backward(ends, [torch.ones_like(one) for one in ends])
+    ends = [tensor for tensor in outputs if tensor.requires_grad]
+    torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
 
 
-def show(name: str, config: Config, found: Collaged, rounds: int) -> None:
-    """Its rows of the table."""
-    timed = [Timed(config, one.chosen) for one in found.candidates]
-    whole: list[list[float]] = [[] for _ in timed]
-    alone: list[list[float]] = [[] for _ in timed]
+def show(name: str, config: Config, collaged: Collaged, rounds: int) -> None:
+    """Print the model's rows of the table."""
+    timed = [Timed(config, candidate.chosen) for candidate in collaged.candidates]
+    whole_seconds: list[list[float]] = [[] for _ in timed]
+    alone_seconds: list[list[float]] = [[] for _ in timed]
     for number in range(rounds + 1):
         for at in sorted(range(len(timed)), key=lambda at: (at + number) % len(timed)):
             seconds = timed[at].alone(), timed[at].whole()
             if number:  # the first round warms up
-                alone[at].append(seconds[0])
-                whole[at].append(seconds[1])
-    for at, one in enumerate(found.candidates):
-        ratios = [a / b for a, b in zip(whole[at], whole[0], strict=True)]
-        parts = [a / b for a, b in zip(whole[at], alone[at], strict=True)]
+                alone_seconds[at].append(seconds[0])
+                whole_seconds[at].append(seconds[1])
+    for at, candidate in enumerate(collaged.candidates):
+        ratios = [a / b for a, b in zip(whole_seconds[at], whole_seconds[0], strict=True)]
+        parts = [a / b for a, b in zip(whole_seconds[at], alone_seconds[at], strict=True)]
         cells = (
             name,
-            f"**{one.name}**" if one is found.best else one.name,
-            f"{len(one.chosen)} of {found.profile.num_layers}",
-            f"{1e3 * statistics.median(alone[at]):.1f}",
-            f"{1e3 * statistics.median(whole[at]):.1f}",
+            f"**{candidate.name}**" if candidate is collaged.best else candidate.name,
+            f"{len(candidate.chosen)} of {collaged.profile.num_layers}",
+            f"{1e3 * statistics.median(alone_seconds[at]):.1f}",
+            f"{1e3 * statistics.median(whole_seconds[at]):.1f}",
             f"{statistics.median(parts):.2f}",
             f"{statistics.median(ratios):.3f} ({min(ratios):.2f}..{max(ratios):.2f})",
         )
@@ -175,16 +175,16 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--generations", type=int, default=3)
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
-    for name in [given.model] if given.model else MODELS:
+    for name in [args.model] if args.model else MODELS:
         begun = time.perf_counter()
         config = config_of(name)
-        found = collage(config, given.rounds, given.generations)
-        show(name, config, found, given.rounds)
-        runs = found.profile.conditions["profiling"]["stage_runs"]
+        collaged = collage(config, args.rounds, args.generations)
+        show(name, config, collaged, args.rounds)
+        runs = collaged.profile.conditions["profiling"]["stage_runs"]
         print(f"{name}: {runs} runs of layers and pairs; {time.perf_counter() - begun:.0f} s in all", flush=True)
 
 

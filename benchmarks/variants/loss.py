@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 class LastStage(Workload):
-    """Two layers, of which the last one and the loss are what is measured."""
+    """Workload of two layers; the last one and the loss are measured."""
 
     name = "last stage"
 
@@ -61,28 +61,28 @@ class LastStage(Workload):
             self.variants, self.numerics = {"head": "chunked-loss"}, "close"
 
     def build_chain(self) -> Chain:
-        """The model as a captured chain whose loss is all that it gives, or whose logits are."""
+        """Return the model as a captured chain whose only output is its loss or its logits."""
         example = {"x": torch.zeros(*self._shape, WIDTH), "classes": torch.ones(self._shape, dtype=torch.int64)}
         inside = self._way in ("logits", "plain, inside")
         chain = Chain.from_module(Model(self._classes, inside), ["head"], example, evaluates=False)
         return Chain(chain.layers, chain.inputs, ("loss",) if inside else chain.outputs, chain.name)
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        """The model's own, or that of its logits."""
+        """Return the model's own loss, or compute it from the logits."""
         if "loss" in outputs:
             return {"loss": outputs["loss"]}
         logits, classes = outputs.values()
-        one = chunked_cross_entropy if self._way == "loss" else F.cross_entropy
-        return {"loss": one(logits.flatten(0, 1), classes.flatten())}
+        cross_entropy = chunked_cross_entropy if self._way == "loss" else F.cross_entropy
+        return {"loss": cross_entropy(logits.flatten(0, 1), classes.flatten())}
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
-        """Of one size."""
+        """Return the specs of x and classes, all of one size."""
         x = TensorSpec((*self._shape, WIDTH), torch.float32)
         return {"x": x, "classes": TensorSpec(self._shape, torch.int64)}
 
 
 def seconds(workload: LastStage, chain: Chain, shape: tuple[int, int], classes: int) -> float:
-    """Processor seconds of the last layer and its loss, forward and backward."""
+    """Return the processor seconds of the last layer and its loss, forward and backward."""
     generator = torch.Generator().manual_seed(0)
     values = {
         "classes": torch.randint(0, classes, shape, generator=generator),
@@ -90,13 +90,13 @@ def seconds(workload: LastStage, chain: Chain, shape: tuple[int, int], classes: 
     }
     layer = chain.layers[-1]
     reads = {name: values["classes" if name == "classes" else "x"].clone() for name in layer.reads}
-    for one in reads.values():
-        one.requires_grad_(one.is_floating_point())
+    for tensor in reads.values():
+        tensor.requires_grad_(tensor.is_floating_point())
     layer.module.zero_grad()
     begun = time.process_time()
     written = layer.run(reads)
     outputs = {name: written.get(name, reads.get(name)) for name in chain.outputs}
-    workload.loss({name: one for name, one in outputs.items() if one is not None}, None, {})["loss"].backward()
+    workload.loss({name: tensor for name, tensor in outputs.items() if tensor is not None}, None, {})["loss"].backward()
     return time.process_time() - begun
 
 
@@ -106,23 +106,23 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=3, default=[8, 512, 32000])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="plain ways before their others")
-    given = parser.parse_args()
-    batch, length, classes = given.shape
+    args = parser.parse_args()
+    batch, length, classes = args.shape
     torch.set_num_threads(1)
     from benchmarks.variants.loss import LastStage  # as worker processes import it
 
-    workloads = {way: LastStage(way, batch, length, classes) for way in given.ways}
-    chains = {way: one.chosen_chain(evaluates=False) for way, one in workloads.items()}
-    spent: dict[str, list[float]] = {way: [] for way in given.ways}
-    for number in range(given.rounds + 1):
-        for way in given.ways if number % 2 == 0 else reversed(given.ways):
+    workloads = {way: LastStage(way, batch, length, classes) for way in args.ways}
+    chains = {way: workload.chosen_chain(evaluates=False) for way, workload in workloads.items()}
+    spent: dict[str, list[float]] = {way: [] for way in args.ways}
+    for number in range(args.rounds + 1):
+        for way in args.ways if number % 2 == 0 else reversed(args.ways):
             took = seconds(workloads[way], chains[way], (batch, length), classes)
             if number:  # the first round warms up
                 spent[way].append(took)
     print("| logits | way | peak, MiB | estimated, MiB | of plain | processor s | of plain |")
     print("|---|---|---|---|---|---|---|")
     conditions, first = RunConditions(recompute=False), 0
-    for way in given.ways:
+    for way in args.ways:
         rows = [
             next(row for row in profile.observations if row.layers == (1, 2))
             for profile in (profile_workload(workloads[way], conditions), estimate_workload(workloads[way], conditions))
@@ -130,9 +130,9 @@ def main() -> None:
         measured, estimated = (row.peak_bytes for row in rows)
         plain = "plain" if way in ("plain", "loss") else "plain, inside"
         first = measured if way == plain else first
-        ratios = [one / other for one, other in zip(spent[way], spent[plain], strict=True)]
+        ratios = [took / base for took, base in zip(spent[way], spent[plain], strict=True)]
         print(
-            f"| {given.shape} | {WAYS[way]} | {measured / 2**20:.0f} | {estimated / 2**20:.0f} | "
+            f"| {args.shape} | {WAYS[way]} | {measured / 2**20:.0f} | {estimated / 2**20:.0f} | "
             f"{measured / first:.3f} | {statistics.median(spent[way]):.2f} | "
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f}) |",
             flush=True,

@@ -1,8 +1,8 @@
-"""Variants, cuts and memory intervals that planner budget chooses, beside every choice of all three.
+"""Compares the variants, cuts and memory intervals that planner budget chooses with all choices of the three.
 
 Random chains of 3 to 5 layers, up to 3 ways for each (as configured and two variants), 2 devices, schedule 1F1B; the
-memory of a device is a part of what keeping everything takes. The exhaustive search plays every cut list with every
-list of kept and recomputed intervals that fits by the fold, for every choice of variants.
+memory of a device is a fraction of the bytes without recomputation. The exhaustive search simulates every cut list with
+every list of kept and recomputed intervals that fits by the fold, for every choice of variants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS = (0.35, 0.5, 0.65, 0.8)
 
 
 def instance(seed: int) -> tuple[float, float, int, int]:
-    """The step that was found, the least step of all, layers whose variant was chosen, and all choices."""
+    """Return the step of the plan, the shortest step of all, the number of layers with a variant, and of choices."""
     draw = random.Random(seed)
     size = draw.choice([3, 3, 4, 4, 5])
     counts = [2, 2, 1, 0, 0] if size == 5 else [2, 2, 1][: size - 1] + [0]
@@ -30,12 +30,12 @@ def instance(seed: int) -> tuple[float, float, int, int]:
     profile, run = random_variants(draw, size, counts), RunShape(4, "1f1b", num_blocks=1, recompute=False)
     plain = Layerwise.of_profile(under(profile, {}), run, 2)
     usable = int(draw.choice(PARTS) * max(plain.peak(1, 1, size, ()), plain.peak(0, 0, size - 1, ())))
-    every = itertools.product(*((PLAIN, *alternatives_of(profile).get(at, ())) for at in range(size)))
-    chosen = [{at: name for at, name in enumerate(names) if name != PLAIN} for names in every]
-    least = min(least_step(under(profile, one), 2, run, usable) for one in chosen)
-    found = choose_variants(profile, 2, 4, lambda one: plan_of(one, 2, run, usable))
-    step = found.plan.step_seconds if found.plan.fits and found.plan.step_seconds is not None else float("inf")
-    return step, least, len(found.chosen), len(chosen)
+    choices = itertools.product(*((PLAIN, *alternatives_of(profile).get(at, ())) for at in range(size)))
+    chosen = [{at: name for at, name in enumerate(names) if name != PLAIN} for names in choices]
+    least = min(least_step(under(profile, choice), 2, run, usable) for choice in chosen)
+    best = choose_variants(profile, 2, 4, lambda choice: plan_of(choice, 2, run, usable))
+    step = best.plan.step_seconds if best.plan.fits and best.plan.step_seconds is not None else float("inf")
+    return step, least, len(best.chosen), len(chosen)
 
 
 def main() -> None:
@@ -44,10 +44,10 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of processor time, after which it ends")
-    given = parser.parse_args()
+    args = parser.parse_args()
     worse = unfit = with_variants = done = choices = 0
-    for seed in range(given.first, given.first + given.instances):
-        if time.process_time() > given.seconds:
+    for seed in range(args.first, args.first + args.instances):
+        if time.process_time() > args.seconds:
             break
         step, least, layers, count = instance(seed)
         done += 1

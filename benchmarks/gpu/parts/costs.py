@@ -1,6 +1,6 @@
-"""What CUDA itself takes (context, workspaces of cuBLAS and cuDNN, NCCL's buffers), and the allocator beside its model.
+"""Measures CUDA's own memory (context, workspaces of cuBLAS and cuDNN, NCCL's buffers), and the allocator's model.
 
-Only a GPU can tell. `varuna_capslog/profiling/estimation/headroom.py` says what is assumed of each; docs/gpu.md has the
+It needs a GPU. `varuna_capslog/profiling/estimation/headroom.py` has the assumed bytes of each; docs/gpu.md has the
 table.
 """
 
@@ -63,7 +63,7 @@ _aten = torch.ops.aten
 
 
 def measure(device: torch.device, tell: Any) -> None:
-    """Tells all of them."""
+    """Measure all rows."""
     run_ranks(measure_one, 2, kind_of(tell.facts), tell, timeout=600.0)
     if len(tell.facts["gpus"]) < 2:
         tell.not_run(NCCL, "NCCL needs a GPU for every rank, and torch sees one here")
@@ -73,26 +73,26 @@ def measure(device: torch.device, tell: Any) -> None:
 
 
 def measure_one(communicator: Communicator, gpu: str, tell: Any) -> None:
-    """All of one GPU: rank 1 takes its memory, and rank 0 sees by how much less is free."""
+    """Measure all rows of one GPU: rank 1 takes its memory, and rank 0 reads the fall in free memory."""
     taken, assumed = context(communicator), context_bytes(gpu)
     if communicator.rank == 1:
         return
     tell(CONTEXT, f"{taken / MIB:.0f} MiB; {assumed // MIB} assumed", taken <= assumed, bytes=taken)
-    known = 2 * (CUBLAS_WORKSPACE_HOPPER if GPUS[gpu].hopper_or_later else CUBLAS_WORKSPACE)
+    workspace = 2 * (CUBLAS_WORKSPACE_HOPPER if GPUS[gpu].hopper_or_later else CUBLAS_WORKSPACE)
     product, bias = cublas()
-    result = f"{product / MIB:.3f} MiB, by the source {known / MIB:.3f}; a bias {bias / MIB:.0f} MiB more"
-    tell(CUBLAS, result, product == known and bias == CUBLASLT_WORKSPACE, bytes=[product, bias])
-    found = cudnn(gpu)
-    most, guess = (max(pair[kind] for pair in found.values()) / MIB for kind in (0, 1))
-    same = sum(abs(real - told) <= max(real, MIB) / 50 for real, told in found.values())
-    result = f"at most {most:.1f} MiB, estimated {guess:.1f}; {same} of {len(found)} within 2 %"
-    tell(CUDNN, result, bytes=found)
+    result = f"{product / MIB:.3f} MiB, by the source {workspace / MIB:.3f}; a bias {bias / MIB:.0f} MiB more"
+    tell(CUBLAS, result, product == workspace and bias == CUBLASLT_WORKSPACE, bytes=[product, bias])
+    scratch = cudnn(gpu)
+    most, guess = (max(pair[kind] for pair in scratch.values()) / MIB for kind in (0, 1))
+    same = sum(abs(real - told) <= max(real, MIB) / 50 for real, told in scratch.values())
+    result = f"at most {most:.1f} MiB, estimated {guess:.1f}; {same} of {len(scratch)} within 2 %"
+    tell(CUDNN, result, bytes=scratch)
     real, replayed = reserved(Communicator(0, 1, 0, datetime.timedelta(seconds=60)))
     tell(REPLAY, f"{real / MIB:.0f} MiB, replayed {replayed / MIB:.0f}", real == replayed, reserved=[real, replayed])
 
 
 def context(communicator: Communicator) -> int:
-    """Free memory that another process takes beside its tensors once kernels are loaded; seen by rank 0."""
+    """Return the bytes that another process takes besides its tensors once kernels are loaded, as rank 0 sees them."""
     if communicator.rank == 0:
         free = torch.cuda.mem_get_info()[0]
     communicator.barrier()
@@ -111,7 +111,7 @@ def context(communicator: Communicator) -> int:
 
 
 def cublas() -> tuple[int, int]:
-    """What products of matrices leave allocated in this thread and in autograd's, and what a bias adds."""
+    """Return the bytes that matrix products leave allocated in this thread and autograd's, and those a bias adds."""
     x = torch.ones(64, 64, device="cuda", requires_grad=True)
     bias = torch.ones(64, device="cuda")
     before = torch.cuda.memory_allocated()
@@ -122,35 +122,35 @@ def cublas() -> tuple[int, int]:
 
 
 def cudnn(gpu: str) -> dict[str, tuple[int, int]]:
-    """What each convolution takes beside its tensors, forward and backward, and what estimates count."""
-    found = {}
+    """Return the measured and estimated scratch bytes of each convolution, forward and backward."""
+    scratch = {}
     for channels, outputs, kernel, stride, side in CONVOLUTIONS:
-        what = f"{channels}x{side}x{side}, {kernel}x{kernel}/{stride}"
+        convolution = f"{channels}x{side}x{side}, {kernel}x{kernel}/{stride}"
         x = torch.randn(1, channels, side, side, device="cuda")
         w = torch.randn(outputs, channels, kernel, kernel, device="cuda")
-        rest = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
-        y = torch.ones_like(_aten.convolution(x, w, None, *rest))  # the first call loads kernels
-        forward, backward = (x, w, None, *rest), (y, x, w, None, *rest, [True, True, False])
+        settings = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
+        y = torch.ones_like(_aten.convolution(x, w, None, *settings))  # the first call loads kernels
+        forward, backward = (x, w, None, *settings), (y, x, w, None, *settings, [True, True, False])
         _aten.convolution_backward(*backward)
         for name, operator, args in (
-            (what, _aten.convolution.default, forward),
-            (f"{what}, backward", _aten.convolution_backward.default, backward),
+            (convolution, _aten.convolution.default, forward),
+            (f"{convolution}, backward", _aten.convolution_backward.default, backward),
         ):
-            found[name] = (_scratch(operator, args), sum(CUDA_KERNELS[operator](args, y, GPUS[gpu])))
-    return found
+            scratch[name] = (_scratch(operator, args), sum(CUDA_KERNELS[operator](args, y, GPUS[gpu])))
+    return scratch
 
 
 def _scratch(operator: Any, args: tuple[Any, ...]) -> int:
-    """The most that is allocated while it runs, beyond what it leaves."""
+    """Return the peak bytes while the operator runs, minus the bytes that its results keep."""
     torch.cuda.reset_peak_memory_stats()
     results = operator(*args)
-    peak, left = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    peak, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     del results
-    return peak - left
+    return peak - kept
 
 
 def nccl(communicator: Communicator) -> int:
-    """What opening a group in each direction takes of the rank's GPU."""
+    """Return the bytes of the rank's GPU that opening a group in each direction takes."""
     device = torch.device("cuda", communicator.rank)
     torch.cuda.set_device(device)
     torch.zeros(1, device=device).item()
@@ -162,7 +162,7 @@ def nccl(communicator: Communicator) -> int:
 
 
 def reserved(communicator: Communicator) -> tuple[int, int]:
-    """Reserved bytes of a short training, and what the model of the allocator makes of the same allocations."""
+    """Return the reserved bytes of a short training, and those of the allocator's model for the same allocations."""
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, context=None)
@@ -180,11 +180,11 @@ def reserved(communicator: Communicator) -> tuple[int, int]:
 
 
 def events_of(trace: Iterable[Mapping[str, Any]]) -> list[Event]:
-    """A trace of torch's allocator, as its model takes it: a block is named by its address."""
-    found: list[Event] = []
-    for entry in trace:
-        if entry["action"] == "alloc":
-            found.append((entry["addr"], entry["size"]))
-        elif entry["action"] == "free_completed":
-            found.append((entry["addr"], 0))
-    return found
+    """Convert a trace of torch's allocator to the events of its model; a block is named by its address."""
+    events: list[Event] = []
+    for record in trace:
+        if record["action"] == "alloc":
+            events.append((record["addr"], record["size"]))
+        elif record["action"] == "free_completed":
+            events.append((record["addr"], 0))
+    return events

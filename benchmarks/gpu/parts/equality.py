@@ -1,4 +1,4 @@
-"""A DETR step on four pipeline ranks of one device beside the same step in one process."""
+"""Compares a DETR step on four pipeline ranks of one device with the same step in one process."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ ROWS = {
 
 
 def measure(device: torch.device, tell: Any) -> None:
-    """Tells the largest differences."""
+    """Write the largest differences."""
     # TF32 keeps 10 bits of a mantissa; NVIDIA's libraries read this variable, also in the ranks
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     model = "rn50_e6" if device.type == "cuda" else "tiny"
     (row,) = ROWS[device.type]
     with tempfile.TemporaryDirectory() as name:
         folder, cuts = Path(name), CUTS[model]
-        whole = run_ranks(unsplit, 1, model, folder, device)[0]
+        unsplit_step = run_ranks(unsplit, 1, model, folder, device)[0]
         ranks = run_ranks(pipeline, len(cuts), model, folder, cuts, RunShape(len(SIZES[model])), device)
-        error, worst, loss, count = differences(folder, whole, ranks)
+        error, worst, loss, count = differences(folder, unsplit_step, ranks)
     result = f"loss {loss:.1e}, gradients {error:.1e} over {count} parameters"
     tell(row, result, max(error, loss) <= AIM, loss_difference=loss, gradient_error=error, worst=worst, cuts=cuts)

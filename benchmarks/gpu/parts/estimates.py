@@ -1,4 +1,4 @@
-"""Peaks that are estimated without a device beside the allocator's, of one rank that trains a whole model."""
+"""Compares peaks estimated without a device with the allocator's, for one rank that trains a whole model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ MICROBATCHES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One training.
+    """Model, recomputation and memory intervals of a training run.
 
     Attributes:
         values: a config of `truth.MODELS`; None: DETR R50 of the paper on images of 512 x 512.
-        recompute: whether stages compute their forwards again.
-        memory: intervals of layers that are treated otherwise.
+        recompute: stages recompute their forwards.
+        memory: memory intervals, whose layers have another memory action.
     """
 
     values: dict[str, Any] | None
@@ -45,7 +45,7 @@ class Case:
     memory: tuple[MemoryInterval, ...] = ()
 
     def workload(self) -> Workload:
-        """What is trained."""
+        """Return the workload to train."""
         if self.values is None:
             return workload_of("rn50_e6", (512, 512))
         return load_workload(truth.config_with(self.values))
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def types(self) -> dict[str, Any]:
-        """What a run's types decide of its conditions."""
+        """Options that follow from the run's dtypes."""
         return {} if self.values is None else truth.types_of(truth.config_with(self.values))
 
     def layout(self, layers: int) -> Layout:
@@ -65,7 +65,7 @@ class Case:
         return Layout((PlanStage(((0, layers),), (0,), memory=self.memory),), 1)
 
     def options(self) -> EngineOptions:
-        """How it is trained."""
+        """Return the engine's options."""
         schedule = "varuna" if self.recompute else "1f1b"
         types = {"recipe": Recipe()} | self.types
         scale = LossScale(1024.0, dynamic=False) if types.get("precision") == "float16" else None
@@ -99,12 +99,12 @@ ROWS = {device: dict.fromkeys(cases, AIM if device == "cuda" else "") for device
 
 
 def measure(device: torch.device, tell: Any) -> None:
-    """Tells the errors; on the CPU without an aim, for stages this small are not what the aim is about."""
+    """Write the errors; on the CPU without an aim, since the aim does not apply to stages this small."""
     run_ranks(measure_all, 1, device, kind_of(tell.facts) if device.type == "cuda" else "", tell, timeout=600.0)
 
 
 def measure_all(communicator: Communicator, device: torch.device, gpu: str, tell: Any) -> None:
-    """Trains all cases in one process, which opens the device once; one that fails is told, and the next comes."""
+    """Train all cases in one process, which opens the device once; a failed case is written, and the next one runs."""
     for name, case in CASES[device.type].items():
         guess = estimated(case, device.type, gpu)
         try:
@@ -126,7 +126,7 @@ def measure_all(communicator: Communicator, device: torch.device, gpu: str, tell
 
 
 def estimated(case: Case, device: str, gpu: str) -> int:
-    """The peak that is predicted for the rank."""
+    """Return the predicted peak of the rank."""
     conditions = RunConditions(device, case.size, recompute=case.recompute, stage_inputs="host", gpu=gpu, **case.types)
     estimator = StageEstimator(case.workload(), conditions)
     return rank_peaks(estimator, case.layout(len(estimator.chain)), case.options())[0]

@@ -1,4 +1,4 @@
-"""What this machine has: versions, GPUs with their free memory, and why there are none."""
+"""Facts of this machine: versions, GPUs with their free memory, or the reason why there are none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ACTIONS = {
 
 
 def found() -> dict[str, Any]:
-    """One object for the JSON; `no_cuda` is empty where a GPU can be used."""
+    """Return the facts as an object for the JSON; `no_cuda` is empty where a GPU can be used."""
     why = no_cuda()
     facts: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -46,7 +46,7 @@ def found() -> dict[str, Any]:
 
 
 def no_cuda() -> str:
-    """Why no GPU can be used, in a sentence; empty where one can."""
+    """Return a sentence why no GPU can be used; empty where one can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA; install a build with CUDA"
     try:

@@ -29,12 +29,12 @@ ROWS = {device: {LEAVE: "", KILL: "", same: "same members, same losses"} for dev
 
 @dataclass
 class Changes:
-    """What happened in a run.
+    """Members, losses and delays of an elastic run.
 
     Attributes:
-        members: of every generation that was waited for.
-        losses: by step.
-        pauses, kills: seconds.
+        members: members of every generation that was waited for.
+        losses: losses by step.
+        pauses, kills: seconds of each.
     """
 
     members: list[tuple[str, ...]] = field(default_factory=list)
@@ -44,29 +44,29 @@ class Changes:
 
 
 def measure(device: torch.device, tell: Any) -> None:
-    """Tells the times in milliseconds; on a GPU all members share it, but over NCCL."""
-    found = changes(device, "gloo")
-    for row, values in ((LEAVE, found.pauses), (KILL, found.kills)):
+    """Write the times in milliseconds; all members share a GPU, except over NCCL."""
+    over_gloo = changes(device, "gloo")
+    for row, values in ((LEAVE, over_gloo.pauses), (KILL, over_gloo.kills)):
         numbers = quantiles(values)
         tell(row, f"median {numbers['p50']:.1f} ms, largest {numbers['max']:.1f} ms of {len(values)}", **numbers)
     if device.type == "cuda" and len(tell.facts["gpus"]) < MEMBERS:
         tell.not_run(SAME["cuda"], f"NCCL needs a GPU for each of the {MEMBERS} members (CUDA_VISIBLE_DEVICES)")
         return
     os.environ[nccl_manners.MANNERS] = "0,0,0"
-    other = changes(device, "nccl" if device.type == "cuda" else STAND_IN)
-    both = sorted(found.losses.keys() & other.losses.keys())
-    differ = [step for step in both if found.losses[step] != other.losses[step]]
-    result = f"{len(found.members)} generations; losses differ in {len(differ)} of {len(both)} steps"
-    same = found.members == other.members and bool(both) and not differ
-    tell(SAME[device.type], result, same, members=[found.members, other.members], steps=both)
+    over_nccl = changes(device, "nccl" if device.type == "cuda" else STAND_IN)
+    both = sorted(over_gloo.losses.keys() & over_nccl.losses.keys())
+    differ = [step for step in both if over_gloo.losses[step] != over_nccl.losses[step]]
+    result = f"{len(over_gloo.members)} generations; losses differ in {len(differ)} of {len(both)} steps"
+    same = over_gloo.members == over_nccl.members and bool(both) and not differ
+    tell(SAME[device.type], result, same, members=[over_gloo.members, over_nccl.members], steps=both)
 
 
 def changes(device: torch.device, transport: str) -> Changes:
-    """Leaves and kills, a member joining after each."""
+    """Run leaves and kills, with a member joining after each."""
     path = Path(tempfile.mkdtemp()) / "toy.yaml"  # in the folder of this part, which is removed at its end
     path.write_text(CONFIG)
     keys = [f"device={device.type}", f"pipeline.transport={transport}", "model.dim=128", "pipeline.timeout_seconds=10"]
-    found, planned = Changes(), set()
+    changed, planned = Changes(), set()
     with Live(path, keys, MEMBERS) as run:
         newest = run.wait_steps(MEMBERS, STEPS, PATIENCE)
         for number in range(LEAVES + KILLS):
@@ -79,11 +79,11 @@ def changes(device: torch.device, transport: str) -> Changes:
                 began = run.kill(victim)
                 newest = run.wait_steps(MEMBERS - 1, STEPS, PATIENCE, newest)
                 ends = step_ends(run.marks())[newest]
-                found.kills.append(ends[min(ends)][1] - began)
-            found.members.append(run.members)
+                changed.kills.append(ends[min(ends)][1] - began)
+            changed.members.append(run.members)
             run.join()
             newest = run.wait_steps(MEMBERS, STEPS, PATIENCE, newest)
-            found.members.append(run.members)
-        found.pauses = [pause.net for pause in pauses(run.marks()) if pause.generation in planned]
-        found.losses = losses(run.folder)
-    return found
+            changed.members.append(run.members)
+        changed.pauses = [pause.net for pause in pauses(run.marks()) if pause.generation in planned]
+        changed.losses = losses(run.folder)
+    return changed

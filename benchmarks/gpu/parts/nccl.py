@@ -1,4 +1,4 @@
-"""The same steps over gloo and over NCCL, or its stand-in on the CPU; and how long a silent peer is waited for."""
+"""Compares steps over gloo and over NCCL, or its stand-in on the CPU, and measures the wait for a silent peer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = {
 
 
 def measure(device: torch.device, tell: Any) -> None:
-    """Tells both."""
+    """Write both rows."""
     same, lost = ROWS[device.type]
     transport, count = STAND_IN, 3
     os.environ[nccl_manners.MANNERS] = "0,0,0"
@@ -59,15 +59,15 @@ def _engine(communicator: Communicator, transport: str, kind: str) -> PipelineEn
 
 
 def train(communicator: Communicator, transport: str, kind: str) -> list[float]:
-    """The losses of some steps."""
+    """Return the losses of the steps."""
     engine = _engine(communicator, transport, kind)
     minibatch, tokens, _ = token_minibatch(SIZE)
     steps = range(1, STEPS + 1)
-    return [train_step(engine, step, minibatch, lambda one: {"x": tokens[one]}).parts["loss"] for step in steps]
+    return [train_step(engine, step, minibatch, lambda samples: {"x": tokens[samples]}).parts["loss"] for step in steps]
 
 
 def wait_in_vain(communicator: Communicator, transport: str, kind: str) -> float:
-    """Seconds until a rank gives up a peer; rank 0 is silent once all have connected."""
+    """Return the seconds until a rank gives up on a peer; rank 0 is silent once all have connected."""
     engine = _engine(communicator, transport, kind)
     minibatch, tokens, _ = token_minibatch(SIZE)
     communicator.barrier()
@@ -77,7 +77,7 @@ def wait_in_vain(communicator: Communicator, transport: str, kind: str) -> float
         communicator.abort()
         return 0.0
     try:
-        train_step(engine, 1, minibatch, lambda one: {"x": tokens[one]})
+        train_step(engine, 1, minibatch, lambda samples: {"x": tokens[samples]})
         communicator.check_open("computing")
     except PeerLost:
         return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Ratios of interleaved steps on one rank: the engine beside a plain loop, and offloading beside keeping."""
+"""Ratios of interleaved steps on one rank: the engine to a plain loop, and CPU offload to keeping activations."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ ROUNDS = 15
 
 
 def measure(device: torch.device, tell: Any) -> None:
-    """Tells the median ratio of seconds (on a CPU: of processor seconds) with its quartiles."""
+    """Write the median ratio of seconds (on a CPU: of processor seconds) with its quartiles."""
     kind = 0 if device.type == "cuda" else 1
     run_ranks(measure_both, 1, device, kind, tell)
 
 
 def measure_both(communicator: Communicator, device: torch.device, kind: int, tell: Any) -> None:
-    """Both in one process, which opens the device once."""
+    """Measure both ratios in one process, which opens the device once."""
     times = one_stage.measure(communicator, "transformer, medium", ROUNDS, device)["times"]
     _tell(tell, ENGINE, times, "ours", "plain", kind)
     times = treated_and_kept(communicator, device)
     _tell(tell, OFFLOAD, times, "treated", "kept", kind)
 
 
-def _tell(tell: Any, row: str, times: dict[str, list[tuple[float, float]]], one: str, other: str, kind: int) -> None:
-    what = ("seconds", "processor seconds")[kind]
-    middle, low, high = median_ratio(*([pair[kind] for pair in times[name]] for name in (one, other)))
-    tell(row, f"{middle:.3f} ({low:.3f}-{high:.3f}) of {what}", ratio=[middle, low, high], rounds=ROUNDS)
+def _tell(tell: Any, row: str, times: dict[str, list[tuple[float, float]]], first: str, second: str, kind: int) -> None:
+    unit = ("seconds", "processor seconds")[kind]
+    middle, low, high = median_ratio(*([pair[kind] for pair in times[name]] for name in (first, second)))
+    tell(row, f"{middle:.3f} ({low:.3f}-{high:.3f}) of {unit}", ratio=[middle, low, high], rounds=ROUNDS)
 
 
 def treated_and_kept(communicator: Communicator, device: torch.device) -> dict[str, list[tuple[float, float]]]:
-    """Times of the same step with memory intervals and without."""
+    """Return the times of the same step with memory intervals and without."""
     workload = load_workload(truth.config_of(TRANSFORMER))
     options = EngineOptions(MICROBATCHES, schedule="1f1b", recompute=False, clip_norm=0.1)
     minibatch, load = batch_of(workload, 4, MICROBATCHES)

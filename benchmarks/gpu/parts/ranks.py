@@ -1,6 +1,6 @@
-"""Eight pipeline ranks on one device, as the paper's eight GPUs: whole ranks' peaks beside their predictions.
+"""Compares measured and predicted peaks of eight pipeline ranks on one device, as on the paper's eight GPUs.
 
-Their tensors go over gloo through host memory, which is why ranks may share a GPU.
+Their tensors go over gloo through host memory, so ranks may share a GPU.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ ROWS = {device: dict.fromkeys(cases, GPU_AIM if device == "cuda" else "") for de
 
 
 def workload_of(name: str, size: tuple[int, int]) -> Workload:
-    """A configuration of the paper whose images all have one size."""
+    """Return the workload of a configuration of the paper whose images all have one size."""
     config = load_config(ROOT / "configs/paper" / f"{name}.yaml", [f"profile.image_size=[{size[0]},{size[1]}]"])
     return load_workload(config)
 
 
 def measure(device: torch.device, tell: Any) -> None:
-    """Tells the errors of all ranks, what they reserved beside it, and the seconds of a step."""
+    """Write the errors of all ranks, their reserved bytes, and the seconds of a step."""
     for row, (name, planner, size) in CASES[device.type].items():
         make = functools.partial(workload_of, name, size)
         conditions = RunConditions(device.type, gpu=kind_of(tell.facts) if device.type == "cuda" else "")
@@ -68,7 +68,7 @@ def measure(device: torch.device, tell: Any) -> None:
 
 
 def _too_full(bytes_: int, facts: dict[str, Any]) -> str:
-    """Why the ranks do not fit on the first GPU; empty where they do."""
+    """Return the reason why the ranks do not fit on the first GPU; empty where they do."""
     needed, gpu = bytes_ + RANKS * HOPPER_CONTEXT_BYTES, facts["gpus"][0]
     if needed <= gpu["free_bytes"]:
         return ""

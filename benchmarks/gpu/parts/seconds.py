@@ -1,7 +1,7 @@
-"""Seconds of operators by class beside this card's sheet, and what measured profiles make of both.
+"""Compares measured seconds of operators with their estimates by class, before and after a measured correction.
 
 The estimate of an operator is that of `varuna_capslog/profiling/estimation/rates.py`: its work by class, at the rates
-of the kind of GPU that is here. Corrections are those that `capslog profile --measure` would keep.
+of this kind of GPU. Corrections are those that `capslog profile --measure` would keep.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ Operator = tuple[str, str, Callable[[], object]]
 
 
 def measure(device: torch.device, tell: Any) -> None:
-    """Tells the median and the range of each group; all operators are in the JSON."""
+    """Write the median and the range of each group; all operators are in the JSON."""
     gpu = kind_of(tell.facts)
-    (found,) = run_ranks(timed, 1, gpu, device)
+    (timings,) = run_ranks(timed, 1, gpu, device)
     for group, row in OPERATORS.items():
-        ratios = {name: one["seconds"] / one["estimated"] for name, one in found[group].items()}
+        ratios = {name: operator["seconds"] / operator["estimated"] for name, operator in timings[group].items()}
         middle = statistics.median(ratios.values())
         least, most = min(ratios.values()), max(ratios.values())
         tell(
-            row, f"{len(ratios)} operators: median {middle:.2f}, from {least:.2f} to {most:.2f}", operators=found[group]
+            row,
+            f"{len(ratios)} operators: median {middle:.2f}, from {least:.2f} to {most:.2f}",
+            operators=timings[group],
         )
-    host = found["host"]
+    host = timings["host"]
     tell(HOST, f"{host * 1e6:.1f} us; estimates assume {HOST_SECONDS * 1e6:.0f}", seconds=host)
     before, after, factors = corrected(device, gpu)
     shown = ", ".join(f"{group} {factor:.2f}" for group, factor in factors.items())
@@ -79,25 +81,25 @@ class Counted(TorchDispatchMode):
 
 
 def timed(communicator: Communicator, gpu: str, device: torch.device) -> dict[str, Any]:
-    """By group and name: seconds and what was estimated; and the host's seconds of a small operator."""
+    """Return measured and estimated seconds by group and name, and the host's seconds of a small operator."""
     speed = speed_of("cuda", gpu)
-    found: dict[str, Any] = {group: {} for group in OPERATORS}
+    timings: dict[str, Any] = {group: {} for group in OPERATORS}
     for group, name, run in operators(device):
         with Counted(speed) as counted:
             run()
-        found[group][name] = {"seconds": seconds_of(run), "estimated": speed.seconds(counted.work)}
-    one = torch.ones(1, device=device)
+        timings[group][name] = {"seconds": seconds_of(run), "estimated": speed.seconds(counted.work)}
+    scalar = torch.ones(1, device=device)
     for _ in range(200):
-        one.add_(1.0)
+        scalar.add_(1.0)
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(500):
-        one.add_(1.0)
-    return found | {"host": (time.perf_counter() - began) / 500}
+        scalar.add_(1.0)
+    return timings | {"host": (time.perf_counter() - began) / 500}
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """Of one run on the device: the median of three loops of 5 ms."""
+    """Return the device's seconds of a run: the median of three loops of 5 ms."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def loop(count: int) -> float:
@@ -114,7 +116,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 def operators(device: torch.device) -> Iterator[Operator]:
-    """Large enough that the device and not the host limits them."""
+    """Yield operators (group, name, call) large enough that the device, not the host, limits them."""
 
     def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype)
@@ -134,13 +136,13 @@ def operators(device: torch.device) -> Iterator[Operator]:
             x = made(64, channels, side, side, dtype=dtype)
             w = made(channels, channels // groups, kernel, kernel, dtype=dtype)
             pad = [kernel // 2] * 2
-            what = f"{short} 64x{channels}x{side}x{side}, {kernel}x{kernel}, groups {groups}"
-            yield "convolutions", what, lambda x=x, w=w, p=pad, g=groups: torch.conv2d(x, w, None, 1, p, 1, g)
+            label = f"{short} 64x{channels}x{side}x{side}, {kernel}x{kernel}, groups {groups}"
+            yield "convolutions", label, lambda x=x, w=w, p=pad, g=groups: torch.conv2d(x, w, None, 1, p, 1, g)
             both = [None, [1, 1], pad, [1, 1], False, [0, 0], groups, [True, True, False]]
             yield (
                 "convolutions",
-                f"{what}, backward",
-                lambda x=x, w=w, rest=both: _aten.convolution_backward(x, x, w, *rest),
+                f"{label}, backward",
+                lambda x=x, w=w, settings=both: _aten.convolution_backward(x, x, w, *settings),
             )
     for dtype in (torch.float32, torch.bfloat16):
         short = str(dtype).removeprefix("torch.")
@@ -163,21 +165,21 @@ def operators(device: torch.device) -> Iterator[Operator]:
 
 
 def corrected(device: torch.device, gpu: str) -> tuple[float, float, dict[str, float]]:
-    """The median errors of the third model's layers before and after two others were measured, and the factors."""
-    runs, known = {}, None
+    """Return the median errors of the third model's layers before and after measuring the others, and the factors."""
+    runs, calibration = {}, None
     for name, values in PROFILED.items():
         config = truth.config_with(values, device=device.type)
         profile = profile_config(config)
         estimator = StageEstimator.of_config(config)
         works = {row.layers: estimator.stage(*row.layers).work for row in profile.observations if row.variant is None}
         if name != "resnet":
-            known = learn(profile, works) or known
+            calibration = learn(profile, works) or calibration
         else:
             rows = [row for row in profile.observations if row.variant is None]
             halves = [("F", row.layers, row.forward_seconds) for row in rows]
             halves += [("B", row.layers, row.backward_seconds) for row in rows]
-            runs = {"other": [MeasuredRun(works[layers][half], value) for half, layers, value in halves if value]}
-    assert known is not None
+            runs = {"other": [MeasuredRun(works[layers][half], seconds) for half, layers, seconds in halves if seconds]}
+    assert calibration is not None
     plain = speed_of("cuda", gpu)
-    other = Calibration(known.device, plain.seconds_of, plain.host_seconds, RATES_VERSION, runs)
-    return other.error(plain), other.error(known.speed), known.factors()
+    transferred = Calibration(calibration.device, plain.seconds_of, plain.host_seconds, RATES_VERSION, runs)
+    return transferred.error(plain), transferred.error(calibration.speed), calibration.factors()

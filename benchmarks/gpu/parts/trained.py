@@ -1,4 +1,4 @@
-"""One rank that trains two steps of a workload on made-up inputs and measures the second; for several parts."""
+"""Trains two steps of a workload on random inputs on one rank and measures the second; for several parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRANSFORMER = "transformer, 4 blocks, d=256, T=128"
 
 
 def batch_of(workload: Workload, size: int, microbatches: int) -> tuple[Minibatch, Callable[[int], dict[str, Tensor]]]:
-    """A minibatch of equal microbatches, and what loads one: it is made then, as data that are read are."""
+    """Return a minibatch of equal microbatches and its loader, which makes a microbatch when it is loaded."""
     specs = workload.profile_inputs(size)
     targets, normalisers = workload.profile_targets(size)
     total = {key: value * microbatches for key, value in normalisers.items()}
@@ -57,7 +57,7 @@ def train_rank(
     size: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Peak bytes, reserved bytes (None on a CPU) and seconds of this rank's second step, and the loss."""
+    """Return peak bytes, reserved bytes (None on a CPU) and seconds of this rank's second step, and the loss."""
     workload = make()
     torch.manual_seed(0)
     engine = PipelineEngine(workload.build_chain(), workload.loss, layout, options, communicator, device)
@@ -76,7 +76,7 @@ def train_rank(
 
 
 def kind_of(facts: dict[str, Any]) -> str:
-    """The kind of the first GPU here (`varuna_capslog/base/gpus.py`), or one whose workspaces are as large as its."""
+    """Return the kind of the first GPU (`varuna_capslog/base/gpus.py`), or a kind with workspaces of the same size."""
     try:
         return gpu_named(facts["gpus"][0]["name"])
     except CapslogError:
@@ -84,7 +84,7 @@ def kind_of(facts: dict[str, Any]) -> str:
 
 
 def errors_told(predicted: list[int], measured: list[int]) -> tuple[str, list[float], bool]:
-    """Predicted beside measured bytes: a sentence, the errors, and whether the aim of a GPU is met."""
+    """Compare predicted and measured bytes: a sentence, the errors, and True where the aim of a GPU is met."""
     errors = [guess / real - 1 for guess, real in zip(predicted, measured, strict=True)]
     sizes = sorted(map(abs, errors))
     middle = median(sizes)
