@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.elastic.member.incoming import encode
-from varuna_capslog.elastic.member.parts import Parts
+from varuna_capslog.elastic.member.parts import MemberLoop, Parts
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.work import Opening
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
@@ -26,9 +25,6 @@ from varuna_capslog.membership.state import Phase
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.digests import digest
 
-if TYPE_CHECKING:
-    from varuna_capslog.elastic.member.runtime import Runtime
-
 __all__ = ["Effects"]
 
 _OPENINGS = 5
@@ -38,7 +34,7 @@ _OPENINGS = 5
 class Effects:
     """Executor of the protocol's effects for one member. Called by its one thread."""
 
-    def __init__(self, parts: Parts, store: MembershipStore, training: Training, loop: Runtime) -> None:
+    def __init__(self, parts: Parts, store: MembershipStore, training: Training, loop: MemberLoop) -> None:
         self._parts, self._store, self._training, self._loop = parts, store, training, loop
         self._decided: m.Decided | None = None
         self._refused: str | None = None

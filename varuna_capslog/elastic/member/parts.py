@@ -9,21 +9,51 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.peers import Peers
 from varuna_capslog.elastic.member.proposals import Proposals
 from varuna_capslog.elastic.member.work import LayerState, Work
+from varuna_capslog.membership import entries
+from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Place, Seat
+from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.small_motion import USUAL_GAP
-from varuna_capslog.membership.state import Job
+from varuna_capslog.membership.state import Job, State
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.digests import digest
 
-__all__ = ["ChangeReport", "Parts", "reasons"]
+__all__ = ["ChangeReport", "MemberLoop", "Parts", "reasons"]
+
+
+class MemberLoop(Protocol):
+    """The part of `Runtime` that `Training` and `Effects` use: the protocol's state, and where events go."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def roster(self) -> Roster: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    def feed(self, *events: m.ProtocolEvent) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def look_at_deadline(self) -> None: ...
+
+    def append(self, entry: entries.Entry) -> None: ...
+
+    def end(self, stopped: bool) -> None: ...
+
+    def release(self) -> None: ...
+
+    def stop_for_memory(self, why: str) -> NoReturn: ...
 
 
 @dataclass

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from varuna_capslog.base.errors import HostTierFailed
 from varuna_capslog.elastic.member.incoming import decode, encode
-from varuna_capslog.elastic.member.parts import Parts
+from varuna_capslog.elastic.member.parts import MemberLoop, Parts
 from varuna_capslog.elastic.member.pressure import TRIES, Lack, lack_of
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
@@ -21,9 +21,6 @@ from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay
 from varuna_capslog.membership.entries import CheckpointEntry
 from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
 from varuna_capslog.membership.state import Phase
-
-if TYPE_CHECKING:
-    from varuna_capslog.elastic.member.runtime import Runtime
 
 __all__ = ["NotApplied", "Training"]
 
@@ -50,7 +47,7 @@ class Training:
         save_all: a checkpoint is due at the next boundary, together with all members.
     """
 
-    def __init__(self, parts: Parts, loop: Runtime) -> None:
+    def __init__(self, parts: Parts, loop: MemberLoop) -> None:
         self._parts, self._loop = parts, loop
         self.todo: m.Compute | None = None
         self.waits_since = 0.0
