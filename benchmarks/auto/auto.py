@@ -1,4 +1,4 @@
-"""The default planner beside every other one, on random small graphs: see README.md."""
+"""Compares the default planner with every other one, on random small graphs: see README.md."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ RUN = RunShape(8, AUTO_SCHEDULE)
 
 
 def draw(dice: random.Random) -> tuple[Profile, int, int | None, Link]:
-    """A line of layers or, as often, a graph of branches; its devices, their capacity (or none), and the link."""
+    """Draw a chain of layers or, as often, a graph of branches; its devices, their capacity (or none), and the link."""
     layers = dice.randrange(4, 10)
-    found = profile_of(Model.random(dice, layers, True, 1000), "cuda")
+    base = profile_of(Model.random(dice, layers, True, 1000), "cuda")
     rows = tuple(
         dataclasses.replace(
             row,
@@ -40,19 +40,21 @@ def draw(dice: random.Random) -> tuple[Profile, int, int | None, Link]:
             backward_seconds=2 * took,
             parameter_bytes=(row.static_bytes or 0) // 4,
         )
-        for row in found.layers
+        for row in base.layers
     )
-    tensors = found.tensors
+    tensors = base.tensors
     if dice.random() < 0.5:
         edges, last = draw_tree(dice, layers - 1)
-        edges += [(one, layers - 1) for one in last]
+        edges += [(layer, layers - 1) for layer in last]
         readers: dict[int, set[int]] = defaultdict(set)
-        for one, other in edges:
-            readers[one].add(other)
+        for writer, reader in edges:
+            readers[writer].add(reader)
         readers[layers - 1].add(layers)
         size = rows[0].boundary_bytes or 1
-        tensors = tuple(TensorRecord(f"t{one}", size, True, one, tuple(sorted(readers[one]))) for one in range(layers))
-    profile = dataclasses.replace(found, layers=rows, tensors=tensors)
+        tensors = tuple(
+            TensorRecord(f"t{writer}", size, True, writer, tuple(sorted(readers[writer]))) for writer in range(layers)
+        )
+    profile = dataclasses.replace(base, layers=rows, tensors=tensors)
     devices, link = dice.randrange(2, min(5, layers)), Link(10 ** dice.uniform(4.5, 6.5))
     capacity = None
     if dice.random() < 0.6:
@@ -63,18 +65,18 @@ def draw(dice: random.Random) -> tuple[Profile, int, int | None, Link]:
 
 
 def main() -> None:
-    """Draws, asks, prints."""
+    """Draw the problems, run the planners, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", type=Path, default=None)
-    given = parser.parse_args()
-    dice = random.Random(given.seed)
+    args = parser.parse_args()
+    dice = random.Random(args.seed)
     ratios: dict[str, list[float]] = defaultdict(list)
     lost, winners, search = Counter[str](), Counter[str | None](), list[float]()
     names = [name for name, planner in REGISTRY.items() if not planner.long_search]
     fitted = proven = 0
-    for number in range(given.graphs):
+    for number in range(args.graphs):
         profile, devices, capacity, link = draw(dice)
         rows = {row.planner: row for row in compare(Problem.of(profile, devices, capacity, RUN, link), names)}
         ours = rows.pop(BUDGET)
@@ -92,19 +94,19 @@ def main() -> None:
                 print(f"graph {number}: {name} {row.step_seconds} is faster than {ours.step_seconds}")
             else:
                 ratios[name].append(row.step_seconds / ours.step_seconds)
-    print(f"{given.graphs} graphs: the default fits on {fitted}, proven {proven}; ", end="")
+    print(f"{args.graphs} graphs: the default fits on {fitted}, proven {proven}; ", end="")
     print(f"its search takes {sum(search) / len(search):.2f} s on average, {max(search):.2f} s at most")
     print(f"taken from: {dict(winners.most_common())}")
     print("| planner | fits | the default is slower | step / the default's, geometric mean | largest |")
     print("|---|---|---|---|---|")
     for name, values in sorted(ratios.items(), key=lambda pair: _mean(pair[1])):
         print(f"| {name} | {len(values) + lost[name]} | {lost[name]} | {_mean(values):.3f} | {max(values):.2f} |")
-    if given.o is not None:
-        write_json(given.o, {"ratios": ratios, "lost": lost, "winners": winners})
+    if args.o is not None:
+        write_json(args.o, {"ratios": ratios, "lost": lost, "winners": winners})
 
 
 def _mean(ratios: list[float]) -> float:
-    """The geometric mean."""
+    """Return the geometric mean."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
 
 

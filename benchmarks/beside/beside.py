@@ -1,9 +1,8 @@
-"""The benchmarks of the engine, the start and the search in two versions of the source, taking turns.
+"""Runs the benchmarks of the engine, the start and the search in two versions of the source, interleaved.
 
-Every round runs each benchmark's own script once in both source trees; which tree is first changes from round to round.
-Where a script measures us beside something else that both trees run alike (a plain loop, torch's schedule, a bare
-interpreter), the two quotients are compared, so that a change of the machine's speed falls out. Prints the table of
-README.md.
+Every round runs each benchmark's script once in both source trees; the tree that runs first alternates. Where a script
+also measures a reference that both trees run alike (a plain loop, torch's schedule, a bare interpreter), the ratios to
+the reference are compared, so that a change of the machine's speed cancels out. Prints the table of README.md.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ BENCHMARKS = {
 
 
 def run(tree: Path, name: str) -> dict[str, float]:
-    """The numbers of one benchmark of one source tree."""
+    """Return the numbers of a benchmark run in a source tree."""
     command, numbers = BENCHMARKS[name]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
@@ -81,7 +80,7 @@ def run(tree: Path, name: str) -> dict[str, float]:
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """95 % of the medians of samples drawn from these ratios with replacement."""
+    """Return the bounds of 95 % of the medians of samples drawn from these ratios with replacement."""
     drawn = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return float(low), float(high)
@@ -95,20 +94,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write all numbers as JSON")
     arguments = parser.parse_args()
     trees = {"now": HERE, "base": arguments.base.resolve()}
-    found: dict[str, dict[str, list[dict[str, float]]]] = {name: {"now": [], "base": []} for name in arguments.only}
+    times: dict[str, dict[str, list[dict[str, float]]]] = {name: {"now": [], "base": []} for name in arguments.only}
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: the rounds that are done are shown
         for number in range(arguments.rounds):
             order = ["now", "base"] if number % 2 == 0 else ["base", "now"]
             for name in arguments.only:
                 pair = {which: run(trees[which], name) for which in order}
                 for which, values in pair.items():
-                    found[name][which].append(values)
+                    times[name][which].append(values)
                 print(f"round {number + 1} of {arguments.rounds}: {name}", file=sys.stderr, flush=True)
     print(
         f"| benchmark | case | base | now | now / base, aim {AIM} | its 95 % interval | rounds |\n"
         "|---|---|---|---|---|---|---|"
     )
-    for name, rows in found.items():
+    for name, rows in times.items():
         for case in rows["now"][0] if rows["now"] else ():
             now, base = ([row[case] for row in rows[which]] for which in ("now", "base"))
             ratios = [a / b for a, b in zip(now, base, strict=True)]
@@ -116,7 +115,7 @@ def main() -> None:
             middle = f"{statistics.median(base):.4g} | {statistics.median(now):.4g} | {statistics.median(ratios):.3f}"
             print(f"| {name} | {case} | {middle} | {low:.3f}-{high:.3f} | {len(ratios)} |", flush=True)
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(times, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Two towers on four ranks, stages that sleep: direct routes beside relay, measured and played.
+"""Compares direct routes with relay for two towers on four ranks whose stages sleep, measured and simulated.
 
-Engine, schedule and gloo are real; only the layers' work is not there, so that ranks do not compete for cores. Both
-plans are there at once and take turns. Prints the table of README.md.
+Engine, schedule and gloo are real; the layers sleep instead of computing, so that ranks do not compete for cores. The
+steps of both plans are interleaved. Prints the table of README.md.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ROUTES = ("direct", "relay")
 
 
 class Join(nn.Module):
-    """The sum of what both towers make."""
+    """Adds the outputs of both towers."""
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
         return image + text
 
 
 def towers(seconds: float) -> Chain:
-    """Layers 0 and 1 are the image tower, 2 and 3 the text tower, and layer 4 joins them. A backward takes twice as
-    long as a forward; the join takes no time.
+    """Return a chain: layers 0 and 1 are the image tower, 2 and 3 the text tower, and layer 4 joins them. A backward
+    takes twice as long as a forward; the join takes no time.
     """
 
     def layer(name: str, reads: str, writes: str) -> Layer:
@@ -63,11 +63,13 @@ STAGES = tuple(PlanStage((piece,), (rank,)) for rank, piece in enumerate([(0, 1)
 
 
 def profile_of(chain: Chain, seconds: float) -> Profile:
-    """What the sleeping layers take, and which of them read which tensors."""
-    own = [seconds] * (len(chain) - 1) + [0.0]
+    """Return the profile of the sleeping layers, with the readers of each tensor."""
+    layer_seconds = [seconds] * (len(chain) - 1) + [0.0]
     size = 4 * SHAPE[0] * SHAPE[1]
     rows = [
-        LayerProfile(layer.name, 0, 0 if n else None, forward_seconds=own[n], backward_seconds=2 * own[n])
+        LayerProfile(
+            layer.name, 0, 0 if n else None, forward_seconds=layer_seconds[n], backward_seconds=2 * layer_seconds[n]
+        )
         for n, layer in enumerate(chain.layers)
     ]
     tensors = [
@@ -78,7 +80,7 @@ def profile_of(chain: Chain, seconds: float) -> Profile:
 
 
 def play(seconds: float, microbatches: int) -> dict[str, Simulation]:
-    """Both plans as `capslog simulate` plays them."""
+    """Simulate both plans as `capslog simulate` does."""
     chain = towers(seconds)
     profile = profile_of(chain, seconds)
     return {
@@ -90,28 +92,28 @@ def play(seconds: float, microbatches: int) -> dict[str, Simulation]:
 
 
 def measure(communicator: Communicator, seconds: float, microbatches: int, rounds: int) -> dict[str, list[float]]:
-    """One rank's seconds of every round of each plan."""
+    """Return this rank's seconds of every round of each plan."""
     runs = {}
     for routes in ROUTES:
         options = EngineOptions(microbatches, schedule=SCHEDULE, recompute=False)
         layout = Layout(STAGES, direct=routes == "direct")
         engine = PipelineEngine(towers(seconds), mean_loss, layout, options, communicator, torch.device("cpu"))
         runs[routes] = stepping(engine, microbatches, {name: torch.zeros(*SHAPE) for name in ("pixels", "tokens")})
-    found = interleave(runs, rounds, communicator.barrier, warmup=1)
-    return {name: [wall for wall, _ in row] for name, row in found.items()}
+    times = interleave(runs, rounds, communicator.barrier, warmup=1)
+    return {name: [wall for wall, _ in row] for name, row in times.items()}
 
 
 def compare(seconds: float, microbatches: int, rounds: int) -> dict[str, Any]:
-    """Direct routes beside relay: measured and played."""
+    """Print and return the ratio of direct routes to relay, measured and simulated."""
     played = play(seconds, microbatches)
     rows = run_ranks(measure, len(STAGES), seconds, microbatches, rounds)
     # a step ends when its last rank ends
-    steps = {name: [max(one) for one in zip(*(row[name] for row in rows), strict=True)] for name in ROUTES}
+    steps = {name: [max(ends) for ends in zip(*(row[name] for row in rows), strict=True)] for name in ROUTES}
     row = {
         "microbatches": microbatches,
         "rounds": rounds,
-        **beside_play(steps, {name: one.step_seconds for name, one in played.items()}, "direct", "relay"),
-        "in_flight": {name: one.pipelines[0].timeline.max_in_flight for name, one in played.items()},
+        **beside_play(steps, {name: simulation.step_seconds for name, simulation in played.items()}, "direct", "relay"),
+        "in_flight": {name: simulation.pipelines[0].timeline.max_in_flight for name, simulation in played.items()},
     }
     middle, low, high = row["ratio"]
     measured, in_flight = row["measured_seconds"], row["in_flight"]
@@ -125,7 +127,7 @@ def compare(seconds: float, microbatches: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures steps of 4, 8 and 16 microbatches."""
+    """Measure steps of 4, 8 and 16 microbatches."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="pairs of steps per case")
     parser.add_argument("--unit", type=float, default=0.1, help="seconds of a forward")

@@ -1,8 +1,8 @@
-"""Do measured profiles of some models improve the estimates of others? As a user does it, on this machine's CPU.
+"""Measures how profiles of some models improve the estimates of others, with a user's commands on this machine's CPU.
 
 Half of twelve small models, drawn by a seed, are measured by `capslog profile --measure`, which corrects later
 estimates; the other half is estimated by `capslog profile --estimate` before that and after it, and measured last,
-where nothing corrects.
+where it corrects nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMMAND = "import sys; from varuna_capslog.cli import program; sys.exit(program(
 
 
 def step_seconds(name: str, how: str, cache: Path) -> float:
-    """The seconds of a step of a model's layers, one after the other, as a command of a process of its own says."""
+    """Return the seconds of a step of a model's layers in sequence, by `capslog profile` in a separate process."""
     output = cache / f"{name}{how}.json"
     command = [sys.executable, "-c", COMMAND, "profile", "--model", f"small_models:{name}", how]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "XDG_CACHE_HOME": str(cache)}
@@ -48,14 +48,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for all numbers")
     arguments = parser.parse_args()
     names = [model.__name__ for model in MODELS]
-    known = set(random.Random(arguments.seed).sample(names, len(names) // 2))
-    others = [name for name in names if name not in known]
+    measured = set(random.Random(arguments.seed).sample(names, len(names) // 2))
+    others = [name for name in names if name not in measured]
     with tempfile.TemporaryDirectory() as folder:
         corrected, elsewhere = Path(folder) / "corrected", Path(folder) / "elsewhere"
         corrected.mkdir()
         elsewhere.mkdir()
         before = {name: step_seconds(name, "--estimate", elsewhere) for name in others}
-        for name in sorted(known):
+        for name in sorted(measured):
             print(f"measured {name}: {step_seconds(name, '--measure', corrected) * 1e3:.1f} ms", flush=True)
         after = {name: step_seconds(name, "--estimate", corrected) for name in others}
         truth = {name: step_seconds(name, "--measure", elsewhere) for name in others}
@@ -63,9 +63,11 @@ def main() -> None:
         print(f"corrected for {speeds.stem}")
     print("| model | measured ms | estimate | corrected |\n|---|---|---|---|")
     for name in others:
-        errors = [f"{found[name] / truth[name] - 1:+.0%}" for found in (before, after)]
+        errors = [f"{estimates[name] / truth[name] - 1:+.0%}" for estimates in (before, after)]
         print(f"| {name} | {truth[name] * 1e3:.1f} | {errors[0]} | {errors[1]} |")
-    medians = [statistics.median(abs(found[name] / truth[name] - 1) for name in others) for found in (before, after)]
+    medians = [
+        statistics.median(abs(estimates[name] / truth[name] - 1) for name in others) for estimates in (before, after)
+    ]
     print(f"median error of a step: {medians[0]:.0%} before, {medians[1]:.0%} after")
     if arguments.json is not None:
         rows = {name: {"measured": truth[name], "before": before[name], "after": after[name]} for name in others}

@@ -1,4 +1,4 @@
-"""Twelve small models that people train: each function returns the module and an example of its inputs."""
+"""Twelve small models of common kinds: each function returns the module and an example of its inputs."""
 
 from __future__ import annotations
 

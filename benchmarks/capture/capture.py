@@ -1,4 +1,4 @@
-"""Bytes of a replica by its degree: planned, by the printed predictor, and as the allocator has them: see README.md."""
+"""Bytes of a replica by its degree: planned, by the published predictor, and of the allocator: see README.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEGREES = (1, 2, 4, 8)
 
 
 def layout_of(layers: int, degree: int) -> Layout:
-    """All layers on so many devices, which take the microbatches in turn."""
+    """Return a layout of all layers on `degree` devices, which take the microbatches in turn."""
     stages = tuple(
         PlanStage(((0, layers),), (rank,), None if degree == 1 else tuple(range(rank, MICROBATCHES, degree)))
         for rank in range(degree)
@@ -34,24 +34,24 @@ def layout_of(layers: int, degree: int) -> Layout:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     pool = WorkerPool()
     print("| model | degree | allocator | planned | fold | printed |\n|---|---|---|---|---|---|")
     try:
         for model in MODELS:
             workload, size = workload_of(model)
             profile = estimate_workload(workload, RunConditions(microbatch_size=size, recompute=False))
-            known = [dataclasses.replace(row, forward_seconds=1.0, backward_seconds=1.0) for row in profile.layers]
-            timed = dataclasses.replace(profile, layers=tuple(known))
+            rows = [dataclasses.replace(row, forward_seconds=1.0, backward_seconds=1.0) for row in profile.layers]
+            timed = dataclasses.replace(profile, layers=tuple(rows))
             costs = GraphCosts.of_profile(timed, max(DEGREES), MICROBATCHES, peaks=True)
-            own, printed = DegreePeaks(costs), DegreePeaks(costs, printed=True)
+            planned, printed = DegreePeaks(costs), DegreePeaks(costs, printed=True)
             for degree in DEGREES:
                 layers = profile.num_layers
                 case = Case(model, layout_of(layers, degree), "gpipe", False, None, ())
-                measured = max(one[0] for one in pool.run(real_peak, degree, case))
+                measured = max(rank[0] for rank in pool.run(real_peak, degree, case))
                 units, run = Units(MICROBATCHES, size, MICROBATCHES), RunShape(MICROBATCHES, "gpipe", False)
                 folds = fold(profile, case.layout.stages, units, case.rows(), run, "relay")
-                sizes = [own.of(0, layers, degree, MICROBATCHES), max(one.peak_bytes for one in folds)]
+                sizes = [planned.of(0, layers, degree, MICROBATCHES), max(rank_fold.peak_bytes for rank_fold in folds)]
                 sizes.append(printed.of(0, layers, degree, MICROBATCHES))
                 errors = " | ".join(f"{size / measured - 1:+.2%}" for size in sizes)
                 print(f"| {model} | {degree} | {measured / 2**20:.2f} MiB | {errors} |", flush=True)

@@ -1,9 +1,9 @@
-"""How long training stands still for a checkpoint: written at the boundary, or beside the steps that follow it.
+"""Measures how long training stalls for a checkpoint: written at the boundary, or during the following steps.
 
-The kinds take turns on one engine whose weights and moments have the given size: at the boundary; beside training with
-a copy in new memory, as the first checkpoint of a generation has it; and beside training in the memory of the copy
-before. Every checkpoint replaces the one before. Prints one row for each, and the ratios of their stalls round by
-round; steps beside a write are compared with steps of the same engine without one.
+The kinds are interleaved on one engine whose weights and moments have the given size: at the boundary; during training
+with a copy in new memory, as for the first checkpoint of a generation; and during training in the memory of the
+previous copy. Every checkpoint replaces the previous one. Prints a row for each, and the ratios of their stalls round
+by round; steps during a write are compared with steps of the same engine without one.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ BOUNDARY, NEW, KEPT = "at the boundary", "beside training, new memory", "beside 
 
 
 def loss(outputs: Mapping[str, Tensor], targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-    """The mean square of what the last layer gives."""
+    """Return the mean square of the last layer's output."""
     return {"loss": (outputs["x"] - targets).square().mean()}
 
 
 def engine_of(megabytes: float) -> PipelineEngine:
-    """Square linear layers whose weights and two moments take so many megabytes together."""
+    """Return an engine of square linear layers whose weights and two moments take `megabytes` in all."""
     width = int((megabytes * 1e6 / 12 / LAYERS) ** 0.5)
     layers = [Layer(f"linear.{k}", nn.Linear(width, width), ("x",), ("x",)) for k in range(LAYERS)]
     chain = Chain(layers, ("x",), ("x",), "linear")
@@ -55,7 +55,7 @@ def engine_of(megabytes: float) -> PipelineEngine:
 
 
 def main() -> None:
-    """Runs the rounds and prints the table."""
+    """Run the rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, default=500.0)
     parser.add_argument("--rounds", type=int, default=12)
@@ -76,7 +76,7 @@ def main() -> None:
 
     stalls: dict[str, list[float]] = {BOUNDARY: [], NEW: [], KEPT: []}
     kept = HostCopies()
-    whole: dict[str, list[float]] = {name: [] for name in stalls}
+    totals: dict[str, list[float]] = {name: [] for name in stalls}
     processor: dict[str, list[float]] = {name: [] for name in stalls}
     alone, beside, size = [], [], 0
     with tempfile.TemporaryDirectory() as folder:
@@ -93,11 +93,11 @@ def main() -> None:
                 began = time.thread_time()
                 path = saving.complete(partial(prune, Path(folder), 1, beside=copies is not None))
                 worked += time.thread_time() - began
-                size = sum(entry["bytes"] for entry in open_checkpoint(path).manifest["layers"].values())
+                size = sum(layer["bytes"] for layer in open_checkpoint(path).manifest["layers"].values())
                 if turn:  # the first round only warms up
                     stalls[name].append(saving.stall_seconds)
                     processor[name].append(worked)
-                    whole[name].append(saving.seconds)
+                    totals[name].append(saving.seconds)
                     alone.append(statistics.median(quiet))
                     beside += busy
     print(f"{machine()}, {size / 1e6:.0f} MB on disk, {args.rounds} rounds")
@@ -105,7 +105,7 @@ def main() -> None:
         print(
             f"| {name} | stall {statistics.median(seconds):.3f} s, at most {max(seconds):.3f} s | "
             f"{statistics.median(processor[name]):.3f} s, at most {max(processor[name]):.3f} s of it worked | "
-            f"whole after {statistics.median(whole[name]):.2f} s |"
+            f"whole after {statistics.median(totals[name]):.2f} s |"
         )
     ratios = {name: median_ratio(stalls[KEPT], stalls[name]) for name in (BOUNDARY, NEW)}
     slower = statistics.median(beside) / statistics.median(alone)
@@ -117,7 +117,7 @@ def main() -> None:
         {
             "stall_seconds": stalls,
             "processor_seconds": processor,
-            "whole_seconds": whole,
+            "whole_seconds": totals,
             "ratios": ratios,
             "slower": slower,
         },

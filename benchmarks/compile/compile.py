@@ -1,6 +1,6 @@
-"""Compiled layers under several plans: whether losses and weights are equal to the last bit, and what a step costs.
+"""Checks that compiled layers give bit-equal losses and weights under several plans, and measures the steps.
 
-Every plan trains the same small transformer for some steps in processes of its own, whose caches of compiled code are
+Every plan trains the same small transformer for some steps in separate processes, whose caches of compiled code are
 empty. Prints the table of README.md.
 """
 
@@ -40,7 +40,7 @@ PLANS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
 
 
 def trained(communicator: Communicator, plan: str, backend: str | None, steps: int, cache: str) -> dict[str, Any]:
-    """Losses, digests of this rank's weights, and processor seconds of the first step and of the median other one."""
+    """Return losses, digests of this rank's weights, and processor seconds of the first and the median later step."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/{communicator.rank}"
     cuts, replicas, options = PLANS[plan]
     chain = transformer_chain(SIZE)
@@ -65,7 +65,7 @@ def trained(communicator: Communicator, plan: str, backend: str | None, steps: i
 
 
 def main() -> None:
-    """Trains under every plan."""
+    """Train under every plan."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--steps", type=int, default=12)
@@ -87,11 +87,11 @@ def main() -> None:
             for name, digest in rank["weights"].items():
                 if weights.setdefault(name, digest) != digest:
                     raise SystemExit(f"{plan}: two ranks disagree about {name}")
-        found = ranks[0]["losses"], weights
-        single = single or found
-        equal, first, later = found == single, max(r["first"] for r in ranks), max(r["step"] for r in ranks)
-        print(f"| {plan} | {found[0][-1]:.9f} | {equal} | {first:.2f} | {1e3 * later:.1f} |", flush=True)
-        rows.append({"plan": plan, "loss": found[0][-1], "equal": equal, "first": first, "later": later})
+        outcome = ranks[0]["losses"], weights
+        single = single or outcome
+        equal, first, later = outcome == single, max(r["first"] for r in ranks), max(r["step"] for r in ranks)
+        print(f"| {plan} | {outcome[0][-1]:.9f} | {equal} | {first:.2f} | {1e3 * later:.1f} |", flush=True)
+        rows.append({"plan": plan, "loss": outcome[0][-1], "equal": equal, "first": first, "later": later})
     write_json(arguments.output, {"rows": rows, "plain": plain["losses"][-1]})
 
 

@@ -1,4 +1,4 @@
-"""One question through every door that can state it, and the front of each: see README.md."""
+"""Asks every entry point that can state a question for its plan and its front, and compares them: see README.md."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from varuna_capslog.plans.parts import MemoryInterval
 
 
 def main() -> int:
-    """Draws, asks, prints; exit status 1 if two doors differ."""
+    """Draw the questions, ask, and print the table; exit status 1 if two entry points differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=int, default=100, help="about profiles")
     parser.add_argument("--models", type=int, default=30, help="questions about models")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--fits", action="store_true", help="only the table of capslog.fit")
-    given = parser.parse_args()
-    if given.fits:
+    args = parser.parse_args()
+    if args.fits:
         compare_fits()
         return 0
-    asked, differ = Counter[str](), Counter[str]()
+    totals, differ = Counter[str](), Counter[str]()
 
     def count(door: str, where: str, same: bool) -> None:
-        asked[door] += 1
+        totals[door] += 1
         if not same:
             differ[door] += 1
             print(f"{where}: {door} differs")
@@ -57,7 +57,7 @@ def main() -> int:
 
     fitted = 0
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(given.seed, given.seed + given.questions):
+        for seed in range(args.seed, args.seed + args.questions):
             question, where = drawn(seed), f"question {seed}"
             answers = answers_about(question, Path(folder))
             step = step_of(answers["train"])
@@ -67,18 +67,18 @@ def main() -> int:
                 count("replanning", where, equal_steps(step_of_replanning(question), step))
             if question.planner == "throughput" or REGISTRY[question.planner].shape == "intervals":
                 count("front", where, equal_steps(step_of_front(question, Path(folder)), step))
-        for number in range(given.models):
+        for number in range(args.models):
             compare(answers_about_model(number, Path(folder)), f"model {number}")
-    print(f"{given.questions} questions about profiles, {fitted} of them with a plan that fits; {given.models} models")
+    print(f"{args.questions} questions about profiles, {fitted} of them with a plan that fits; {args.models} models")
     print("| door | asked | differs from the start of a run |")
     print("|---|---|---|")
-    for door, times in asked.items():
+    for door, times in totals.items():
         print(f"| {door} | {times} | {differ[door]} |")
     return 1 if differ else 0
 
 
 def compare_fits() -> None:
-    """Prints the layers that `fit` and a plan for one device run again within the same bytes."""
+    """Print the layers that `fit` and a plan for one device recompute within the same bytes."""
     torch.manual_seed(0)
     print("| rows | budget, bytes | fit: layers again | bytes | plan: layers again | bytes |")
     print("|---|---|---|---|---|---|")
@@ -99,7 +99,7 @@ def compare_fits() -> None:
 
 
 def _again(intervals: Sequence[MemoryInterval]) -> str:
-    return " ".join(str(layer) for one in intervals for layer in range(one.first, one.end)) or "none"
+    return " ".join(str(layer) for interval in intervals for layer in range(interval.first, interval.end)) or "none"
 
 
 if __name__ == "__main__":

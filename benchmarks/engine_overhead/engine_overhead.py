@@ -1,7 +1,7 @@
-"""Step time of the engine beside torch.distributed.pipelining's schedules, and beside the bubble bound.
+"""Compares the engine's step time with torch.distributed.pipelining's schedules, and with the bubble bound.
 
-The same transformer, cuts, ranks, optimizer and data; both runs share one process per rank and take turns. Prints the
-table of README.md.
+Both run the same transformer, cuts, ranks, optimizer and data, interleaved in one process per rank. Prints the table of
+README.md.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ TORCHS = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterle
 
 
 def even_cuts(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Stages of (nearly) equal numbers of layers."""
+    """Return cuts into stages of (nearly) equal numbers of layers."""
     return tuple(round(stage * num_layers / stages) for stage in range(stages))
 
 
 def measure(communicator: Communicator, size: TransformerSize, rounds: int, schedule_name: str) -> dict[str, Any]:
-    """One rank's times of both engines, and on rank 0 of the unsplit model while the others sleep."""
+    """Return this rank's times of both engines, and on rank 0 of the unsplit model while the other ranks sleep."""
     rank, ranks, device = communicator.rank, communicator.world_size, torch.device("cpu")
     chain = transformer_chain(size)
     minibatch, tokens, targets = token_minibatch(size)
     stages = ranks if schedule_name == "1f1b" else 2 * ranks
     cuts, placement = even_cuts(len(chain), stages), [stage % ranks for stage in range(stages)]
-    own = range(rank, stages, ranks)
+    rank_stages = range(rank, stages, ranks)
     # copies, since both engines train their own weights
     stage_modules = nn.ModuleList(
         nn.Sequential(*[copy.deepcopy(layer.module) for layer in chain.layers[cuts[n] : (*cuts, len(chain))[n + 1]]])
-        for n in own
+        for n in rank_stages
     )
-    whole = nn.Sequential(*[copy.deepcopy(layer.module) for layer in chain.layers])
+    unsplit = nn.Sequential(*[copy.deepcopy(layer.module) for layer in chain.layers])
 
     def share(output: Tensor, target: Tensor) -> Tensor:
         return token_loss({"x": output}, target, minibatch.normalisers)["loss"]
 
-    parts = [PipelineStage(module, n, stages, device) for module, n in zip(stage_modules, own, strict=True)]
+    parts = [PipelineStage(module, n, stages, device) for module, n in zip(stage_modules, rank_stages, strict=True)]
     if schedule_name == "1f1b":
         schedule = Schedule1F1B(parts[0], size.num_microbatches, loss_fn=share, scale_grads=False)
     else:
@@ -87,15 +87,15 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int, sche
         size.num_microbatches,
         schedule="1f1b" if order else schedule_name,
         recompute=False,
-        actions=order and tuple(tuple(str(one) for one in order[n] if one is not None) for n in range(ranks)),
+        actions=order and tuple(tuple(str(action) for action in order[n] if action is not None) for n in range(ranks)),
         recipe=Recipe(LearningRate(RATE), weight_decay=DECAY),
     )
     engine = PipelineEngine(chain, token_loss, layout, options, communicator, device)
     ours: list[float] = []
 
     def step_ours() -> None:
-        result = train_step(engine, len(ours) + 1, minibatch, lambda index: {"x": tokens[index]})
-        ours.append(result.parts["loss"])
+        outcome = train_step(engine, len(ours) + 1, minibatch, lambda index: {"x": tokens[index]})
+        ours.append(outcome.parts["loss"])
 
     optimizer = torch.optim.AdamW(stage_modules.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
     theirs: list[float] = []
@@ -109,12 +109,12 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int, sche
         optimizer.zero_grad()
         theirs.append(sum(loss.item() for loss in losses))
 
-    whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
+    whole_optimizer = torch.optim.AdamW(unsplit.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
 
     def step_unsplit() -> None:
         if rank == 0:
             for part, target in zip(tokens, targets, strict=True):
-                share(whole(part), target).backward()
+                share(unsplit(part), target).backward()
             whole_optimizer.step()
             whole_optimizer.zero_grad()
 
@@ -123,7 +123,7 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int, sche
 
 
 def report(size: TransformerSize, name: str, ranks: int, rounds: int, schedule: str) -> dict[str, Any]:
-    """Runs one case and prints its row."""
+    """Run one case and print its row."""
     results = run_ranks(measure, ranks, size, rounds, schedule)
     ours, theirs = results[0]["losses"]["ours"], results[-1]["losses"]["torch"]
     apart = max(abs(a - b) / b for a, b in zip(ours[:3], theirs[:3], strict=True))
@@ -166,7 +166,7 @@ def report(size: TransformerSize, name: str, ranks: int, rounds: int, schedule: 
 
 
 def main() -> None:
-    """Measures the cases asked for."""
+    """Measure the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])

@@ -1,4 +1,4 @@
-"""What an estimate of the paper's six configurations costs, and what it says of Fig. 8, from shapes alone.
+"""Measures the time to estimate the paper's six configurations from shapes alone, and estimates Fig. 8.
 
 One process, one thread, no GPU and no data set. Times are CPU seconds; nothing is cached between processes.
 """
@@ -35,17 +35,17 @@ RESIDENT = 8 * 1333 * 1333 * (3 * 4 + 1)
 
 
 def seconds_of_all() -> list[dict[str, Any]]:
-    """One row per configuration, in the order in which they are estimated."""
+    """Return a row per configuration, in the order in which they are estimated."""
     memo, rows = Memo(), []
     for name in CONFIGS:
-        before, known = time.process_time(), len(memo.runs)
+        before, runs_before = time.process_time(), len(memo.runs)
         profile = estimate_config(load_config(str(ROOT / f"configs/paper/{name}.yaml")), memo=memo)
         rows.append(
             {
                 "config": name,
                 "layers": profile.num_layers,
                 "stages": len(profile.observations),
-                "run": len(memo.runs) - known,
+                "run": len(memo.runs) - runs_before,
                 "cpu_seconds": round(time.process_time() - before, 2),
                 "largest_alone_gib": round(max(layer.isolated_bytes for layer in profile.layers) / GIB, 3),
             }
@@ -54,24 +54,24 @@ def seconds_of_all() -> list[dict[str, Any]]:
 
 
 def figure_8(name: str, memo: Memo) -> dict[str, Any]:
-    """Peaks of every stage, each estimated as a whole, under uniform cuts and under our plan's."""
+    """Return the peaks of all stages, each estimated as a whole, under uniform cuts and under our plan's."""
     config = load_config(str(ROOT / f"configs/paper/{name}.yaml"))
     profile = estimate_config(config, memo=memo)
     estimator = StageEstimator(load_workload(config), RunConditions(device="cuda"), memo=memo)
-    found: dict[str, Any] = {"config": name}
+    row: dict[str, Any] = {"config": name}
     cuts = {
         "uniform": list(plan(profile, DEVICES, planner="varuna").cuts),
         "ours": list(plan(profile, DEVICES, planner="exact").cuts),
     }
     for label, first in cuts.items():
         peaks = [estimator.stage(*stage).peak_bytes for stage in pairwise([*first, profile.num_layers])]
-        found[label] = {
+        row[label] = {
             "cuts": first,
             "stage_gib": [round(peak / GIB, 2) for peak in peaks],
             "peak_gib": round(max(peaks) / GIB, 3),
             "with_resident_minibatch_gib": round((max(peaks) + RESIDENT) / GIB, 3),
         }
-    return found
+    return row
 
 
 def main() -> None:

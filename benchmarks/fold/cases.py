@@ -1,4 +1,4 @@
-"""Random plans of seven models, and what a rank of each really takes: the allocator's peak in a second training step.
+"""Random plans of seven models, and the real bytes of their ranks: the allocator's peak in a second training step.
 
 `fold.py` compares these peaks with the rehearsal and with the fold. Chains, losses and layouts are those of the tests
 and of the benchmark `truth`; nothing is predicted here.
@@ -79,7 +79,7 @@ the queries of DETR, which are made for all samples together."""
 
 @dataclass(frozen=True)
 class Case:
-    """One plan of one model, as the engine takes it."""
+    """Plan of a model, as arguments of the engine."""
 
     model: str
     layout: Layout
@@ -93,7 +93,7 @@ class Case:
         return RunShape(MICROBATCHES, self.schedule, self.recompute, num_blocks=self.layout.num_blocks)
 
     def rows(self) -> Schedule:
-        """The actions of every rank."""
+        """Return the actions of every rank."""
         if self.actions is not None:
             return from_strings(self.actions)
         return scheduled(self.schedule, self.layout.stages, self.layout.graph(MICROBATCHES, self.edges), self.run)
@@ -111,7 +111,7 @@ class Case:
 
 
 def workload_of(model: str) -> tuple[Workload, int]:
-    """The workload and the samples of a microbatch."""
+    """Return the workload and the samples of a microbatch."""
     size, keys = MODELS[model]
     if model.startswith("tied"):
         return Megabytes(), size
@@ -126,10 +126,10 @@ def workload_of(model: str) -> tuple[Workload, int]:
 
 
 def draw_case(draw: random.Random, chains: dict[str, Chain], ranks: int, grains: bool = False) -> Case:
-    """A plan of a random model: layouts of any shape, schedules by name or as lists of actions. Where layers read more
-    than the one before them, half of the plans have direct routes.
+    """Draw a plan of a random model: layouts of any shape, schedules by name or as lists of actions. Where layers read
+    more than the preceding layer, half of the plans have direct routes.
 
-    grains: one stage at least takes several microbatches in one call; no stage has a limit of its own then.
+    grains: at least one stage takes several microbatches in one call, and no stage limits the calls in flight.
     """
     model, blocks = draw.choice(list(JOINABLE if grains else MODELS)), draw.choice([1, 2, 4])
     chain, edges = chains[model], tuple(chains[model].edges)
@@ -152,15 +152,15 @@ def draw_case(draw: random.Random, chains: dict[str, Chain], ranks: int, grains:
 
 def _with_grains(draw: random.Random, layout: Layout, of_block: int) -> Layout:
     sizes = [1, *(grain for grain in GRAINS if of_block % grain == 0)]
-    found = [draw.choice(sizes) for _ in layout.stages]
-    found[draw.randrange(len(found))] = draw.choice(sizes[1:])
-    pairs = zip(layout.stages, found, strict=True)
+    grains = [draw.choice(sizes) for _ in layout.stages]
+    grains[draw.randrange(len(grains))] = draw.choice(sizes[1:])
+    pairs = zip(layout.stages, grains, strict=True)
     stages = [dataclasses.replace(stage, grain=grain, in_flight=None) for stage, grain in pairs]
     return dataclasses.replace(layout, stages=tuple(stages))
 
 
 def real_peak(communicator: Communicator, case: Case) -> tuple[int, int]:
-    """This rank's peak in the second step, and the most that its host tier held."""
+    """Return this rank's peak in the second step, and the peak of its host tier."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)

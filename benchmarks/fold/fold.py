@@ -1,4 +1,4 @@
-"""Random plans: what every rank really takes, beside its rehearsal and the fold of its list. Prints README.md's tables.
+"""Compares real peaks of every rank of random plans with its rehearsal and its fold. Prints README.md's tables.
 
 Real ranks are processes of this machine, each with one thread; their peaks come from torch's CPU allocator in the
 second training step.
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Trial:
-    """One rank of one plan, in bytes."""
+    """Measured and predicted bytes of a rank of a plan."""
 
     plan: int
     model: str
@@ -51,7 +51,7 @@ class Trial:
 
 
 def folded(case: Case, profile: Profile) -> list[RankFold]:
-    """The fold of every rank of a case."""
+    """Return the fold of every rank of a case."""
     units = Units(MICROBATCHES, 1, case.layout.num_blocks)
     return fold(profile, case.layout.stages, units, case.rows(), case.run, "direct" if case.layout.direct else "relay")
 
@@ -61,17 +61,17 @@ def errors(trials: Sequence[Trial], name: str) -> list[float]:
 
 
 def summary(trials: Sequence[Trial], name: str) -> str:
-    """Median and worst size of the error, the lowest, and the outcome of 21 capacities around each peak."""
-    found = errors(trials, name)
+    """Return a table row: median and largest absolute error, the lowest, and the outcome of 21 capacities per peak."""
+    rank_errors = errors(trials, name)
     fits, refused = false_fits(trials, name)
     return (
-        f"| {name} | {len(found)} | {statistics.median(map(abs, found)):.4%} | {max(map(abs, found)):.2%} | "
-        f"{min(found):+.2%} | {fits} | {refused} |"
+        f"| {name} | {len(rank_errors)} | {statistics.median(map(abs, rank_errors)):.4%} | "
+        f"{max(map(abs, rank_errors)):.2%} | {min(rank_errors):+.2%} | {fits} | {refused} |"
     )
 
 
 def false_fits(trials: Sequence[Trial], name: str) -> tuple[int, int]:
-    """False "fits" and refused fits, with the headroom of an estimate for the CPU."""
+    """Return the numbers of false and of refused fits, with the headroom of an estimate for the CPU."""
     headroom, wrong, refused = Headroom(0, 1.01), 0, 0
     for trial in trials:
         for part in range(90, 111):
@@ -82,16 +82,16 @@ def false_fits(trials: Sequence[Trial], name: str) -> tuple[int, int]:
 
 
 def seconds_of_a_long_list(profile: Profile) -> float:
-    """Seconds that the fold takes per list of 10,000 actions, the fastest of five."""
-    size, found = profile.num_layers, []
+    """Return the seconds of the fold per list of 10,000 actions, the fastest of five."""
+    size, seconds = profile.num_layers, []
     cuts = [size * rank // 4 for rank in range(5)]
     stages = [PlanStage(((cuts[rank], cuts[rank + 1]),), (rank,)) for rank in range(4)]
     rows = make_schedule("1f1b", 4, 5000)
     for _ in range(5):
         began = time.perf_counter()
         fold(profile, stages, Units(5000, 1, 1), rows, RunShape(5000, "1f1b", False))
-        found.append((time.perf_counter() - began) / len(rows))
-    return min(found)
+        seconds.append((time.perf_counter() - began) / len(rows))
+    return min(seconds)
 
 
 def main() -> None:
@@ -124,7 +124,7 @@ def main() -> None:
             rehearsed = rehearse_layout(estimators[case.model], case.layout, case.options)
             rows = folded(case, profiles[case.model, case.recompute])
             for rank, parts in enumerate(zip(real, rehearsed, rows, strict=True)):
-                own = len(case.layout.stages_of(rank))
+                num_stages = len(case.layout.stages_of(rank))
                 intervals = any(stage.memory is not None for stage in case.layout.stages)
                 again = ", intervals" if intervals else ", recomputation" * case.recompute
                 how = f"{case.schedule}{again}{', given list' * bool(case.actions)}"
@@ -132,7 +132,7 @@ def main() -> None:
                 sizes = (peak, guess.peak_bytes, sums.peak_bytes, host, sums.host_bytes)
                 blocks, direct = case.layout.num_blocks, case.layout.direct
                 grains = tuple(stage.grain for stage in case.layout.stages)
-                trials.append(Trial(number, case.model, rank, own, blocks, how, direct, *sizes, grains))
+                trials.append(Trial(number, case.model, rank, num_stages, blocks, how, direct, *sizes, grains))
             if number % 25 == 24:
                 sys.stderr.write(f"{number + 1} of {arguments.plans}\n")
     finally:
@@ -143,12 +143,12 @@ def main() -> None:
     out("\n".join(summary(trials, name) for name in ("rehearsed", "folded")))
     out("\n| model | ranks | rehearsed: worst | folded: median | highest | lowest |\n|---|---|---|---|---|---|")
     for model in chosen:
-        own = [trial for trial in trials if trial.model == model]
-        if not own:
+        model_trials = [trial for trial in trials if trial.model == model]
+        if not model_trials:
             continue
-        exact, ours = errors(own, "rehearsed"), errors(own, "folded")
+        exact, ours = errors(model_trials, "rehearsed"), errors(model_trials, "folded")
         out(
-            f"| {model} | {len(own)} | {max(map(abs, exact)):.3%} | {statistics.median(map(abs, ours)):.4%} | "
+            f"| {model} | {len(model_trials)} | {max(map(abs, exact)):.3%} | {statistics.median(map(abs, ours)):.4%} | "
             f"{max(ours):+.2%} | {min(ours):+.2%} |"
         )
     parts = [trial for trial in trials if "intervals" in trial.schedule]

@@ -1,7 +1,7 @@
-"""Damaged files at every reader: each is read rightly or refused in the project's own words, in little time and memory.
+"""Fuzzes all readers with damaged files: each is read correctly or refused by our own error, in little time and memory.
 
-Every case runs in a process of its own, forked from one that has read an undamaged file of each kind; the processor
-time and the memory of that process are those of the case. A case is fixed by the seed and its number.
+Every case runs in its own process, forked from one that has read an undamaged file of each kind; the processor time and
+the memory of that process are those of the case. The seed and the number determine a case.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _MOST_ADDRESSES = 3 << 30
 
 @dataclass(frozen=True)
 class Case:
-    """What became of one file.
+    """Outcome of one file.
 
     end: "used", "refused", or "defect".
-    sentence: of the refusal or the defect.
-    seconds: of processor time.
-    peak_bytes: of the process.
+    sentence: text of the refusal or the defect.
+    seconds: processor time.
+    peak_bytes: peak of the process.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Case:
 
 
 def _run(name: str, number: int, kind: Kind, folder: Path) -> Case:
-    """Uses the file in a process of its own, and removes the folder."""
+    """Use the file in a separate process, and remove the folder."""
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
@@ -96,14 +96,14 @@ def _used(kind: Kind, folder: Path) -> tuple[str, str]:
 
 
 def _undamaged(name: str, original: Path, folder: Path) -> Case:
-    """The same with a file that nothing damaged; imports what the kind needs into this process first."""
+    """Use an undamaged file in the same way; first import the modules that the kind needs into this process."""
     KINDS[name].prepare(original, folder, random.Random(1), lambda content, form: content)
     KINDS[name].use(folder)
     return _run(name, -1, KINDS[name], folder)
 
 
 def main() -> int:
-    """Runs the cases of the command line and prints the table; exit status 1 if one is a defect."""
+    """Run the cases of the command line and print the table; exit status 1 if there is a defect."""
     arguments = _arguments()
     work = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
@@ -141,7 +141,7 @@ def _fuzz(arguments: argparse.Namespace, work: Path) -> int:
 
 
 def _judged(case: Case, idle: Case) -> Case:
-    """The case, a defect where it took too much."""
+    """Return the case, as a defect where it took too much time or memory."""
     if case.end == "defect":
         return case
     if case.seconds - idle.seconds > MOST_SECONDS:

@@ -49,7 +49,7 @@ class Defect(Exception):
 class Kind:
     """A kind of file.
 
-    share: of 100 cases, how many are of this kind.
+    share: number of cases of this kind among 100.
     prepare: given the original run's folder, the folder of a case, the dice and the damage, writes the damaged file
         there.
     use: given the folder of a case, reads the file and does what a user does with it. Raises CapslogError where the
@@ -86,7 +86,7 @@ def train_original(folder: Path) -> Path:
 
 
 def _command(*arguments: str) -> str:
-    """Runs a command in this process and returns what it printed. Raises CapslogError where it refuses."""
+    """Run a command in this process and return its output. Raises CapslogError where it refuses."""
     screen, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
         cli.main(arguments)
@@ -115,7 +115,7 @@ def _use_plan(folder: Path) -> None:
 
 
 def _read_again(path: Path, read: Callable[[Path], Record], write: Callable[[Path, Record], None]) -> None:
-    """Reads a file. Raises Defect where that is another one once it was written and read again."""
+    """Read a file. Raises Defect where the record changes once it is written and read again."""
     record, again = read(path), path.with_name("again.json")
     write(again, record)
     if read(again) != record:
@@ -234,7 +234,7 @@ def _prepare_checkpoint(original: Path, folder: Path, dice: random.Random, damag
     else:
         path = dice.choice(sorted(newest.glob("*.pt")))
         _replace(path, "bytes", damage)
-        if dice.random() < 0.5:  # by somebody who also writes what the manifest says of the file
+        if dice.random() < 0.5:  # damaged deliberately: the manifest's entry of the file is updated, too
             from varuna_capslog.training.checkpoint import entry_of
 
             (layer,) = [name for name, entry in manifest["layers"].items() if entry["file"] == path.name]
@@ -244,7 +244,7 @@ def _prepare_checkpoint(original: Path, folder: Path, dice: random.Random, damag
 
 
 def _linked(source: str, target: str) -> str:
-    """A copy of a file that takes no space: nothing here writes into a file, only anew."""
+    """Hard-link a file instead of copying it, to save space: files are replaced here, never written in place."""
     Path(target).hardlink_to(source)
     return target
 

@@ -93,8 +93,8 @@ def damaged(dice: random.Random, content: bytes, form: str) -> bytes:
     """Returns the content with one to three damages.
 
     Args:
-        dice: decides which, and where.
-        content: of a valid file.
+        dice: chooses the damages and their places.
+        content: content of a valid file.
         form: "json", "jsonl", "yaml", "override" for a text behind a config, or "bytes" for a file that is no text.
     """
     if form == "override":
@@ -137,7 +137,7 @@ def _line_damaged(dice: random.Random, content: bytes) -> bytes:
 
 
 def _places(tree: Any) -> list[_Place]:
-    """Every value in the tree but its root, by the container that holds it."""
+    """Return the places of all values in the tree except its root, each with its container."""
     places: list[_Place] = []
     waiting = [tree]
     while waiting:
@@ -151,7 +151,7 @@ def _places(tree: Any) -> list[_Place]:
 
 
 def _place(dice: random.Random, tree: Any) -> _Place:
-    """A place in the tree; a key of a rare name is as likely as one that thousands of entries have."""
+    """Draw a place in the tree; a rare key is as likely as one that thousands of entries have."""
     places = _places(tree)
     if dice.random() < 0.5:
         names = sorted({str(key) for _, key in places if isinstance(key, str)})

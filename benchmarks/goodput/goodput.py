@@ -1,4 +1,4 @@
-"""How much of a disturbed run is productive, by the run's own account, beside the wall time that a script measures.
+"""Compares the productive time that a disturbed run accounts for with the wall time that this script measures.
 
 Four members on one host, the small model of `../morph` with blocks that sleep, so that a step takes about 200 ms. Every
 `--every` seconds a member is killed and a new one is started at once. At the end the account of `capslog report` is
@@ -29,19 +29,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between faults")
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    own = ["train.checkpoint_every=500", f"train.max_steps={given.steps}"]
-    draw, began, killed = random.Random(given.seed), time.time(), 0
-    with Live(HERE / "small.yaml", [*SLEEPING, *own], 4) as live:
+    args = parser.parse_args()
+    overrides = ["train.checkpoint_every=500", f"train.max_steps={args.steps}"]
+    draw, began, killed = random.Random(args.seed), time.time(), 0
+    with Live(HERE / "small.yaml", [*SLEEPING, *overrides], 4) as live:
         live.wait_steps(4, 5, 120)
-        until = time.monotonic() + given.every
+        until = time.monotonic() + args.every
         while live.ended is None:
             time.sleep(0.05)
-            if time.monotonic() < until or max(mark.step for mark in live.marks()) > given.steps - 25:
+            if time.monotonic() < until or max(mark.step for mark in live.marks()) > args.steps - 25:
                 continue
             live.kill(draw.choice(live.members))
             live.join()
-            killed, until = killed + 1, until + given.every
+            killed, until = killed + 1, until + args.every
         live.finish(60)
         wall = time.time() - began
         account = account_of(read_run(live.folder))
@@ -50,8 +50,8 @@ def main() -> None:
     append_result(
         "../goodput",
         {
-            "steps": given.steps,
-            "every_seconds": given.every,
+            "steps": args.steps,
+            "every_seconds": args.every,
             "killed": killed,
             "wall_seconds": round(wall, 2),
             "account_seconds": round(account.total, 2),

@@ -1,6 +1,6 @@
-"""GraphPipe's evaluation, played: its three models at 4 to 32 devices, beside PipeDream's and Piper's plans.
+"""Simulates GraphPipe's evaluation: its three models at 4 to 32 devices, compared with PipeDream's and Piper's plans.
 
-Plans are searched with every microbatch size of a sweep, as the paper does, and the fastest played step counts. Prints
+Plans are searched with every microbatch size of a sweep, as in the paper, and the fastest simulated step counts. Prints
 the tables of README.md; `--search`, `--steps`, `--branches` and `--case` choose among them.
 """
 
@@ -43,9 +43,7 @@ PRINTED = {
 
 
 class Answer(NamedTuple):
-    """The fastest plan over the microbatch sizes: its step, its microbatch, its stages, and the seconds of all
-    searches.
-    """
+    """Fastest plan over the microbatch sizes: its step, its microbatch, its stages, and the seconds of all searches."""
 
     step: float
     samples: int
@@ -56,7 +54,7 @@ class Answer(NamedTuple):
 
 
 def sizes(minibatch: int, devices: int) -> Iterator[int]:
-    """Microbatch sizes: powers of two that give every device one at least, and not more than the most."""
+    """Yield microbatch sizes: powers of two up to the largest, with at least one microbatch for every device."""
     size = max(1, minibatch // MOST_MICROBATCHES)
     while minibatch // size >= FEWEST_PER_DEVICE * devices:
         yield size
@@ -64,7 +62,7 @@ def sizes(minibatch: int, devices: int) -> Iterator[int]:
 
 
 def by_bound(model: Callable[[int], Profile], minibatch: int, devices: int) -> list[tuple[int, Profile, float]]:
-    """Microbatch sizes with their profiles, by the seconds of the work shared evenly: no step is shorter."""
+    """Return microbatch sizes with their profiles, sorted by a lower bound of the step: the work shared evenly."""
     rows = []
     for samples in sizes(minibatch, devices):
         profile = model(samples)
@@ -78,16 +76,16 @@ def run_of(minibatch: int, samples: int) -> RunShape:
 
 
 def fits(profile: Profile, plan: Plan) -> bool:
-    """Whether static bytes and what is in flight stay within the capacity, by the played step."""
+    """Return True where static bytes and the activations in flight stay within the capacity in the simulated step."""
     step = simulate_plan(profile, plan, link=LINK)
     for part in step.pipelines:
         for row, ids in zip(part.timeline.actions, part.stage_of_row, strict=True):
             for number in ids:
                 stage = plan.stages[part.stages[number]]
                 calls, most = 0, 0
-                for one in row:
-                    if one.action.stage == number and one.action.kind in "FB":
-                        calls += 1 if one.action.kind == "F" else -1
+                for timed in row:
+                    if timed.action.stage == number and timed.action.kind in "FB":
+                        calls += 1 if timed.action.kind == "F" else -1
                         most = max(most, calls)
                 layers = [profile.layers[layer] for layer in stage.numbers]
                 held = sum((layer.static_bytes or 0) + most * (layer.saved_bytes or 0) for layer in layers)
@@ -97,10 +95,10 @@ def fits(profile: Profile, plan: Plan) -> bool:
 
 
 def best(model: Callable[[int], Profile], minibatch: int, devices: int, planner: str) -> Answer:
-    """A planner's fastest plan that fits, over all microbatch sizes."""
-    found, spent = Answer(float("inf"), 0, 0, 0, 0.0, None), 0.0
+    """Return a planner's fastest plan that fits, over all microbatch sizes."""
+    answer, spent = Answer(float("inf"), 0, 0, 0, 0.0, None), 0.0
     for samples, profile, least in by_bound(model, minibatch, devices):
-        if least >= found.step:
+        if least >= answer.step:
             break
         run = run_of(minibatch, samples)
         begun = time.process_time()
@@ -110,46 +108,48 @@ def best(model: Callable[[int], Profile], minibatch: int, devices: int, planner:
             return Answer(float("inf"), 0, 0, 0, 0.0, None)
         spent += time.process_time() - begun
         assert plan.step_seconds is not None
-        if plan.step_seconds < found.step and fits(profile, plan):
+        if plan.step_seconds < answer.step and fits(profile, plan):
             depth = max(plan.stage_graph(profile.edges).depths)
-            found = Answer(plan.step_seconds, samples, len({one.layers for one in plan.stages}), depth, 0.0, plan)
-    return found._replace(search=spent)
+            answer = Answer(plan.step_seconds, samples, len({stage.layers for stage in plan.stages}), depth, 0.0, plan)
+    return answer._replace(search=spent)
 
 
 def as_line(profile: Profile, stages: list[ReplicatedStage]) -> tuple[Profile, list[ReplicatedStage]]:
-    """The profile with its layers in the order of some stages, each of which becomes one range: Piper's stages are one
-    sequential pipeline.
+    """Return the profile with its layers in the order of the stages, each of which becomes one range: Piper's stages
+    are one sequential pipeline.
     """
-    order = [layer for one in stages for layer in one.layers]
+    order = [layer for stage in stages for layer in stage.layers]
     place = {layer: number for number, layer in enumerate(order)}
     last = profile.num_layers
     tensors = [
         dataclasses.replace(
-            one,
-            writer=None if one.writer is None else place[one.writer],
-            readers=tuple(sorted(place.get(reader, last) for reader in one.readers)),
+            tensor,
+            writer=None if tensor.writer is None else place[tensor.writer],
+            readers=tuple(sorted(place.get(reader, last) for reader in tensor.readers)),
         )
-        for one in profile.tensors
+        for tensor in profile.tensors
     ]
     rows = [
         dataclasses.replace(
             profile.layers[layer],
             added_bytes=0 if number else None,
             boundary_bytes=sum(
-                one.bytes for one in tensors if one.writer is not None and one.writer <= number < one.readers[-1]
+                tensor.bytes
+                for tensor in tensors
+                if tensor.writer is not None and tensor.writer <= number < tensor.readers[-1]
             ),
         )
         for number, layer in enumerate(order)
     ]
-    moved = [ReplicatedStage(tuple(sorted(place[layer] for layer in one.layers)), one.replicas) for one in stages]
+    moved = [ReplicatedStage(tuple(sorted(place[layer] for layer in stage.layers)), stage.replicas) for stage in stages]
     return dataclasses.replace(profile, layers=tuple(rows), tensors=tuple(tensors)), moved
 
 
 def best_line_of_piper(model: Callable[[int], Profile], minibatch: int, devices: int) -> Answer:
-    """Piper's plans as one sequential pipeline, as it publishes them."""
-    found, spent = Answer(float("inf"), 0, 0, 0, 0.0, None), 0.0
+    """Return the fastest of Piper's plans as one sequential pipeline, as published."""
+    answer, spent = Answer(float("inf"), 0, 0, 0, 0.0, None), 0.0
     for samples, profile, least in by_bound(model, minibatch, devices):
-        if least >= found.step:
+        if least >= answer.step:
             break
         run = run_of(minibatch, samples)
         costs = GraphCosts.of_profile(profile, devices, run.microbatches, CAPACITY, None, LINK)
@@ -157,19 +157,19 @@ def best_line_of_piper(model: Callable[[int], Profile], minibatch: int, devices:
         try:
             answers = REPLICATED["piper"](costs)
         except CapslogError:
-            return found
+            return answer
         spent += time.process_time() - begun
         if not answers:
             continue
         line, stages = as_line(profile, answers[0])
         units = Units(run.microbatches, samples, 1)
         frame = Plan(line.num_layers, (PlanStage(((0, line.num_layers),), (0,)),), units, "1f1b")
-        blocks = run.microbatches if any(one.replicas > 1 for one in stages) else 1
+        blocks = run.microbatches if any(stage.replicas > 1 for stage in stages) else 1
         plan = plan_of_stages(frame, stages, blocks, None)
         step = simulate_plan(line, plan, link=LINK).step_seconds
-        if step < found.step and fits(line, plan):
-            found = Answer(step, samples, len(stages), len(stages), 0.0, plan)
-    return found._replace(search=spent)
+        if step < answer.step and fits(line, plan):
+            answer = Answer(step, samples, len(stages), len(stages), 0.0, plan)
+    return answer._replace(search=spent)
 
 
 def text(seconds: float | None, digits: int = 3) -> str:
@@ -183,7 +183,7 @@ def show(answer: Answer) -> str:
 
 
 def steps_and_searches(piper: bool) -> None:
-    """Every model and number of devices."""
+    """Print the table of every model and number of devices."""
     names = (
         "graphpipe",
         "pipedream",
@@ -213,7 +213,7 @@ def steps_and_searches(piper: bool) -> None:
 
 
 def branches() -> None:
-    """CANDLE-Uno with 2 to 16 branches at 4, 8 and 16 devices (Fig. 3.7, left)."""
+    """Print the table of CANDLE-Uno with 2 to 16 branches at 4, 8 and 16 devices (Fig. 3.7, left)."""
     print("| branches | devices | graphpipe | pipedream | speed-up |\n|---|---|---|---|---|")
     for count in (2, 4, 8, 16):
         for devices in (4, 8, 16):
@@ -229,7 +229,7 @@ def branches() -> None:
 
 
 def case() -> None:
-    """Two branches of four blocks on eight devices, one stage each, at several numbers of microbatches."""
+    """Print two branches of four blocks on eight devices, one stage each, at several numbers of microbatches."""
     print("| microbatches | line of 8 | branches | gain |\n|---|---|---|---|")
     profile = case_study(2)
     stages = [ReplicatedStage((layer,)) for layer in range(7)] + [ReplicatedStage((7, 8))]
@@ -247,12 +247,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--without-piper", action="store_true", help="leave out Piper, which takes minutes")
     parser.add_argument("--only", choices=["steps", "branches", "case"], help="one of the tables")
-    given = parser.parse_args()
-    if given.only in (None, "steps"):
-        steps_and_searches(not given.without_piper)
-    if given.only in (None, "branches"):
+    args = parser.parse_args()
+    if args.only in (None, "steps"):
+        steps_and_searches(not args.without_piper)
+    if args.only in (None, "branches"):
         branches()
-    if given.only in (None, "case"):
+    if args.only in (None, "case"):
         case()
 
 

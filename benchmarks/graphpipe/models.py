@@ -20,7 +20,7 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class Layer:
-    """FLOPs of the forward, values that it saves and hands on, of one sample; parameters; copies of these kept."""
+    """FLOPs of the forward, values saved and values passed on, each per sample; parameters; copies of them kept."""
 
     flops: float
     saved: int
@@ -44,12 +44,12 @@ def transformer(hidden: int = 1024, heads: int = 16, sequence: int = 256, inner:
 
 
 def embedding(rows: int = 1_000_000, width: int = 64, bag: int = 100) -> Layer:
-    """A table; the vectors of a bag are handed on one behind the other."""
+    """Return an embedding table; the vectors of a bag are passed on concatenated."""
     return Layer(0.0, 0, bag * width, rows * width, 1)
 
 
 def graph(branches: Sequence[Sequence[Layer]], behind: Sequence[Layer], samples: int, name: str) -> Profile:
-    """Branches, and the layers behind their join, for microbatches of so many samples."""
+    """Return the profile of branches and the layers behind their join, for microbatches of `samples`."""
     layers, tensors, ends = list[Layer](), list[TensorRecord](), list[int]()
     for branch in branches:
         for place, layer in enumerate(branch):
@@ -67,7 +67,7 @@ def graph(branches: Sequence[Sequence[Layer]], behind: Sequence[Layer], samples:
         weights = FLOAT * layer.parameters
         moved = weights * (layer.copies > 1) + 3 * FLOAT * samples * layer.output
         forward = max(layer.flops * samples / FLOPS, moved / BANDWIDTH) + START
-        crossing = sum(one.bytes for one in tensors if (one.writer or 0) <= number < one.readers[-1])
+        crossing = sum(tensor.bytes for tensor in tensors if (tensor.writer or 0) <= number < tensor.readers[-1])
         static, saved = weights * layer.copies, FLOAT * samples * layer.saved
         rows.append(
             LayerProfile(
@@ -92,7 +92,7 @@ def _tensor(writer: int, layer: Layer, samples: int, readers: tuple[int, ...]) -
 
 
 def join(width: int) -> Layer:
-    """Adds up or joins what the branches give; no parameters."""
+    """Return a layer without parameters that adds or concatenates the branches' outputs."""
     return Layer(0.0, width, width, 0)
 
 

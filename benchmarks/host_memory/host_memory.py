@@ -1,6 +1,6 @@
-"""How much host memory a rank takes whose chain is ready-made, or of one factory per layer.
+"""Measures the host memory of a rank whose chain is built at once, or from a factory per layer.
 
-Every worker of a `capslog train` writes what the system says of its process whenever it describes a minibatch: before
+Every worker of a `capslog train` writes the system's figures for its process whenever it describes a minibatch: before
 step 1 its engine is built, and nothing has been trained.
 """
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Told:
-    """Made-up samples; every minibatch that is asked for notes what its process takes."""
+    """Synthetic samples; every requested minibatch records the memory of its process."""
 
     def __init__(self, run_dir: Path, width: int) -> None:
         self._run_dir, self._width = run_dir, width
@@ -66,7 +66,7 @@ class Bulky(Workload):
         layers = [LayerFactory(f"layer.{k}", make) for k in range(self._config.model["layers"])]
         if self._config.model["made"] == "factories":
             return Chain.from_factories(layers, name=self.name)
-        return Chain([Layer(one.name, one.make()) for one in layers], name=self.name)
+        return Chain([Layer(factory.name, factory.make()) for factory in layers], name=self.name)
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         return {"loss": outputs["x"].square().mean() / normalisers["count"]}
@@ -82,12 +82,12 @@ class Bulky(Workload):
 
 
 def workload(config: Config) -> Bulky:
-    """What the benchmark's configs name."""
+    """Return the workload that the benchmark's configs name."""
     return Bulky(config)
 
 
 def measured(made: str, layers: int, width: int, elastic: bool) -> dict[str, float]:
-    """MiB of the largest process: its peak when its engine is built, and what it takes and took at its last step."""
+    """Return MiB of the largest process: peak when its engine is built, and memory and peak at its last step."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         run_dir.mkdir()
@@ -98,7 +98,7 @@ def measured(made: str, layers: int, width: int, elastic: bool) -> dict[str, flo
             "model": {"layers": layers, "width": width, "made": made},
             "train": {"max_steps": 4, "minibatch_size": 4, "microbatch_size": 1, "threads": 1},
             "pipeline": {"devices": layers, "cuts": list(range(layers)), "timeout_seconds": 120},
-            # all are waited for, so that no member begins with more than one layer
+            # wait for all members, so that none begins with more than one layer
             "elastic": {"enabled": elastic, "redundancy": 0, "patience_seconds": 120},
         }
         file = Path(folder) / "run.yaml"
@@ -126,8 +126,8 @@ def main() -> None:
     print("| run | chain | peak when its engine is built | in the last step | peak of the run |\n|---|---|---|---|---|")
     for elastic in (False, True):
         for made in ("at once", "factories"):
-            found = measured(made, layers, width, elastic)
-            cells = [f"{found[name]:.0f}" for name in ("built_mib", "resident_mib", "peak_mib")]
+            mib = measured(made, layers, width, elastic)
+            cells = [f"{mib[name]:.0f}" for name in ("built_mib", "resident_mib", "peak_mib")]
             print(f"| {'elastic' if elastic else 'ordinary'} | {made} | {' | '.join(cells)} |", flush=True)
 
 

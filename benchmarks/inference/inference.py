@@ -1,4 +1,4 @@
-"""Plans for inference beside cuts by parameter bytes: the peak of every stage's forward, by the CPU's allocator.
+"""Compares inference plans with cuts by parameter bytes: the peak of every stage's forward, by the CPU's allocator.
 
     python benchmarks/inference/inference.py
 
@@ -35,7 +35,7 @@ from varuna_capslog.profiling.inference import Served, estimate_inference
 
 
 def llama() -> nn.Module:
-    """A small decoder; all logits are returned, as for scoring text."""
+    """Return a small decoder; all logits are returned, as for scoring text."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -46,14 +46,14 @@ def llama() -> nn.Module:
 
 
 def convnext() -> nn.Module:
-    """Large activations and few parameters first, the other way round at the end."""
+    """Return a ConvNeXt: large activations and few parameters first, the reverse at the end."""
     from torchvision.models import convnext_tiny
 
     return convnext_tiny()
 
 
 def gpt2() -> nn.Module:
-    """Without grouped heads, so that caches are large; its embedding is a parameter of the last layer too."""
+    """Return a GPT-2: caches are large without grouped heads, and the last layer shares its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(n_embd=384, n_layer=8, n_head=6, vocab_size=8192))
@@ -61,7 +61,7 @@ def gpt2() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a model, one microbatch of its inputs, and how many sequences are served together."""
+    """Row of the table: a model, a microbatch of its inputs, and the number of sequences served together."""
 
     factory: str
     inputs: str
@@ -79,26 +79,28 @@ CASES = (
 
 
 def cuts_by_parameters(model: nn.Module, chain: Chain, case: Case) -> tuple[int, ...]:
-    """The first layer of each device by accelerate's map; a layer is where its first parameter is."""
+    """Return the first layer of each device by accelerate's map; the first parameter of a layer decides its device."""
     blocks = [case.block]
     memory = get_balanced_memory(model, dict.fromkeys(range(case.devices), 1 << 50), no_split_module_classes=blocks)
     places = infer_auto_device_map(model, memory, no_split_module_classes=blocks)
     held = names_of(chain).held
     assert held is not None
     cuts, last = [0], case.devices  # it may leave devices empty
-    for layer, one in enumerate(held):
-        if not one.parameters:
+    for layer, held_names in enumerate(held):
+        if not held_names.parameters:
             continue
         # the device of the longest name in the map that the parameter lies below
-        found = [places[key] for key in sorted(places, key=len) if f"{one.parameters[0]}.".startswith(f"{key}.")]
-        if found[-1] > last:
+        devices = [
+            places[key] for key in sorted(places, key=len) if f"{held_names.parameters[0]}.".startswith(f"{key}.")
+        ]
+        if devices[-1] > last:
             cuts.append(layer)
-        last = found[-1]
+        last = devices[-1]
     return tuple(cuts)
 
 
 def best_by_parameters(profile: Profile, devices: int) -> tuple[int, ...]:
-    """The cuts of which the stage with most parameters has least."""
+    """Return the cuts that minimize the parameter bytes of the largest stage."""
     sizes = [layer.parameter_bytes or 0 for layer in profile.layers]
     ranges = [
         [sum(sizes[first:end]) if end > first else NEVER for end in range(len(sizes) + 1)]
@@ -108,15 +110,15 @@ def best_by_parameters(profile: Profile, devices: int) -> tuple[int, ...]:
 
 
 def measured(chain: Chain, model: InferenceModel, profile: Profile, cuts: tuple[int, ...], case: Case) -> list[int]:
-    """The peak of each stage."""
+    """Return the peak of each stage."""
     values: dict[str, Tensor] = {name: spec.zeros() for name, spec in model.profile_inputs(case.microbatch).items()}
     caches, peaks = profile.conditions[CACHE_BYTES], []
     for first, end in zip(cuts, (*cuts[1:], len(chain)), strict=True):
         modules = [layer.module.eval() for layer in chain.layers[first:end]]
-        held = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+        held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         held += [torch.zeros(size * case.batch, dtype=torch.uint8) for size in caches[first:end] if size]
         with torch.no_grad(), PeakProbe(torch.device("cpu"), held) as probe:
-            # inside, since the profiler hears of no release of what was there before
+            # cloned inside the probe, which sees no release of tensors that existed before
             values = chain.run_stage(first, end, {name: tensor.clone() for name, tensor in values.items()})
         peaks.append(probe.peak_bytes)
         del held
@@ -124,14 +126,14 @@ def measured(chain: Chain, model: InferenceModel, profile: Profile, cuts: tuple[
 
 
 def main() -> None:
-    """Prints one row per case."""
+    """Print a row per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(case.factory for case in CASES))
     chosen = parser.parse_args().cases.split(",")
     torch.set_num_threads(1)
     print("| model | largest peak: accelerate | best by parameters | ours | less | worst error | plan in |")
     print("|---|---|---|---|---|---|---|")
-    for case in (one for one in CASES if one.factory in chosen):
+    for case in (case for case in CASES if case.factory in chosen):
         torch.manual_seed(0)
         settings = ModelSection(factory=f"inference:{case.factory}", inputs=[case.inputs])
         model = InferenceModel(settings, case.microbatch)
@@ -146,15 +148,16 @@ def main() -> None:
             ours.cut_list,
         ]
         guesses = [
-            solve(Problem.of_serving(profile, len(one), case.batch, cuts=one), "exact").stage_bytes for one in cuts
+            solve(Problem.of_serving(profile, len(cut_list), case.batch, cuts=cut_list), "exact").stage_bytes
+            for cut_list in cuts
         ]
-        real = [measured(chain, model, profile, one, case) for one in cuts]
+        real = [measured(chain, model, profile, cut_list, case) for cut_list in cuts]
         errors = [
             (guess - truth) / truth
             for guess_row, row in zip(guesses, real, strict=True)
             for guess, truth in zip(guess_row or (), row, strict=True)
         ]
-        cells = [f"{format_bytes(max(row))} {list(one)}" for row, one in zip(real, cuts, strict=True)]
+        cells = [f"{format_bytes(max(row))} {list(cut_list)}" for row, cut_list in zip(real, cuts, strict=True)]
         print(
             f"| {case.factory} | {' | '.join(cells)} | {1 - max(real[-1]) / max(real[0]):.1%} | "
             f"{max(errors, key=abs):+.2%} of {len(errors)} stages | {seconds:.1f} s |",

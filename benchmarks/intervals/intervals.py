@@ -1,4 +1,4 @@
-"""The search over memory intervals beside every choice of random stages, and its time for all ranges of long chains."""
+"""Compares the search over memory intervals with all choices of random stages, and times it on long chains."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ READS = ("saved", "moved", "staying", "only_entered", "bare", "read_with_gradien
 
 
 def remembered(ranges: RangeBytes) -> RangeBytes:
-    """The same, whose answers are looked up where they were given before."""
+    """Cache the answers of the range bytes, in place."""
     for name in READS:
         setattr(ranges, name, functools.cache(getattr(ranges, name)))
     return ranges
 
 
 def one_instance(draw: random.Random, size: int) -> tuple[int, int]:
-    """(choices, questions) of a random stage of so many layers; stops at the first answer that is not the best."""
+    """Return (choices, questions) of a random stage of `size` layers; fails at the first answer that is not optimal."""
     profile = random_profile(draw, size)
     handling = random_handling(draw, profile)
     ranges = remembered(RangeBytes(profile, "ranks", True))
     fronts = IntervalFronts(ranges, LayerSeconds.of_profile(profile), handling)
     choices = weighed(profile, ranges, 0, size, handling, len(IN_FLIGHT))
-    seconds, bytes_ = np.array([one.seconds for one in choices]), np.array([one.bytes for one in choices])
+    seconds, bytes_ = np.array([choice.seconds for choice in choices]), np.array([choice.bytes for choice in choices])
     questions = 0
     for number, in_flight in enumerate(IN_FLIGHT):
         column = bytes_[:, number]
@@ -60,10 +60,10 @@ def one_instance(draw: random.Random, size: int) -> tuple[int, int]:
             fit = column <= budget
             best = seconds[fit].min()
             fewest = column[fit & (seconds == best)].min()
-            found = fronts.cheapest(0, size, in_flight, budget)
-            assert found is not None
-            assert (found.seconds, found.bound_seconds, found.bytes) == (best, best, fewest)
-            assert found.bytes == stage_bytes(ranges, 0, size, found.intervals, in_flight, handling)
+            choice = fronts.cheapest(0, size, in_flight, budget)
+            assert choice is not None
+            assert (choice.seconds, choice.bound_seconds, choice.bytes) == (best, best, fewest)
+            assert choice.bytes == stage_bytes(ranges, 0, size, choice.intervals, in_flight, handling)
             questions += 1
     return len(choices), questions
 
@@ -84,7 +84,7 @@ def beside_all_choices(instances: int, seed: int) -> dict[str, object]:
 
 
 def of_all_ranges(name: str, profile: Profile, handling: Handling, labels: int) -> dict[str, object]:
-    """Seconds of the search, and of all ranges and calls in flight; how far the answers may be from the best."""
+    """Measure seconds of the search and of the queries for all ranges and calls in flight, and the optimality gaps."""
     ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
     began = time.process_time()
     fronts = IntervalFronts(ranges, seconds, handling, labels)
@@ -93,23 +93,29 @@ def of_all_ranges(name: str, profile: Profile, handling: Handling, labels: int) 
     gaps, missed, fits = [], 0, 0
     for budget in budgets:
         for in_flight in IN_FLIGHT:
-            found, bounds = fronts.seconds(in_flight, budget)
-            there = np.isfinite(found)
-            gaps += (found[there] / bounds[there]).tolist()
+            achieved, bounds = fronts.seconds(in_flight, budget)
+            there = np.isfinite(achieved)
+            gaps += (achieved[there] / bounds[there]).tolist()
             fits += int(there.sum())
             missed += int((np.isfinite(bounds) & ~there).sum())
-    asked = (time.process_time() - searched) / len(budgets)
+    ask_seconds = (time.process_time() - searched) / len(budgets)
     exact = sum(gap <= 1 + 1e-9 for gap in gaps) / len(gaps)
     print(
         f"| {name} | {'yes' if handling.recomputed else 'no'} | {'yes' if handling.later else 'no'} | {labels} | "
-        f"{searched - began:.1f} s | {asked:.2f} s | {exact:.0%} | {statistics.median(gaps) - 1:.1%} | "
+        f"{searched - began:.1f} s | {ask_seconds:.2f} s | {exact:.0%} | {statistics.median(gaps) - 1:.1%} | "
         f"{np.quantile(gaps, 0.95) - 1:.1%} | {missed / (missed + fits):.1%} |"
     )
-    return {"name": name, "labels": labels, "search_seconds": searched - began, "ask_seconds": asked, "proven": exact}
+    return {
+        "name": name,
+        "labels": labels,
+        "search_seconds": searched - began,
+        "ask_seconds": ask_seconds,
+        "proven": exact,
+    }
 
 
 def slower(layer: LayerProfile, factor: float) -> LayerProfile:
-    """So that no two layers take equally long."""
+    """Return the layer with its seconds scaled, so that no two layers take equally long."""
     return replace(layer, forward_seconds=factor * (layer.forward_seconds or 0))
 
 
@@ -126,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.labels:
         chain = estimate_config(load_config(ROOT / "configs" / "paper" / "rn101_d_e12.yaml"))
         draw = random.Random(options.seed)
-        drawn = replace(chain, layers=tuple(slower(one, draw.uniform(0.5, 2.0)) for one in chain.layers))
+        drawn = replace(chain, layers=tuple(slower(layer, draw.uniform(0.5, 2.0)) for layer in chain.layers))
         rows = []
         print("| chain | R | O | labels | search | all ranges, 8 counts | proven | gap, median | 95 % | maybe missed |")
         print("|---|---|---|---|---|---|---|---|---|---|")

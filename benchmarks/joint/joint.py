@@ -23,7 +23,7 @@ LINK = Link(12e9, 1e-5)
 
 
 def chain(num_layers: int) -> Profile:
-    """Layers of 10 to 60 ms and 0.25 to 1.5 GiB, in no order; what crosses a cut is 10 MB."""
+    """Return a chain of layers of 10 to 60 ms and 0.25 to 1.5 GiB, in no order; 10 MB cross each cut."""
     rng = random.Random(3)
     layers = []
     for number in range(num_layers):
@@ -45,29 +45,29 @@ def chain(num_layers: int) -> Profile:
 def row(
     profile: Profile, devices: list[Device], minibatch: int, blocks: int, link: Link | None, times: int
 ) -> dict[str, Any]:
-    """Plan several times: the first makes the schedules that are kept, the least of the others is a later change."""
-    seconds, found = [], None
+    """Plan several times: the first search fills the cache of schedules, the fastest other is a later change."""
+    seconds, plan = [], None
     for _ in range(times):
         begun = time.process_time()
-        found = best_fleet(profile, devices, minibatch, blocks, link=link)
+        plan = best_fleet(profile, devices, minibatch, blocks, link=link)
         seconds.append(time.process_time() - begun)
-    assert found is not None
+    assert plan is not None
     return {
         "devices": len(devices), "kinds": len(set(devices)), "minibatch": minibatch, "blocks": blocks,
         "link": "12 GB/s" if link else "free", "first_seconds": seconds[0],
-        "again_seconds": min(seconds[1:], default=seconds[0]), **summary(found),
+        "again_seconds": min(seconds[1:], default=seconds[0]), **summary(plan),
     }  # fmt: skip
 
 
-def summary(found: JointPlan) -> dict[str, Any]:
-    """What the table shows of a plan."""
-    lengths = sorted({len(one.devices) for one in found.pipelines})
+def summary(plan: JointPlan) -> dict[str, Any]:
+    """Return the plan's columns of the table."""
+    lengths = sorted({len(pipeline.devices) for pipeline in plan.pipelines})
     return {
-        "pipelines": len(found.pipelines),
+        "pipelines": len(plan.pipelines),
         "stages": lengths,
-        "idle": len(found.idle),
-        "step_seconds": found.step_seconds,
-        "bound_seconds": found.bound_seconds,
+        "idle": len(plan.idle),
+        "step_seconds": plan.step_seconds,
+        "bound_seconds": plan.bound_seconds,
     }
 
 
@@ -75,34 +75,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows = []
     large = chain(48)
     for link in (None, LINK):
-        rows.append(row(large, [LARGE] * 512 + [SMALL] * 512, 2048, 256, link, given.times))
+        rows.append(row(large, [LARGE] * 512 + [SMALL] * 512, 2048, 256, link, args.times))
     small = chain(25)
     for number in (2, 3, 4, 5, 7, 11, 13, 16):
-        rows.append(row(small, [LARGE] * number, 32, 16, None, given.times))
+        rows.append(row(small, [LARGE] * number, 32, 16, None, args.times))
     for number in (4, 7, 16):
-        rows.append(row(small, [LARGE] * (number - number // 2) + [SMALL] * (number // 2), 32, 16, None, given.times))
+        rows.append(row(small, [LARGE] * (number - number // 2) + [SMALL] * (number // 2), 32, 16, None, args.times))
     print(
         "| devices | kinds | blocks | link | pipelines x stages | idle | step | bound | ratio | first ms | again ms |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for one in rows:
-        fits = one["step_seconds"] is not None
-        times = f"{one['first_seconds'] * 1e3:.0f} | {one['again_seconds'] * 1e3:.0f} |"
-        cells = f"| {one['devices']} | {one['kinds']} | {one['blocks']} | {one['link']} | "
+    for case in rows:
+        fits = case["step_seconds"] is not None
+        times = f"{case['first_seconds'] * 1e3:.0f} | {case['again_seconds'] * 1e3:.0f} |"
+        cells = f"| {case['devices']} | {case['kinds']} | {case['blocks']} | {case['link']} | "
         if fits:
-            stages = "/".join(map(str, one["stages"]))
-            ratio = one["step_seconds"] / one["bound_seconds"]
-            cells += f"{one['pipelines']} x {stages} | {one['idle']} | {one['step_seconds']:.2f} s | "
-            cells += f"{one['bound_seconds']:.2f} s | {ratio:.3f} | "
+            stages = "/".join(map(str, case["stages"]))
+            ratio = case["step_seconds"] / case["bound_seconds"]
+            cells += f"{case['pipelines']} x {stages} | {case['idle']} | {case['step_seconds']:.2f} s | "
+            cells += f"{case['bound_seconds']:.2f} s | {ratio:.3f} | "
         else:
             cells += "does not fit | | | | | "
         print(cells + times)
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

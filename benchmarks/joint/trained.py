@@ -1,4 +1,4 @@
-"""Joint plans trained: no device idle, and the losses and weights of one device, bit for bit.
+"""Trains joint plans and checks that no device is idle and that losses and weights equal those of one device bitwise.
 
 For each number of devices two runs of the small DETR of `configs/tiny.yaml`: with the plan that `capslog plan --planner
 joint` writes (`pipeline.plan`), and with `pipeline.planner=joint`. Prints the table of README.md; exit status 1 where a
@@ -26,7 +26,7 @@ SIZES = ["train.minibatch_size=8", "train.microbatch_size=2", "train.checkpoint_
 
 
 def capslog(*words: str) -> None:
-    """Runs the command; raises where it does not end with 0."""
+    """Run the command; raise unless its exit status is 0."""
     command = [sys.executable, "-m", "varuna_capslog.cli", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -34,7 +34,7 @@ def capslog(*words: str) -> None:
 
 
 def trained(config: str, folder: Path, *overrides: str) -> Plan:
-    """The plan of a run of its own folder."""
+    """Train in the folder and return the plan of the run."""
     capslog("train", config, f"run_dir={folder}", *SIZES, *overrides)
     newest = latest_plan(folder)
     assert newest is not None
@@ -47,8 +47,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4, help="accumulation blocks of the four microbatches of a step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--config", default=str(ROOT / "configs/tiny.yaml"))
-    given = parser.parse_args()
-    common = [f"train.accumulation_blocks={given.blocks}", f"train.max_steps={given.steps}"]
+    args = parser.parse_args()
+    common = [f"train.accumulation_blocks={args.blocks}", f"train.max_steps={args.steps}"]
     wrong = False
     print(
         "| devices | from | pipelines of stages | stages in all | idle | losses that differ | tensors that differ | s |"
@@ -56,22 +56,22 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="capslog-joint-") as holder:
         base = Path(holder)
-        trained(given.config, base / "one", *common, "pipeline.devices=1", "pipeline.cuts=[0]")
-        for devices in given.devices:
+        trained(args.config, base / "one", *common, "pipeline.devices=1", "pipeline.cuts=[0]")
+        for devices in args.devices:
             file = base / f"joint-{devices}.json"
             count = ["--devices", str(devices), "--planner", "joint", "-o", str(file)]
-            capslog("plan", given.config, *SIZES, *common, *count)
+            capslog("plan", args.config, *SIZES, *common, *count)
             joint = ["pipeline.planner=joint", f"pipeline.devices={devices}"]
             for source, words in (("`plan`", [f"pipeline.plan={file}"]), ("`planner=joint`", joint)):
                 began, folder = time.perf_counter(), base / f"{devices}{source.strip('`')}"
-                plan = trained(given.config, folder, *common, *words)
-                seconds, found = time.perf_counter() - began, compare(folder, base / "one")
+                plan = trained(args.config, folder, *common, *words)
+                seconds, comparison = time.perf_counter() - began, compare(folder, base / "one")
                 idle = devices - len(set(plan.placement()))
                 lengths = " + ".join(str(len(path)) for path in plan.paths())
-                tensors = f"{found['tensors_that_differ']} of {found['tensors']}"
-                cells = [devices, source, lengths, len(plan.stages), idle, found["losses_that_differ"], tensors]
+                tensors = f"{comparison['tensors_that_differ']} of {comparison['tensors']}"
+                cells = [devices, source, lengths, len(plan.stages), idle, comparison["losses_that_differ"], tensors]
                 print("| " + " | ".join(map(str, cells)) + f" | {seconds:.0f} |", flush=True)
-                wrong |= bool(idle or found["losses_that_differ"] or found["tensors_that_differ"])
+                wrong |= bool(idle or comparison["losses_that_differ"] or comparison["tensors_that_differ"])
     raise SystemExit(wrong)
 
 

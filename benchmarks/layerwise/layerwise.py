@@ -1,4 +1,4 @@
-"""How far `dawnpiper` and `vpipe` are from the best cuts, on random chains with made-up bytes.
+"""Measures how far `dawnpiper` and `vpipe` are from the best cuts, on random chains with synthetic bytes.
 
 Prints the table of README.md. The best cuts are found by dynamic programming over all of them; each stage is treated as
 the planner in question treats it, so that only the choice of the cuts is compared.
@@ -32,27 +32,27 @@ KINDS: dict[str, tuple[Callable[..., list[StageChoice]], Callable[..., StageChoi
 
 
 def drawn(dice: random.Random, stages: int) -> Layerwise:
-    """1F1B, and devices with 1.1, 0.9 or 0.75 of the bytes that balanced stages would need."""
+    """Draw a chain under 1F1B, on devices with 1.1, 0.9 or 0.75 of the bytes that balanced stages would need."""
     saved = [dice.randint(20, 120) for _ in range(LAYERS)]
     in_flight = list(range(stages, 0, -1))
     usable = int(sum(saved) / sum(1 / count for count in in_flight) * dice.choice([1.1, 0.9, 0.75]))
     forward = [dice.uniform(0.5, 3) for _ in range(LAYERS)]
-    return chain_of(forward, saved, in_flight, [usable] * stages, freed=[one * 4 // 5 for one in saved])
+    return chain_of(forward, saved, in_flight, [usable] * stages, freed=[layer_bytes * 4 // 5 for layer_bytes in saved])
 
 
 def best(chain: Layerwise, treat: Callable[..., StageChoice]) -> Value:
-    """Of all cuts."""
+    """Return the best (lacking bytes, seconds) over all cuts."""
 
     @functools.cache
     def behind(stage: int, first: int) -> Value:
-        left = chain.stages - stage - 1
-        ends = range(first + 1, chain.num_layers - left + 1) if left else [chain.num_layers]
-        found = []
+        remaining = chain.stages - stage - 1
+        ends = range(first + 1, chain.num_layers - remaining + 1) if remaining else [chain.num_layers]
+        outcomes = []
         for end in ends:
-            one = treat(chain, stage, first, end)
-            lack, seconds = behind(stage + 1, end) if left else (0, 0.0)
-            found.append((max(lack, one.lack), max(seconds, one.seconds)))
-        return min(found)
+            choice = treat(chain, stage, first, end)
+            lack, seconds = behind(stage + 1, end) if remaining else (0, 0.0)
+            outcomes.append((max(lack, choice.lack), max(seconds, choice.seconds)))
+        return min(outcomes)
 
     return behind(0, 0)
 
@@ -72,10 +72,10 @@ def main() -> None:
                 if lack:
                     continue
                 fits += 1
-                found = plan(chain)
-                if not any(one.lack for one in found):
-                    longer.append(max(one.seconds for one in found) / seconds - 1)
-            equal = sum(one < 1e-9 for one in longer)
+                choices = plan(chain)
+                if not any(choice.lack for choice in choices):
+                    longer.append(max(choice.seconds for choice in choices) / seconds - 1)
+            equal = sum(excess < 1e-9 for excess in longer)
             mean = sum(longer) / max(1, len(longer))
             print(
                 f"| {name} | {stages} | {fits} | {len(longer)} | {equal} | {100 * mean:.1f} % | "

@@ -1,7 +1,7 @@
-"""What it costs a rank to get batches with many small targets from a loader process: ours beside torch's DataLoader.
+"""Compares a rank's time for batches with many small targets from a loader process: ours and torch's DataLoader.
 
 A batch has one dictionary of six small tensors (labels, boxes, ...) for each image. The same batch with its targets
-stacked into one tensor per key shows what a target costs that is packed already. Prints the table of README.md.
+stacked into one tensor per key shows the cost of packed targets. Prints the table of README.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CASES = {
 
 
 class Boxes(Dataset[dict[str, Tensor]]):
-    """Images and boxes that are there already, so that reading takes no time."""
+    """Images and boxes in memory, so that reading takes no time."""
 
     def __init__(self, height: int, width: int, boxes: int) -> None:
         self._image = torch.rand(3, height, width)
@@ -54,13 +54,13 @@ class Boxes(Dataset[dict[str, Tensor]]):
 
 
 def many(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A batch as detectors want it: targets image by image. Every tensor is its own, as of a real data set."""
-    targets = [{name: one.clone() for name, one in sample["target"].items()} for sample in samples]
+    """Collate a batch as detectors need it: targets by image. Every tensor is copied, as from a real data set."""
+    targets = [{name: tensor.clone() for name, tensor in sample["target"].items()} for sample in samples]
     return {"images": torch.stack([sample["image"] for sample in samples]), "labels": targets}
 
 
 def packed(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same numbers in one tensor for each key."""
+    """Collate the same batch with one target tensor for each key."""
     rows = [sample["target"] for sample in samples]
     targets = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return {"images": torch.stack([sample["image"] for sample in samples]), "labels": targets}
@@ -90,7 +90,7 @@ def _torchs(case: tuple[int, int, int, int]) -> Callable[[], object]:
 
 
 def main() -> None:
-    """Measures batches in turns."""
+    """Measure batches of each case, interleaved."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="batches of each")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
@@ -98,7 +98,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| batch | processor us of the rank, ours | targets stacked | DataLoader | ours / DataLoader (quartiles) |")
     print("|---" * 5 + "|")
-    found = {}
+    work_by_case = {}
     for name, case in _CASES.items():
         runs = {"ours": _ours(case, "many"), "stacked": _ours(case, "packed"), "DataLoader": _torchs(case)}
         times = interleave({key: _settled(run) for key, run in runs.items()}, arguments.rounds)
@@ -106,12 +106,12 @@ def main() -> None:
         middle = {key: f"{statistics.median(rows):.0f}" for key, rows in work.items()}
         ratio = "{:.2f} ({:.2f}-{:.2f})".format(*median_ratio(work["ours"], work["DataLoader"]))
         print(f"| {name} | {middle['ours']} | {middle['stacked']} | {middle['DataLoader']} | {ratio} |", flush=True)
-        found[name] = work
-    write_json(arguments.output, found)
+        work_by_case[name] = work
+    write_json(arguments.output, work_by_case)
 
 
 def _settled(run: Callable[[], object]) -> Callable[[], None]:
-    """A batch, and a pause in which what is read ahead arrives, so that its processor time counts for who asked."""
+    """Return a run of a batch and a pause in which batches read ahead arrive, so that this run's time includes them."""
 
     def one() -> None:
         run()

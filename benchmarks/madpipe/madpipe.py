@@ -1,4 +1,4 @@
-"""MadPipe beside PipeDream on the paper's four models, under two versions of the weights: see README.md."""
+"""Compares MadPipe with PipeDream on the paper's four models, under two versions of the weights: see README.md."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ READINGS = ("inputs", "saved")
 
 
 def profiles(folder: Path) -> Iterator[tuple[str, Profile]]:
-    """The name and the profile of each model, estimated at 8 images of 1000 x 1000; kept in the folder."""
+    """Yield the name and the profile of each model, estimated at 8 images of 1000 x 1000; the folder caches them."""
     for name, build in MODELS.items():
         path = folder / f"{name}.json"
         if not path.exists():
@@ -58,10 +58,10 @@ def profiles(folder: Path) -> Iterator[tuple[str, Profile]]:
 
 
 def costs_of(profile: Profile, devices: int, memory: int, bandwidth: int, reading: str) -> ChainCosts:
-    """Both directions share a link, as in the paper.
+    """Return the costs of a chain whose links are shared by both directions, as in the paper.
 
-    reading: what a microbatch in flight holds of a layer: "inputs", the tensors that it reads, as the paper counts; or
-        "saved", all that autograd saves.
+    reading: tensors of a layer that a microbatch in flight holds: "inputs", the tensors that the layer reads, as the
+        paper counts; or "saved", all that autograd saves.
     """
     link = Link(bandwidth * 1e9, shared=True)
     costs = ChainCosts.of_profile(profile, devices, memory << 30, link, two_versions=True)
@@ -70,9 +70,9 @@ def costs_of(profile: Profile, devices: int, memory: int, bandwidth: int, readin
 
 
 def pipedream(costs: ChainCosts) -> Allocation | None:
-    """PipeDream's cuts without replicas: the smallest time of the slowest stage or link, when the stage with n stages
-    from it to the loss has n microbatches in flight. None where nothing fits by this count; the benchmark then gives
-    these cuts to the schedule that are the fastest without a limit.
+    """Return PipeDream's cuts without replicas: the smallest time of the slowest stage or link, when the stage with n
+    stages from it to the loss has n microbatches in flight. None where nothing fits by this count; the benchmark then
+    schedules the cuts that are the fastest without a limit.
     """
     layers, devices = costs.num_layers, costs.devices
     best = np.full((devices + 1, layers + 1), np.inf)
@@ -107,12 +107,12 @@ class Table:
         self.rows: list[dict[str, object]] = []
 
     def timed(self, name: str, devices: int, seconds: float) -> None:
-        """Notes a search, at P = 8 alone, or a schedule."""
+        """Record the time of a search, only at P = 8, or of a schedule."""
         if devices == 8 or "schedule" in name:
             self.longest[name] = max(self.longest[name], seconds)
 
     def ours(self, costs: ChainCosts) -> float | None:
-        """The shortest period of three ways to count the special processor."""
+        """Return the shortest period of three ways to count the special processor."""
         begun = time.perf_counter()
         weighed_allocations(costs)
         self.timed("search, three countings", costs.devices, time.perf_counter() - begun)
@@ -120,7 +120,7 @@ class Table:
         return None if pattern is None else pattern.period
 
     def printed(self, costs: ChainCosts) -> float | None:
-        """The period as the paper gets it, but for the errors in its text."""
+        """Return the period by the paper's method, without the errors in its text."""
         begun = time.perf_counter()
         allocation = best_allocation(costs, "printed")
         self.timed("search, as printed", costs.devices, time.perf_counter() - begun)
@@ -130,25 +130,25 @@ class Table:
         return None if pattern is None else pattern.period
 
     def add(self, model: str, costs: ChainCosts, memory: int, bandwidth: int, reading: str) -> None:
-        """One cell."""
+        """Add a cell: the periods of both planners."""
         cuts = pipedream(costs) or pipedream(dataclasses.replace(costs, usable=None))
         pattern = None if cuts is None else periodic_pattern(costs, cuts)
-        other = None if pattern is None else pattern.period
+        pipedream_period = None if pattern is None else pattern.period
         periods = {"ours": self.ours(costs), "printed": self.printed(costs)}
         for name, period in periods.items():
-            have = (period is not None, other is not None)
-            said = {(True, True): "both", (True, False): "MadPipe alone", (False, True): "PipeDream alone"}
-            self.answers[reading, name, memory][said.get(have, "neither")] += 1
-            if period is not None and other is not None:
-                self.ratios[reading, name, model, memory].append(other / period)
+            have = (period is not None, pipedream_period is not None)
+            outcomes = {(True, True): "both", (True, False): "MadPipe alone", (False, True): "PipeDream alone"}
+            self.answers[reading, name, memory][outcomes.get(have, "neither")] += 1
+            if period is not None and pipedream_period is not None:
+                self.ratios[reading, name, model, memory].append(pipedream_period / period)
         work = costs.of("seconds", 0, costs.num_layers)
         self.rows.append(
             {"model": model, "reading": reading, "devices": costs.devices, "GiB": memory, "GB/s": bandwidth}
-            | {"work": work, "pipedream": other, "bound": None if cuts is None else cuts.period, **periods}
+            | {"work": work, "pipedream": pipedream_period, "bound": None if cuts is None else cuts.period, **periods}
         )
 
     def print(self, models: list[str], memories: tuple[int, ...]) -> None:
-        """The geometric means over devices and links."""
+        """Print the geometric means over devices and links."""
         for reading in READINGS:
             for name in ("printed", "ours"):
                 print(f"\n{name}, a microbatch holds: {reading}")
@@ -157,11 +157,11 @@ class Table:
                 below = list[float]()
                 for memory in memories:
                     rows = [self.ratios[reading, name, model, memory] for model in models]
-                    every = [ratio for row in rows for ratio in row]
-                    below += every if memory < 10 else []
+                    all_ratios = [ratio for row in rows for ratio in row]
+                    below += all_ratios if memory < 10 else []
                     counts = self.answers[reading, name, memory]
                     kinds = ("both", "MadPipe alone", "PipeDream alone", "neither")
-                    cells = [*map(_mean, [*rows, every]), *(str(counts[kind]) for kind in kinds)]
+                    cells = [*map(_mean, [*rows, all_ratios]), *(str(counts[kind]) for kind in kinds)]
                     print(f"| {memory} | {' | '.join(cells)} |")
                 print(f"below 10 GiB: {_mean(below)} over {len(below)} cells, largest {max(below, default=0):.2f}")
         for name, seconds in sorted(self.longest.items()):
@@ -169,33 +169,33 @@ class Table:
 
 
 def _mean(ratios: list[float]) -> str:
-    """The geometric mean."""
+    """Return the geometric mean."""
     return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}" if ratios else "-"
 
 
 def main() -> None:
-    """Estimates, plans, prints."""
+    """Estimate the profiles, plan, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profiles", type=Path, default=Path("/tmp/madpipe-profiles"))
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--devices", nargs="*", type=int, default=list(range(2, 9)))
     parser.add_argument("--memory", nargs="*", type=int, default=list(MEMORY))
     parser.add_argument("-o", type=Path, default=None)
-    given = parser.parse_args()
-    given.profiles.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.profiles.mkdir(parents=True, exist_ok=True)
     table = Table()
-    for name, profile in profiles(given.profiles):
-        if name not in given.models:
+    for name, profile in profiles(args.profiles):
+        if name not in args.models:
             continue
         for reading in READINGS:
-            for memory in given.memory:
-                for devices in given.devices:
+            for memory in args.memory:
+                for devices in args.devices:
                     for bandwidth in BANDWIDTH:
                         costs = costs_of(profile, devices, memory, bandwidth, reading)
                         table.add(name, costs, memory, bandwidth, reading)
                 print(name, reading, memory, file=sys.stderr, flush=True)
-    table.print(given.models, tuple(given.memory))
-    write_json(given.o, {"rows": table.rows})
+    table.print(args.models, tuple(args.memory))
+    write_json(args.o, {"rows": table.rows})
 
 
 if __name__ == "__main__":

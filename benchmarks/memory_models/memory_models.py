@@ -1,7 +1,7 @@
-"""The memory models beside directly estimated stages, what their errors cost a plan, and what position-blindness costs.
+"""Compares the memory models with directly estimated stages, and measures the effect of their errors on plans.
 
-Prints the tables of README.md. The ranges take some ten CPU minutes; `--ranges FOLDER` keeps them there and reads
-them again.
+A model without stage positions is compared, too. Prints the tables of README.md. The ranges take some ten CPU minutes;
+`--ranges FOLDER` stores them there and reads them again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODELS = ("additive", "composition")
 
 
 def truth(name: str, folder: Path | None, memo: Memo) -> tuple[Profile, NDArray[np.int64]]:
-    """Profile and exact ranges of a configuration, from the folder where they are there."""
+    """Return the profile and the exact ranges of a configuration, from the folder if stored there."""
     if folder is None:
         return profile_of(name, memo), exact_ranges(name, memo)
     kept, table = folder / f"{name}.json", folder / f"{name}.npy"
@@ -45,12 +45,12 @@ def truth(name: str, folder: Path | None, memo: Memo) -> tuple[Profile, NDArray[
 
 
 def errors(name: str, profile: Profile, exact: NDArray[np.int64]) -> None:
-    """Each model against every range."""
+    """Print the errors of each model over all ranges."""
     real = ~np.tri(*exact.shape, dtype=np.bool_)
     for model in MODELS:
-        found = MEMORY_MODELS[model].stage_costs(profile, RunShape()).matrix()[real]
-        off = 100 * (found / exact[real] - 1)
-        bytes_off = np.abs(found - exact[real]) / MIB
+        predicted = MEMORY_MODELS[model].stage_costs(profile, RunShape()).matrix()[real]
+        off = 100 * (predicted / exact[real] - 1)
+        bytes_off = np.abs(predicted - exact[real]) / MIB
         print(
             f"| {name} | {model} | {np.abs(off).mean():.3f} % | {np.percentile(np.abs(off), 95):.2f} % | "
             f"{off.max():+.2f} % | {off.min():+.2f} % | {bytes_off.mean():.1f} / {bytes_off.max():.1f} |"
@@ -58,24 +58,26 @@ def errors(name: str, profile: Profile, exact: NDArray[np.int64]) -> None:
 
 
 def requested(name: str, memo: Memo, count: int = 30) -> None:
-    """The composition of what stages ask for, against what `count` ranges ask for: the model without the allocator."""
+    """Print the errors of the composition of requested bytes, over `count` ranges: the model without the allocator."""
     profile, estimator = profile_of(name, memo), estimator_of(name, memo)
     rows = []
     for row in profile.observations:
         stage = estimator.stage(*row.layers)
         saved = stage.saved_bytes - replay(stage.events).remainder_bytes
         rows.append(dataclasses.replace(row, peak_bytes=requested_bytes(stage), saved_bytes=saved))
-    asked = MEMORY_MODELS["composition"].stage_costs(dataclasses.replace(profile, observations=tuple(rows)), RunShape())
+    composition = MEMORY_MODELS["composition"].stage_costs(
+        dataclasses.replace(profile, observations=tuple(rows)), RunShape()
+    )
     rng = random.Random(0)
     off = []
     for _ in range(count):
         first, end = sorted(rng.sample(range(profile.num_layers + 1), 2))
-        off.append(100 * (asked.stage_bytes(first, end) / requested_bytes(estimator.stage(first, end)) - 1))
+        off.append(100 * (composition.stage_bytes(first, end) / requested_bytes(estimator.stage(first, end)) - 1))
     print(f"| {name} | {np.abs(off).mean():.4f} % | {max(off):+.3f} % | {min(off):+.3f} % |", flush=True)
 
 
 def recommendations(name: str, profile: Profile, exact: NDArray[np.int64]) -> None:
-    """Peaks by the exact ranges of what each search finds with each model."""
+    """Print the peaks by exact ranges of the plan of each search with each model."""
     true = RangeCosts(exact)
     additive, composed = (MEMORY_MODELS[model].stage_costs(profile, RunShape()) for model in MODELS)
     for devices in range(2, 17):
@@ -88,7 +90,7 @@ def recommendations(name: str, profile: Profile, exact: NDArray[np.int64]) -> No
 
 
 def one_f_one_b(name: str, profile: Profile) -> None:
-    """Eight devices, eight microbatches, 1F1B without recomputation: four cut lists under the model of 1F1B."""
+    """Print four cut lists under the model of 1F1B: eight devices, eight microbatches, no recomputation."""
     costs = MEMORY_MODELS["1f1b"].stage_costs(profile, RunShape(8, "1f1b", False))
     blind = MEMORY_MODELS["additive"].stage_costs(profile, RunShape())
     best = max(costs.peaks(exact_cuts(costs, 8)))
@@ -100,7 +102,7 @@ def one_f_one_b(name: str, profile: Profile) -> None:
 
 
 def search_times(name: str, profile: Profile) -> None:
-    """Milliseconds of processor time of the exact search with its tie-break, each model in turn."""
+    """Print the milliseconds of processor time of the exact search with its tie-break, for each model in turn."""
     for devices in (8, 24):
         cells = []
         for model, run in (
@@ -125,25 +127,25 @@ def main() -> None:
     folder = parser.parse_args().ranges
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     memo = Memo()
-    found = {name: truth(name, folder, memo) for name in PAPER[:2]}
+    truths = {name: truth(name, folder, memo) for name in PAPER[:2]}
     print("| configuration | model | mean error | 95 % below | most above | most below | MiB mean / most |")
     print("|---" * 7 + "|")
-    for name, (profile, exact) in found.items():
+    for name, (profile, exact) in truths.items():
         errors(name, profile, exact)
     print("\nThe composition of requested bytes, 30 ranges each\n")
     print("| configuration | mean error | most above | most below |")
     print("|---" * 4 + "|")
-    for name in found:
+    for name in truths:
         requested(name, memo)
     print("\nGiB by exact ranges (above the optimum)\n")
     print("| configuration | G | capslog on additive | exact on additive | exact on composition | optimum |")
     print("|---" * 6 + "|")
-    for name, (profile, exact) in found.items():
+    for name, (profile, exact) in truths.items():
         recommendations(name, profile, exact)
     print("\nGiB under 1F1B without recomputation, 8 devices, 8 microbatches (times the optimum)\n")
     print("| configuration | uniform | position-blind exact | fill-first with the right costs | exact |")
     print("|---" * 5 + "|")
-    profiles = {name: found[name][0] if name in found else profile_of(name, memo) for name in PAPER}
+    profiles = {name: truths[name][0] if name in truths else profile_of(name, memo) for name in PAPER}
     for name, profile in profiles.items():
         one_f_one_b(name, profile)
     print("\nMilliseconds of the exact search with its tie-break, median (smallest) of 50\n")

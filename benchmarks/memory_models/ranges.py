@@ -27,17 +27,17 @@ _CONFIGS = Path(__file__).parents[2] / "configs" / "paper"
 
 
 def configuration(name: str) -> Config:
-    """One of the paper's configurations."""
+    """Load a configuration of the paper."""
     return load_config(_CONFIGS / f"{name}.yaml", [])
 
 
 def profile_of(name: str, memo: Memo) -> Profile:
-    """The estimated profile of a configuration."""
+    """Return the estimated profile of a configuration."""
     return estimate_config(configuration(name), memo=memo)
 
 
 def estimator_of(name: str, memo: Memo) -> StageEstimator:
-    """Estimates any stage of a configuration."""
+    """Return an estimator of the configuration's stages."""
     config = configuration(name)
     return StageEstimator(
         load_workload(config),
@@ -53,7 +53,7 @@ def estimator_of(name: str, memo: Memo) -> StageEstimator:
 
 
 def requested_bytes(stage: StageEstimate) -> int:
-    """The peak of what a stage asks for, in blocks of 512 bytes, without what the allocator gives beyond it."""
+    """Return the peak of the bytes that a stage requests, in blocks of 512 bytes, without the allocator's excess."""
     live: dict[int, int] = {}
     current = peak = 0
     for key, size in stage.events:
@@ -67,12 +67,12 @@ def requested_bytes(stage: StageEstimate) -> int:
 
 
 def exact_ranges(name: str, memo: Memo) -> NDArray[np.int64]:
-    """Peak bytes of every range, [L, L + 1], NEVER where end <= first."""
+    """Return the peak bytes of every range, [L, L + 1], NEVER where end <= first."""
     estimator = estimator_of(name, memo)
     size = len(estimator.chain)
-    found = np.full((size, size + 1), NEVER, dtype=np.int64)
+    peaks = np.full((size, size + 1), NEVER, dtype=np.int64)
     for first in range(size):
         print(f"{name}: ranges that begin at layer {first} of {size}", file=sys.stderr, flush=True)
         for end in range(first + 1, size + 1):
-            found[first, end] = estimator.stage(first, end).peak_bytes
-    return found
+            peaks[first, end] = estimator.stage(first, end).peak_bytes
+    return peaks

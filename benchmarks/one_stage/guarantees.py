@@ -1,7 +1,7 @@
-"""What the engine's guarantees cost a one-stage step: a plain training loop with one of them after the other put in.
+"""Measures the cost of the engine's guarantees in a one-stage step, by adding each of them to a plain training loop.
 
-Each is written into the plain loop by hand, as short as it can be; what the engine takes besides is its bookkeeping.
-All runs take turns in one process. Prints the table of README.md.
+Each is written into the plain loop by hand, as short as possible; the rest of the engine's time is its bookkeeping.
+All runs are interleaved in one process. Prints the table of README.md.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ PARTS = {
 
 
 def clip_by_layer(layers: nn.ModuleList) -> None:
-    """As the engine does it: squared norms in float64, and one multiplication of all gradients."""
+    """Clip the gradients as the engine does: squared norms in float64, and one multiplication of all gradients."""
     squared = []
     for layer in layers:
-        norms = [torch.linalg.vector_norm(one.grad, dtype=torch.float64) for one in layer.parameters()]
+        norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in layer.parameters()]
         squared.append(torch.stack(norms).square().sum())
     norm = sum(torch.stack(squared).tolist()) ** 0.5
     scale = min(1.0, CLIP / (norm + 1e-6))
-    torch._foreach_mul_([one.grad for one in layers.parameters()], scale)
+    torch._foreach_mul_([parameter.grad for parameter in layers.parameters()], scale)
 
 
 def measure(communicator: Communicator, name: str, rounds: int) -> dict[str, Any]:
-    """Times of the plain loop, with each part, with all of them, and of the engine."""
+    """Return the times of the plain loop, of the loop with each part and with all of them, and of the engine."""
     chain, loss, minibatch, inputs = make_case(name)
 
     def loop(*parts: str) -> Callable[[], object]:
@@ -100,7 +100,7 @@ def measure(communicator: Communicator, name: str, rounds: int) -> dict[str, Any
 
 
 def main() -> None:
-    """Measures the cases asked for."""
+    """Measure the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=list(TRANSFORMERS)[:1], choices=list(TRANSFORMERS))
     parser.add_argument("--rounds", type=int, default=100, help="steps of each run")
@@ -113,8 +113,10 @@ def main() -> None:
         work = {run: [worked for _, worked in pairs] for run, pairs in times.items()}
         for run, seconds in work.items():
             middle, low, high = median_ratio(seconds, work["plain loop"])
-            said = PARTS.get(run, run)
-            print(f"| {case} | {said} | {1e3 * statistics.median(seconds):.1f} | {middle:.3f} ({low:.3f}-{high:.3f}) |")
+            label = PARTS.get(run, run)
+            print(
+                f"| {case} | {label} | {1e3 * statistics.median(seconds):.1f} | {middle:.3f} ({low:.3f}-{high:.3f}) |"
+            )
             rows.append({"model": case, "run": run, "seconds": seconds})
     write_json(arguments.output, {"rows": rows})
 

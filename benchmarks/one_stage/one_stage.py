@@ -1,7 +1,7 @@
-"""Step time of a one-stage run of the engine beside a plain training loop of the same model, in one process.
+"""Compares the step time of a one-stage run of the engine with a plain training loop of the same model.
 
-The two take turns. Both clip the gradient norm and step the same AdamW; the plain loop is what one writes without a
-pipeline. Prints the table of README.md.
+Their steps are interleaved in one process. Both clip the gradient norm and step the same AdamW; the plain loop is
+ordinary code without a pipeline. Prints the table of README.md.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CPU = torch.device("cpu")
 
 
 def detr_case(microbatches: int = 4, images: int = 2, side: int = 128) -> Case:
-    """The DETR of `configs/tiny.yaml` on random images of [side, side], without dropout so that both runs agree."""
+    """Return the DETR of `configs/tiny.yaml` on random [side, side] images, without dropout so that both runs agree."""
     config = Config.model_validate({"workload": "detr_pipeline:workload", "model": DETR})
     workload = detr_pipeline.workload(config)
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def detr_case(microbatches: int = 4, images: int = 2, side: int = 128) -> Case:
 
 
 def make_case(name: str) -> Case:
-    """Chain, loss, minibatch and inputs of a named case."""
+    """Return chain, loss, minibatch and inputs of a named case."""
     if name == "detr":
         return detr_case()
     size = TRANSFORMERS[name]
@@ -104,7 +104,7 @@ def make_case(name: str) -> Case:
 
 
 class Unsplit(nn.Module):
-    """The whole chain as one ordinary module."""
+    """Whole chain as an ordinary module."""
 
     def __init__(self, chain: Chain) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Unsplit(nn.Module):
 def engine_of(
     chain: Chain, loss: Loss, microbatches: int, communicator: Communicator, device: torch.device = CPU
 ) -> PipelineEngine:
-    """Our engine with the whole chain as its one stage, and the optimizer and clipping of the plain loop."""
+    """Return our engine with the whole chain as its only stage, and the optimizer and clipping of the plain loop."""
     options = EngineOptions(
         microbatches,
         schedule="1f1b",
@@ -134,7 +134,7 @@ def engine_of(
 
 
 def measure(communicator: Communicator, name: str, rounds: int, device: torch.device = CPU) -> dict[str, Any]:
-    """Times and losses of both runs."""
+    """Return times and losses of both runs."""
     chain, loss, minibatch, inputs = make_case(name)
     model = Unsplit(chain).train().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
@@ -163,7 +163,7 @@ def measure(communicator: Communicator, name: str, rounds: int, device: torch.de
 
 
 def main() -> None:
-    """Measures the cases asked for."""
+    """Measure the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--rounds", type=int, default=40, help="pairs of steps per case")

@@ -1,7 +1,7 @@
-"""The exact planner and CAPSlog's beside exhaustive search, on random instances of every kind of statistics.
+"""Compares the exact planner and CAPSlog's with exhaustive search, on random instances of all kinds of statistics.
 
-Prints the table of README.md. Every cut list of every instance is weighed: its descending list of stage peaks, then
-itself, which is the order that `exact` promises.
+Prints the table of README.md. The exhaustive search orders all cut lists of an instance by their descending list of
+stage peaks, then by the cuts, which is the order that `exact` promises.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Placed:
 
 
 def draw(rng: random.Random, count: int) -> list[int]:
-    """Whole numbers, tiny in a third of the instances so that ties are common."""
+    """Draw whole numbers, tiny in a third of the instances so that ties are common."""
     high = rng.choice([4, 100, 10**11])
     return [rng.randrange(high) for _ in range(count)]
 
@@ -114,7 +114,7 @@ KINDS: list[Callable[[random.Random, int, int], StageCosts]] = [
 
 
 def row(kind: Callable[[random.Random, int, int], StageCosts], instances: int) -> str:
-    """One line of the table."""
+    """Return a line of the table."""
     rng = random.Random(kind.__name__)
     worse = uneven = above = 0
     ratios = [1.0]
@@ -122,13 +122,13 @@ def row(kind: Callable[[random.Random, int, int], StageCosts], instances: int) -
         size = rng.randrange(2, 10)
         stages = rng.randrange(2, size + 1)
         costs = kind(rng, size, stages)
-        lists = ([0, *rest] for rest in itertools.combinations(range(1, size), stages - 1))
+        lists = ([0, *later] for later in itertools.combinations(range(1, size), stages - 1))
         best = min((sorted(costs.peaks(cuts), reverse=True), cuts) for cuts in lists)
-        found = exact_cuts(costs, stages)
+        exact = exact_cuts(costs, stages)
         greedy = max(costs.peaks(capslog_cuts(costs, stages)))
         peak = best[0][0]
-        worse += max(costs.peaks(found)) > peak
-        uneven += found != best[1]
+        worse += max(costs.peaks(exact)) > peak
+        uneven += exact != best[1]
         above += greedy > peak
         if greedy > peak > 0:
             ratios.append(greedy / peak)

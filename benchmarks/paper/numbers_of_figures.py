@@ -1,6 +1,6 @@
-"""Our numbers for every table and figure of the CAPSlog paper, each row marked with where it comes from.
+"""Our numbers for every table and figure of the CAPSlog paper, each row marked with its source.
 
-`paper.py` calls one function per figure and draws what it returns; nothing here writes a file. Marks: *estimated* (fake
+`paper.py` calls a function per figure and draws its rows; nothing here writes a file. Marks: *estimated* (fake
 tensors, exact for the range of layers), *predicted* (M_i + sum of M_a of the estimated profile), *simulated* (estimated
 seconds played through the schedule), *measured* (clocked here), *counted*, *extrapolated*, *printed* (by the paper).
 """
@@ -64,9 +64,9 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Model:
-    """One configuration: its profile, its exact peaks, and what building both took.
+    """Configuration with its profile, its exact peaks, and the time to build both.
 
-    resident_bytes: what Varuna keeps on every GPU beside the stage: the padded minibatch and its padding mask.
+    resident_bytes: bytes that Varuna keeps on every GPU besides the stage: the padded minibatch and its padding mask.
     """
 
     name: str
@@ -76,17 +76,17 @@ class Model:
     resident_bytes: int
 
     def peaks(self, cuts: Sequence[int]) -> list[int]:
-        """Estimated peak of every stage, each range of layers run by itself."""
+        """Return the estimated peak of every stage, each range of layers run separately."""
         ends = [*cuts[1:], self.profile.num_layers]
         return [self.estimator.stage(first, end).peak_bytes for first, end in zip(cuts, ends, strict=True)]
 
     def plan(self, planner: str, devices: int = GPUS) -> Plan:
-        """The planner's cut list with the paper's memory model."""
+        """Return the planner's plan with the paper's memory model."""
         return plan(self.profile, devices, planner=planner, memory="additive")
 
 
 def load(progress: Callable[[str], None]) -> dict[str, Model]:
-    """All six configurations, estimated one after the other with one memory of equal layers."""
+    """Return all six configurations, estimated in sequence with a shared cache of equal layers."""
     memo = Memo()
     models = {}
     for name in CONFIGURATIONS:
@@ -104,7 +104,7 @@ def load(progress: Callable[[str], None]) -> dict[str, Model]:
 
 
 def table_7(models: Mapping[str, Model]) -> Rows:
-    """Fig. 7, which the text calls Table 7: cut points and parameters."""
+    """Return Fig. 7, which the text calls Table 7: cut points and parameters."""
     rows = []
     for name, model in models.items():
         cut_points, parameters = CONFIGURATIONS[name]
@@ -123,7 +123,7 @@ def table_7(models: Mapping[str, Model]) -> Rows:
 
 
 def figure_8(models: Mapping[str, Model]) -> Rows:
-    """Peak of every GPU for RN50-D-E6: Varuna's cuts, CAPSlog's, and CAPSlog's own prediction."""
+    """Return the peak of every GPU for RN50-D-E6: Varuna's cuts, CAPSlog's, and CAPSlog's own prediction."""
     model = models["RN50-D-E6"]
     varuna, capslog = model.plan("varuna"), model.plan("capslog")
     columns = {
@@ -138,7 +138,7 @@ def figure_8(models: Mapping[str, Model]) -> Rows:
 
 
 def figure_9(models: Mapping[str, Model]) -> Rows:
-    """Largest peak of any GPU, which cut lists run out of 16 GB, and the reduction."""
+    """Return the largest peak of any GPU, the cut lists that run out of 16 GB, and the reduction."""
     rows = []
     for name, model in models.items():
         peaks = {
@@ -165,19 +165,19 @@ def figure_9(models: Mapping[str, Model]) -> Rows:
 
 
 def figure_10(models: Mapping[str, Model]) -> Rows:
-    """Throughput of CAPSlog's and of our time-optimal cuts over Varuna's, 8 microbatches of 1."""
+    """Return the throughput of CAPSlog's and of our time-optimal cuts over Varuna's, 8 microbatches of 1."""
     rows = []
     for name, model in models.items():
         for link_name, link in LINKS.items():
             seconds = {}
             for planner in ("varuna", "capslog", "throughput"):
                 if planner == "throughput":
-                    found = plan(
+                    cut_plan = plan(
                         model.profile, GPUS, planner=planner, capacity=MEMORY_BYTES, run=RunShape(8), link=link
                     )
                 else:
-                    found = model.plan(planner)
-                done = simulate_plan(model.profile, found, schedule="varuna", num_microbatches=8, link=link)
+                    cut_plan = model.plan(planner)
+                done = simulate_plan(model.profile, cut_plan, schedule="varuna", num_microbatches=8, link=link)
                 seconds[planner] = done.step_seconds
             rows.append(
                 {
@@ -195,18 +195,18 @@ def figure_10(models: Mapping[str, Model]) -> Rows:
 
 
 def bayesian_search(models: Mapping[str, Model], devices: Sequence[int]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Seconds and predicted peak (GB) of mcap-bo by configuration and GPUs; it takes half a minute each."""
-    found = {}
+    """Return seconds and predicted peak (GB) of mcap-bo by configuration and GPUs; it takes half a minute each."""
+    searches = {}
     for name, count in [("RN50-D-E6", 8), ("RN101-D-E6", 8), *(("RN101-D-E12", count) for count in devices)]:
         costs = MEMORY_MODELS["additive"].stage_costs(models[name].profile, RunShape())
         begun = time.perf_counter()
         cuts = PLANNERS["mcap-bo"](costs, count, None)
-        found[name, count] = (time.perf_counter() - begun, max(costs.peaks(cuts)) / GB)
-    return found
+        searches[name, count] = (time.perf_counter() - begun, max(costs.peaks(cuts)) / GB)
+    return searches
 
 
 def figure_11(models: Mapping[str, Model], devices: Sequence[int], bayesian: Mapping[Any, Any]) -> Rows:
-    """Seconds of each recommender by number of GPUs; brute force beyond `MOST_CUT_LISTS` is extrapolated."""
+    """Return the seconds of each recommender by number of GPUs; brute force beyond `MOST_CUT_LISTS` is extrapolated."""
     rows = []
     for name in ("RN50-D-E6", "RN101-D-E6", "RN101-D-E12"):
         model = models[name]
@@ -230,7 +230,7 @@ def figure_11(models: Mapping[str, Model], devices: Sequence[int], bayesian: Map
 
 
 def _seconds_of_one_cut_list(costs: Any) -> float:
-    """What brute force takes for each cut list, at the largest number of GPUs that it is run for."""
+    """Return the seconds of brute force per cut list, at the largest number of GPUs that it is run for."""
     counts = [n for n in range(2, costs.num_layers) if count_cut_lists(costs.num_layers, n) <= MOST_CUT_LISTS]
     chosen = max(counts, key=lambda n: count_cut_lists(costs.num_layers, n))
     return _fastest(partial(PLANNERS["mcap-bf"], costs, chosen, None), 1) / count_cut_lists(costs.num_layers, chosen)
@@ -246,7 +246,7 @@ def _fastest(work: Callable[[], Any], times: int) -> float:
 
 
 def figure_12(models: Mapping[str, Model]) -> Rows:
-    """Profiling launches of each method, how many of mCAP's run out of memory, and what our estimate took."""
+    """Return the profiling launches of each method, the number of mCAP's out of memory, and our estimate's time."""
     rows = []
     for name, model in models.items():
         num_layers = model.profile.num_layers
@@ -277,7 +277,7 @@ def figure_12(models: Mapping[str, Model]) -> Rows:
 
 
 def figure_13(models: Mapping[str, Model], devices: Sequence[int], bayesian: Mapping[Any, Any]) -> Rows:
-    """Predicted peak of each recommender's cut list for RN101-D-E12."""
+    """Return the predicted peak of each recommender's cut list for RN101-D-E12."""
     model = models["RN101-D-E12"]
     costs = MEMORY_MODELS["additive"].stage_costs(model.profile, RunShape())
     rows = []

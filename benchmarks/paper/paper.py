@@ -1,7 +1,7 @@
-"""`python benchmarks/paper/paper.py`: the CAPSlog paper's Table 7 and Figures 8 to 13 again, in a few minutes on a CPU.
+"""Reproduces the CAPSlog paper's Table 7 and Figures 8 to 13 (`python benchmarks/paper/paper.py`), in minutes on a CPU.
 
 Writes results/tables.md, results/results.json and a PNG per figure beside this file: our numbers next to the printed
-ones, every row marked with where it comes from. What is assumed stands at the head of tables.md.
+ones, every row marked with its source. The head of tables.md lists the assumptions.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ ASSUMPTIONS = """\
 
 
 def main() -> int:
-    """Makes everything; returns the exit status."""
+    """Compute and write all tables and figures; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=HERE / "results", help="folder for tables and pictures")
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 6, 8, 10, 12, 16, 20, 24], help="of Fig. 11")
     parser.add_argument("--bo-devices", type=int, nargs="*", default=[4, 8, 16], help="where mcap-bo is run as well")
-    given = parser.parse_args()
-    given.output.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     torch.set_num_threads(1)
 
     models = numbers.load(say)
     bayesian: dict[tuple[str, int], tuple[float, float]] = {}
-    if given.bo_devices and importlib.util.find_spec("skopt") is not None:
+    if args.bo_devices and importlib.util.find_spec("skopt") is not None:
         say("Bayesian optimisation, half a minute for each number of GPUs")
-        bayesian = numbers.bayesian_search(models, given.bo_devices)
+        bayesian = numbers.bayesian_search(models, args.bo_devices)
     results: dict[str, Any] = {"made": made()}
     parts: list[tuple[str, str, Callable[[], numbers.Rows]]] = [
         ("table_7", "Table 7 (printed as Fig. 7): configurations", lambda: numbers.table_7(models)),
@@ -64,13 +64,13 @@ def main() -> int:
         (
             "figure_11",
             "Figure 11: seconds of a recommendation",
-            lambda: numbers.figure_11(models, given.devices, bayesian),
+            lambda: numbers.figure_11(models, args.devices, bayesian),
         ),
         ("figure_12", "Figure 12: profiling", lambda: numbers.figure_12(models)),
         (
             "figure_13",
             "Figure 13: predicted peak of each recommendation for RN101-D-E12, GB",
-            lambda: numbers.figure_13(models, given.devices, bayesian),
+            lambda: numbers.figure_13(models, args.devices, bayesian),
         ),
     ]
     text = ["# The paper's figures again", "", f"Made by `python benchmarks/paper/paper.py`: {results['made']}", ""]
@@ -80,32 +80,32 @@ def main() -> int:
         results[key] = rows = work()
         text += [f"## {title}", "", table(rows), ""]
         if key in DRAWINGS:
-            DRAWINGS[key](given.output / f"{key}.png", rows)
+            DRAWINGS[key](args.output / f"{key}.png", rows)
             text += [f"![{title}]({key}.png)", ""]
         text += [note for note in [NOTES[key](rows) if key in NOTES else ""] if note] + [""]
     if not bayesian:
         text += ["mcap-bo is left out: scikit-optimize (the extra `bo`) is not installed, or was not asked for.", ""]
     results["seconds"] = round(time.perf_counter() - begun, 1)
     text.append(f"All of this took {results['seconds']:.0f} s.")
-    (given.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (given.output / "tables.md").write_text("\n".join(text).replace("\n\n\n", "\n\n") + "\n")
-    say(f"{given.output / 'tables.md'}")
+    (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (args.output / "tables.md").write_text("\n".join(text).replace("\n\n\n", "\n\n") + "\n")
+    say(f"{args.output / 'tables.md'}")
     return 0
 
 
 def say(text: str) -> None:
-    """A line for whoever waits."""
+    """Print a line of progress."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def made() -> str:
-    """When and with what."""
+    """Return the time and the versions of this run."""
     return f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, torch {torch.__version__}, one thread"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table with one column per key."""
+    """Return a Markdown table with a column per key."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(name.strip() for name in names) + " |", "|" + " --- |" * len(names)]
     lines += ["| " + " | ".join(shown(name, row.get(name)) for name in names) + " |" for row in rows]
@@ -113,15 +113,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shown(name: str, value: Any) -> str:
-    """One cell."""
+    """Return a cell of the table."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {entry}" for key, entry in value.items())
+        return ", ".join(f"{key} {number}" for key, number in value.items())
     if isinstance(value, tuple):
-        return "-".join(str(entry) for entry in value)
+        return "-".join(str(number) for number in value)
     if isinstance(value, float):
         if "reduction" in name:
             return f"{100 * value:.1f} %"
@@ -133,14 +133,14 @@ def shown(name: str, value: Any) -> str:
 
 
 def note_8(rows: numbers.Rows) -> str:
-    """Largest peaks beside the printed ones."""
+    """Return a note of the largest peaks, ours and printed."""
     varuna = max(row["Varuna (estimated)"] for row in rows)
     capslog = max(row["CAPSlog (estimated)"] for row in rows)
     return f"Largest: Varuna {varuna:.2f}, CAPSlog {capslog:.2f}; printed 13.3 and 6.2."
 
 
 def note_9(rows: numbers.Rows) -> str:
-    """Range of reductions, and whether every outcome is as printed."""
+    """Return a note of the range of reductions, and whether every outcome is as printed."""
     reductions = [100 * row["reduction"] for row in rows if not row["Varuna runs out of 16 GB"]]
     same = all(row["Varuna runs out of 16 GB"] == row["printed: runs out"] and row["CAPSlog trains"] for row in rows)
     return (
@@ -150,7 +150,7 @@ def note_9(rows: numbers.Rows) -> str:
 
 
 def note_10(rows: numbers.Rows) -> str:
-    """Where our ratios lie."""
+    """Return a note of the range of our ratios."""
     lines = []
     for link in dict.fromkeys(row["link"] for row in rows):
         mine = [row for row in rows if row["link"] == link]
@@ -169,7 +169,7 @@ NOTES: dict[str, Callable[[numbers.Rows], str]] = {"figure_8": note_8, "figure_9
 
 
 def draw_8(path: Path, rows: numbers.Rows) -> None:
-    """Bars per GPU."""
+    """Draw bars per GPU."""
     names = [name for name in rows[0] if name != "GPU"]
     with picture(path, 3.2) as figure:
         axes = figure.add_subplot()
@@ -186,7 +186,7 @@ def draw_8(path: Path, rows: numbers.Rows) -> None:
 
 
 def draw_9(path: Path, rows: numbers.Rows) -> None:
-    """Bars per configuration."""
+    """Draw bars per configuration."""
     with picture(path, 3.2) as figure:
         axes = figure.add_subplot()
         columns = (("Varuna (estimated)", AMBER), ("CAPSlog (estimated)", BLUE), ("ours (estimated)", SKY))
@@ -201,7 +201,7 @@ def draw_9(path: Path, rows: numbers.Rows) -> None:
 
 
 def draw_10(path: Path, rows: numbers.Rows) -> None:
-    """Ratios per configuration, one panel per link."""
+    """Draw ratios per configuration, a panel per link."""
     links = list(dict.fromkeys(row["link"] for row in rows))
     with picture(path, 3.0) as figure:
         for index, link in enumerate(links):
@@ -220,7 +220,7 @@ def draw_10(path: Path, rows: numbers.Rows) -> None:
 
 
 def draw_11(path: Path, rows: numbers.Rows) -> None:
-    """Seconds by number of GPUs, one panel per configuration."""
+    """Draw seconds by number of GPUs, a panel per configuration."""
     names = list(dict.fromkeys(row["configuration"] for row in rows))
     kinds = [kind for kind in ("capslog", "capslog-tb", "exact", "mcap-bo", "mcap-bf") if kind in rows[0]]
     with picture(path, 3.2) as figure:
@@ -230,9 +230,9 @@ def draw_11(path: Path, rows: numbers.Rows) -> None:
             first = first or axes
             mine = [row for row in rows if row["configuration"] == name]
             for kind, colour in zip(kinds, LINES, strict=False):
-                known = [row for row in mine if row[kind] is not None]
-                counts = [row["GPUs"] for row in known]
-                axes.plot(counts, [row[kind] for row in known], "o-", color=colour, label=kind, ms=3)
+                drawn = [row for row in mine if row[kind] is not None]
+                counts = [row["GPUs"] for row in drawn]
+                axes.plot(counts, [row[kind] for row in drawn], "o-", color=colour, label=kind, ms=3)
             axes.set_yscale("log")
             axes.set_title(name)
             axes.set_xlabel("GPUs")
@@ -241,7 +241,7 @@ def draw_11(path: Path, rows: numbers.Rows) -> None:
 
 
 def draw_13(path: Path, rows: numbers.Rows) -> None:
-    """Predicted peak by number of GPUs."""
+    """Draw the predicted peak by number of GPUs."""
     kinds = list(dict.fromkeys(name for row in rows for name in row if name != "GPUs"))
     with picture(path, 3.0) as figure:
         axes = figure.add_subplot()
@@ -254,7 +254,7 @@ def draw_13(path: Path, rows: numbers.Rows) -> None:
 
 
 def draw_12(path: Path, rows: numbers.Rows) -> None:
-    """Launches per configuration and method."""
+    """Draw launches per configuration and method."""
     columns = (
         ("mCAP runs (counted)", AMBER),
         ("CAPSlog runs (counted)", BLUE),

@@ -1,4 +1,4 @@
-"""What the CAPSlog paper prints, figure by figure; None where it draws a number but does not print it."""
+"""Numbers that the CAPSlog paper prints, by figure; None where it draws a number but does not print it."""
 
 from __future__ import annotations
 

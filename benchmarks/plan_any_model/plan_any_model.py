@@ -1,7 +1,7 @@
 """Seconds and memory of `capslog plan --model` from the start of the process to the verdict, for well-known models.
 
-Every model is planned in a process of its own with an empty cache, as a new user's first call is. Where other programs
-share the cores, processor seconds tell more than the clock.
+Every model is planned in a separate process with an empty cache, as on a new user's first call. Where other programs
+share the cores, processor seconds are more reliable than wall time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ MODELS = {
 
 
 def plan(name: str) -> dict[str, Any]:
-    """What one plan took, and what it says."""
+    """Plan a model, and return the plan's figures, time and memory."""
     inputs, devices, kind = MODELS[name]
     command = [sys.executable, "-m", "varuna_capslog.cli", "plan", "--model", f"models:{name}", "--json"]
     command += ["--devices", str(devices), "--device", f"cuda:{kind}"]
-    command += [text for one in inputs for text in ("--input", one)]
+    command += [text for spec in inputs for text in ("--input", spec)]
     with tempfile.TemporaryDirectory() as cache:
         began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         environment = os.environ | {"XDG_CACHE_HOME": cache, "PYTHONPATH": str(HERE.parents[1])}
@@ -50,16 +50,16 @@ def plan(name: str) -> dict[str, Any]:
         )
         answer, _ = process.communicate()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = json.loads(answer)
+    verdict = json.loads(answer)
     return {
-        "layers": found["num_layers"],
+        "layers": verdict["num_layers"],
         "devices": devices,
         "kind": kind,
-        "fits": found["fits"],
-        "peak_gib": round(found["peak_bytes"] / 2**30, 2),
+        "fits": verdict["fits"],
+        "peak_gib": round(verdict["peak_bytes"] / 2**30, 2),
         "seconds": round(time.perf_counter() - began, 1),
         "processor_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
-        # of the largest child so far: give the models in rising order of their memory
+        # peak of the largest child so far: list the models by increasing memory
         "memory_gib": round(after.ru_maxrss / 2**20, 2),
     }
 

@@ -1,4 +1,4 @@
-"""Measured profiling in three orders: launches, rounds, seconds, and how far M_i and M_a agree. Prints README's tables.
+"""Compares measured profiling in three orders: launches, rounds, seconds, M_i and M_a. Prints README's tables.
 
 Real runs of a small DETR, none taken from the cache. The paper's counts for its own sizes come from the lists of runs.
 """
@@ -23,24 +23,24 @@ ORDERS = ("packed", "capslog", "mcap")
 
 
 def counts(gpus: int) -> None:
-    """The paper's sizes: |P| of its Fig. 12 and its formula beside ours."""
+    """Print counts for the paper's sizes: |P| of its Fig. 12 and by its formula, and ours."""
     head = ("L", "mCAP, as printed", "mCAP, L - G + 1", "CAPSlog", f"ours: rounds of one launch ({gpus} GPUs)")
     print(f"\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for layers in (25, 42, 48):
-        whole = mcap_partitionings(layers, gpus)
-        full = sum(len(launch.layers_per_gpu) == gpus for launch in whole)
+        partitionings = mcap_partitionings(layers, gpus)
+        full = sum(len(launch.layers_per_gpu) == gpus for launch in partitionings)
         rounds = -(-len(stage_runs(layers)) // gpus)
-        print(f"| {layers} | {len(whole)} | {full} | {len(capslog_partitionings(layers, gpus))} | {rounds} |")
+        print(f"| {layers} | {len(partitionings)} | {full} | {len(capslog_partitionings(layers, gpus))} | {rounds} |")
 
 
 def differences(profiles: dict[str, Profile], column: str) -> None:
-    """Each order beside the packed one, layer by layer."""
+    """Print the differences of each order from the packed one, by layer."""
     print(f"\n| layer | {column}, packed | capslog less packed | mcap less packed |\n|---|---|---|---|")
     for number, layer in enumerate(profiles["packed"].layers):
         first = getattr(layer, column)
         if first is not None:
             others = [getattr(profiles[order].layers[number], column) - first for order in ORDERS[1:]]
-            cells = [f"{other:+,} B ({100 * other / max(1, abs(first)):+.2f} %)" for other in others]
+            cells = [f"{difference:+,} B ({100 * difference / max(1, abs(first)):+.2f} %)" for difference in others]
             print(f"| {layer.name} | {format_bytes(first)} | {' | '.join(cells)} |")
 
 

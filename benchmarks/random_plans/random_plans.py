@@ -1,4 +1,4 @@
-"""Random valid plans against one rank and one stage that keeps everything, bit for bit.
+"""Compares random valid plans with one rank and one stage without recomputation, bit for bit.
 
 Losses, norms, gradients, weights and statistics are compared. Every plan is written as a file, read again and turned
 into the engine's layout, as a training run does it. The models are those of the tests: a small chain with frozen
@@ -48,7 +48,7 @@ JOINS = {"towers": {7}}
 
 
 def through_a_file(layout: Layout, schedule: str, model: str, folder: Path) -> Layout:
-    """The layout that the engine makes of a plan file which says this layout."""
+    """Write the layout to a plan file, and return the layout that the engine reads from it."""
     count, samples = UNITS[model]
     units, routes = Units(count, samples, layout.num_blocks), "direct" if layout.direct else "relay"
     plan = Plan(LENGTHS[model], layout.stages, units, schedule, routes=routes)
@@ -59,7 +59,7 @@ def through_a_file(layout: Layout, schedule: str, model: str, folder: Path) -> L
 
 
 def drawn(draw: random.Random, model: str, blocks: int, ranks: int, schedule: str) -> Layout:
-    """A random layout with memory intervals; gpipe holds all microbatches, whatever limits in flight would say."""
+    """Draw a layout with memory intervals; gpipe has no limits in flight, since it holds all microbatches."""
     edges = EDGES[model] if model in EDGES and draw.random() < 0.5 else None
     layout = random_layout(draw.randrange(1 << 30), LENGTHS[model], blocks, ranks, edges)
     if schedule in ("gpipe", "kfkb"):
@@ -69,7 +69,7 @@ def drawn(draw: random.Random, model: str, blocks: int, ranks: int, schedule: st
 
 
 def grained(draw: random.Random, model: str, layout: Layout) -> Layout:
-    """The layout with a grain for every stage, where one way through the stages fixes those of the layers."""
+    """Draw a grain for every stage of the layout, where a single way through the stages fixes those of the layers."""
     if model not in ("towers", "translation") or len(layout.ways) > 1 or draw.random() < 0.5:
         return layout
     of_block, stages = UNITS[model][0] // layout.num_blocks, []
@@ -81,7 +81,7 @@ def grained(draw: random.Random, model: str, layout: Layout) -> Layout:
 
 
 def by_layers(layout: Layout) -> Layout | Cuts:
-    """One rank that keeps everything: one stage, or one for every layer where their grains differ."""
+    """Return a layout on one rank without recomputation: one stage, or a stage per layer where a grain is above 1."""
     grains = {layer: stage.grain for stage in layout.stages for layer in stage.numbers}
     if set(grains.values()) == {1}:
         return Cuts((0,), (0,))
@@ -91,7 +91,7 @@ def by_layers(layout: Layout) -> Layout | Cuts:
 
 @functools.cache
 def plain(model: str) -> dict[str, torch.Tensor]:
-    """The gradients of a graph's first step by plain autograd."""
+    """Return the gradients of a graph's first step by plain autograd."""
     graph = GRAPHS[model]
     chain = graph.build_chain(dropout=0.0)
     minibatch, inputs = graph.make_minibatch(UNITS[model][0], 1, even=True)
@@ -102,7 +102,7 @@ def plain(model: str) -> dict[str, torch.Tensor]:
 def run(
     pool: WorkerPool, model: str, layout: Layout | Cuts, options: dict[str, Any], shapes: detr.Shapes | None = None
 ) -> list[dict[str, Any]]:
-    """shapes: that a DETR's cuts have; None: they are traced, which takes longer than the step."""
+    """Run the layout. shapes: tensor shapes at a DETR's cuts; None: traced, which takes longer than the step."""
     if model == "tiny":
         return pool.run(cases.train, layout.world_size, layout, options, 2, torch.float32, None, "reordered")
     if model in GRAPHS:
@@ -132,7 +132,7 @@ def main() -> None:
                 layout = drawn(draw, model, blocks, draw.randint(1, arguments.ranks), schedule)
                 layout = through_a_file(grained(draw, model, layout), schedule, model, Path(folder))
                 alone = by_layers(layout)
-                key = (model, blocks, None if isinstance(alone, Cuts) else tuple(one.grain for one in alone.stages))
+                key = (model, blocks, None if isinstance(alone, Cuts) else tuple(stage.grain for stage in alone.stages))
                 if key not in oracles:
                     oracles[key] = run(pool, model, alone, KEEPS | {"num_blocks": blocks})[0]
                 wrong = differences(
@@ -146,14 +146,14 @@ def main() -> None:
                 counts["direct"] += layout.direct
                 counts["pieces"] += any(len(stage.layers) > 1 for stage in layout.stages)
                 counts["grains"] += grains
-                own = [layout.stages_of(rank) for rank in range(layout.world_size)]
-                counts["several stages on a rank"] += any(len(stages) > 1 for stages in own)
-                kinds = [{one.kind for one in stage.memory or ()} for stage in layout.stages]
+                rank_stages = [layout.stages_of(rank) for rank in range(layout.world_size)]
+                counts["several stages on a rank"] += any(len(stages) > 1 for stages in rank_stages)
+                kinds = [{interval.kind for interval in stage.memory or ()} for stage in layout.stages]
                 counts["recompute"] += any(kind.startswith("recompute") for row in kinds for kind in row)
                 counts["offload"] += any(stage.offloads for stage in layout.stages)
                 counts["several ways"] += len(layout.ways) > 1
                 counts["a rank on several ways"] += len(layout.ways) > 1 and any(
-                    sum(bool(set(stages) & set(way)) for way in layout.ways) > 1 for stages in own
+                    sum(bool(set(stages) & set(way)) for way in layout.ways) > 1 for stages in rank_stages
                 )
                 if wrong:
                     counts["differ"] += 1

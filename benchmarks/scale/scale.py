@@ -1,7 +1,7 @@
-"""Plays the membership protocol with many members through thousands of changes; appends what the run keeps and costs.
+"""Simulates the membership protocol with many members through thousands of changes; appends the run's sizes and costs.
 
-Every call appends one JSON line for each look to a results file: changes so far, the largest record, the sizes of what
-members and the log keep, processor seconds. A broken rule, or a run that stands still, ends the program with an error.
+Every call appends a JSON line per sample to a results file: changes so far, the largest record, the sizes of the state
+of members and of the log, processor seconds. A broken rule, or a run that stalls, ends the program with an error.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=500, help="changes between two looks")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    about = {"seed": given.seed, "commit": commit.stdout.strip(), "python": platform.python_version()}
+    about = {"seed": args.seed, "commit": commit.stdout.strip(), "python": platform.python_version()}
 
     def note(**found: object) -> None:
         seconds = round(time.process_time(), 1)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-        line = json.dumps({**about, "at_first": given.members, **found, "cpu_seconds": seconds, "peak_mib": peak})
-        with open(given.results, "a", encoding="utf-8") as file:
+        line = json.dumps({**about, "at_first": args.members, **found, "cpu_seconds": seconds, "peak_mib": peak})
+        with open(args.results, "a", encoding="utf-8") as file:
             file.write(line + "\n")
         print(line, flush=True)
 
     def look(sizes: Sizes) -> None:
         note(**asdict(sizes))
 
-    outcome = play_crowd(draw_crowd(given.seed, given.members, given.changes), look, given.every)
+    outcome = play_crowd(draw_crowd(args.seed, args.members, args.changes), look, args.every)
     note(ended=outcome.ended, generations=outcome.generations, events=outcome.events,
          went_back_to_checkpoint=outcome.went_back, faults=dict(outcome.faults))  # fmt: skip
 

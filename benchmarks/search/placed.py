@@ -1,4 +1,4 @@
-"""Search time of `exact` where a stage's bytes depend on its place: made-up chains under the schedules' memory models.
+"""Search time of `exact` where a stage's bytes depend on its position: synthetic chains, memory models of schedules.
 
 Prints a table of README.md; takes some seconds.
 """
@@ -25,7 +25,7 @@ RUNS = {
 
 
 def layers(kind: str, size: int) -> tuple[NDArray[np.int64], ...]:
-    """Static, saved, working and input bytes of each layer.
+    """Return static, saved, working and input bytes of each layer.
 
     independent: up to 1 GB each; ties: up to 3 bytes, up to 100 MB of inputs; detr_like: a third uneven layers, then
     twenty large ones, then equal small ones.
@@ -41,7 +41,7 @@ def layers(kind: str, size: int) -> tuple[NDArray[np.int64], ...]:
 
 
 def costs_of(kind: str, size: int, run: RunShape) -> InflightCosts:
-    """The composition's equation on these layers, and what waits in flight."""
+    """Return the costs of these layers by the composition's equation, with the bytes in flight."""
     static, saved, working, inputs = layers(kind, size)
     nowhere = np.tri(size, size + 1, dtype=np.bool_)
 

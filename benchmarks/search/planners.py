@@ -1,8 +1,8 @@
-"""Every planner on the paper's six configurations, beside CAPSlog's algorithm: search time and peak. Prints the tables.
+"""Compares all planners with CAPSlog's algorithm on the paper's six configurations: search time and peak.
 
-The profiles are estimated for configs/paper/*.yaml (additive model), so that the numbers of Fig. 11 and 13 can be put
-beside them. Brute force runs where it has at most 10^8 cut lists; beyond, its time is extrapolated from its own largest
-run here and marked so.
+The profiles are estimated for configs/paper/*.yaml (additive model), so that the numbers can be compared with Fig. 11
+and 13. Brute force runs up to 10^8 cut lists; beyond, its time is extrapolated from its largest run here and marked as
+such. Prints the tables.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ GIB = 1 << 30
 
 
 def costs_of(name: str) -> AdditiveCosts:
-    """M_i and M_a of one configuration."""
+    """Return M_i and M_a of a configuration."""
     profile = profile_run(load_config(CONFIGS / f"{name}.yaml", ["profile.source=estimated"]), show=False)
     return AdditiveCosts.of_statistics(profile.column("isolated_bytes"), profile.column("added_bytes"))
 
 
 def timed(search: Search, costs: AdditiveCosts, devices: int, repeats: int) -> tuple[float, list[int]]:
-    """Median CPU seconds, and the cut list."""
+    """Return the median CPU seconds, and the cut list."""
     seconds = []
     for _ in range(repeats):
         begun = time.thread_time()
@@ -54,7 +54,7 @@ def timed(search: Search, costs: AdditiveCosts, devices: int, repeats: int) -> t
 
 
 def show(seconds: float) -> str:
-    """A time in the unit that suits it."""
+    """Format a time in a suitable unit."""
     for size, unit in ((31_557_600, "years"), (86_400, "days"), (3600, "h"), (1, "s")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -62,7 +62,7 @@ def show(seconds: float) -> str:
 
 
 class BruteForce:
-    """Times brute force where it may run, and knows what a cut list costs for where it may not."""
+    """Times brute force where it may run, and extrapolates from its time per cut list elsewhere."""
 
     def __init__(self) -> None:
         self.largest = (0, 0.0)
@@ -79,7 +79,7 @@ class BruteForce:
 
 
 def of_all(costs: dict[str, AdditiveCosts], bayes: list[str], devices: int) -> None:
-    """One table: every configuration on `devices` GPUs."""
+    """Print a table of all configurations on `devices` GPUs."""
     brute = BruteForce()
     columns = ["varuna", "capslog", "capslog-tb", "exact", "algorithm 1", "mcap-bf", "mcap-bo"]
     print(f"\nAll planners, G = {devices}: CPU time, and the predicted peak in GiB\n")
@@ -106,7 +106,7 @@ def of_all(costs: dict[str, AdditiveCosts], bayes: list[str], devices: int) -> N
 
 
 def over_devices(costs: dict[str, AdditiveCosts]) -> None:
-    """Fig. 11: search time of the dilated configurations on 2 to 24 GPUs."""
+    """Print Fig. 11: search time of the dilated configurations on 2 to 24 GPUs."""
     for name in DILATED:
         brute = BruteForce()
         print(f"\nSearch time of {name} (L = {costs[name].num_layers}), as in Fig. 11\n")

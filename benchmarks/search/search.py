@@ -1,7 +1,7 @@
 """Search time of the planners `capslog` and `exact`: medians over many instances, planners interleaved.
 
-Prints the tables of README.md. Each instance is timed once per planner, so that nothing is warm but the interpreter.
-Summing M_i and M_a up into stage costs is not counted; it is the same for all.
+Prints the tables of README.md. Each instance is timed once per planner, so that only the interpreter is warm. The time
+to sum M_i and M_a up into stage costs is not counted, as it is the same for all.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def detr_like_equal(rng: random.Random, num_layers: int) -> Instance:
 
 
 def algorithm_1(costs: AdditiveCosts, devices: int) -> list[int]:
-    """Algorithms 1 and 2 of the paper with the obvious loops, r = 16 GiB: the yardstick of the last column."""
+    """Return the cuts of the paper's Algorithms 1 and 2 as plain loops, r = 16 GiB: the baseline of the last column."""
     low, high, recommended = 0, 16 * GIB, [0]
     while low <= high:
         threshold = (low + high) // 2
         cuts = [0]
-        for left in range(devices - 1, 0, -1):
+        for remaining in range(devices - 1, 0, -1):
             end = cuts[-1] + 1
-            while end < costs.num_layers - left and costs.stage_bytes(cuts[-1], end + 1) <= threshold:
+            while end < costs.num_layers - remaining and costs.stage_bytes(cuts[-1], end + 1) <= threshold:
                 end += 1
             cuts.append(end)
         if max(costs.peaks(cuts)) <= threshold:

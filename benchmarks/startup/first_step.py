@@ -1,7 +1,7 @@
 """Seconds from the command to the first step, with a cached profile, of `configs/tiny.yaml` and of a captured ViT.
 
-Every round runs each config once in a new run folder, the first round fills the caches. Processor seconds are those of
-the command and all its workers until the run has ended, which other programs on the cores change less than the wall
+Every round runs each config once in a new run folder; the first round fills the caches. Processor seconds are those of
+the command and all its workers until the run has ended; other programs on the cores change them less than the wall
 time. Prints the table of README.md. `--tree` names another checkout to run in turn with this one.
 """
 
@@ -28,14 +28,14 @@ pipeline: {devices: 3}
 
 
 def vit() -> nn.Module:
-    """A small vision transformer."""
+    """Return a small vision transformer."""
     from torchvision.models import VisionTransformer
 
     return VisionTransformer(image_size=32, patch_size=8, num_layers=6, num_heads=4, hidden_dim=64, mlp_dim=128)
 
 
 def run(tree: Path, config: Path, folder: Path) -> tuple[float, float]:
-    """(seconds to the first step, processor seconds in all) of one command."""
+    """Run a command; return (seconds to the first step, processor seconds in all)."""
     metrics, before = folder / "metrics.jsonl", os.times()
     paths = f"{tree}{os.pathsep}{Path(__file__).parent}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -54,7 +54,7 @@ def run(tree: Path, config: Path, folder: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout, run in turn")
@@ -64,16 +64,16 @@ def main() -> None:
         folder = Path(name)
         (folder / "vit.yaml").write_text(VIT)
         configs = [ROOT / "configs" / "tiny.yaml", folder / "vit.yaml"]
-        found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        runs: dict[tuple[int, int], list[tuple[float, float]]] = {}
         for number in range(arguments.rounds + 1):
             for at, tree in enumerate(trees):
                 for which, config in enumerate(configs):
                     taken = run(tree.resolve(), config, folder / f"{number}-{at}-{which}")
                     if number:
-                        found.setdefault((which, at), []).append(taken)
+                        runs.setdefault((which, at), []).append(taken)
     print("| config | checkout | median s to the first step | fastest s | median processor s of the run |")
     print("|---|---|---|---|---|")
-    for (which, at), rows in sorted(found.items()):
+    for (which, at), rows in sorted(runs.items()):
         seconds, worked = [row[0] for row in rows], [row[1] for row in rows]
         times = f"{statistics.median(seconds):.1f} | {min(seconds):.1f} | {statistics.median(worked):.1f}"
         print(f"| {configs[which].stem} | {'other' if at else 'this'} | {times} |")

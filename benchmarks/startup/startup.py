@@ -1,7 +1,7 @@
-"""Seconds to import `varuna_capslog`, to print `capslog --help`, to plan from a profile, and which modules take them.
+"""Seconds to import `varuna_capslog`, to print `capslog --help`, to plan from a profile, and the slowest modules.
 
-Every round starts a new interpreter for each of the commands, in turn; a bare interpreter is measured beside them.
-Modules are compiled once, into a folder of the benchmark's own, as those of an installed package are.
+Every round starts a new interpreter for each of the commands in turn, and a bare interpreter as a reference. Modules
+are compiled once, into a folder of the benchmark, as those of an installed package are.
 Prints the table of README.md.
 """
 
@@ -26,7 +26,7 @@ AIM_SECONDS = {"capslog --help": 0.2, "capslog plan --profile": 0.5}
 
 
 def commands_of(profile: Path) -> dict[str, list[str]]:
-    """What is measured, by name; the profile is one to plan from."""
+    """Return the measured commands by name; `profile` is the profile to plan from."""
     run = "import sys; from varuna_capslog.cli import main; main(sys.argv[1:])"
     plan = ["plan", "--profile", str(profile), "--devices", "4", "--capacity", "16GiB"]
     return {
@@ -38,7 +38,7 @@ def commands_of(profile: Path) -> dict[str, list[str]]:
 
 
 def write_example(path: Path) -> None:
-    """A profile in its short form, with seconds; layers of three sizes."""
+    """Write a profile in its short form, with seconds; layers of three sizes."""
     sizes = [(1 + number % 3) << 28 for number in range(LAYERS)]
     rows = [
         LayerProfile(f"l{number}", size, size // 2 if number else None, forward_seconds=1e-3, backward_seconds=2e-3)
@@ -48,7 +48,7 @@ def write_example(path: Path) -> None:
 
 
 def run(command: list[str]) -> tuple[float, float]:
-    """(seconds, processor seconds) of one process from start to end."""
+    """Run a process; return its (seconds, processor seconds) from start to end."""
     before, began = os.times(), time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     seconds, after = time.perf_counter() - began, os.times()
@@ -57,20 +57,20 @@ def run(command: list[str]) -> tuple[float, float]:
 
 
 def slowest_imports(command: list[str], count: int) -> tuple[list[tuple[float, float, str]], bool]:
-    """(own ms, ms with what it imports, module) of the slowest modules; and whether torch was among all of them."""
+    """Return (own ms, ms with its imports, module) of the slowest modules, and True where torch was imported."""
     lines = subprocess.run(
         [command[0], "-X", "importtime", *command[1:]], check=True, capture_output=True, text=True
     ).stderr.splitlines()
-    found = []
+    modules = []
     for line in lines:
         fields = line.removeprefix("import time:").split("|")
         if len(fields) == 3 and fields[0].strip().isdigit():
-            found.append((int(fields[0]) / 1e3, int(fields[1]) / 1e3, fields[2].strip()))
-    return sorted(found, reverse=True)[:count], any(name == "torch" for _, _, name in found)
+            modules.append((int(fields[0]) / 1e3, int(fields[1]) / 1e3, fields[2].strip()))
+    return sorted(modules, reverse=True)[:count], any(name == "torch" for _, _, name in modules)
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--imports", type=int, default=12, help="how many of the slowest imports to list")
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, commands: dict[str, list[str]]) -> None:
-    """Runs the commands in turn and prints the tables."""
+    """Run the commands in turn and print the tables."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for number in range(arguments.rounds + 1):
         for name, command in commands.items():
@@ -113,8 +113,8 @@ def measure(arguments: argparse.Namespace, commands: dict[str, list[str]]) -> No
         print(f"\n{command} imports torch: {'yes' if torch_imported else 'no'}; its slowest imports:\n")
         print("| module | own ms | with its imports ms |")
         print("|---|---|---|")
-        for own, total, name in listing:
-            print(f"| {name} | {own:.1f} | {total:.1f} |")
+        for own_ms, total, name in listing:
+            print(f"| {name} | {own_ms:.1f} | {total:.1f} |")
     if arguments.output is not None:
         result = {"python": platform.python_version(), "rows": rows, "slowest": slowest}
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,6 +1,6 @@
-"""One DETR step on several ranks beside the same step in one process: loss, gradients, and peak memory of every rank.
+"""Compares a DETR step on several ranks with the same step in one process: loss, gradients, peak memory of every rank.
 
-The unsplit model runs first, in a process of its own, as one autograd graph per microbatch; then the pipeline, with
+The unsplit model runs first, in a separate process, as one autograd graph per microbatch; then the pipeline, with
 identical weights and inputs. Prints the table of README.md.
 """
 
@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 
 def build(model: str) -> tuple[Workload, Chain]:
-    """The workload and a chain whose weights are the same on every call."""
+    """Return the workload and a chain whose weights are the same on every call."""
     config = Config.model_validate({"workload": "detr_pipeline:workload", "model": MODELS[model]})
     workload = detr_pipeline.workload(config)
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def build(model: str) -> tuple[Workload, Chain]:
 
 
 def make_minibatch(model: str) -> tuple[Minibatch, list[dict[str, Tensor]]]:
-    """One random image with padding and three to six boxes per microbatch."""
+    """Return a minibatch with a random padded image and three to six boxes per microbatch, and its inputs."""
     generator = torch.Generator().manual_seed(1)
     inputs, targets = [], []
     for index, (height, width) in enumerate(SIZES[model]):
@@ -79,7 +79,7 @@ def make_minibatch(model: str) -> tuple[Minibatch, list[dict[str, Tensor]]]:
 
 
 def unsplit(communicator: Communicator, model: str, folder: Path, device: torch.device = CPU) -> dict[str, Any]:
-    """The oracle: plain autograd over the whole chain. Gradients go to a file."""
+    """Run the oracle: plain autograd over the whole chain. Gradients go to a file."""
     workload, chain = build(model)
     batch, inputs = make_minibatch(model)
     total = 0.0
@@ -116,7 +116,7 @@ def pipeline(
     shape: RunShape,
     device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """The step on this rank. Gradients before clipping go to a file."""
+    """Run the step on this rank. Gradients before clipping go to a file."""
     workload, chain = build(model)
     batch, inputs = make_minibatch(model)
     options = EngineOptions(len(inputs), schedule=shape.schedule, recompute=shape.recompute, seed=SEED, clip_norm=0.1)
@@ -126,7 +126,7 @@ def pipeline(
     engine.table.boundaries(batch.inputs[0])
 
     def keep() -> None:
-        # to a file and not to copies, which would count as memory of the step
+        # saved to a file, since copies would count as memory of the step
         gradients = {name: p.grad.cpu() for name, p in engine.optimizer.parameters.items() if p.grad is not None}
         torch.save(gradients, folder / f"rank-{communicator.rank}.pt")
 
@@ -144,31 +144,31 @@ def pipeline(
     }
 
 
-def gradient_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    """Engine rule 1: the largest `max|a-b| / max(max|b|, 1e-3 * the model's largest gradient)`, and whose it is."""
-    missing = set(found) ^ set(expected)
+def gradient_error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Return the largest `max|a-b| / max(max|b|, 1e-3 * the model's largest gradient)` (engine rule 1) and its name."""
+    missing = set(gradients) ^ set(expected)
     if missing:
         raise SystemExit(f"only one of the two runs has gradients of {sorted(missing)[:3]}")
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     return max(
-        (float((found[name] - b).abs().max()) / max(float(b.abs().max()), 1e-3 * largest), name)
+        (float((gradients[name] - b).abs().max()) / max(float(b.abs().max()), 1e-3 * largest), name)
         for name, b in expected.items()
     )
 
 
-def differences(folder: Path, whole: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> tuple[float, str, float, int]:
-    """Of the gradients the largest error and whose it is, the relative difference of the losses, and how many there
-    are.
+def differences(folder: Path, oracle: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> tuple[float, str, float, int]:
+    """Return the largest gradient error, its parameter, the relative difference of the losses, and the number of
+    gradients.
     """
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     for rank in range(len(ranks)):
-        found |= torch.load(folder / f"rank-{rank}.pt")
-    error, worst = gradient_error(found, torch.load(folder / "unsplit.pt"))
-    return error, worst, abs(ranks[0]["loss"] - whole["loss"]) / abs(whole["loss"]), len(found)
+        gradients |= torch.load(folder / f"rank-{rank}.pt")
+    error, worst = gradient_error(gradients, torch.load(folder / "unsplit.pt"))
+    return error, worst, abs(ranks[0]["loss"] - oracle["loss"]) / abs(oracle["loss"]), len(gradients)
 
 
 def main() -> None:
-    """Runs both steps and compares."""
+    """Run both steps and compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="rn50_e6", choices=list(MODELS))
     parser.add_argument("--ranks", type=int, default=4)
@@ -180,29 +180,31 @@ def main() -> None:
     model = arguments.model
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        whole = run_ranks(unsplit, 1, model, folder)[0]
+        oracle = run_ranks(unsplit, 1, model, folder)[0]
         if arguments.cuts:
             cuts = tuple(int(cut) for cut in arguments.cuts.split(","))
         elif arguments.ranks == len(CUTS[model]):
             cuts = CUTS[model]
         else:
-            cuts = tuple(round(stage * whole["layers"] / arguments.ranks) for stage in range(arguments.ranks))
+            cuts = tuple(round(stage * oracle["layers"] / arguments.ranks) for stage in range(arguments.ranks))
         if len(cuts) != arguments.ranks:
             parser.error(f"--cuts has {len(cuts)} stages for --ranks {arguments.ranks}; give one per rank")
         shape = RunShape(len(SIZES[model]), arguments.schedule, arguments.recompute)
         ranks = run_ranks(pipeline, len(cuts), model, folder, cuts, shape)
-        error, worst, difference, found = differences(folder, whole, ranks)
-    print(f"{model}: {whole['parameters']:,} parameters, {whole['layers']} layers, images {sorted(set(SIZES[model]))}")
+        error, worst, difference, count = differences(folder, oracle, ranks)
+    print(
+        f"{model}: {oracle['parameters']:,} parameters, {oracle['layers']} layers, images {sorted(set(SIZES[model]))}"
+    )
     print(f"cuts {list(cuts)}, schedule {arguments.schedule}{'' if arguments.recompute else ' without recomputation'}")
-    print(f"loss {whole['loss']:.6f}, relative difference {difference:.1e} (aim 1e-5)")
-    print(f"largest gradient error {error:.1e}, of {worst} (aim 1e-5), over {found} parameters")
+    print(f"loss {oracle['loss']:.6f}, relative difference {difference:.1e} (aim 1e-5)")
+    print(f"largest gradient error {error:.1e}, of {worst} (aim 1e-5), over {count} parameters")
     print("| process | layers | step s | peak MiB |")
     print("|---|---|---|---|")
     rows = [(f"rank {rank}", f"{r['layers'][0]} .. {r['layers'][-1]}", r) for rank, r in enumerate(ranks)]
-    for who, layers, row in [("one process", f"all {whole['layers']}", whole), *rows]:
-        print(f"| {who} | {layers} | {row['seconds']:.1f} | {row['peak_bytes'] / 2**20:.1f} |")
+    for process, layers, row in [("one process", f"all {oracle['layers']}", oracle), *rows]:
+        print(f"| {process} | {layers} | {row['seconds']:.1f} | {row['peak_bytes'] / 2**20:.1f} |")
     result = {"model": model, "cuts": cuts, "loss_difference": difference, "gradient_error": error, "worst": worst}
-    write_json(arguments.output, result | {"unsplit": whole, "ranks": ranks})
+    write_json(arguments.output, result | {"unsplit": oracle, "ranks": ranks})
     if max(error, difference) > 1e-5:
         sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""What the codes cost: processor time for each MB of copies, and for connections and questions, beside plain sockets.
+"""Compares authenticated connections with plain sockets: processor time per MB of copies, connection and request.
 
 Sender and receiver run in one process, so that its processor time counts both. Runs alternate between plain sockets and
 connections of `base/trust`; the median of the runs counts.
@@ -31,12 +31,12 @@ DATA = os.urandom(SIZE)
 
 def pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        return one, listener.accept()[0]
+        client = socket.create_connection(listener.getsockname())
+        return client, listener.accept()[0]
 
 
 def beside(send: Callable[[], None], read: Callable[[], None]) -> float:
-    """Processor seconds of both."""
+    """Return the processor seconds of sending and reading."""
     began = time.process_time()
     thread = threading.Thread(target=send)
     thread.start()
@@ -46,20 +46,20 @@ def beside(send: Callable[[], None], read: Callable[[], None]) -> float:
 
 
 def plain() -> float:
-    one, other = pair()
+    client, accepted = pair()
     room = memoryview(bytearray(SIZE))
 
     def read() -> None:
         view = room
         while view:
-            view = view[other.recv_into(view, 0, socket.MSG_WAITALL) :]
+            view = view[accepted.recv_into(view, 0, socket.MSG_WAITALL) :]
 
-    return beside(lambda: one.sendall(DATA), read)
+    return beside(lambda: client.sendall(DATA), read)
 
 
 def trusted() -> float:
-    one, other = pair()
-    sender, receiver = Connection(one, b"a" * 32, b"b" * 32), Connection(other, b"b" * 32, b"a" * 32)
+    client, accepted = pair()
+    sender, receiver = Connection(client, b"a" * 32, b"b" * 32), Connection(accepted, b"b" * 32, b"a" * 32)
     room = memoryview(bytearray(SIZE))
     return beside(lambda: sender.send([DATA]), lambda: receiver.read_into(room))
 
@@ -93,16 +93,16 @@ def main() -> None:
     door.close()
     secret = Secret.new()
     server = StoreServer(secret)
-    own = OwnMembershipStore("127.0.0.1", server.port, secret)
+    own_store = OwnMembershipStore("127.0.0.1", server.port, secret)
     timeout = datetime.timedelta(seconds=10)
     torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    own.put("a", "1")
+    own_store.put("a", "1")
     torchs.set("a", "1")
-    rows = [(each(500, lambda: torchs.get("a")), each(500, lambda: own.get("a"))) for _ in range(RUNS)]
+    rows = [(each(500, lambda: torchs.get("a")), each(500, lambda: own_store.get("a"))) for _ in range(RUNS)]
     for name, number in (("torch's TCPStore", 0), ("the run's own store", 1)):
         seconds = statistics.median(row[number] for row in rows)
         print(f"a question to {name}: {1e6 * seconds:.0f} us of processor time, client and server")
-    own.close()
+    own_store.close()
     server.close()
     sys.stdout.flush()
 

@@ -1,8 +1,8 @@
-"""A stranger speaks to every port of a live run: a thousand messages of each kind, then 10,000 connections.
+"""Attacks every port of a live run as an unauthenticated client: 1,000 messages of each kind, then 10,000 connections.
 
-Three members on one host, the small model of `../morph` with blocks that sleep. While they train, the stranger speaks
-to the store's port and the members' ports; then somebody with the secret plays a member of an old generation; then the
-stranger turns to the ports of gloo. At the end the losses are compared, bit by bit, with an undisturbed run.
+Three members on one host, the small model of `../morph` with blocks that sleep. While they train, the client sends to
+the store's port and the members' ports; then a client with the secret poses as a member of an old generation; then the
+unauthenticated client sends to gloo's ports. At the end the losses are compared bit by bit with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ time.sleep(5)
 
 
 def pids(live: Live) -> dict[str, int]:
-    """The processes of the present members."""
+    """Return the process ids of the present members."""
     return {name: int(files.read_json(live.folder / f"workers/{name}.json")["pid"]) for name in live.members}
 
 
 def own_ports(live: Live) -> dict[int, str]:
-    """The run's own ports, each with what the key of its connections is derived for."""
+    """Return the run's own ports, each with the purpose that the key of its connections is derived for."""
     store = live.host.link.store
-    found = {int(store.address.rpartition(":")[2]): "store"}
+    ports = {int(store.address.rpartition(":")[2]): "store"}
     for member in live.members:
-        found[int(str(store.get(f"address/{member}")).rpartition(":")[2])] = f"peers {store.identity}"
-    return found
+        ports[int(str(store.get(f"address/{member}")).rpartition(":")[2])] = f"peers {store.identity}"
+    return ports
 
 
 def most(live: Live) -> tuple[int, int]:
-    """The most threads, and the most descriptors, that a member has now."""
+    """Return the most threads, and the most descriptors, that a member has now."""
     tasks, descriptors = zip(
         *((len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))) for pid in pids(live).values()),
         strict=True,
@@ -65,14 +65,14 @@ def most(live: Live) -> tuple[int, int]:
 
 
 def measured(live: Live, kind: str, speak: Callable[[], Iterator[Answers]]) -> dict[str, object]:
-    """Says one kind of message while the run trains; what came of it."""
+    """Send a kind of message while the run trains; print and return the answers and the effects on the run."""
     log, generation = len(live.host.link.store.history()), live.generation
     began, steps, answers, tasks = time.monotonic(), len(live.marks()), Answers(), (0, 0)
-    for number, found in enumerate(speak()):
-        answers = found
+    for number, latest in enumerate(speak()):
+        answers = latest
         if number % 200 == 0:
             tasks = max(tasks, most(live))
-    found = {
+    report = {
         "kind": kind,
         "messages": answers.sent,
         "challenge_only": answers.challenges,
@@ -85,34 +85,34 @@ def measured(live: Live, kind: str, speak: Callable[[], Iterator[Answers]]) -> d
         "threads": tasks[0],
         "descriptors": tasks[1],
     }
-    print(json.dumps(found), flush=True)
-    return found
+    print(json.dumps(report), flush=True)
+    return report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--each", type=int, default=1000, help="messages of each kind")
     parser.add_argument("--crowd", type=int, default=10_000, help="connections at once")
-    given = parser.parse_args()
+    args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     rows = []
     with Live(HERE / "small.yaml", [*MODEL, "train.max_steps=100000"], 3) as live:
         live.wait_steps(3, 5, 240)
-        secret, own = run_secret(live.folder), own_ports(live)
+        secret, purposes = run_secret(live.folder), own_ports(live)
         records = {
             port: recorded(port, secret.key(purpose), lambda friend: friend.send_message(b'{"sender": "nobody"}'))
-            for port, purpose in own.items()
+            for port, purpose in purposes.items()
         }
-        ports = list(own)
+        ports = list(purposes)
 
         def spoken(kind: str, ports: list[int], seconds: float = 5.0) -> Iterator[Answers]:
             answers, stranger = Answers(), Stranger(1, records, seconds)
-            for number in range(given.each):
+            for number in range(args.each):
                 stranger.speak(kind, ports[number % len(ports)], answers)
                 yield answers
 
         def crowded() -> Iterator[Answers]:
-            command = [sys.executable, "-c", CROWD, ",".join(map(str, ports)), str(given.crowd)]
+            command = [sys.executable, "-c", CROWD, ",".join(map(str, ports)), str(args.crowd)]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             crowd = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
             assert crowd.stdout is not None
@@ -127,7 +127,7 @@ def main() -> None:
             store, answers = live.host.link.store, Answers()
             key = secret.key(f"peers {store.identity}")
             peers = Peers("old", key, lambda name: store.get(f"address/{name}"), print, lambda name: None, logged)
-            for number in range(given.each):
+            for number in range(args.each):
                 kind = ("value", "layer", "update", "plan", "farewell")[number % 5]
                 peers.send(live.members[number % 3], kind, generation=0, value="{}", layers=[], step=1)
                 answers.sent += 1
@@ -138,7 +138,7 @@ def main() -> None:
         rows.append(measured(live, "crowd", crowded))
         rows.append(measured(live, "member of an old generation", old_member))
         for member, pid in pids(live).items():
-            gloo = [port for port in addresses([pid]) if port not in own]
+            gloo = [port for port in addresses([pid]) if port not in purposes]
             kind = f"garbage at gloo's ports of {member}"
             rows.append(measured(live, kind, lambda gloo=gloo: spoken("garbage", gloo, 0.01)))
         live.wait_steps(3, 5, 60)

@@ -1,4 +1,4 @@
-"""The written list that `untuned.py` draws from: architectures of torchvision and transformers, nobody's tuning ground.
+"""List that `untuned.py` draws from: architectures of torchvision and transformers that no estimate was tuned on.
 
 All are built by the libraries' own classes, from small configurations without a download. Models that tests, examples
 or other benchmarks of memory use (ResNet-18, GPT-2, Llama, DETR, ViT) are not in the list. An entry gives the model and
@@ -161,7 +161,7 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 def architecture(name: str) -> nn.Module:
-    """The model of one entry, weights drawn from seed 0."""
+    """Return the model of an entry, weights drawn from seed 0."""
     torch.manual_seed(0)
     if name in TORCHVISION:
         import torchvision
@@ -183,7 +183,7 @@ def architecture(name: str) -> nn.Module:
 
 
 def inputs_of(name: str) -> list[str]:
-    """Specs of its inputs, as `--input` takes them."""
+    """Return the specs of its inputs, as `--input` takes them."""
     return IMAGES if name in TORCHVISION else TRANSFORMERS[name][2]
 
 

@@ -1,7 +1,7 @@
-"""Predicted peaks beside the CPU's allocator for models drawn by seed from a written list. Prints the tables.
+"""Compares predicted peaks with the CPU's allocator for models drawn by seed from a fixed list. Prints the tables.
 
 Each model is captured as `capslog plan --model` captures it. It trains two steps as one stage and two as a plan of two
-or three stages, one process per rank; the peak of the second step is compared with what was predicted before.
+or three stages, one process per rank; the peak of the second step is compared with the earlier prediction.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SCHEDULES = [("varuna", True), ("1f1b", False)]
 
 @dataclass(frozen=True)
 class Trial:
-    """One rank of one plan, in bytes; modelled: by the memory model that found the cuts."""
+    """Bytes of a rank of a plan; modelled: by the memory model that chose the cuts."""
 
     model: str
     what: str
@@ -63,7 +63,7 @@ class Trial:
     modelled: int | None
 
     def row(self) -> str:
-        """A line of the table; errors are above 0 where more was predicted than measured."""
+        """Return a line of the table; errors are above 0 where more was predicted than measured."""
         model = "- | -" if self.modelled is None else _beside(self.modelled, self.measured)
         return (
             f"| {self.model} | {self.what} | {self.measured / MIB:.2f} | {_beside(self.predicted, self.measured)} | "
@@ -76,17 +76,17 @@ def _beside(guess: int, real: int) -> str:
 
 
 def workload_of(name: str) -> ModelWorkload:
-    """What `capslog plan --model` makes of an entry of the list."""
+    """Return the workload that `capslog plan --model` makes of an entry of the list."""
     inputs = inputs_of(name)
     settings = ModelSection(factory="architectures:architecture", arguments={"name": name}, inputs=inputs)
     return ModelWorkload(settings, parse_input(inputs[0]).shape[0])
 
 
-# -- what happens
+# -- measured
 
 
 def apart(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each task returns, in a forked process of its own: autograd's threads must not be there before a fork."""
+    """Run each task in its own forked process and return their results: autograd must have no threads before a fork."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
 
@@ -98,30 +98,30 @@ def apart(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
     processes = [context.Process(target=run, args=(place,), daemon=True) for place in range(len(tasks))]
     for process in processes:
         process.start()
-    found: dict[int, Any] = {}
-    while len(found) < len(tasks):
+    returned: dict[int, Any] = {}
+    while len(returned) < len(tasks):
         try:
-            place, value = results.get(timeout=1.0)
-            found[place] = value
+            place, outcome = results.get(timeout=1.0)
+            returned[place] = outcome
         except queue.Empty:
             if any(process.exitcode for process in processes):
                 raise SystemExit("a process failed; its traceback stands above") from None
     for process in processes:
         process.join()
-    return [found[place] for place in range(len(tasks))]
+    return [returned[place] for place in range(len(tasks))]
 
 
 def measured(workload: ModelWorkload, chain: Chain, cuts: Sequence[int], schedule: str, recompute: bool) -> list[int]:
-    """The allocator's peak of every rank in the second step."""
+    """Return the allocator's peak of every rank in the second step."""
     specs, size = workload.profile_inputs, workload._size
     inputs = dict(specs(size))
     minibatch = Minibatch([inputs] * MICROBATCHES, [None] * MICROBATCHES, {"microbatches": float(MICROBATCHES)})
     options = EngineOptions(MICROBATCHES, schedule=schedule, recompute=recompute, clip_norm=1.0)
 
-    given = [parse_input(text) for text in inputs_of(workload._settings.arguments["name"])]
+    parsed = [parse_input(text) for text in inputs_of(workload._settings.arguments["name"])]
 
     def load(microbatch: int) -> dict[str, Tensor]:
-        return {spec.name: spec.make(spec.shape, microbatch) for spec in given}
+        return {spec.name: spec.make(spec.shape, microbatch) for spec in parsed}
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -139,22 +139,22 @@ def measured(workload: ModelWorkload, chain: Chain, cuts: Sequence[int], schedul
     return apart([functools.partial(trained, rank) for rank in range(len(cuts))])
 
 
-# -- what is predicted
+# -- predicted
 
 
 def planned(
     name: str, conditions: RunConditions, run: RunShape, devices: int
 ) -> tuple[Sequence[int], Sequence[int | None], list[int]]:
-    """The cuts, and per stage the bytes by the memory model that found them and by the rehearsal."""
+    """Return the cuts, and per stage the bytes by the memory model that chose them and by the rehearsal."""
     estimator, cuts, modelled = StageEstimator(workload_of(name), conditions), (0,), (None,)
     if devices > 1:
-        found = plan(estimate_workload(workload_of(name), conditions), devices, run=run)
-        cuts, modelled = found.cut_list, found.stage_bytes or (None,) * devices
+        best = plan(estimate_workload(workload_of(name), conditions), devices, run=run)
+        cuts, modelled = best.cut_list, best.stage_bytes or (None,) * devices
     return cuts, modelled, rehearse(estimator, cuts, run.schedule, MICROBATCHES)
 
 
 def trials_of(name: str, draw: random.Random) -> list[Trial]:
-    """One stage, and a plan of two or three; under both orders of work, one each."""
+    """Measure a plan of one stage and a plan of two or three, under two random schedules."""
     workload = workload_of(name)
     chain = workload.build_training_chain()
     orders = draw.sample(SCHEDULES, 2)
@@ -168,17 +168,17 @@ def trials_of(name: str, draw: random.Random) -> list[Trial]:
         ends = [*cuts[1:], len(chain)]
         how = f"{schedule}{', recomputation' if recompute else ''}"
         for stage, (real, guess, model) in enumerate(zip(peaks, predicted, modelled, strict=True)):
-            what = f"{len(cuts)} stages, layers {cuts[stage]}-{ends[stage] - 1}" if devices > 1 else "all"
-            trials.append(Trial(name, f"{how}: {what}", real, guess, model))
+            label = f"{len(cuts)} stages, layers {cuts[stage]}-{ends[stage] - 1}" if devices > 1 else "all"
+            trials.append(Trial(name, f"{how}: {label}", real, guess, model))
             out(trials[-1].row())
     return trials
 
 
-def summary(what: str, errors: Sequence[float]) -> str:
-    """Median and worst sizes, and the lowest."""
+def summary(label: str, errors: Sequence[float]) -> str:
+    """Return a sentence of the median and largest absolute errors, and the lowest error."""
     sizes = sorted(map(abs, errors))
     return (
-        f"{what}: {len(errors)} ranks, median error {statistics.median(sizes):.3%}, worst {sizes[-1]:.2%}, "
+        f"{label}: {len(errors)} ranks, median error {statistics.median(sizes):.3%}, worst {sizes[-1]:.2%}, "
         f"lowest {min(errors):+.2%}"
     )
 
@@ -214,11 +214,13 @@ def main() -> None:
             refused[name] = str(error)
             out(f"| {name} | refused: {error} | | | | | |")
     out("")
-    out(summary("predicted", [one.predicted / one.measured - 1 for one in trials]))
-    modelled = [one.modelled / one.measured - 1 for one in trials if one.modelled is not None]
+    out(summary("predicted", [trial.predicted / trial.measured - 1 for trial in trials]))
+    modelled = [trial.modelled / trial.measured - 1 for trial in trials if trial.modelled is not None]
     if modelled:
         out(summary("memory model", modelled))
-    write_json(arguments.json, {"seed": arguments.seed, "trials": [asdict(one) for one in trials], "refused": refused})
+    write_json(
+        arguments.json, {"seed": arguments.seed, "trials": [asdict(trial) for trial in trials], "refused": refused}
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The user's script that `measure.py` disturbs: eight pieces, 0.6 million parameters, AdamW, dropout, clipping.
+"""User's script that `measure.py` disturbs: eight pieces, 0.6 million parameters, AdamW, dropout, clipping.
 
 PYTHONPATH=/path/to/varuna python benchmarks/varuna_morph/train.py RUN_DIR STEPS WORKERS
 """
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    time.sleep(0.05)  # what loading takes, without a core: 400 steps outlast a worker's coming
+    time.sleep(0.05)  # stands for loading, without a core: 400 steps last until a worker has joined
     generator = torch.Generator().manual_seed(step)
     return {name: torch.randn(8, 16, DIM, generator=generator) for name in ("x", "target")}
 

@@ -1,11 +1,11 @@
-"""A training step on Varuna with the plugin beside the same step on Varuna with the least that lets it run here.
+"""Compares a training step on Varuna with the plugin and on Varuna with a minimal shim that lets it run here.
 
     PYTHONPATH=/path/to/varuna OMP_NUM_THREADS=1 python benchmarks/varuna_step/varuna_step.py
 
 Two ranks on this machine, `Linear(width, width)` eight times with a CutPoint between every two, 16 microbatches of 4
-rows. The shim repairs only what stops Varuna on a CPU (random state, device, task list) and gives it torch's own
-functions for apex's three kernels; what Varuna does with them stays its own. Both take turns in the same two processes;
-CPU time of a whole process.
+rows. The shim repairs only the parts that stop Varuna on a CPU (random state, device, task list) and replaces apex's
+three kernels by torch's functions; the rest is Varuna's code. Both are interleaved in the same two processes; CPU time
+of a whole process.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main() -> None:
         sys.stdout.write(results[args.rank])
         return
     for width in args.widths:
-        for rank, found in enumerate(results):
-            shim, plugin = found[width]["shim"], found[width]["plugin"]
+        for rank, seconds_by_width in enumerate(results):
+            shim, plugin = seconds_by_width[width]["shim"], seconds_by_width[width]["plugin"]
             ratios = [b / a for a, b in zip(shim, plugin, strict=True)]
             sys.stdout.write(
                 f"width {width:5d} rank {rank}: shim {1e3 * min(shim):7.2f} ms, plugin {1e3 * min(plugin):7.2f} ms CPU "
@@ -72,13 +72,13 @@ def _serve(rank: int, pipe: Any, folder: str, args: dict[str, Any]) -> None:
         if args["profile"]:
             pipe.send(_profile(args["profile"], args["widths"][0]))
             return
-        found: dict[int, dict[str, list[float]]] = {}
+        seconds_by_width: dict[int, dict[str, list[float]]] = {}
         for width in args["widths"]:
-            rows = found[width] = {"shim": [], "plugin": []}
+            rows = seconds_by_width[width] = {"shim": [], "plugin": []}
             for _ in range(args["rounds"]):
                 for variant in rows:
                     rows[variant].append(min(_steps(variant, width, STEPS)))
-        pipe.send(found)
+        pipe.send(seconds_by_width)
 
 
 def _profile(variant: str, width: int) -> str:
@@ -89,7 +89,7 @@ def _profile(variant: str, width: int) -> str:
 
 
 def _steps(variant: str, width: int, count: int, profiler: cProfile.Profile | None = None) -> list[float]:
-    """CPU seconds of each step but the first."""
+    """Return the CPU seconds of each step except the first."""
     import torch
 
     with _patched(variant) as varuna:
@@ -133,7 +133,7 @@ def _model(cut: Callable[[], Any], width: int) -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # unpatched Varuna wants modules all over: what a stage skips gives None
+            # unpatched Varuna calls all modules: those that a stage skips return None
             self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS))
             self.cuts = nn.ModuleList(cut() for _ in range(LAYERS - 1))
 
@@ -147,7 +147,7 @@ def _model(cut: Callable[[], Any], width: int) -> Any:
 
 @contextlib.contextmanager
 def _patched(variant: str) -> Iterator[Any]:
-    """Varuna with the plugin, or with the shim."""
+    """Patch Varuna with the plugin, or with the shim."""
     import torch
     import varuna
     import varuna.partitioned_model
@@ -181,7 +181,7 @@ def _patched(variant: str) -> Iterator[Any]:
 
 
 class _CpuTorch:
-    """torch, with `torch.cuda.IntTensor` in the host's memory."""
+    """Stand-in for torch, with `torch.cuda.IntTensor` in host memory."""
 
     def __init__(self) -> None:
         import torch
@@ -193,7 +193,7 @@ class _CpuTorch:
 
 
 def _kernels() -> dict[str, Any]:
-    """What Varuna calls of apex in a step: (a * scale) of a list, its norm, views of a flat tensor."""
+    """Return apex's functions that Varuna calls in a step: (a * scale) of a list, its norm, views of a flat tensor."""
     import torch
 
     def scale(chunk: int, overflow: Any, lists: list[list[Any]], factor: float) -> None:
