@@ -13,7 +13,7 @@ import torch
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.step import Verdict
+from varuna_capslog.engine.interface import Verdict
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.training.journal import Journal, RecentSteps, peak_record, step_numbers, step_record
 from varuna_capslog.training.loggers import check_loggers

@@ -24,7 +24,7 @@ from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, s
 from varuna_capslog.engine.holders.gradients import GradientBook
 from varuna_capslog.engine.holders.updates import SharedUpdates, check_shared_updates
 from varuna_capslog.engine.host.tier import HostTier
-from varuna_capslog.engine.interface import EngineParts, Load
+from varuna_capslog.engine.interface import NO_REPORT, EngineParts, Load, RankReport, Verdict
 from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
@@ -33,7 +33,7 @@ from varuna_capslog.engine.pair_groups import opener_of
 from varuna_capslog.engine.routes import Reach, Routes
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.statistics import StatisticsBook
-from varuna_capslog.engine.step import NO_REPORT, Poll, RankReport, Verdict, check_minibatch
+from varuna_capslog.engine.step import Poll, check_minibatch
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch

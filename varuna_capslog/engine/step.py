@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.interface import Engine, Load
+from varuna_capslog.engine.interface import NO_REPORT, Engine, Load, RankReport, Verdict
 from varuna_capslog.engine.loss_scale import LossScale
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import Stage
@@ -26,76 +26,13 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import COUNTED, Minibatch
 
 __all__ = [
-    "NO_REPORT",
     "Poll",
-    "RankReport",
-    "Verdict",
     "check_minibatch",
     "data_failure",
     "no_targets",
     "take_weight",
     "train_step",
 ]
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """A rank's report on a step: whether it could read the data, how long it waited for them, how long it worked.
-
-    Attributes:
-        waited_seconds: how long it computed nothing because inputs or targets were not read yet.
-        failure: why some of them could not be read, so that the step must be refused; None where all could.
-        busy_seconds: of its forwards, recomputations and backwards; the engine adds them.
-    """
-
-    waited_seconds: float = 0.0
-    failure: str | None = None
-    busy_seconds: float = 0.0
-
-
-NO_REPORT = RankReport()
-"""The report of a rank that waited for nothing."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of a step's vote, the same on all ranks.
-
-    Attributes:
-        parts: the loss and its parts, of the whole minibatch.
-        grad_norm: global norm of the gradients, before clipping and without the loss scale; infinite where the step is
-            skipped.
-        scale: what the update multiplies the gradients with, for clipping, against the loss scale, and where
-            `workload.COUNTED` targets are unequal; 0: the step is skipped, since its gradients overflowed.
-        finite: whether loss and gradients are finite.
-        refusal: why the step must not be applied; None for one that may. Where the loss itself refused outputs, its
-            words are known on the ranks of the last stage only.
-        stop: some rank wishes to stop after this step.
-        ballots: by rank, what each gave (empty: nothing); () where no rank gave any.
-        waited_seconds: by rank, how long each waited for data.
-        busy_seconds: by rank, how long each worked on forwards, recomputations and backwards; () where the engine does
-            not measure it.
-        loss_scale: of the step's losses; None where they are not scaled.
-    """
-
-    step: int
-    parts: dict[str, float]
-    grad_norm: float
-    scale: float
-    finite: bool
-    refusal: str | None
-    stop: bool
-    ballots: tuple[bytes, ...] = ()
-    waited_seconds: tuple[float, ...] = ()
-    busy_seconds: tuple[float, ...] = ()
-    loss_scale: float | None = None
-
-    @property
-    def skipped(self) -> bool:
-        """True where the step updates no parameter: its gradients were not finite, but its loss was, in a run whose
-        loss is scaled.
-        """
-        return self.scale == 0.0
 
 
 def train_step(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.base.seeds import mix
-from varuna_capslog.engine.step import RankReport
+from varuna_capslog.engine.interface import RankReport
 from varuna_capslog.model.workload import DataSource, LateTargets, Minibatch, Reading, ReadingSource
 from varuna_capslog.training.constants import check_samples
 from varuna_capslog.training.data_watch import DataWatch

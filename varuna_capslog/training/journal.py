@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
 
-    from varuna_capslog.engine.step import Verdict
+    from varuna_capslog.engine.interface import Verdict
     from varuna_capslog.model.chain import TensorSpec
 
 __all__ = ["Journal", "RecentSteps", "peak_record", "score_line", "step_bar", "step_numbers", "step_record"]

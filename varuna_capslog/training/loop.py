@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from varuna_capslog import accelerator
-from varuna_capslog.engine.interface import Engine
+from varuna_capslog.engine.interface import Engine, Verdict
 from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
-from varuna_capslog.engine.step import Verdict
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.boundaries import Boundaries
 from varuna_capslog.training.data_watch import DataWatch

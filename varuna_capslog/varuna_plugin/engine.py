@@ -16,16 +16,13 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.interface import EngineParts, Load
+from varuna_capslog.engine.interface import NO_REPORT, EngineParts, Load, RankReport, Verdict
 from varuna_capslog.engine.layers import EngineLayer, seed_layer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.engine.step import (
-    NO_REPORT,
-    RankReport,
-    Verdict,
     check_minibatch,
     data_failure,
     no_targets,
