@@ -29,7 +29,7 @@ EXTRAS = {
     "bo": ["scikit-optimize>=0.10"],
     "hf": ["transformers>=5.0"],
 }
-"""What some commands need besides; `varuna_capslog/base/extras.py` names the extra of a module that is missing."""
+"""What some commands need besides; `varuna_capslog/base/functions.py` names the extra of a module that is missing."""
 TOOLS = {
     "test": [
         "pytest>=8",

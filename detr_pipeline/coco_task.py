@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from detr_pipeline.data import (
@@ -24,13 +25,14 @@ from detr_pipeline.data import (
     prepare_image,
     sampled_padded_sizes,
 )
-from varuna_capslog.base.errors import RunFinding
+from varuna_capslog.base.errors import CapslogError, RunFinding
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Evaluator, HostTargets, Workload
 
-__all__ = ["PROFILE_BOXES", "CocoWorkload", "example_target"]
+__all__ = ["PROFILE_BOXES", "CocoWorkload", "draw_detections", "example_target", "save_picture"]
+
 
 PROFILE_BOXES = 8
 """Boxes in every image of a profile."""
@@ -127,7 +129,6 @@ class CocoWorkload(Workload):
         Raises:
             CapslogError: a picture is missing or cannot be decoded.
         """
-        from detr_pipeline.drawing import draw_detections, save_picture
 
         names = class_names(self.data)[1]
         device = next(iter(chain.named_parameters().values())).device
@@ -152,3 +153,99 @@ def example_target(count: int, num_classes: int) -> HostTargets:
     """Return a target with `count` boxes, for profiles."""
     boxes = torch.linspace(0.2, 0.6, count * 4).view(count, 4)
     return HostTargets(labels=torch.arange(count) % num_classes, boxes=boxes)
+
+
+# -- Pictures for people: boxes with names and scores.
+#
+# `task` calls it for `capslog predict` and the report. It only draws; the threshold affects the picture, never the
+# scores.
+
+
+_COLOURS = (
+    "#e6194b",
+    "#0082c8",
+    "#f58231",
+    "#911eb4",
+    "#00a0a0",
+    "#d02090",
+    "#b8860b",
+    "#4363ff",
+    "#ff6f91",
+    "#8080ff",
+)
+_SHORTEST_DRAWN = 480
+
+
+def draw_detections(
+    image: Image.Image,
+    scores: Tensor,
+    classes: Tensor,
+    boxes: Tensor,
+    names: Sequence[str],
+    threshold: float = 0.5,
+) -> Image.Image:
+    """Return a copy of the picture with every box whose score reaches the threshold, the best on top.
+
+    Small pictures are enlarged first, so that names can be read.
+
+    Args:
+        image: RGB.
+        scores, classes: [Q].
+        boxes: [Q, 4] corners in pixels of `image`.
+        names: of the classes.
+        threshold: smallest score that is drawn.
+    """
+    chosen = (scores >= threshold).nonzero().flatten()
+    chosen = chosen[scores[chosen].argsort()]
+    colours = [_COLOURS[c % len(_COLOURS)] for c in classes[chosen].tolist()]
+    canvas, factor = _enlarged(image)
+    corners = _drawable(boxes[chosen] * factor, canvas)
+    pen = ImageDraw.Draw(canvas)
+    line = max(2, round(min(canvas.size) / 240))
+    for box, colour in zip(corners.to(torch.int64).tolist(), colours, strict=True):
+        pen.rectangle(box, outline=colour, width=line)
+    # Names on a filled strip at each box's top edge: torchvision's own are unreadable on busy pictures.
+    font = ImageFont.load_default(max(11, round(min(canvas.size) / 34)))
+    labels = [f"{names[c]} {s:.2f}" for c, s in zip(classes[chosen].tolist(), scores[chosen].tolist(), strict=True)]
+    for (x_min, y_min, _, _), label, colour in zip(corners.tolist(), labels, colours, strict=True):
+        x0, y0, x1, y1 = pen.textbbox((0, 0), label, font=font)
+        wide, high = x1 - x0 + 4, y1 - y0 + 4
+        x = min(max(x_min, 0), max(canvas.width - wide, 0))
+        y = y_min - high if y_min >= high else y_min
+        pen.rectangle((x, y, x + wide, y + high), fill=colour)
+        pen.text((x + 2 - x0, y + 2 - y0), label, fill="white", font=font)
+    return canvas
+
+
+def save_picture(picture: Image.Image, path: Path) -> Path:
+    """Save in the format of the suffix (PNG, JPEG, ...), make the folder, and return the path.
+
+    Raises:
+        CapslogError: the suffix is unknown or the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():  # in a stranger's run folder it may lead to any file of the user's
+            path.unlink()
+        picture.save(path)
+    except (OSError, ValueError) as error:
+        raise CapslogError(
+            f"the picture {path} cannot be written ({error}); try a name ending in .png or .jpg"
+        ) from error
+    return path
+
+
+def _enlarged(image: Image.Image) -> tuple[Image.Image, float]:
+    image = image.convert("RGB")
+    factor = max(1.0, _SHORTEST_DRAWN / min(image.size))
+    if factor == 1.0:
+        return image, factor
+    return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC), factor
+
+
+def _drawable(boxes: Tensor, image: Image.Image) -> Tensor:
+    """Return corners in order and inside the picture, so that a wild prediction does not stop the drawing."""
+    corners = boxes.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)
+    corners[:, 0::2] = corners[:, 0::2].sort(dim=1).values.clamp(0, image.width - 1)
+    corners[:, 1::2] = corners[:, 1::2].sort(dim=1).values.clamp(0, image.height - 1)
+    return corners

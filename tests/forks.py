@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from varuna_capslog.base import fork_server, forking
+from varuna_capslog.base import fork_server
 
 _IMPORTED_ONCE = [
     "tests.engine.warm",
@@ -144,7 +144,7 @@ def _fork_server_of(command: Sequence[str], **options: Any) -> Fork:
         **{descriptor: descriptor for descriptor in options["pass_fds"]},
     }
     pipes = open(order, "wb"), open(reports, "rb")  # noqa: SIM115
-    fork = Fork(f"{forking.__name__}:main", (list(command[3:]),), options["env"], descriptors, ".", *pipes)
+    fork = Fork(f"{fork_server.__name__}:main", (list(command[3:]),), options["env"], descriptors, ".", *pipes)
     os.close(orders)
     os.close(report)
     return fork
@@ -165,7 +165,7 @@ def _act(
     folder: str,
 ) -> None:
     os.setsid()
-    forking.renew_threads()
+    fork_server.renew_threads()
     # first copy all above the highest target number, so that none is overwritten
     copies = {
         number: fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, max(connections) + 1)
@@ -190,6 +190,6 @@ def _act(
 def _command(arguments: list[str]) -> int:
     from varuna_capslog import cli
 
-    start = fork_server._started_as_fork if forking.may_fork() else subprocess.Popen
+    start = fork_server._started_as_fork if fork_server.may_fork() else subprocess.Popen
     fork_server.subprocess = _with_popen(start)
     return cli._run(arguments)

@@ -13,10 +13,9 @@ import torch
 from tests.accelerators import torch_has
 from tests.source_trees import nodes_of
 from varuna_capslog import accelerator
-from varuna_capslog.base.forking import accelerator_started
+from varuna_capslog.base.fork_server import accelerator_started
 from varuna_capslog.config.reading import Config, section
-from varuna_capslog.profiling.admission import free_bytes
-from varuna_capslog.profiling.launches import devices_of
+from varuna_capslog.profiling.launches import devices_of, free_bytes
 from varuna_capslog.start.default_planner import with_default_capacity
 from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
 
@@ -138,9 +137,9 @@ def modules_that_say(*words: str) -> set[str]:
 
 
 def test_all_modules_ask_torch_through_one() -> None:
-    """`base/forking` does not import torch: it uses the module if the process has imported it."""
+    """`base/fork_server` does not import torch: it uses the module if the process has imported it."""
     assert modules_that_say("torch.cuda") == set()
-    assert modules_that_say("torch.accelerator") == {"accelerator", "base/forking"}
+    assert modules_that_say("torch.accelerator") == {"accelerator", "base/fork_server"}
 
 
 def test_the_page_names_every_module_that_knows_cuda_alone() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError, StepRefused
-from varuna_capslog.base.starters import starter_of
+from varuna_capslog.base.supervisor import starter_of
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import Profile
 

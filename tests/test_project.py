@@ -12,7 +12,7 @@ import yaml
 from setuptools import find_packages
 
 import varuna_capslog
-from varuna_capslog.base.extras import EXTRAS
+from varuna_capslog.base.functions import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("varuna_capslog", "detr_pipeline")
@@ -85,7 +85,7 @@ def test_the_core_needs_no_module_of_an_extra() -> None:
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if any(name.split(".")[0] in modules for name in names):
                 paths.add(path.relative_to(ROOT / "varuna_capslog").as_posix())
-    assert paths == {f"reports/{name}.py" for name in ("curves", "forecasts", "gantt", "memory", "style")}
+    assert paths == {f"reports/{name}.py" for name in ("curves", "memory", "step", "style")}
 
 
 def test_the_wheel_has_the_library_and_the_workload_alone() -> None:

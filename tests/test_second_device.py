@@ -29,11 +29,10 @@ from tests.rig.faults import Fault
 from varuna_capslog import accelerator
 from varuna_capslog.base.files import read_jsonl
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.learning_rate import LearningRate
+from varuna_capslog.engine.offload import HostTier
 from varuna_capslog.engine.probe import PeakProbe
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.recipe import LearningRate, Recipe
 from varuna_capslog.model.workload import known_targets
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import read_profile

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.extras import needed
+from varuna_capslog.base.functions import needed
 from varuna_capslog.base.output import lasting_output
 from varuna_capslog.base.tables import log_to
 from varuna_capslog.base.version import __version__
@@ -22,12 +22,12 @@ from varuna_capslog.commands import shared
 from varuna_capslog.commands.check import check
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.export import export
-from varuna_capslog.commands.former import former_option
 from varuna_capslog.commands.front import front
 from varuna_capslog.commands.init import init
 from varuna_capslog.commands.largest import largest
 from varuna_capslog.commands.plan import plan
 from varuna_capslog.commands.profile import profile
+from varuna_capslog.commands.questions import former_option
 from varuna_capslog.commands.results import evaluate, predict, report
 from varuna_capslog.commands.script import refuse_chaos, script
 from varuna_capslog.commands.simulate import simulate

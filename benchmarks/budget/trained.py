@@ -28,8 +28,8 @@ from torch import Tensor
 
 from tests.engine.pool import WorkerPool
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.offload import HostTier
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step

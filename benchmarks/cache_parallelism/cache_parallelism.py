@@ -23,9 +23,7 @@ from benchmarks.common import interleave, machine, median_ratio, run_ranks
 from tests.decoding.worlds import on_ranks
 from varuna_capslog import plan_decoding
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.decoding.decoder import ShardedDecoder
-from varuna_capslog.decoding.models import shape_of
-from varuna_capslog.decoding.traffic import (
+from varuna_capslog.decoding.choice import (
     HEADS,
     SEQUENCE,
     SHARDS,
@@ -36,6 +34,8 @@ from varuna_capslog.decoding.traffic import (
     printed_sequence_bytes,
     sequence_bytes,
 )
+from varuna_capslog.decoding.decoder import ShardedDecoder
+from varuna_capslog.decoding.models import shape_of
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.planners.seconds import Link
 

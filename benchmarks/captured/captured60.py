@@ -38,7 +38,7 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
-from varuna_capslog.model.capture.leaves import input_tensors, named_leaves
+from varuna_capslog.model.capture.export import input_tensors, named_leaves
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 

@@ -18,7 +18,7 @@ from detr_pipeline.rt_detr.source import RtDetrSource
 from detr_pipeline.rt_detr.task import RtDetrWorkload
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
-from varuna_capslog.engine.learning_rate import LearningRate
+from varuna_capslog.engine.recipe import LearningRate
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.training.feed import Feed
 

@@ -27,10 +27,9 @@ from detr_pipeline.rt_detr.task import RtDetrWorkload
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.learning_rate import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.recipe import LearningRate, Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.workload import load_workload
 

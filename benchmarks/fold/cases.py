@@ -26,8 +26,8 @@ from tests.engine.layouts import random_layout, with_intervals
 from tests.profiling.workloads import Crossed, Megabytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.offload import HostTier
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors

@@ -20,7 +20,7 @@ from live import HERE, SLEEPING, Live, append_result
 
 from varuna_capslog.base import files
 from varuna_capslog.elastic.losses import losses_by_cause
-from varuna_capslog.reports.goodput import account_of
+from varuna_capslog.reports.changes import account_of
 from varuna_capslog.reports.run import read_run
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise, product
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import Action, StageGraph, StageSeconds, schedule_of, simulate
-from varuna_capslog.schedules.in_flight import in_flight_microbatches, table_3_2
+from varuna_capslog.schedules.generators import in_flight_microbatches, table_3_2
 
 SAMPLES = 96
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise, product
 
-from varuna_capslog.planning.limits import in_flight_of_period
+from varuna_capslog.planning.cuts import in_flight_of_period
 
 Edge = tuple[tuple[str, int], tuple[str, int], float, int]
 

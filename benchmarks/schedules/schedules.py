@@ -28,7 +28,7 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.planning.limits import in_flight_of_period
+from varuna_capslog.planning.cuts import in_flight_of_period
 from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.schedules import StageGraph, StageSeconds, schedule_of, simulate
 

@@ -20,7 +20,7 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 VIT = """
-workload: varuna_capslog.model_workload:workload
+workload: varuna_capslog.model.model_workload:workload
 model: {factory: first_step:vit, inputs: ["x=float32[2,3,32,32]"]}
 train: {minibatch_size: 8, microbatch_size: 2}
 pipeline: {devices: 3}

@@ -26,7 +26,7 @@ from tests.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
 from varuna_capslog.base import files
 from varuna_capslog.base.threads import logged
 from varuna_capslog.base.trust.secret import run_secret
-from varuna_capslog.elastic.member.peers import Peers
+from varuna_capslog.elastic.member.inbox import Peers
 
 MODEL = ("model.blocks=8", "model.block_seconds=0.004", "train.epochs=null", "profile.source=estimated")
 CROWD = """

@@ -25,11 +25,10 @@ from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiles.record import Observation
-from varuna_capslog.profiling.admission import free_bytes
 from varuna_capslog.profiling.conditions import shapes_of
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_config
 from varuna_capslog.profiling.estimation.headroom import state_headroom
-from varuna_capslog.profiling.launches import LaunchTimes, devices_of, in_one_launch
+from varuna_capslog.profiling.launches import LaunchTimes, devices_of, free_bytes, in_one_launch
 from varuna_capslog.profiling.rehearsal import rehearse
 from varuna_capslog.profiling.trim import RunConditions, TrimmedRun
 from varuna_capslog.profiling.worker import Workers

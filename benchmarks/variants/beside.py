@@ -20,8 +20,8 @@ from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.splitting.chains import split_chain
-from varuna_capslog.model.splitting.modules import PartsSum
 from varuna_capslog.model.splitting.splitter import Splitter
+from varuna_capslog.model.splitting.torch_layers import PartsSum
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan

@@ -100,7 +100,7 @@ def config_of(name: str) -> Config:
         values |= {"workload": "detr_pipeline:workload", "model": DETR, "profile": {"image_size": [256, 256]}}
     else:
         values |= {
-            "workload": "varuna_capslog.model_workload:workload",
+            "workload": "varuna_capslog.model.model_workload:workload",
             "model": {"factory": f"benchmarks.variants.collage:{name}"},
         }
     return section(Config, values, "")

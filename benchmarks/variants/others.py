@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.engine.compiling.forward import CompiledForward
+from varuna_capslog.engine.layers import CompiledForward
 from varuna_capslog.variants.wrapped import in_channels_last
 
 

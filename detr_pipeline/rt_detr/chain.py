@@ -10,14 +10,223 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from detr_pipeline.rt_detr.config import RtDetrModel, transformers_config
-from detr_pipeline.rt_detr.layers import Decoder, Encoder, Fusion, Halving, Selection
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer
 
-__all__ = ["DENOISING", "build_model", "chain_of", "own_names"]
+__all__ = [
+    "DENOISING",
+    "Decoder",
+    "Encoder",
+    "Fusion",
+    "Halving",
+    "Selection",
+    "anchors",
+    "build_model",
+    "chain_of",
+    "own_names",
+    "sine_positions",
+]
+
+
+# -- The layers of RT-DETR (Zhao et al., CVPR 2024) whose forward transformers writes inside larger modules.
+#
+# `chain` makes them around transformers' own submodules; they compute the same as its `RTDetrModel`, operation by
+# operation. They keep no state and no cache, so that they also run on tensors without memory, and at any size.
+
+
+_ANCHOR_SIZE = 0.05
+_ANCHOR_MARGIN = 0.01
+_SIGMOID_MARGIN = 1e-5
+
+
+class Encoder(nn.Module):
+    """Transformer layer on the smallest map (AIFI): [B, C, h, w] to [B, C, h, w].
+
+    transformers' layer checks whether its result is finite and clamps it; this one does not, and the engine refuses a
+    step that is not finite.
+    """
+
+    def __init__(self, layer: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.layer, self.temperature = layer, temperature
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = self.layer
+        batch, channels, height, width = x.shape
+        tokens = x.flatten(2).transpose(1, 2)
+        places = sine_positions(height, width, channels, self.temperature, tokens)
+        seen = layer.self_attn_layer_norm(tokens) if layer.normalize_before else tokens
+        seen, _ = layer.self_attn(hidden_states=seen, attention_mask=None, position_embeddings=places)
+        tokens = tokens + F.dropout(seen, layer.dropout, self.training)
+        if not layer.normalize_before:
+            tokens = layer.self_attn_layer_norm(tokens)
+        # from the second norm on, transformers adds the normalised tokens, whichever norm comes first
+        if layer.normalize_before:
+            tokens = layer.final_layer_norm(tokens)
+        tokens = tokens + layer.mlp(tokens)
+        if not layer.normalize_before:
+            tokens = layer.final_layer_norm(tokens)
+        return tokens.transpose(1, 2).reshape(batch, channels, height, width).contiguous()
+
+
+class Fusion(nn.Module):
+    """Top-down fusion of a map with one of twice its size; returns the mixed small map and the fused large one."""
+
+    def __init__(self, lateral: nn.Module, block: nn.Module) -> None:
+        super().__init__()
+        self.lateral, self.block = lateral, block
+
+    def forward(self, small: Tensor, large: Tensor) -> tuple[Tensor, Tensor]:
+        small = self.lateral(small)
+        return small, self.block(torch.cat([F.interpolate(small, scale_factor=2.0, mode="nearest"), large], dim=1))
+
+
+class Halving(nn.Module):
+    """Bottom-up fusion of a halved map with the mixed map of that size."""
+
+    def __init__(self, halve: nn.Module, block: nn.Module) -> None:
+        super().__init__()
+        self.halve, self.block = halve, block
+
+    def forward(self, large: Tensor, small: Tensor) -> Tensor:
+        return self.block(torch.cat([self.halve(large), small], dim=1))
+
+
+class Selection(nn.Module):
+    """Flattens all maps into one row of places, predicts at each of them, and selects the best ones as queries.
+
+    Called with the maps [B, C, h, w], each half as large as the one before, and, where the model denoises, with noised
+    `labels` [B, D] and unactivated `boxes` [B, D, 4] of as many queries ahead of the others (`denoising`). Returns
+
+    - memory [B, L, C]: the places of all maps;
+    - grid [B, h, w] of bool: nothing but the size of the largest map, for the decoder;
+    - hidden [B, D + Q, C] and reference [B, D + Q, 4]: where decoding begins;
+    - logits [B, Q, classes] and boxes [B, Q, 4] of the places chosen, for the loss.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.project = model.decoder_input_proj
+        self.enc_output, self.enc_score_head, self.enc_bbox_head = (
+            model.enc_output,
+            model.enc_score_head,
+            model.enc_bbox_head,
+        )
+        self.denoising_class_embed = getattr(model, "denoising_class_embed", None)
+        self.levels, self.queries = len(model.decoder_input_proj), model.config.num_queries
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        maps = [project(feature_map) for project, feature_map in zip(self.project, tensors[: self.levels], strict=True)]
+        memory = torch.cat([feature_map.flatten(2).transpose(1, 2) for feature_map in maps], 1)
+        first, usable = anchors([(feature_map.shape[-2], feature_map.shape[-1]) for feature_map in maps], memory)
+        places = self.enc_output(usable.to(memory.dtype) * memory)
+        scores, corners = self.enc_score_head(places), self.enc_bbox_head(places) + first
+        _, best = torch.topk(scores.max(-1).values, self.queries, dim=1)
+        reference, logits = _rows(corners, best), _rows(scores, best)
+        boxes = reference.sigmoid()
+        hidden = _rows(places, best).detach()
+        if self.denoising_class_embed is not None:
+            labels, noised = tensors[self.levels :]
+            hidden = torch.cat([self.denoising_class_embed(labels), hidden], 1)
+            reference = torch.cat([noised.to(reference.dtype), reference], 1)
+        grid = torch.ones_like(maps[0][:, 0], dtype=torch.bool)
+        return memory, grid, hidden, reference.detach().sigmoid(), logits, boxes
+
+
+class Decoder(nn.Module):
+    """Decoder layer with its heads. Called with hidden, reference, memory and grid (see `Selection`) and, where the
+    model denoises, with `groups` [B, D], the group of each denoising query; returns hidden and reference, unless it is
+    the last layer, and logits [B, D + Q, classes] and boxes [B, D + Q, 4].
+    """
+
+    def __init__(self, decoder: Any, index: int, levels: int) -> None:
+        super().__init__()
+        self.layer = decoder.layers[index]
+        self.query_pos_head = decoder.query_pos_head  # one for all decoder layers
+        self.class_embed, self.bbox_embed = decoder.class_embed[index], decoder.bbox_embed[index]
+        self.levels, self.last = levels, index == len(decoder.layers) - 1
+
+    def forward(
+        self, hidden: Tensor, reference: Tensor, memory: Tensor, grid: Tensor, groups: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        _, height, width = grid.shape
+        hidden = self.layer(
+            hidden,
+            object_queries_position_embeddings=self.query_pos_head(reference),
+            reference_points=reference.unsqueeze(2),
+            spatial_shapes_list=[(height >> level, width >> level) for level in range(self.levels)],
+            encoder_hidden_states=memory,
+            encoder_attention_mask=_apart(groups, hidden),
+        )
+        boxes = (self.bbox_embed(hidden) + _unsigmoid(reference)).sigmoid()
+        predictions = self.class_embed(hidden), boxes
+        return predictions if self.last else (hidden, boxes.detach(), *predictions)
+
+
+def sine_positions(height: int, width: int, channels: int, temperature: float, like: Tensor) -> Tensor:
+    """Return position codes [1, height * width, channels] of dtype and device of `like`: sine and cosine of the row,
+    then of the column, computed in float64.
+    """
+    count = channels // 4
+    exact = {"dtype": torch.float64, "device": like.device}
+    omega = 1.0 / temperature ** (torch.arange(count, **exact) / count)  # type: ignore[call-overload]
+    rows, columns = torch.meshgrid(
+        torch.arange(height, **exact),  # type: ignore[call-overload]
+        torch.arange(width, **exact),  # type: ignore[call-overload]
+        indexing="ij",
+    )
+    down, right = rows.flatten().outer(omega), columns.flatten().outer(omega)
+    return torch.cat([down.sin(), down.cos(), right.sin(), right.cos()], dim=1).to(like.dtype)[None]
+
+
+def anchors(sizes: list[tuple[int, int]], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an initial box at every place of maps of these (h, w), before the sigmoid: [1, L, 4], dtype of `like`.
+
+    Its side is a twentieth of the picture on the first map, and twice as much on each next one. The second result, [1,
+    L, 1], is False where a box is so near the border that it is not used.
+    """
+    boxes_of_maps = []
+    for level, (height, width) in enumerate(sizes):
+        rows, columns = torch.meshgrid(
+            torch.arange(height, device=like.device).to(like.dtype),
+            torch.arange(width, device=like.device).to(like.dtype),
+            indexing="ij",
+        )
+        centres = torch.stack([(columns + 0.5) / width, (rows + 0.5) / height], -1)
+        sides = torch.full_like(centres, _ANCHOR_SIZE * 2.0**level)
+        boxes_of_maps.append(torch.cat([centres, sides], -1).view(1, height * width, 4))
+    boxes = torch.cat(boxes_of_maps, 1)
+    usable = ((boxes > _ANCHOR_MARGIN) & (boxes < 1 - _ANCHOR_MARGIN)).all(-1, keepdim=True)
+    largest = torch.full((), torch.finfo(like.dtype).max, dtype=like.dtype, device=like.device)
+    return torch.where(usable, torch.log(boxes / (1 - boxes)), largest), usable
+
+
+def _rows(values: Tensor, chosen: Tensor) -> Tensor:
+    """Gather rows: values [B, L, n] at places [B, Q] to [B, Q, n]."""
+    return values.gather(1, chosen.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
+
+
+def _unsigmoid(x: Tensor) -> Tensor:
+    x = x.clamp(min=0, max=1)
+    return torch.log(x.clamp(min=_SIGMOID_MARGIN) / (1 - x).clamp(min=_SIGMOID_MARGIN))
+
+
+def _apart(groups: Tensor | None, hidden: Tensor) -> Tensor | None:
+    """Return the attention bias [T, T] that hides denoising queries of other groups; None without denoising."""
+    if groups is None or groups.shape[1] == 0:
+        return None
+    matched = groups.new_full((hidden.shape[1] - groups.shape[1],), -1)
+    of_query = torch.cat([groups[0], matched])
+    hides = (of_query[:, None] != of_query) & (of_query >= 0)
+    return hidden.new_zeros(hides.shape).masked_fill(hides, float("-inf"))
+
+
+# -- RT-DETR of transformers as a chain
+
 
 DENOISING = ("dn_labels", "dn_boxes", "dn_groups")
 """Inputs beside `images` where the model denoises; see `denoising.Noise`."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import box_convert
 
-from detr_pipeline.matching import Match, assign, check_labels, generalised_iou, ious, positions
-from detr_pipeline.rt_detr.denoising import Groups
+from detr_pipeline.loss import Match, assign, check_labels, generalised_iou, ious, positions
+from detr_pipeline.rt_detr.source import Groups
 
 __all__ = ["match", "set_loss"]
 
@@ -110,7 +110,7 @@ def _sums(
 
 
 def match(logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Any]], config: Any) -> list[list[Match]]:
-    """Return matches of every layer and image, from `detr_pipeline.matching.assign` with transformers' focal costs."""
+    """Return matches of every layer and image, from `detr_pipeline.loss.assign` with transformers' focal costs."""
     scores = functools.cache(logits.sigmoid)
 
     def cost(image: int, labels: Tensor, wanted: Tensor) -> Tensor:

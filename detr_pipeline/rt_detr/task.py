@@ -17,9 +17,8 @@ from detr_pipeline.coco_task import PROFILE_BOXES, CocoWorkload, example_target
 from detr_pipeline.data import open_index
 from detr_pipeline.rt_detr import chain as chains
 from detr_pipeline.rt_detr.config import RtDetrModel, transformers_config
-from detr_pipeline.rt_detr.denoising import Groups, Noise
 from detr_pipeline.rt_detr.loss import set_loss
-from detr_pipeline.rt_detr.source import RtDetrSource, denoising_specs
+from detr_pipeline.rt_detr.source import Groups, Noise, RtDetrSource, denoising_specs
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config

@@ -32,7 +32,7 @@ def with_pictures(config):
 LLAMA = folders.LLAMA | {"max_position_embeddings": 200}
 MODEL = ("--model", "nets_of_largest:stack", "--input", "x=float32[1,1024,64]")
 CONFIG = """
-workload: varuna_capslog.model_workload:workload
+workload: varuna_capslog.model.model_workload:workload
 model: {factory: nets_of_largest:stack, inputs: ["x=float32[1,1024,64]"]}
 train: {minibatch_size: 60}
 profile: {source: estimated, device: cuda:t4}

@@ -67,7 +67,9 @@ def test_nothing_else_takes_a_plan_for_inference(capsys: pytest.CaptureFixture[s
     assert plan("--for", "inference", *PLAIN, "--devices", "2", "-o", "plan.json") == 0
     assert "1 sequence(s) together, 1 in a forward, no caches" in capsys.readouterr().err
     config = tmp_path / "run.yaml"
-    config.write_text("workload: varuna_capslog.model_workload:workload\nmodel: {factory: nets_of_inference:plain}\n")
+    config.write_text(
+        "workload: varuna_capslog.model.model_workload:workload\nmodel: {factory: nets_of_inference:plain}\n"
+    )
     assert cli._run(["train", str(config), "pipeline.plan=plan.json"]) == 2
     assert capsys.readouterr().err == (
         "capslog: plan.json is a plan for inference, with which nothing can be trained; make one with `capslog plan` "

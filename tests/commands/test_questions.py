@@ -50,7 +50,7 @@ def stack():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
 """
 CONFIG = """
-workload: varuna_capslog.model_workload:workload
+workload: varuna_capslog.model.model_workload:workload
 model: {factory: nets_of_questions:stack, inputs: ["x=float32[2,8]"]}
 train: {minibatch_size: 16, microbatch_size: 2}
 profile: {source: estimated, device: cpu}

@@ -8,10 +8,9 @@ import random
 
 import pytest
 
-from tests.decoding.test_traffic import LLAMA_7B, exchanges, random_shape
+from tests.decoding.test_choice_traffic import LLAMA_7B, exchanges, random_shape
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.decoding.choice import DecodingDevice, choose_shard
-from varuna_capslog.decoding.traffic import HEADS, SEQUENCE, SHARDS
+from varuna_capslog.decoding.choice import HEADS, SEQUENCE, SHARDS, DecodingDevice, choose_shard
 from varuna_capslog.planners.seconds import Link
 
 MODEL = dataclasses.replace(LLAMA_7B, layers=32, divided=32 * 202375168, output=131072000, rest=131338240)

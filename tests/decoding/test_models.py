@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.decoding.worlds import VOCABULARY, on_ranks, small_model
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.decoding.cache import Wire
+from varuna_capslog.decoding.choice import HEADS, SEQUENCE, DecoderShape
 from varuna_capslog.decoding.models import rank_model, shape_of
-from varuna_capslog.decoding.traffic import HEADS, SEQUENCE, DecoderShape
-from varuna_capslog.decoding.wire import Wire
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torchvision.ops import box_convert, generalized_box_iou
 
-from detr_pipeline.loss import match, set_loss
-from detr_pipeline.matching import generalised_iou
+from detr_pipeline.loss import generalised_iou, match, set_loss
 from tests.detr.tiny import CLASSES, normalisers_of, outputs_of, targets_of, tiny_chain, tiny_config, two_sizes
 from varuna_capslog.base.errors import CapslogError, StepRefused
 

@@ -14,8 +14,7 @@ from tests.rig.faults import Fault
 from varuna_capslog import cli
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.terminal import describe as line_of
-from varuna_capslog.plans.pipelines import pipelines_of
-from varuna_capslog.plans.plan import Plan, read_plan, write_plan
+from varuna_capslog.plans.plan import Plan, pipelines_of, read_plan, write_plan
 from varuna_capslog.profiling.estimation import rates
 from varuna_capslog.schedules import schedule_of, to_strings
 from varuna_capslog.start.given_plan import with_given_plan

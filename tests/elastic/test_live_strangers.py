@@ -17,7 +17,7 @@ from tests.rig.faults import Fault
 from tests.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
 from varuna_capslog.base.trust.connection import Connection, NotTrusted, dial
 from varuna_capslog.base.trust.secret import run_secret
-from varuna_capslog.elastic.member.peers import Peers
+from varuna_capslog.elastic.member.inbox import Peers
 
 EACH = 8
 CROWD = 150

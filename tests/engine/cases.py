@@ -21,21 +21,20 @@ from tests.rig.faults import Fault
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.host.tier import HostRegion, HostTier, TierOptions, Wait
 from varuna_capslog.engine.interface import EngineKind, EngineParts, Engines, Verdict
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.learning_rate import LearningRate
+from varuna_capslog.engine.offload import HostRegion, HostTier, TierOptions, Wait
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready, build
 from varuna_capslog.engine.probe import PeakProbe
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.recipe import LearningRate, Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, LayerFactory
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
-from varuna_capslog.training.boundaries import verify_copies
+from varuna_capslog.training.loop import verify_copies
 from varuna_capslog.training.run import Run
 
 CPU = torch.device("cpu")

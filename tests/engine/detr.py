@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detr_pipeline.rt_detr.denoising import Groups, Noise
+from detr_pipeline.rt_detr.source import Groups, Noise
 from detr_pipeline.rt_detr.task import RtDetrWorkload
 from tests.detr.rt_detr import tiny
 from tests.engine.layouts import Cuts, layout_for
@@ -25,7 +25,7 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import HostTargets, Minibatch, Workload, load_workload
-from varuna_capslog.training.boundaries import verify_copies
+from varuna_capslog.training.loop import verify_copies
 
 CPU = torch.device("cpu")
 SMALL = {

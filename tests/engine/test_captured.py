@@ -13,7 +13,7 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
 from tests.engine.compare import gradient_error, merged
 from tests.engine.pool import WorkerPool
-from tests.model.capture.test_by_shape import SIZES, Fixed
+from tests.model.capture.test_text_by_shape import SIZES, Fixed
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions

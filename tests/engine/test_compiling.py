@@ -16,7 +16,7 @@ from tests.engine.pool import WorkerPool
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.compiling.forward import check_backend
+from varuna_capslog.engine.layers import check_backend
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.engine import cases, models
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
-from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.offload import HostTier
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.stage import MicrobatchContext, Stage

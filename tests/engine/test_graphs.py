@@ -25,7 +25,7 @@ from varuna_capslog.planning.solve import solve
 from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.profiling.rehearsal import rehearse_plan
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.start.choices import with_choices_of
+from varuna_capslog.start.default_planner import with_choices_of
 from varuna_capslog.start.prepare import profile_run
 
 TOWERS = Layout(

@@ -18,15 +18,13 @@ from tests.engine.test_step import CASES
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import keep_layout, take_layers
-from varuna_capslog.engine.loss_scale import LossScale
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.options import EngineOptions, LossScale
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.routes import Reach
-from varuna_capslog.engine.segments import SegmentState
-from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.engine.stage import MicrobatchContext, SegmentState, Stage
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec, Value
-from varuna_capslog.training.boundaries import verify_copies
+from varuna_capslog.training.loop import verify_copies
 
 
 class Scale(nn.Module):

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.train import ParameterGroup, Train
-from varuna_capslog.engine.holders.gradients import norm_of
-from varuna_capslog.engine.host.tier import HostTier, TierOptions
+from varuna_capslog.config.settings import ParameterGroup, Train
 from varuna_capslog.engine.layers import EngineLayer, take_layers
-from varuna_capslog.engine.learning_rate import LearningRate
+from varuna_capslog.engine.offload import HostTier, TierOptions
 from varuna_capslog.engine.optimizer import StageOptimizer, step_alike
-from varuna_capslog.engine.recipe import Recipe, in_parts
+from varuna_capslog.engine.recipe import LearningRate, Recipe, in_parts
+from varuna_capslog.engine.replicated import norm_of
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.training import layer_state
-from varuna_capslog.training.digests import digest
+from varuna_capslog.training.layer_state import digest
 
 CPU = torch.device("cpu")
 OPTIMIZERS = (

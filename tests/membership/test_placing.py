@@ -27,8 +27,7 @@ from varuna_capslog.membership.redundancy import Reserve, reserves
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
-from varuna_capslog.plans.pipelines import pipelines_of
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, pipelines_of
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import RunShape
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.rig.drawn_plans import draw_plan
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.membership.choice import Choice
 from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.placing import Choice
 from varuna_capslog.membership.redundancy import Copies, place_copies, reserves
 from varuna_capslog.plans.parts import Units
 

@@ -15,7 +15,6 @@ from tests.membership.test_budgeted import placer_of as budget_placer
 from tests.membership.test_placing import placer_of, plain, seats_of, steps_of
 from tests.planners.test_budget import timed
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
-from varuna_capslog.membership.handing_out import among, bare, follows_a_loss, given, ways_to_give
 from varuna_capslog.membership.messages import Contribution
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Decision, Seat, decide
@@ -23,10 +22,15 @@ from varuna_capslog.membership.small_motion import (
     Loss,
     SmallMotion,
     Weighed,
+    among,
+    bare,
     expected_loss,
     exposed,
+    follows_a_loss,
+    given,
     kept_copies,
     traffic_of,
+    ways_to_give,
 )
 from varuna_capslog.membership.state import State
 from varuna_capslog.plans.parts import PlanStage, Units

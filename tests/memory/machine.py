@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from varuna_capslog.engine.executor import acknowledgements
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.rules import stage_graph
-from varuna_capslog.profiles.action_bytes import ActionBytes
-from varuna_capslog.profiles.record import Observation, Profile, TensorRecord, layers_of_runs
+from varuna_capslog.profiles.record import ActionBytes, Observation, Profile, TensorRecord, layers_of_runs
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.schedules import Action, Message, Recv, SendInstruction, lower
 

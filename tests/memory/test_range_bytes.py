@@ -15,11 +15,10 @@ from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.fold import fold
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.planners.intervals.choice import stage_bytes
+from varuna_capslog.planners.intervals.tables import stage_bytes
 from varuna_capslog.plans.parts import PlanStage, Units, scheduled
 from varuna_capslog.plans.rules import stage_graph
-from varuna_capslog.profiles.action_bytes import ActionBytes
-from varuna_capslog.profiles.record import Profile, layers_of_runs
+from varuna_capslog.profiles.record import ActionBytes, Profile, layers_of_runs
 from varuna_capslog.schedules import RunShape
 
 NOTHING = ActionBytes(0, 0, 0, 0, 0, 0)

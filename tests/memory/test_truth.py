@@ -15,8 +15,8 @@ from tests.engine.pool import WorkerPool
 from tests.profiling.cases import trim_all
 from tests.profiling.workloads import Megabytes
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.offload import HostTier
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors

@@ -69,7 +69,7 @@ SPECS = ["tokens=int64[2,5]:11", "labels=int64[2,5]:11", "scale=float32[5,1]:=0.
 
 def configured(run_dir: Path | None = None, **model: Any) -> ModelWorkload:
     train = {"minibatch_size": 4, "microbatch_size": 2}
-    values = {"workload": "varuna_capslog.model_workload:workload", "model": model, "train": train}
+    values = {"workload": "varuna_capslog.model.model_workload:workload", "model": model, "train": train}
     if run_dir is not None:
         values["run_dir"] = str(run_dir)
     model_workload = load_workload(section(Config, values, ""))
@@ -307,7 +307,7 @@ def test_flags_stand_for_a_config() -> None:
 def test_train_runs_captured_layers_and_its_loss_is_the_unsplit_models(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
-        "workload: varuna_capslog.model_workload:workload\n"
+        "workload: varuna_capslog.model.model_workload:workload\n"
         f"model: {json.dumps({'factory': f'{HERE}:scorer', 'inputs': SPECS, 'samples': 4})}\n"
         "train: {max_steps: 1, minibatch_size: 4, microbatch_size: 2, evaluate_every: null}\n"
         f"pipeline: {{devices: 1, cuts: [0, 2]}}\nrun_dir: {tmp_path / 'run'}\ndevice: cpu\n"

@@ -15,10 +15,10 @@ from tests.detr.tiny import tiny_chain
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.factories import LayerFactory
+from varuna_capslog.model.layer import TensorPiece, of_parts, parts_from_json, put_together, split_table
 from varuna_capslog.model.splitting.chains import split_chain
-from varuna_capslog.model.splitting.modules import linear_rows
-from varuna_capslog.model.splitting.pieces import TensorPiece, of_parts, parts_from_json, put_together, split_table
 from varuna_capslog.model.splitting.splitter import Splitter
+from varuna_capslog.model.splitting.torch_layers import linear_rows
 
 TENSOR = {"encoder.*": "tensor-4", "decoder.*": "tensor-2"}
 

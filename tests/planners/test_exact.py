@@ -14,7 +14,7 @@ from varuna_capslog.memory import NEVER, StageCosts
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.memory.inflight import InflightCosts
 from varuna_capslog.memory.ranges import Ranges
-from varuna_capslog.planners import evenness, exact
+from varuna_capslog.planners import exact
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.schedules import RunShape
 
@@ -33,14 +33,14 @@ def test_equals_exhaustive_search_with_its_tie_break(kind: str) -> None:
         assert exact_cuts(costs, devices) == best, (isolated, added, devices)
 
 
-@pytest.mark.parametrize("seconds_per_cell", [0.0, evenness._SECONDS_PER_CELL])
+@pytest.mark.parametrize("seconds_per_cell", [0.0, exact._SECONDS_PER_CELL])
 @pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])
 def test_splitting_the_search_changes_nothing(
     kind: str, seconds_per_cell: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps that are for large searches only, and only as long as they pay off, always run to the end here."""
-    monkeypatch.setattr(evenness, "_MANY", 0)
-    monkeypatch.setattr(evenness, "_SECONDS_PER_CELL", seconds_per_cell)
+    monkeypatch.setattr(exact, "_MANY", 0)
+    monkeypatch.setattr(exact, "_SECONDS_PER_CELL", seconds_per_cell)
     rng = random.Random(f"even {kind}")
     for isolated, added, costs, devices in instances(rng, kind, 600, 9):
         order = [(sorted(peaks(isolated, added, cuts), reverse=True), cuts) for cuts in exhaustive(costs, devices)]
@@ -52,28 +52,28 @@ def test_splitting_the_search_changes_nothing(
 
 @pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])
 def test_hundreds_of_layers_by_parts_and_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evenness, "_MANY", 10_000)
+    monkeypatch.setattr(exact, "_MANY", 10_000)
     costs = AdditiveCosts.of_statistics(*statistics(random.Random(f"parts {kind}"), kind, 400))
     parts = exact_cuts(costs, 40)
     searched: list[int] = []
-    search = evenness._of_states
+    search = exact._of_states
 
-    def watch(band: evenness.Band, devices: int, *others: Any) -> list[int]:
+    def watch(band: exact.Band, devices: int, *others: Any) -> list[int]:
         searched.append(devices)
         return search(band, devices, *others)
 
-    monkeypatch.setattr(evenness, "_of_states", watch)
+    monkeypatch.setattr(exact, "_of_states", watch)
     assert exact_cuts(costs, 40) == parts
     assert kind in ("ties", "negative") or max(searched) < 40
     searched.clear()
-    monkeypatch.setattr(evenness, "_MANY", 1 << 60)
-    monkeypatch.setattr(evenness, "_WIDEST", 1 << 24)
+    monkeypatch.setattr(exact, "_MANY", 1 << 60)
+    monkeypatch.setattr(exact, "_WIDEST", 1 << 24)
     assert exact_cuts(costs, 40) == parts
     assert searched == [40]
 
 
 def test_peaks_that_are_not_told_apart_cost_evenness_but_never_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evenness, "_WIDEST", 0)
+    monkeypatch.setattr(exact, "_WIDEST", 0)
     rng = random.Random("lumped")
     uneven = 0
     for isolated, added, costs, devices in instances(rng, "ties", 400, 8):

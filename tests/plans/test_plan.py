@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.plans.test_plan_1 import FULL as OLD
+from tests.plans.test_plan_text_plan_1 import FULL as OLD
 from tests.values import OF_ANY_TYPE, changed, each_place
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units

@@ -413,7 +413,7 @@ class Forgetful(dict[Any, Any]):
 def almost_equal(device: str, **sections: Any) -> Config:
     model = {"factory": "tests.profiling.almost_equal:model", "arguments": sections.pop("arguments", {})}
     train = {"microbatch_size": 2, "minibatch_size": 4}
-    values = {"workload": "varuna_capslog.model_workload:workload", "model": model, "train": train}
+    values = {"workload": "varuna_capslog.model.model_workload:workload", "model": model, "train": train}
     return section(Config, values | {"profile": {"source": "estimated", "device": device}} | sections, "")
 
 

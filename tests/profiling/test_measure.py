@@ -20,9 +20,9 @@ from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
-from varuna_capslog.profiling import admission, cache
-from varuna_capslog.profiling.admission import BoundTable
+from varuna_capslog.profiling import cache, launches
 from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.launches import BoundTable
 from varuna_capslog.profiling.measure import profile_config, profile_workload
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.worker import WorkerGroup
@@ -215,7 +215,7 @@ def test_a_configs_profile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_is_free_is_a_number_of_this_machine() -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < admission.free_bytes(torch.device("cpu")) <= total
+    assert 0 < launches.free_bytes(torch.device("cpu")) <= total
 
 
 @pytest.mark.parametrize(("number", "threads"), [(signal.SIGINT, 2), (signal.SIGKILL, 1)])

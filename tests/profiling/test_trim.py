@@ -13,8 +13,7 @@ from tests.profiling import cases
 from tests.profiling.workloads import Equal, Megabytes, Watched
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.profiles.action_bytes import HALVES
-from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiles.record import HALVES, Observation
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator

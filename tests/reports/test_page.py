@@ -22,8 +22,8 @@ from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile, SharedParameter, TensorRecord, read_profile, write_profile
 from varuna_capslog.reports import markup
+from varuna_capslog.reports.markup import UNKNOWN, duration
 from varuna_capslog.reports.page import write_report
-from varuna_capslog.reports.wording import UNKNOWN, duration
 from varuna_capslog.schedules import StageGraph, StageSeconds, schedule_of, simulate
 
 GIB = 2**30

@@ -10,12 +10,11 @@ import pytest
 from torch import nn
 
 from varuna_capslog.base.tables import Table
-from varuna_capslog.commands.plan_stages import print_treatments
+from varuna_capslog.commands.plan import print_treatments
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.conditions import _modules_of_last
-from varuna_capslog.reports.idling import idle_notes
-from varuna_capslog.reports.tables import plan_table
+from varuna_capslog.reports.tables import idle_notes, plan_table
 from varuna_capslog.schedules import RunShape
 
 GIB = 2**30

@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units, ranges_of
-from varuna_capslog.plans.pipelines import stages_of_pipelines
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 from varuna_capslog.schedules import Edge
 
 __all__ = ["WITHOUT_LIMITS", "draw_memory", "draw_moments", "draw_plan", "draw_round"]

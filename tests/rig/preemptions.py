@@ -23,7 +23,7 @@ from tests.rig.tally import Hit
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.membership.generation import Member
-from varuna_capslog.planning.traces.trace_replay import TraceEvent
+from varuna_capslog.planning.trace_replay import TraceEvent
 
 __all__ = ["Goodput", "Preemptions", "Rent", "goodput", "rents"]
 

@@ -24,8 +24,7 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import die_with_parent, python_command
 from varuna_capslog.base.threads import OwnedThread, logged
-from varuna_capslog.base.trust.connection import Connection, dial
-from varuna_capslog.base.trust.door import Door
+from varuna_capslog.base.trust.connection import Connection, Door, dial
 from varuna_capslog.base.trust.secret import Secret
 
 __all__ = ["Line", "Relay", "main"]

@@ -26,9 +26,8 @@ from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host.host import Host
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store
-from varuna_capslog.membership.entries import GenerationEntry, NoticeEntry, RequestEntry
+from varuna_capslog.membership.entries import GenerationEntry, NoticeEntry, RequestEntry, Roster
 from varuna_capslog.membership.generation import Member
-from varuna_capslog.membership.roster import Roster
 
 __all__ = ["KINDS", "Disturber", "judge_script"]
 
@@ -167,7 +166,7 @@ def judge_script(path: Path, arguments: Sequence[str], run_dir: Path) -> tuple[i
     """
     from varuna_capslog.elastic.script import TRUTH
     from varuna_capslog.elastic.script.work import read_state, saved_states
-    from varuna_capslog.training.digests import digest
+    from varuna_capslog.training.layer_state import digest
 
     rows, saved = files.read_jsonl(run_dir / "metrics.jsonl"), saved_states(run_dir)
     if not saved:

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config, Section
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.splitting.modules import linear_rows
 from varuna_capslog.model.splitting.splitter import Splitter, share_of
+from varuna_capslog.model.splitting.torch_layers import linear_rows
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload
 from varuna_capslog.start.given_plan import load_run_config
 

@@ -27,7 +27,7 @@ from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.start import member_worker as worker
 from varuna_capslog.start.member_worker import Equipment
-from varuna_capslog.training.digests import digest
+from varuna_capslog.training.layer_state import digest
 
 __all__ = ["SEGMENT", "WatchedWork", "arm", "armed", "main", "records_folder"]
 

@@ -30,7 +30,7 @@ from varuna_capslog.schedules import (
     to_strings,
     validate,
 )
-from varuna_capslog.schedules.list_scheduler import list_schedule
+from varuna_capslog.schedules.generators import list_schedule
 
 # Written by hand, from the definition: min(S - s, M) forwards, then a backward and a forward in turn, then backwards.
 ONE_F_ONE_B_4_6 = """\

@@ -25,7 +25,7 @@ from varuna_capslog.schedules import (
     to_strings,
     validate,
 )
-from varuna_capslog.schedules.in_flight import in_flight_microbatches
+from varuna_capslog.schedules.generators import in_flight_microbatches
 
 THREE_AND_TWO = StageGraph((0, 1, 2, 3, 4), ((0, 1, 2), (3, 4), (0, 1, 2), (3, 4), (0, 1, 2)))
 """Two pipelines of unequal length on five ranks; the longer one takes three of the five microbatches."""

@@ -23,7 +23,7 @@ from varuna_capslog.start.named_code import OFFERED, check_config, check_run, ma
 from varuna_capslog.start.prepare import prepare_run
 
 ROOT = Path(__file__).parents[2]
-ORDINARY = "varuna_capslog.model_workload:workload"
+ORDINARY = "varuna_capslog.model.model_workload:workload"
 HUGGING_FACE = "varuna_capslog.model.hugging_face:model"
 OWN_DATA = "varuna_capslog.own_data:workload"
 

@@ -15,8 +15,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.interface import Verdict
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.training.journal import Journal, RecentSteps, peak_record, step_numbers, step_record
-from varuna_capslog.training.loggers import check_loggers
+from varuna_capslog.training.journal import Journal, RecentSteps, check_loggers, peak_record, step_numbers, step_record
 
 
 def test_a_peak_is_recorded_with_the_shapes_of_the_largest_microbatch() -> None:

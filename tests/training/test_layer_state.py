@@ -16,18 +16,16 @@ from tests.engine import cases, models
 from tests.engine.layouts import Cuts, layout_for
 from tests.engine.pool import WorkerPool
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.train import ParameterGroup
+from varuna_capslog.config.settings import ParameterGroup
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.learning_rate import LearningRate
-from varuna_capslog.engine.loss_scale import LossScale
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.options import EngineOptions, LossScale
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.recipe import LearningRate, Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import open_checkpoint
-from varuna_capslog.training.digests import digest
+from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.saving import Saving
 from varuna_capslog.training.stored_layers import from_checkpoint, load_layers, to_checkpoint
 

@@ -17,7 +17,7 @@ import torch
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
-from varuna_capslog.model.splitting.pieces import TensorPiece
+from varuna_capslog.model.layer import TensorPiece
 from varuna_capslog.training.checkpoint import (
     best_checkpoint,
     latest_checkpoint,

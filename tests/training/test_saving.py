@@ -25,7 +25,7 @@ from varuna_capslog.base.errors import DiskFailed
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.training import checkpoint, layer_state
 from varuna_capslog.training.checkpoint import latest_checkpoint, open_checkpoint
-from varuna_capslog.training.digests import digest
+from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.saving import Saving
 from varuna_capslog.training.stored_layers import from_checkpoint

@@ -17,7 +17,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineParts
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.step import train_step
-from varuna_capslog.training.boundaries import verify_copies
+from varuna_capslog.training.loop import verify_copies
 
 
 def detr_step(communicator: Communicator, name: str, layout: Cuts) -> dict[str, Any]:

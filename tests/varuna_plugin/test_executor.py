@@ -21,7 +21,7 @@ from tests.varuna_plugin import cases, models
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.varuna_plugin import executor, options
-from varuna_capslog.varuna_plugin.inputs import Microbatches
+from varuna_capslog.varuna_plugin.executor import Microbatches
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_schedules.json").read_text(encoding="utf-8"))
 """Output of `genschedule`, compiled outside this project: all lists of small pipelines (f forward, r recomputation,

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from varuna_capslog.base import units
 from varuna_capslog.base.gpus import gpu_of, parse_device
-from varuna_capslog.decoding.choice import DecodingDevice, DecodingPlan, choose_shard
-from varuna_capslog.decoding.traffic import DecoderShape
+from varuna_capslog.decoding.choice import DecoderShape, DecodingDevice, DecodingPlan, choose_shard
 from varuna_capslog.planners.seconds import Link
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def decode(
 
     if ranks is not None:
         return decode_greedily(model, prompts, new_tokens, ranks, shard)
-    from varuna_capslog.engine.meeting.environment import connected
+    from varuna_capslog.engine.communicator import connected
 
     with connected("decoding") as joined:
         return decode_greedily(model, prompts, new_tokens, joined, shard)

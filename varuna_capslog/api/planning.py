@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.api.estimating import Estimate, estimated
-from varuna_capslog.api.pictures import Picture, drawn
-from varuna_capslog.base import fields, units
+from varuna_capslog.base import fields, files, units
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.functions import needed
 from varuna_capslog.base.gpus import parse_devices
 from varuna_capslog.base.tables import Table
 from varuna_capslog.plans.plan import Plan, write_plan
@@ -25,7 +26,42 @@ if TYPE_CHECKING:
     from varuna_capslog.api.estimating import Model, Sample
     from varuna_capslog.planning.simulation import Simulation
 
-__all__ = ["ModelPlan", "plan"]
+__all__ = ["ModelPlan", "Picture", "drawn", "plan"]
+
+
+# -- A picture as an object: a notebook draws it inline, a program saves it.
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG picture. png: the file's content."""
+
+    png: bytes = field(repr=False)
+
+    def save(self, path: Path | str) -> Path:
+        """Writes the picture to a file and returns its path. Raises CapslogError where it cannot be written."""
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with files.whole_file(path) as file:
+                file.write(self.png)
+        except OSError as error:
+            raise files.write_failure(f"{path} cannot be written", error) from error
+        return path
+
+    def _repr_png_(self) -> bytes:
+        return self.png
+
+
+def drawn(draw: Callable[[Path], object]) -> Picture:
+    """Return the picture that `draw` writes to a path. Raises CapslogError where matplotlib is not installed."""
+    with needed("a picture"), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "picture.png"
+        draw(path)
+        return Picture(path.read_bytes())
+
+
+# -- `capslog
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +107,7 @@ class ModelPlan(Plan):
         return picture
 
     def _draw_step(self, path: Path) -> None:
-        from varuna_capslog.reports.gantt import draw_simulation
+        from varuna_capslog.reports.step import draw_simulation
 
         step = self.simulate()
         draw_simulation(path, step, self.capacities_of(rank for pipeline in step.pipelines for rank in pipeline.ranks))

@@ -16,8 +16,8 @@ from varuna_capslog.api.reporting import write_run_report
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table, printable
 from varuna_capslog.config.reading import Config, assign, load_config, section
-from varuna_capslog.config.section import FUNCTION
-from varuna_capslog.start.checked_variants import with_checked_variants
+from varuna_capslog.config.settings import FUNCTION
+from varuna_capslog.start.chosen_variants import with_checked_variants
 from varuna_capslog.start.given_plan import fill_defaults, with_given_plan
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TrainedRun:
         return write_run_report(load_config(self.run_dir / "config.yaml"))[0]
 
     def _table(self) -> Table:
-        from varuna_capslog.reports.goodput import account_of
+        from varuna_capslog.reports.changes import account_of
 
         steps = self.record.steps
         first, last = (steps[0], steps[-1]) if steps else (None, None)

@@ -49,7 +49,7 @@ def compare(flags: CompareFlags) -> None:
     rows = _rows(config, costs, flags.planners)
     if flags.output is not None:
         from varuna_capslog.base import files
-        from varuna_capslog.reports.forecasts import draw_comparison
+        from varuna_capslog.reports.curves import draw_comparison
 
         files.write_json(flags.output / "comparison.json", [row.to_json() for row in rows])
         draw_comparison(flags.output / "comparison.png", rows)
@@ -89,7 +89,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
     from varuna_capslog.base.units import format_bytes
-    from varuna_capslog.reports.wording import duration
+    from varuna_capslog.reports.markup import duration
 
     def cells(row: Row) -> list[str]:
         if row.plan is None:

@@ -22,7 +22,7 @@ from varuna_capslog.commands.shared import print_json, print_table
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
     from varuna_capslog.planners.throughput import Fastest
-    from varuna_capslog.planning.budget_front import BudgetPoint
+    from varuna_capslog.planning.comparison import BudgetPoint
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
 
@@ -119,7 +119,7 @@ def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
         raise DoesNotFit("; ".join(find("exact", capacity_limit).notes))
 
     def draw(path: Path, title: str) -> None:
-        from varuna_capslog.reports.forecasts import FrontPoint, draw_front
+        from varuna_capslog.reports.curves import FrontPoint, draw_front
 
         points = [
             FrontPoint(point.peak_bytes, point.step_seconds, point.bound_seconds, point.proven) for point in front
@@ -162,7 +162,7 @@ def _of_budgets(config: Config, profile: Profile, find: _Find) -> _Answer:
     """Return the front of cuts and memory intervals, for budgets from all layers kept to none kept."""
     from varuna_capslog.memory import NEVER
     from varuna_capslog.memory.headroom import Headroom
-    from varuna_capslog.planning.budget_front import budget_front
+    from varuna_capslog.planning.comparison import budget_front
 
     capacity, planner, headroom = config.pipeline.capacity, config.pipeline.planner, Headroom.of(profile)
     if isinstance(capacity, list):
@@ -185,7 +185,7 @@ def _of_budgets(config: Config, profile: Profile, find: _Find) -> _Answer:
         raise DoesNotFit("; ".join(within(capacity).notes))
 
     def draw(path: Path, title: str) -> None:
-        from varuna_capslog.reports.forecasts import FrontPoint, draw_front
+        from varuna_capslog.reports.curves import FrontPoint, draw_front
 
         points = [
             FrontPoint(point.budget_bytes, point.step_seconds, point.plan.bound_seconds, bool(point.plan.proven))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,17 +12,196 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.ordinary_model import keys_of, settled
-from varuna_capslog.commands.plan_inference import check_purpose, plan_for_inference
-from varuna_capslog.commands.plan_stages import draw_plan, print_treatments
 from varuna_capslog.commands.questions import PlannerFlags, Profiles, costs_of, question_of, read_profiles
-from varuna_capslog.commands.shared import option
+from varuna_capslog.commands.shared import option, print_table
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
+    from varuna_capslog.planners.seconds import Link
+    from varuna_capslog.planning.simulation import AgainstKeeping, Simulation
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.schedules import RunShape
 
-__all__ = ["PlanFlags", "plan"]
+__all__ = [
+    "PlanFlags",
+    "check_purpose",
+    "draw_plan",
+    "plan",
+    "plan_for_inference",
+    "print_treatments",
+    "usable_of_rows",
+]
+
+
+# -- Memory of a plan as `capslog plan` and `train` show it: the layers that each stage keeps, recomputes and
+#    offloads, the time that this costs, and the picture of every rank's memory over one step.
+
+
+def print_treatments(plan: Plan, run: RunShape, profile: Profile | None = None, link: Link | None = None) -> None:
+    """Print a row per stage unless all keep everything. With a profile that has seconds, also print how much longer the
+    step and each stage take than if they kept everything; with one that has the bytes of actions, the bytes that travel
+    to the host tier and back.
+
+    run: of the whole plan; decides for stages whose memory the plan leaves open. link: between ranks and to the host
+    tier.
+    """
+    from varuna_capslog.planning.simulation import against_keeping, treatments
+    from varuna_capslog.plans.parts import spans_of
+
+    device = "cpu" if profile is None else str(profile.conditions.get("device", "cpu"))
+    comparison = None if profile is None else against_keeping(profile, plan, run, link)
+    rows = []
+    for number, treatment in enumerate(treatments(plan, run, device)):
+        away = [spans_of(treatment.offloaded)] if treatment.offloaded else []
+        away += [f"inputs of {spans_of(treatment.inputs_offloaded)}"] if treatment.inputs_offloaded else []
+        away += [f"moments of {spans_of(treatment.moments_away)}"] if treatment.moments_away else []
+        away += [f"moments of {spans_of(treatment.moments_elsewhere)} (replica)"] if treatment.moments_elsewhere else []
+        rows.append([str(number), spans_of(treatment.kept), spans_of(treatment.recomputed), ", ".join(away)])
+        timed = comparison is not None and any(comparison.stage_seconds)
+        rows[-1].append(_more(comparison.stage_seconds[number]) if comparison is not None and timed else "")
+    if not any(again or away for _, _, again, away, _ in rows):
+        return
+    headings = ("stage", "kept", "recomputed", "offloaded", "against keeping all")
+    title = "what becomes of the layers between forward and backward"
+    print_table(title, headings, rows, left=(1, 2, 3), notes=[] if comparison is None else _notes(comparison))
+
+
+def _notes(comparison: AgainstKeeping) -> list[str]:
+    from varuna_capslog.base.units import format_bytes
+    from varuna_capslog.reports.markup import duration, percent, plural
+
+    step, keeping = comparison.step.step_seconds, comparison.keeping.step_seconds
+    more = (
+        "as long as"
+        if comparison.seconds <= 0
+        else f"{_more(comparison.seconds)} ({percent(comparison.seconds / keeping)}) against"
+    )
+    count = plural(comparison.step.num_microbatches, "microbatch", "es")
+    notes = [f"step of {count}: {duration(step)}, {more} keeping everything"]
+    if comparison.moved_bytes is not None and any(comparison.moved_bytes):
+        each = ", ".join(
+            f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(comparison.moved_bytes) if size
+        )
+        total = format_bytes(sum(comparison.moved_bytes))
+        notes.append(f"{total} travel to the host tier in each step, and as much back: {each}")
+    return notes
+
+
+def _more(seconds: float) -> str:
+    from varuna_capslog.reports.markup import duration
+
+    return "0 s" if seconds == 0 else f"{'+' if seconds > 0 else '-'}{duration(abs(seconds))}"
+
+
+def draw_plan(path: Path, plan: Plan, profile: Profile, run: RunShape, link: Link | None = None) -> Sequence[str]:
+    """Draw one step of a plan: each rank's list of actions over time, and the bytes of the rank against its capacity.
+
+    Returns sentences on what could not be counted or drawn. Raises CapslogError where the profile has no seconds.
+    """
+    from varuna_capslog.planning.simulation import simulate_plan
+    from varuna_capslog.reports.step import draw_simulation
+
+    try:
+        step = simulate_plan(profile, plan, recompute=run.recompute, run=run, link=link)
+    except CapslogError as error:
+        raise CapslogError(f"{path} cannot be drawn: {error}; or write the plan as .json") from error
+    draw_simulation(path, step, usable_of_rows(step, plan, profile), vector=False)
+    return step.notes
+
+
+def usable_of_rows(step: Simulation, plan: Plan, profile: Profile) -> list[int] | None:
+    """Return the bytes of each rank's device less the profile's headroom, in the order of the simulation's rows."""
+    from varuna_capslog.memory.headroom import Headroom
+
+    capacities = plan.capacities_of(rank for pipeline in step.pipelines for rank in pipeline.ranks)
+    return None if capacities is None else [Headroom.of(profile).usable(size) for size in capacities]
+
+
+# -- `capslog plan --for inference`: where to cut a model that is served, and the options that do not go with it.
+
+
+_KEYS = ("pipeline.devices", "pipeline.capacity", "profile.device", "train.microbatch_size")
+"""Keys that decide a plan for inference."""
+
+
+def check_purpose(flags: PlanFlags) -> bool:
+    """Return whether the plan is for inference.
+
+    Raises:
+        CapslogError: another purpose; flags of the other one.
+    """
+    from varuna_capslog.base import fields
+
+    fields.refuse_unknown([flags.purpose], ("training", "inference"), "purpose of --for")
+    if flags.purpose == "training":
+        for name in ("batch", "dtype", "cache"):
+            if getattr(flags, name) is not None:
+                raise CapslogError(f"--{name} goes with --for inference")
+        return False
+    beside = {f"--{name}": getattr(flags, name) for name in ("profile", "memory", "minibatch", "numerics")}
+    for name in [
+        *(name for name, value in beside.items() if value),
+        *sorted(set(keys_of(flags.overrides)) - set(_KEYS)),
+    ]:
+        raise CapslogError(f"{name} belongs to plans of training; leave it out with --for inference")
+    if flags.planner not in (None, "exact"):
+        raise CapslogError(f"--planner {flags.planner} plans for training; inference is planned by exact, leave it out")
+    if flags.estimate is False:
+        raise CapslogError("--for inference estimates, and never measures; leave --measure out")
+    if flags.model is None:
+        reason = "a CONFIG describes a training" if flags.config is not None else "no model is given"
+        raise CapslogError(f"--for inference plans for a model of --model or --hf, but {reason}")
+    return True
+
+
+def plan_for_inference(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
+    """Return the plan with its config and profile; a line on standard error lists its assumptions."""
+    from varuna_capslog.base import units
+    from varuna_capslog.config.reading import section
+    from varuna_capslog.model.inference_model import InferenceModel
+    from varuna_capslog.model.model_workload import ModelSection
+    from varuna_capslog.planning.problem import Problem
+    from varuna_capslog.planning.solve import solve
+    from varuna_capslog.profiling.inference import Served, estimate_inference
+
+    batch = flags.batch or 1
+    config = question_of(replace(flags, sequence=None), None, None)
+    devices = config.pipeline.devices
+    size = config.train.microbatch_size if "train.microbatch_size" in keys_of(flags.overrides) else batch
+    if batch % size:
+        raise CapslogError(f"train.microbatch_size={size} does not divide --batch {batch}; choose a size that does")
+    settings = section(ModelSection, config.model, "model")
+    if flags.folder is not None:
+        serving_arguments = {"trains": False, "sequence": flags.sequence, "dtype": flags.dtype}
+        settings = settings.model_copy(update={"arguments": settings.arguments | serving_arguments})
+    device, _, kind = (config.profile.device or "cpu").partition(":")
+    cache = None if flags.cache is None else units.parse_bytes(flags.cache, "--cache")
+    model = InferenceModel(settings, size, flags.dtype, flags.sequence)
+    profile = estimate_inference(model, Served(size, device, kind, cache))
+    plan = solve(Problem.of_serving(profile, devices, batch, config.pipeline.capacity), "exact")
+    shared.say(_assumptions(profile, batch, config.pipeline.capacity), err=True)
+    return plan, config, profile
+
+
+def _assumptions(profile: Profile, batch: int, capacity: int | list[int] | None) -> str:
+    from varuna_capslog.base.units import format_bytes
+    from varuna_capslog.profiles.conditions import CACHE_BYTES
+
+    told = profile.conditions
+    kind = f":{told['gpu']}" if "gpu" in told else ""
+    caches = told[CACHE_BYTES]
+    holding = sum(1 for size in caches if size)
+    cached = f"{format_bytes(sum(caches))} of keys and values for each, in {holding} layers" if holding else "no caches"
+    length = "" if told["sequence"] is None else f" of {told['sequence']} tokens"
+    limit = "without a limit of memory" if capacity is None else "within its capacity"
+    return (
+        f"capslog: inference estimated for {told['device']}{kind}, {limit}: {told['dtype']}, {batch} sequence(s)"
+        f"{length} together, {told['microbatch_size']} in a forward, {cached}"
+    )
+
+
+# -- `capslog plan`
 
 
 @dataclass(frozen=True)

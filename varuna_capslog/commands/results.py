@@ -80,7 +80,7 @@ def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust: 
     settings = shared.run_config(run_dir)  # says so in one sentence where this is no run
 
     from varuna_capslog.api.reporting import write_run_report
-    from varuna_capslog.reports.goodput import account_of
+    from varuna_capslog.reports.changes import account_of
     from varuna_capslog.start.named_code import check_run
 
     refusal = None

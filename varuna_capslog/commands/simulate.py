@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.simulation import Simulation
-    from varuna_capslog.planning.traces.trace_replay import Replay
+    from varuna_capslog.planning.trace_replay import Replay
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.schedules import RunShape
@@ -190,9 +190,9 @@ def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
 
 def _write(folder: Path, step: Simulation, plan: Plan, costs: Profile) -> None:
     from varuna_capslog.base import files
-    from varuna_capslog.commands.plan_stages import usable_of_rows
-    from varuna_capslog.reports.gantt import draw_simulation
+    from varuna_capslog.commands.plan import usable_of_rows
     from varuna_capslog.reports.perfetto import trace_events
+    from varuna_capslog.reports.step import draw_simulation
 
     files.write_json(folder / "simulation.json", step.to_json())
     files.write_json(folder / "perfetto.json", trace_events(step))
@@ -205,7 +205,7 @@ def _capacity_of_rows(step: Simulation, plan: Plan) -> list[int] | None:
 
 
 def _print(step: Simulation, plan: Plan) -> None:
-    from varuna_capslog.reports.wording import duration
+    from varuna_capslog.reports.markup import duration
 
     title = f"{step.schedule}{' with recomputation' if step.recompute else ''}, {step.num_microbatches} microbatches"
     columns = ("pipeline", "rank", "stages", "busy", "idle", "in flight", "peak", "margin")
@@ -220,7 +220,7 @@ def _print(step: Simulation, plan: Plan) -> None:
 def _rows(step: Simulation, plan: Plan) -> Iterator[list[str]]:
     """A row for each rank of each pipeline."""
     from varuna_capslog.base.units import format_bytes
-    from varuna_capslog.reports.wording import duration
+    from varuna_capslog.reports.markup import duration
 
     capacities = iter(_capacity_of_rows(step, plan) or [])
     for number, pipeline in enumerate(step.pipelines):
@@ -251,8 +251,7 @@ def _replay_trace(
     """
     from varuna_capslog.base import units
     from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, JOINT
-    from varuna_capslog.planning.traces.replanning import Replanner
-    from varuna_capslog.planning.traces.trace_replay import Pauses, Prices, most_nodes, read_trace, replay
+    from varuna_capslog.planning.trace_replay import Pauses, Prices, Replanner, most_nodes, read_trace, replay
     from varuna_capslog.start.ordinary import check_kinds
 
     rented = None if flags.devices is None else parse_devices(flags.devices, "--devices")
@@ -294,7 +293,7 @@ def _print_replay(replayed: Replay, trace: Path, output: Path | None, as_json: b
     """Prints the result as a table or JSON, and writes replay.json and replay.png into a folder if asked to."""
     if output is not None:
         from varuna_capslog.base import files
-        from varuna_capslog.reports.forecasts import draw_replay
+        from varuna_capslog.reports.curves import draw_replay
 
         files.write_json(output / "replay.json", replayed.to_json())
         draw_replay(output / "replay.png", replayed)
@@ -314,7 +313,7 @@ def _print_replay(replayed: Replay, trace: Path, output: Path | None, as_json: b
 
 
 def _replay_rows(replayed: Replay) -> dict[str, str]:
-    from varuna_capslog.reports.wording import duration
+    from varuna_capslog.reports.markup import duration
 
     count = {
         kind: sum(change.kind == kind for change in replayed.changes) for kind in ("join", "leave", "crash", "stop")

@@ -36,7 +36,7 @@ STAGES_PER_RANK: Final = 2
 """`pipeline.stages_per_rank` under schedule interleaved."""
 
 OWN_TRAIN: Final = {"optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.0}
-"""`train` of a run on the user's model and data set: no clipping. The defaults in `config/train.py` are DETR's."""
+"""`train` of a run on the user's model and data set: no clipping. The defaults in `config/settings.py` are DETR's."""
 OWN_MINIBATCH: Final = 32
 """`train.minibatch_size` of own data, or all samples where there are fewer."""
 OWN_MICROBATCH: Final = 8

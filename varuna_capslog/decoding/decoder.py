@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.decoding.cache import DealtCache
+from varuna_capslog.decoding.cache import DealtCache, Wire
+from varuna_capslog.decoding.choice import SEQUENCE, SHARDS
 from varuna_capslog.decoding.models import rank_model, shape_of
-from varuna_capslog.decoding.traffic import SEQUENCE, SHARDS
-from varuna_capslog.decoding.wire import Wire
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.model.chain import TensorSpec
 

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.extras import needed
-from varuna_capslog.decoding.traffic import HEADS, DecoderShape, refuse_heads
-from varuna_capslog.decoding.wire import Wire
-from varuna_capslog.model.attention_cache import attention_caches
-from varuna_capslog.model.splitting.pieces import TensorPiece
+from varuna_capslog.base.functions import needed
+from varuna_capslog.decoding.cache import Wire
+from varuna_capslog.decoding.choice import HEADS, DecoderShape, refuse_heads
+from varuna_capslog.model.inference_model import attention_caches
+from varuna_capslog.model.layer import TensorPiece
 
 __all__ = ["Attend", "rank_model", "shape_of"]
 

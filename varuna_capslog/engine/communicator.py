@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError, PeerLost
-from varuna_capslog.engine.meeting.local_store import LOCAL, local_store
-from varuna_capslog.engine.meeting.values import pack, unpack
 from varuna_capslog.engine.pair_groups import NotOpened, Opener, PairGroup, PairGroups, Waiting
+from varuna_capslog.engine.rendezvous import LOCAL, local_store
+from varuna_capslog.engine.values import pack, unpack
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "why_lost"]
+__all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "connected", "why_lost"]
+
 
 Value = TypeVar("Value")
 
@@ -443,3 +445,36 @@ def _end(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
 def _wire(tensor: Tensor) -> Tensor:
     """The bytes of a dense tensor in memory order: one form for every dtype and memory format."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+# -- Joins the ranks that torchrun, or a supervisor of ours, has started, by the variables that it gives them.
+
+
+@contextlib.contextmanager
+def connected(generation: str, timeout_seconds: float = 60.0) -> Iterator[Communicator]:
+    """A communicator of all ranks while the block runs; of this process alone where no variables say otherwise.
+
+    Args:
+        generation: a name that no other group of these ranks has had.
+        timeout_seconds: longest wait for any message of a peer.
+
+    Raises:
+        PeerLost: not all ranks arrive.
+    """
+    # torchrun's agent serves the store itself, and every restart of the group needs names of its own
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    rank = int(os.environ.get("RANK", "0"))
+    communicator = connect(
+        rank,
+        int(os.environ.get("WORLD_SIZE", "1")),
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(os.environ.get("MASTER_PORT", "0")),
+        f"{generation}-{restart}",
+        timeout_seconds,
+        host_store=rank == 0 and not hosted,
+    )
+    yield communicator
+    # only after success: a failed rank ends its process, which tells the others at once
+    communicator.barrier()
+    communicator.close()

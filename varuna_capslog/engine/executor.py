@@ -7,6 +7,7 @@ and their memory is released as soon as a later message proves that the peer has
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,13 +22,63 @@ from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.grains import Joining
 from varuna_capslog.engine.routes import Routes, value_of
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
-from varuna_capslog.engine.stopwatch import Stopwatch
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction, backwards_at_once
 from varuna_capslog.schedules.lower import Instruction
 from varuna_capslog.schedules.traffic import POSTED_AHEAD, POSTED_AHEAD_BYTES
 
-__all__ = ["Executor", "Observer"]
+__all__ = ["Executor", "Observer", "Stopwatch"]
+
+
+# -- How long a rank works in a step, its waiting for messages and data left out.
+
+
+class Stopwatch:
+    """Adds up the seconds of the work on one device; entered around each piece of it.
+
+    On a CPU they are of wall time, so that what other programs take from the device counts. On an accelerator they are
+    those between events on the current stream, and nothing waits for them before they are asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._on_cpu = device, device.type == "cpu"
+        self._seconds = self._began = 0.0
+        self._events: list[torch.Event] = []
+
+    def __enter__(self) -> None:
+        if self._on_cpu:
+            self._began = time.perf_counter()
+        else:
+            self._record()
+
+    def __exit__(self, *error: object) -> None:
+        if self._on_cpu:
+            self._seconds += time.perf_counter() - self._began
+        else:
+            self._record()
+
+    def _record(self) -> None:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def take(self) -> float:
+        """Seconds of work since the last call; waits until the device has done it."""
+        for begun, ended in zip(self._events[::2], self._events[1::2], strict=False):
+            ended.synchronize()
+            self._seconds += begun.elapsed_time(ended) / 1000
+        seconds = self._seconds
+        self.reset()
+        return seconds
+
+    def reset(self) -> None:
+        """Forgets what was measured; waits for nothing, also where the device has failed."""
+        self._seconds = 0.0
+        self._events.clear()
+
+
+# -- Runs one step's action list on one rank
+
 
 _TENSORS_PER_MESSAGE = 64
 Contexts: TypeAlias = "Callable[[tuple[int, ...]], MicrobatchContext]"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from varuna_capslog.engine.host.offload import GradientBox, laid_out
+from varuna_capslog.engine.offload import GradientBox, laid_out
 
 __all__ = ["WeightHalf", "input_half"]
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import PlanStage, Units
-from varuna_capslog.plans.pipelines import stages_of_pipelines
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 from varuna_capslog.plans.rules import Path, check_cover, check_runnable, paths_of, stage_graph
 from varuna_capslog.schedules import StageGraph
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from varuna_capslog.engine.holders.updates import SharedUpdates
-from varuna_capslog.engine.host.moments import HostMoments, leaves
-from varuna_capslog.engine.host.tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.loss_scale import LossScale
+from varuna_capslog.engine.offload import HostMoments, HostTier, leaves
+from varuna_capslog.engine.options import LossScale
 from varuna_capslog.engine.recipe import AVERAGE, Recipe, in_parts
+from varuna_capslog.engine.replicated import SharedUpdates
 
 __all__ = ["StageOptimizer", "step_alike"]
 

@@ -23,7 +23,7 @@ from varuna_capslog.fitting.segments import SegmentedChain
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.random_states import crafted_draws
+from varuna_capslog.model.python_state import crafted_draws
 from varuna_capslog.model.trace import autocast_context
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planners.intervals import Handling, IntervalFronts, stage_bytes

@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from varuna_capslog import accelerator
 from varuna_capslog.model.capture import runs_python
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.python_state import PythonState
-from varuna_capslog.model.random_states import RandomStates
+from varuna_capslog.model.python_state import PythonState, RandomStates
 from varuna_capslog.plans.parts import MemoryInterval, pieces_of
 
 __all__ = ["SegmentedChain"]

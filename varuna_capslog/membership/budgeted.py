@@ -17,7 +17,7 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.layerwise import least_seconds
-from varuna_capslog.planning.placed.graphs import GRAPH_SCHEDULES
+from varuna_capslog.planning.placed.whole_runs import GRAPH_SCHEDULES
 from varuna_capslog.planning.playing import even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import judged, with_stage_bytes
@@ -25,8 +25,7 @@ from varuna_capslog.planning.solve import solve
 from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.beside import with_beside
-from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiles.record import Profile, with_beside
 from varuna_capslog.schedules import RunShape
 
 __all__ = ["Budgeted", "neighbours"]

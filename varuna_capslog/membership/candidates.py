@@ -19,7 +19,7 @@ from varuna_capslog.memory.costs import RangeCosts, raised
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET, JOINT, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
-from varuna_capslog.planners.pipelines import waiting_blocks
+from varuna_capslog.planners.fleet import waiting_blocks
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
 from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.planning.registry import NOT_ASKED_ANEW, planner_named

@@ -8,7 +8,9 @@ imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
@@ -16,26 +18,151 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config, Elastic
 from varuna_capslog.membership.budgeted import Budgeted, neighbours
 from varuna_capslog.membership.candidates import TICK, Candidate, Candidates
-from varuna_capslog.membership.choice import Choice
-from varuna_capslog.membership.fleets import Fleets
-from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.membership.redundancy import Copies, place_copies
 from varuna_capslog.memory import NEVER
+from varuna_capslog.planners import BUDGET, JOINT
+from varuna_capslog.planners.joint import Device, JointPlan, best_fleet_of_run
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.limits import with_limits
+from varuna_capslog.planning.cuts import with_limits
 from varuna_capslog.planning.playing import SAME
 from varuna_capslog.planning.verdict import (
     HostMemory,
     judge,
 )
 from varuna_capslog.plans.parts import PlanRank, Units
-from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, pipelines_of, plan_of_pipelines
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Edge, RunShape
 
-__all__ = ["Placer"]
+__all__ = ["Choice", "Fleets", "Placer"]
+
+
+# -- Joint plans for the members of a run: pipelines of any length for any number of devices, none idle where it
+#    helps.
+#
+# Asked at every change where `pipeline.planner` is `joint` or `budget`; equal pipelines stand in where there is no
+# such plan. Pure; no torch.
+
+
+class Fleets:
+    """Plans by the capacities and speeds of the devices, remembered.
+
+    Args:
+        candidates: of the run; its snapshots count beside training here, too.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
+        self.plan = functools.cache(self._plan)
+
+    @classmethod
+    def of(cls, candidates: Candidates) -> Fleets | None:
+        """Return None where the run's planner is another one, or the profile lacks seconds or bytes of the run."""
+        is_ours = candidates.planner in (BUDGET, JOINT) and candidates.described and candidates.timed
+        return cls(candidates) if is_ours else None
+
+    def _plan(self, kinds: tuple[tuple[int, float], ...]) -> Plan | None:
+        """The plan for devices of (bytes, speed), by rank; 0 bytes: no limit known. None where nothing fits."""
+        ours = self._candidates
+        assert ours.profile is not None
+        devices = [Device(size or None, speed) for size, speed in kinds]
+        fleet = best_fleet_of_run(ours.profile, devices, ours.run, ours.memory, ours.link, ours.beside)
+        return fleet.plan if isinstance(fleet, JointPlan) else None
+
+    def prepare(self, devices: int, capacity: int) -> None:
+        """Plans for up to `devices` devices of this capacity, while no member waits for them."""
+        for count in range(1, devices + 1):
+            self.plan(((capacity, 1.0),) * count)
+
+
+# -- A layout of some devices as the placement of copies sees it: ways through the stages, bytes of the ranks.
+#
+# A `Candidate` of equal pipelines and a plan of any stages are both read as a `Choice`. Pure; no torch.
+
+
+Way = list[tuple[int, tuple[int, ...]]]
+"""The stages that serve one block, in the order of the chain: rank and layers of each."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice for the members in the order of their ranks.
+
+    Attributes:
+        ways: every way through the stages once.
+        rank_bytes: bytes of each rank's device, with what lies beside training, 0 for a rank without stages; None where
+            they are not known.
+        links: (rank, rank that reads its stages' outputs) where tensors go straight to the stages that read them; None
+            where the stages of a way hand on to each other in their order.
+    """
+
+    ways: list[Way]
+    rank_bytes: tuple[int, ...] | None
+    links: frozenset[Edge] | None = None
+
+    @classmethod
+    def of_candidate(cls, candidate: Candidate, num_layers: int) -> Choice:
+        """Return the choice of equal pipelines, one after the other."""
+        stages, ends = len(candidate.cuts), [*candidate.cuts[1:], num_layers]
+        layers = [tuple(range(first, end)) for first, end in zip(candidate.cuts, ends, strict=True)]
+        ways = [
+            [(replica * stages + stage, layers[stage]) for stage in range(stages)]
+            for replica in range(candidate.replicas)
+        ]
+        return cls(ways, None if candidate.stage_bytes is None else candidate.stage_bytes * candidate.replicas)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, beside: Sequence[int], one_memory: bool = False, edges: Iterable[Edge] = ()) -> Choice:
+        """Return the choice of a plan of any stages; the bytes are those that the plan predicts.
+
+        Args:
+            beside: bytes on the device beside training, per layer that a rank holds.
+            one_memory: the host tier is the device's own memory.
+            edges: of the chain's graph, which direct routes follow.
+        """
+        layers = [tuple(stage.numbers) for stage in plan.stages]
+        ranks = plan.placement()
+        ways = [[(ranks[number], layers[number]) for number in path] for path in plan.paths()]
+        held: list[int] = []
+        for rank in range(plan.num_ranks):
+            numbers = [number for number, at in enumerate(ranks) if at == rank]
+            sizes = [plan.stages[number].bytes for number in numbers]
+            if plan.ranks and (told := plan.ranks[rank].bytes) is not None:
+                sizes = [told + ((plan.ranks[rank].host_bytes or 0) if one_memory else 0)]
+            told_sizes = [size for size in sizes if size is not None]
+            if len(told_sizes) == len(sizes):
+                held.append(sum(told_sizes) + sum(beside[layer] for number in numbers for layer in layers[number]))
+        links = None
+        if plan.routes == "direct":
+            links = frozenset((ranks[writer], ranks[reader]) for writer, reader in plan.stage_graph(edges).edges)
+        return cls(ways, tuple(held) if len(held) == plan.num_ranks else None, links)
+
+    def of_members(
+        self, members: Sequence[Member]
+    ) -> tuple[list[list[tuple[Member, Sequence[int]]]], list[tuple[Member, Member]] | None]:
+        """`ways` and `links` with the members in the places of their ranks."""
+        ways: list[list[tuple[Member, Sequence[int]]]] = [
+            [(members[rank], layers) for rank, layers in way] for way in self.ways
+        ]
+        links = None if self.links is None else [(members[writer], members[reader]) for writer, reader in self.links]
+        return ways, links
+
+    @property
+    def used(self) -> set[int]:
+        """The ranks that have stages."""
+        return {rank for way in self.ways for rank, _ in way}
+
+    def fits(self, usable: Sequence[int]) -> bool:
+        """Return True if each rank fits the bytes that its device can use, or where no bytes are known."""
+        return self.rank_bytes is None or all(
+            held <= limit for held, limit in zip(self.rank_bytes, usable, strict=False)
+        )
+
+
+# -- Layout of the remaining members
+
 
 _Weighed = tuple[int, float, Plan]
 """Host losses from which the copies of a plan do not protect, seconds of its step, and itself."""

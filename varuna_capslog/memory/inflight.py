@@ -29,8 +29,7 @@ import numpy as np
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.composition import compose, lacking, observed
 from varuna_capslog.memory.costs import Bytes, RangeCosts, only_ranges
-from varuna_capslog.profiles.action_bytes import HALVES
-from varuna_capslog.profiles.record import Observation, Profile
+from varuna_capslog.profiles.record import HALVES, Observation, Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
 __all__ = [

@@ -12,8 +12,10 @@ import dataclasses
 import functools
 import inspect
 import logging
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +28,124 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.functions import call_function
 from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
 from varuna_capslog.config.reading import Config, section
-from varuna_capslog.config.section import FUNCTION, Section
+from varuna_capslog.config.settings import FUNCTION, Section
 from varuna_capslog.model.capture import FixedSize, Kept, OneOf, Varying
-from varuna_capslog.model.capture.leaves import input_tensors
+from varuna_capslog.model.capture.export import input_tensors
 from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.input_spec import INPUT_GRAMMAR, SEED, InputSpec, parse_input
+from varuna_capslog.model.hollow import hollow_copy
 from varuna_capslog.model.state_file import read_state_file
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload
 
 __all__ = [
     "INPUT_GRAMMAR",
+    "SEED",
     "InputSpec",
     "ModelSection",
     "ModelWorkload",
     "config_values",
     "parse_input",
     "workload",
+    "workload_of_model",
 ]
+
+
+# -- Reads the inputs of an ordinary model as text (`--input` and `model.inputs`), and makes up tensors for them.
+
+
+INPUT_GRAMMAR = (
+    "NAME=DTYPE[SIZE,...] (LOW..HIGH, or 192/224/256, for a SIZE that changes) with an optional :HIGH (whole numbers "
+    "below HIGH) or :=VALUE, as in input_ids=int64[1,128]:50257"
+)
+_PATTERN = re.compile(
+    r"^(?P<name>[A-Za-z_][\w.]*)=(?P<dtype>\w+)\[(?P<sizes>[\d,\s./]*)\](?::(?P<fixed>=)?(?P<number>-?[\d.]+))?$"
+)
+SEED = 20210323
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """Input of a model, as text `NAME=DTYPE[SIZE,...]`, `...:HIGH` or `...:=VALUE`.
+
+    Made-up values are normally distributed for floating types, whole numbers from 0 below `high` for integers (default
+    2, valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead. A size
+    LOW..HIGH changes from microbatch to microbatch: `shape` has its greatest value and `least` the smallest, by
+    dimension. So does a size A/B/C, which has only these values (`choices`, rising): the first ones of all sizes of a
+    model go together, and so on.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    high: int = 2
+    value: float | None = None
+    least: Mapping[int, int] = field(default_factory=dict)
+    choices: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def sized(self, part: float) -> tuple[int, ...]:
+        """Return the shape with each changing size at this part of its range or values: 0 its least, 1 its greatest."""
+        sizes = list(self.shape)
+        for dimension, low in self.least.items():
+            sizes[dimension] = low + round(part * (self.shape[dimension] - low))
+        for dimension, values in self.choices.items():
+            sizes[dimension] = values[round(part * (len(values) - 1))]
+        return tuple(sizes)
+
+    def make(self, shape: Sequence[int], seed: int) -> Tensor:
+        """Make a tensor of that shape; equal seeds give equal values."""
+        if self.value is not None:
+            return torch.full(shape, self.value, dtype=self.dtype)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {self.name} {seed}".encode()))
+        if self.dtype.is_floating_point:
+            return torch.randn(shape, generator=generator).to(self.dtype)
+        high = 2 if self.dtype == torch.bool else self.high
+        return torch.randint(0, high, shape, generator=generator).to(self.dtype)
+
+
+def parse_input(text: str) -> InputSpec:
+    """Read one `--input`.
+
+    Raises:
+        CapslogError: not of the form; an unknown dtype; a size of 0; a number that does not go with the dtype.
+    """
+    match = _PATTERN.match(text.strip().replace(" ", ""))
+    if match is None:
+        raise CapslogError(f"the input {text!r} is not of the form {INPUT_GRAMMAR}")
+    dtype = getattr(torch, match["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise CapslogError(
+            f"the input {text!r} has the unknown dtype {match['dtype']!r}; write float32, int64, bool, ..."
+        )
+    try:
+        texts = match["sizes"].split(",")
+        choices = {at: tuple(map(int, size.split("/"))) for at, size in enumerate(texts) if "/" in size}
+        ranges = [choices.get(at) or tuple(map(int, size.split(".."))) for at, size in enumerate(texts)]
+        shape = tuple(high for *_, high in ranges)
+        least = {at: size[0] for at, size in enumerate(ranges) if len(size) == 2 and at not in choices}
+        if any(len(size) > 2 and at not in choices for at, size in enumerate(ranges)):
+            raise ValueError
+    except ValueError:
+        raise CapslogError(f"the input {text!r} needs at least one size, the batch; write {INPUT_GRAMMAR}") from None
+    if any(not 1 < low < shape[at] for at, low in least.items()):
+        raise CapslogError(f"the input {text!r} has a range that does not rise from at least 2; write LOW..HIGH")
+    if any(list(values) != sorted(set(values)) for values in choices.values()):
+        raise CapslogError(f"the input {text!r} has sizes that do not rise; write them from the least to the greatest")
+    if min(shape) < 1 or any(values[0] < 1 for values in choices.values()):
+        raise CapslogError(f"the input {text!r} has a size of 0; every size must be at least 1")
+    made = InputSpec(match["name"], dtype, shape, least=least, choices=choices)
+    if match["number"] is None:
+        return made
+    number = float(match["number"])
+    if match["fixed"]:
+        return replace(made, value=number)
+    if dtype.is_floating_point or dtype == torch.bool or number != int(number) or number < 1:
+        raise CapslogError(f"the input {text!r}: HIGH must be a whole number above 0 and goes with integer dtypes only")
+    return replace(made, high=int(number))
+
+
+# -- Makes a workload around an ordinary model
+
 
 _log = logging.getLogger(__name__)
 _BUCKETS = 4
@@ -52,7 +153,7 @@ _BUCKETS = 4
 
 
 class ModelSection(Section):
-    """The config's `model` section for `workload: varuna_capslog.model_workload:workload`."""
+    """The config's `model` section for `workload: varuna_capslog.model.model_workload:workload`."""
 
     factory: str = Field(pattern=f"^{FUNCTION}$")
     """`package.module:function`; the function takes `arguments` and returns an nn.Module, a Chain, or a pair of an
@@ -438,3 +539,69 @@ def _endings(address: str) -> Iterator[str]:
     """Yield candidates for the model's own name: an address is <layer>.<own name>, and layer names may have dots."""
     pieces = address.split(".")
     return (".".join(pieces[first:]) for first in range(1, len(pieces)))
+
+
+# -- Makes a workload around a model that a program has as an object, for `capslog.plan(model, sample)`.
+#
+# It is the workload of an ordinary model, whose factory copies the object without memory for its weights. Called by
+# `start.ordinary`.
+
+
+def workload_of_model(
+    model: nn.Module | Chain, sample: Any, cut_points: Sequence[str] | None = None
+) -> tuple[ModelWorkload, int]:
+    """Return the workload around a model object, and its microbatch size: the batch size of the sample.
+
+    The model is not changed: every chain is one of a copy whose parameters have shapes only, so that it can be planned
+    and estimated, but not trained.
+
+    Args:
+        model: on any device, the meta device too.
+        sample: its example inputs, batch first: a tensor, a tuple of them in the order of its `forward`, a mapping by
+            name; or input specs as text (`x=float32[8,3,224,224]`), one or a list.
+        cut_points: as `ModelSection.cut_points`.
+
+    Raises:
+        CapslogError: a model or a sample of another kind; a sample without a batch.
+    """
+    if not isinstance(model, (nn.Module, Chain)):
+        raise CapslogError(
+            f"the model is a {type(model).__name__}; give an nn.Module, a Chain, or the name of a function that "
+            "returns one, as 'package.module:function'"
+        )
+    texts = [sample] if isinstance(sample, str) else sample
+    example: Any = None
+    if isinstance(texts, (list, tuple)) and texts and all(isinstance(text, str) for text in texts):
+        size = parse_input(texts[0]).shape[0]
+    else:
+        texts, example = [], (sample,) if isinstance(sample, Tensor) else sample
+        size = _batch_of(example)
+    factory = f"{type(model).__module__}:{type(model).__name__}"
+    settings = ModelSection(
+        factory=factory, inputs=list(texts), cut_points=None if cut_points is None else [*cut_points]
+    )
+
+    def made() -> Any:
+        return model if isinstance(model, Chain) else (hollow_copy(model), example)
+
+    workload = ModelWorkload(settings, size, made)
+    workload.name = type(model).__name__
+    if isinstance(model, Chain):
+        workload.take_example(model, example)
+    return workload, size
+
+
+def _batch_of(example: Any) -> int:
+    """Return the first size of the first tensor, in dicts and lists too. Raises CapslogError where there is none."""
+    values = list(example.values()) if isinstance(example, Mapping) else example
+    if not isinstance(values, (list, tuple)):
+        raise CapslogError(
+            f"the sample is {'missing' if example is None else f'a {type(example).__name__}'}; give a tensor, a tuple "
+            f"or a dict of tensors, batch first, or text: {INPUT_GRAMMAR}"
+        )
+    first = next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)), None)
+    if first is None or first.dim() == 0 or 0 in first.shape:
+        raise CapslogError(
+            "the sample holds no tensor whose first size is a batch; give the model's inputs, batch first"
+        )
+    return int(first.shape[0])

@@ -23,8 +23,7 @@ from varuna_capslog.model.capture.python_calls import PythonCall, Whole, WholeMo
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, kept_tensors, replace_parameters, unlogged
 from varuna_capslog.model.low_weights import low_parameters
-from varuna_capslog.model.python_state import PythonState
-from varuna_capslog.model.random_states import RandomStates
+from varuna_capslog.model.python_state import PythonState, RandomStates
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.training_modes import put_in_training
 

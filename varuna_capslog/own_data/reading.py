@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.functions import call_function, imported
+from varuna_capslog.base.seeds import mix
 from varuna_capslog.own_data.handed import handed
-from varuna_capslog.own_data.seeding import seeded
 
-__all__ = ["SampleReader", "named_or_handed"]
+__all__ = ["SampleReader", "named_or_handed", "seeded"]
+
+
+# -- Random numbers of one sample: drawn from its own seed in any process, and no other random numbers change.
+
+
+_SAMPLE = 0x5341
+
+
+@contextlib.contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Seeds the CPU generator of torch, `random` and numpy's global generator from these numbers, and restores their
+    states at the end. Only one thread of this process may be in here.
+    """
+    seed = mix(_SAMPLE, *numbers)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (users draw from it)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+
+
+# -- Reads samples of a data set and collates batches
 
 
 def named_or_handed(keys: Mapping[str, Any], name: str) -> Any:

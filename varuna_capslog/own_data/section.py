@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from varuna_capslog.config.section import FUNCTION, Section
+from varuna_capslog.config.settings import FUNCTION, Section
 
 __all__ = ["DataSection"]
 

@@ -27,9 +27,8 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import COUNTED, Evaluator, Minibatch, known_targets
 from varuna_capslog.own_data.judging import COUNTS, LOSSES, METRICS, returned
 from varuna_capslog.own_data.loader import Loader
-from varuna_capslog.own_data.reading import SampleReader, named_or_handed
+from varuna_capslog.own_data.reading import SampleReader, named_or_handed, seeded
 from varuna_capslog.own_data.section import DataSection
-from varuna_capslog.own_data.seeding import seeded
 from varuna_capslog.own_data.source import DatasetSource
 
 __all__ = ["DatasetWorkload", "workload"]

@@ -19,8 +19,15 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, resolve
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds, least_seconds
-from varuna_capslog.planners.pipelines import DeviceKind, Pipelines, combinations
+from varuna_capslog.planners.fleet import (
+    DeviceKind,
+    Fleet,
+    Pipelines,
+    combinations,
+    compose,
+    enough_seconds,
+    least_seconds,
+)
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units, intervals_of
 from varuna_capslog.plans.plan import Plan

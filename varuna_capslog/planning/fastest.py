@@ -23,12 +23,11 @@ from varuna_capslog.planners import find_cuts
 from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts
 from varuna_capslog.planners.intervals import EXACT_LAYERS
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
-from varuna_capslog.planning.nearby import Cheapest, improved, weighings
+from varuna_capslog.planning.nearby import LOOPED, STARRED, WIDER, Cheapest, improved, limited, looped, weighings
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import Known, judged
 from varuna_capslog.planning.verdict import predictable
-from varuna_capslog.planning.wider import LOOPED, STARRED, WIDER, limited, looped
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE

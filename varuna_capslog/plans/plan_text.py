@@ -7,14 +7,139 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.plans import plan_1
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units
 
-__all__ = ["BOTH", "FORMAT", "FULL", "parts_of", "plain"]
+__all__ = ["BOTH", "FORMAT", "FORMAT_1", "FULL", "as_plan_2", "parts_of", "plain"]
+
+
+# -- Plans of the older format plan/1, read as plan/2.
+#
+# Its short form is that of plan/2. Its full form named a pipeline for each stage and, in `microbatches_of_pipeline`,
+# the microbatches of each pipeline; both become blocks. The predictions of pipeline 0 (`stage_bytes`,
+# `stage_seconds`) become fields of its stages. Fields that have no unambiguous form in plan/2 are refused by name.
+
+
+FORMAT_1 = "varuna-capslog/plan/1"
+
+_STAGE = ("pipeline", "layers", "ranks", "parallel", "memory_actions", "microbatch_size", "bytes", "seconds")
+_SHORT_ONLY = ("cuts", "num_microbatches", "microbatch_size", "stage_bytes", "stage_seconds", "capacity_bytes")
+
+
+def as_plan_2(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same plan with the fields of plan/2. Raises CapslogError naming the field that cannot be read."""
+    fields_of_plan = {name: item for name, item in value.items() if name not in ("stages", "microbatches_of_pipeline")}
+    if value.get("stages") is None:
+        if value.get("microbatches_of_pipeline") is not None:
+            raise CapslogError("microbatches_of_pipeline is given, but no stages; leave it out")
+        if fields_of_plan.pop("actions", None) is not None:
+            raise CapslogError("actions are given, but no stages; name the stages, too")
+        return fields_of_plan
+    for name in _SHORT_ONLY:
+        fields_of_plan.pop(name, None)
+    rows = enumerate(fields.listed(value["stages"], "stages"))
+    pairs = [_stage(row, f"stages[{i}]", value.get("microbatch_size")) for i, row in rows]
+    pipeline_of, stages = [pipeline for pipeline, _ in pairs], [stage for _, stage in pairs]
+    first = [number for number, pipeline in enumerate(pipeline_of) if pipeline == 0]
+    for number, predicted in zip(first, _predictions([stages[number] for number in first], value), strict=False):
+        new_fields = {name: item for name, item in predicted.items() if getattr(stages[number], name) is None}
+        stages[number] = dataclasses.replace(stages[number], **new_fields)
+    if isinstance(shortfall := fields_of_plan.get("shortfall"), Mapping) and "stage" in shortfall:
+        number = fields.whole(shortfall["stage"], "shortfall.stage")
+        if number >= len(first):
+            raise CapslogError(f"shortfall.stage is {number}, but the last stage is {len(first) - 1}")
+        fields_of_plan["shortfall"] = dict(shortfall) | {"stage": first[number]}
+    units, blocks_of = _units(value, 1 + max(pipeline_of, default=0))
+    num_ranks = 1 + max((rank for stage in stages for rank in stage.ranks), default=0)
+    return fields_of_plan | {
+        "schedule": value.get("schedule") or ("varuna" if value.get("actions") is None else None),
+        "units": units,
+        "stages": [
+            dataclasses.asdict(dataclasses.replace(stage, blocks=blocks_of[pipeline]))
+            for pipeline, stage in zip(pipeline_of, stages, strict=True)
+        ],
+        "ranks": [{"capacity_bytes": limit} for limit in _capacities(value.get("capacity_bytes"), num_ranks)],
+    }
+
+
+def _stage(row: Any, where: str, size: Any) -> tuple[int, PlanStage]:
+    """Return the pipeline of a stage of plan/1, and the stage."""
+    if not isinstance(row, Mapping):
+        raise CapslogError(f"{where}: a JSON object is needed here")
+    fields.within(where, lambda: fields.refuse_unknown(row, _STAGE))
+    for name in ("pipeline", "layers", "ranks"):
+        if name not in row:
+            raise CapslogError(f"{where}: field {name!r} is missing")
+    actions = row.get("memory_actions", {})
+    if not isinstance(actions, Mapping):
+        raise CapslogError(f"{where}: memory_actions must be an object that maps layers to recompute or offload")
+    if actions:
+        raise CapslogError(
+            f"{where}: memory_actions is {dict(actions)}, which does not say where an interval of layers ends; write "
+            "the plan as plan/2 with memory intervals [first layer, end, kind]"
+        )
+    if row.get("microbatch_size") not in (None, size):
+        raise CapslogError(
+            f"{where}: microbatch_size is {row['microbatch_size']} and the plan's is {size}; write the plan as plan/2, "
+            "where a stage may have a grain of its own"
+        )
+    kept = {name: row[name] for name in ("layers", "ranks", "parallel", "bytes", "seconds") if name in row}
+    pipeline = fields.whole(row["pipeline"], f"{where}: pipeline", most=fields.MOST_CALLS - 1)
+    return pipeline, fields.build(PlanStage, kept | {"memory": None}, where)
+
+
+def _predictions(stages: list[PlanStage], value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return `bytes` and `seconds` of each stage of pipeline 0, from the plan's lists beside its `cuts`."""
+    if "cuts" not in value:
+        raise CapslogError("field 'cuts' is missing")
+    cuts = fields.cut_list(value["cuts"], None)
+    if all(len(stage.layers) == 1 for stage in stages) and cuts != tuple(stage.first for stage in stages):
+        raise CapslogError("stages of pipeline 0 do not begin where cuts says; make the two agree")
+    check_size = partial(fields.whole, minimum=None)
+    sizes = fields.column(value.get("stage_bytes"), "stage_bytes", check_size, len(cuts), "stages")
+    times = fields.column(value.get("stage_seconds"), "stage_seconds", fields.seconds, len(cuts), "stages")
+    if None not in (value.get("stage_bytes"), value.get("peak_bytes")) and value["peak_bytes"] != max(sizes):
+        raise CapslogError(f"peak_bytes is {value['peak_bytes']}, but the largest of stage_bytes is {max(sizes)}")
+    return [{"bytes": size, "seconds": seconds} for size, seconds in zip(sizes, times, strict=True)]
+
+
+def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], list[tuple[int, ...] | None]]:
+    """Return the units of a step, and the blocks of each pipeline: each of its microbatches becomes a block."""
+    count, groups = value.get("num_microbatches"), value.get("microbatches_of_pipeline")
+    units = {"per_step": count, "samples": value.get("microbatch_size"), "blocks": None}
+    if count is not None:
+        count = fields.whole(count, "num_microbatches", 1, fields.MOST_CALLS)
+    if groups is None:
+        alone: list[tuple[int, ...] | None] = [(number,) for number in range(pipelines)]
+        return units | {"blocks": pipelines if pipelines > 1 else None}, alone if pipelines > 1 else [None]
+    name = "microbatches_of_pipeline"
+    groups = [
+        [fields.whole(microbatch, name) for microbatch in fields.listed(group, name)]
+        for group in fields.listed(groups, name)
+    ]
+    together = sorted(number for group in groups for number in group)
+    if len(groups) != pipelines or together != list(range(count or len(together))):
+        raise CapslogError("microbatches_of_pipeline must give each microbatch to exactly one of the plan's pipelines")
+    if pipelines == 1:
+        return units, [None]
+    return units | {"blocks": count}, [tuple(sorted(group)) for group in groups]
+
+
+def _capacities(value: Any, num_ranks: int) -> list[int | None]:
+    """Return the bytes of each rank's device; value: one number for all, or a list, which need not name every rank."""
+    if not isinstance(value, (list, tuple)):
+        limit = None if value is None else fields.whole(value, "capacity_bytes", minimum=1)
+        return [limit] * num_ranks
+    limits = [fields.whole(limit, f"capacity_bytes[{i}]", minimum=1) for i, limit in enumerate(value)]
+    return [*limits, *[None] * (num_ranks - len(limits))]
+
+
+# -- The text of a plan
+
 
 FORMAT = "varuna-capslog/plan/2"
 
@@ -45,10 +170,10 @@ def parts_of(value: Any) -> dict[str, Any]:
     """
     if not isinstance(value, Mapping):
         raise CapslogError("a JSON object is needed; is this a plan?")
-    if value.get("format") == plan_1.FORMAT:
-        value = plan_1.as_plan_2(value)
+    if value.get("format") == FORMAT_1:
+        value = as_plan_2(value)
     elif value.get("format") != FORMAT:
-        raise CapslogError(f"format is {value.get('format')!r}; this version reads {FORMAT!r} and {plan_1.FORMAT!r}")
+        raise CapslogError(f"format is {value.get('format')!r}; this version reads {FORMAT!r} and {FORMAT_1!r}")
     fields.refuse_unknown(value, ["format", "purpose", *BOTH, *SHORT, *FULL])
     parts = {name: item for name, item in value.items() if name != "format"}
     if parts.get("shortfall") is not None:

@@ -21,9 +21,15 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.low_weights import low_bytes
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan, read_plan
-from varuna_capslog.profiles.action_bytes import ActionBytes
 from varuna_capslog.profiles.conditions import KEPT_WHOLE, LAST_HOLDS
-from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, TensorRecord, layers_of_runs
+from varuna_capslog.profiles.record import (
+    ActionBytes,
+    Observation,
+    Profile,
+    SharedParameter,
+    TensorRecord,
+    layers_of_runs,
+)
 from varuna_capslog.schedules import RunShape
 
 if TYPE_CHECKING:

@@ -36,13 +36,11 @@ from varuna_capslog.profiling.conditions import (
     profile_of,
     shapes_of,
 )
-from varuna_capslog.profiling.estimation.halves import run_halves
 from varuna_capslog.profiling.estimation.headroom import state_headroom
-from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
+from varuna_capslog.profiling.estimation.hollow import HollowRun, loss_of_each, run_halves, run_hollow
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
 from varuna_capslog.profiling.estimation.rates import RATES_VERSION, Speed
-from varuna_capslog.profiling.estimation.together import loss_of_each
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.weighing import Halves

@@ -23,8 +23,8 @@ from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling.calibration import corrected_speed
 from varuna_capslog.profiling.conditions import RunConditions, profile_of, shapes_of
 from varuna_capslog.profiling.estimate import key_of_range
-from varuna_capslog.profiling.estimation.forward import ForwardRun, run_forward
 from varuna_capslog.profiling.estimation.headroom import fragmentation, state_headroom
+from varuna_capslog.profiling.estimation.hollow import ForwardRun, run_forward
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
 from varuna_capslog.profiling.skeleton import skeleton

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.profiles.runs import StageRun, stage_runs
-from varuna_capslog.profiles.variants import text_of
-from varuna_capslog.profiling import admission, cache
-from varuna_capslog.profiling.admission import BoundTable
+from varuna_capslog.profiles.variants import PLAIN, text_of
+from varuna_capslog.profiling import cache, launches
 from varuna_capslog.profiling.conditions import Progress, RunConditions, conditions_of_run, profile_of, shapes_of
 from varuna_capslog.profiling.launches import (
+    BoundTable,
     LaunchTimes,
     devices_of,
     failures_named,
@@ -42,7 +43,7 @@ from varuna_capslog.profiling.variant_rows import VariantRun, allowed_variants, 
 from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
 from varuna_capslog.variants.registry import Variant
 
-__all__ = ["modules_of", "profile_config", "profile_workload"]
+__all__ = ["WholeRuns", "modules_of", "profile_config", "profile_workload"]
 
 
 def profile_config(
@@ -88,7 +89,7 @@ def profile_workload(
     threads: int = 1,
     order: str = "packed",
     progress: Progress | None = None,
-    free_bytes: FreeBytes = admission.free_bytes,
+    free_bytes: FreeBytes = launches.free_bytes,
     variants: str | None = None,
 ) -> Profile:
     """Profile a workload, also one that no config describes.
@@ -124,7 +125,7 @@ class _Launch:
     workers: int
     threads: int
     progress: Progress | None
-    free_bytes: FreeBytes = admission.free_bytes
+    free_bytes: FreeBytes = launches.free_bytes
     order: str = "packed"
 
 
@@ -285,3 +286,62 @@ def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launc
 
 def _device_name(device: str) -> str:
     return accelerator.device_name(device) if device != "cpu" else cache.cpu_name()
+
+
+# -- Runs of a whole model on one device with choices of variants, with which sums over layers are compared.
+#
+# `start/collage_start` asks for the seconds. A run is a trimmed run (`trim`) of which nothing is trimmed.
+
+
+class WholeRuns:
+    """A process that trains the whole chain again and again; a context manager that ends it.
+
+    Args:
+        source: makes the workload, whose own `variants` must be empty, in every process.
+        threads: CPU threads.
+    """
+
+    def __init__(self, source: Callable[[], Workload], conditions: RunConditions, threads: int = 1) -> None:
+        workload = source()
+        self._chain = skeleton(workload)
+        inputs = workload.profile_inputs(conditions.microbatch_size)
+        types = conditions.precision, conditions.weights
+        self._specs = ShapeTable(self._chain, conditions.device, *types).boundaries(inputs)
+        self._goal = workload.profile_targets(conditions.microbatch_size)
+        recipe, blocks = conditions.recipe, conditions.blocks
+        table = BoundTable(self._chain, self._specs, conditions.device, types[0], blocks, recipe, types[1])
+        self._bound = table.bound_bytes(0, len(self._chain))
+        self._names = [layer.name for layer in self._chain.layers]
+        devices, modules = devices_of(conditions.device, 1), modules_of(workload, self._chain)
+        self._workers = Workers(source, devices, threads, modules, conditions, launches.free_bytes, self._names)
+        self._group = self._workers.group(1)
+
+    def __enter__(self) -> WholeRuns:
+        self._group.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._group.__exit__(kind, error, trace)
+
+    def seconds(self, choices: Sequence[Mapping[int, str]], rounds: int = 1) -> list[list[float]]:
+        """Return, for each choice (layer -> variant), the seconds of forward and backward of one microbatch in each
+        round. Every round runs all choices, in another order.
+
+        Raises CapslogError where one of them cannot run.
+        """
+        names = [tuple(choice.get(at, PLAIN) for at in range(len(self._chain))) for choice in choices]
+        seconds_of: dict[tuple[str, ...], list[float]] = {names_of_choice: [] for names_of_choice in names}
+        size, (targets, normalisers) = len(self._chain), self._goal
+        for number in range(rounds):
+            turns = list(seconds_of)
+            for names_of_choice in turns[number % len(turns) :] + turns[: number % len(turns)]:
+                run = TrimmedRun(0, size, size, tuple(self._specs), targets, normalisers, names_of_choice)
+                with failures_named(self._names):
+                    told = in_one_launch(
+                        [(run, self._bound)], self._group, self._workers, LaunchTimes(), lambda *_: None
+                    )
+                row = told[run.key]
+                seconds_of[names_of_choice].append((row.forward_seconds or 0.0) + (row.backward_seconds or 0.0))
+        return [seconds_of[names_of_choice] for names_of_choice in names]

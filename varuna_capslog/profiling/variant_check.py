@@ -1,6 +1,6 @@
 """Checks the variants that a config or a planner chooses against the plain layers, before a run uses them.
 
-`start/checked_variants` calls this once, where a run starts; the workers get what has passed. Layers that do the
+`start/chosen_variants` calls this once, where a run starts; the workers get what has passed. Layers that do the
 same work are checked once, on the CPU, on the shapes of the run, or on smaller inputs where these would take
 too long.
 """
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.compiling.forward import CompiledForward
+from varuna_capslog.engine.layers import CompiledForward
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable, call_on, fake_operands

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from varuna_capslog import accelerator
-from varuna_capslog.engine.host.moments import leaves
+from varuna_capslog.engine.offload import leaves
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, StageMeter, _allocations, storage_bytes, storages_of
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
-from varuna_capslog.profiles.action_bytes import HALVES, ActionBytes
-from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiles.record import HALVES, ActionBytes, Observation
 
 __all__ = ["ActionProbe", "ActionWeights", "HalfWeights", "Halves", "Left", "Window"]
 

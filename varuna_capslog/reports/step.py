@@ -7,29 +7,264 @@ and the section says so.
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.playing import play
+from varuna_capslog.planning.simulation import Simulation
 from varuna_capslog.planning.stage_seconds import gradient_edges, message_bytes, stage_seconds
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup
-from varuna_capslog.reports.gantt import draw_schedule
-from varuna_capslog.reports.markup import Markup
+from varuna_capslog.reports.markup import UNKNOWN, Markup, duration, plural, significant
 from varuna_capslog.reports.run import RunRecord
-from varuna_capslog.reports.wording import duration, plural, significant
+from varuna_capslog.reports.style import (
+    ALARM,
+    AMBER,
+    BLUE,
+    GREY,
+    INK,
+    PALE,
+    SKY,
+    WIDTH,
+    name_rows,
+    picture,
+    second_unit,
+)
 from varuna_capslog.schedules import (
     DEFAULT_K,
+    KINDS,
     Edge,
     RunShape,
     Schedule,
     StageGraph,
     StageSeconds,
+    TimedAction,
+    Timeline,
     from_strings,
     simulate,
 )
 
-__all__ = ["step_parts"]
+__all__ = ["busy_parts", "draw_schedule", "draw_simulation", "step_parts"]
+
+
+# -- Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time
+#    below.
+#
+# `step` calls `draw_schedule` with a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate`
+# calls `draw_simulation`. Both only draw.
+
+
+_COLOURS = {"F": SKY, "R": AMBER, "B": BLUE, "I": BLUE, "W": "#5b87ad", "O": "#c9b7d6", "L": "#c9b7d6", "U": GREY}
+_WHITE_TEXT = frozenset("BIW")
+_MARKS = {"O": "^", "L": "v"}
+"""Marks for the begin of a copy that takes no time of its rank, at the upper edge of the row."""
+_MARK_COLOUR = "#7a4f96"
+_SMALLEST, _LARGEST = 4.0, 8.5
+"""Points of the numbers in the boxes; where not even the smallest fits, boxes stay empty."""
+
+
+def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
+    """Draw the timeline and return whether every box has its number.
+
+    Where a rank runs several stages, boxes read `stage.microbatch`.
+
+    Args:
+        in_seconds: False where the times are units of one forward pass, not seconds.
+    """
+    rows = timeline.actions
+    height = _row_height(len(rows))
+    with picture(path, height=1.15 + height * len(rows)) as figure:
+        axes = figure.add_subplot()
+        labels = [_row_name(rank, list({timed.action.stage for timed in row})) for rank, row in enumerate(rows)]
+        numbered = _draw_boxes(axes, rows, labels, timeline.step_seconds or 1.0, in_seconds, height)
+        _key(figure, rows)
+    return numbered
+
+
+def draw_simulation(
+    path: Path, simulation: Simulation, capacity: Sequence[int] | None = None, vector: bool = True
+) -> bool:
+    """Draw all pipelines' ranks and, where known, each rank's memory over time; return as `draw_schedule`.
+
+    Writes `path` (PNG) and, with `vector`, the same picture as SVG beside it. The memory of a rank is that of its list
+    of actions, or, where that cannot be computed, the sum of its stages'.
+
+    Args:
+        capacity: bytes that each rank may use, in the order of the rows; drawn where it is not far above the peaks.
+    """
+    rows = [row for pipeline in simulation.pipelines for row in pipeline.timeline.actions]
+    labels = _labels(simulation)
+    end = simulation.step_seconds or 1.0
+    height = _row_height(len(rows))
+    courses = _rank_courses(simulation)
+    deep = 0.0 if courses is None else max(0.3, min(0.6, 7.0 / len(rows))) * len(rows)
+    with picture(path, height=1.3 + height * len(rows) + deep, vector=vector) as figure:
+        if courses is None:
+            axes = figure.add_subplot()
+        else:
+            axes, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height * len(rows), deep]})
+            _draw_memory(below, courses, labels, end, capacity)
+        numbered = _draw_boxes(axes, rows, labels, end, True, height)
+        if courses is not None:
+            below.set_xlabel(axes.get_xlabel())
+            axes.set_xlabel("")
+        _key(figure, rows)
+    return numbered
+
+
+def _row_height(rows: int) -> float:
+    return max(0.22, min(0.42, 6.0 / rows))
+
+
+def _draw_boxes(
+    axes: Axes,
+    rows: Sequence[Sequence[TimedAction]],
+    labels: Sequence[str],
+    end: float,
+    in_seconds: bool,
+    height: float,
+) -> bool:
+    """Draw a row per rank from time 0 to `end`; return whether every box has its number."""
+    unit, unit_name = second_unit(end) if in_seconds else (1.0, "forward passes")
+    several = any(len({timed.action.stage for timed in row}) > 1 for row in rows)
+    points = 72 * (WIDTH - 1.6) / end  # of axis per second
+    numbered = True
+    for rank, row in enumerate(rows):
+        axes.broken_barh([(0, end / unit)], (rank - 0.41, 0.82), facecolors=PALE, linewidth=0)
+        for kind in dict.fromkeys(timed.action.kind for timed in row):
+            of_kind = [timed for timed in row if timed.action.kind == kind]
+            boxes = [timed for timed in of_kind if timed.end_seconds > timed.start_seconds]
+            if kind in _MARKS and not boxes:
+                times = [timed.start_seconds / unit for timed in of_kind]
+                axes.plot(times, [rank - 0.41] * len(times), clip_on=False, **_mark(kind))
+            spans = [(timed.start_seconds / unit, (timed.end_seconds - timed.start_seconds) / unit) for timed in boxes]
+            axes.broken_barh(spans, (rank - 0.41, 0.82), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.6)
+            texts = [_label(timed, several) for timed in boxes]
+            # one size for a row's boxes of a kind, and all of them or none: gaps would look like a meaning
+            widths = [1.3 if text == "U" else len(text) for text in texts]
+            room = [points * span[1] * unit / width for span, width in zip(spans, widths, strict=True)]
+            size = min([_LARGEST, 72 * height * 0.8, *(1.45 * width for width in room)])
+            if size < _SMALLEST:
+                numbered = False
+                continue
+            for timed, text in zip(boxes, texts, strict=True):
+                middle = (timed.start_seconds + timed.end_seconds) / 2 / unit
+                colour = "white" if kind in _WHITE_TEXT else INK
+                axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=colour)
+    name_rows(axes, labels)
+    axes.set_xlim(0, end / unit)
+    axes.set_xlabel(f"time since the begin of the step [{unit_name}]")
+    axes.spines["left"].set_visible(False)
+    return numbered
+
+
+def _draw_memory(
+    axes: Axes,
+    courses: Sequence[Sequence[tuple[float, int]]],
+    labels: Sequence[str],
+    end: float,
+    capacity: Sequence[int] | None,
+) -> None:
+    """Draw a filled curve of bytes per rank, all on one scale, each with its peak; a dashed line is the capacity."""
+    unit, _ = second_unit(end)
+    peaks = [max(size for _, size in course) for course in courses]
+    limits = capacity if capacity is not None and max(capacity) <= 2.5 * max([1, *peaks]) else None
+    scale = 0.74 / max([1, *peaks, *(limits or ())])
+    for row, (course, peak) in enumerate(zip(courses, peaks, strict=True)):
+        base = row + 0.41
+        times = [seconds / unit for seconds, _ in course] + [end / unit]
+        levels = [base - scale * size for _, size in course]
+        axes.fill_between(times, base, [*levels, levels[-1]], step="post", color=SKY, linewidth=0)
+        axes.step(times, [*levels, levels[-1]], where="post", color=BLUE, linewidth=0.9)
+        if limits is not None:
+            axes.plot([0, end / unit], [base - scale * limits[row]] * 2, color=ALARM, linestyle="--", linewidth=0.9)
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(format_bytes(peak), (1, base), (4, 1), ha="left", va="bottom", fontsize=7.5, **place)
+    name_rows(axes, labels)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylabel("memory" if limits is None else "memory (dashed: usable)")
+
+
+def _row_name(rank: int, stages: Sequence[int]) -> str:
+    """Return the name of a row: its stage, or its rank where that runs several."""
+    return f"stage {stages[0]}" if len(stages) == 1 else f"rank {rank}"
+
+
+def _labels(simulation: Simulation) -> list[str]:
+    """Return a name per row, with the pipeline's number before it where there are several."""
+    return [
+        (f"{number}: " if len(simulation.pipelines) > 1 else "") + _row_name(rank, stages)
+        for number, pipeline in enumerate(simulation.pipelines)
+        for rank, stages in zip(pipeline.ranks, pipeline.stage_of_row, strict=True)
+    ]
+
+
+def _rank_courses(simulation: Simulation) -> list[list[tuple[float, int]]] | None:
+    """Return for each row the bytes of its rank over time; None where they are unknown."""
+    rows = []
+    for pipeline in simulation.pipelines:
+        if (folded := pipeline.rank_memory) is not None:
+            rows += folded
+            continue
+        if pipeline.memory is None:
+            return None
+        for stages in pipeline.stage_of_row:
+            rows.append(_added([pipeline.memory[stage] for stage in stages]))
+    return rows
+
+
+def _added(courses: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, int]]:
+    """Return the sum of several curves of bytes over time."""
+    if len(courses) == 1:
+        return list(courses[0])
+    changes = sorted(
+        ((seconds, number, size) for number, course in enumerate(courses) for seconds, size in course),
+        key=lambda change: change[0],
+    )
+    now = [0] * len(courses)
+    total = []
+    for seconds, number, size in changes:
+        now[number] = size
+        total.append((seconds, sum(now)))
+    return total
+
+
+def _key(figure: Figure, rows: Sequence[Sequence[TimedAction]]) -> None:
+    kinds = [kind for kind in _COLOURS if any(timed.action.kind == kind for row in rows for timed in row)]
+    handles: list[Artist] = []
+    for kind in kinds:
+        instant = all(
+            timed.start_seconds == timed.end_seconds for row in rows for timed in row if timed.action.kind == kind
+        )
+        box = Patch(facecolor=_COLOURS[kind], label=KINDS[kind])
+        handles.append(Line2D([], [], label=KINDS[kind], **_mark(kind)) if kind in _MARKS and instant else box)
+    handles.append(Patch(facecolor=PALE, label="idle"))
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+
+
+def _mark(kind: str) -> dict[str, Any]:
+    return {"marker": _MARKS[kind], "color": _MARK_COLOUR, "markersize": 5, "markeredgewidth": 0, "linestyle": "none"}
+
+
+def _label(timed: TimedAction, several: bool) -> str:
+    microbatch = "" if timed.action.microbatch is None else str(timed.action.microbatch)
+    return f"{timed.action.stage}.{microbatch}" if several else microbatch or "U"
+
+
+# -- The section on one step
+
 
 _PICTURE = "schedule.png"
 
@@ -142,3 +377,54 @@ def _other_conditions(run: RunRecord) -> list[str]:
     if isinstance(profiled, int) and ran is not None and profiled != ran:
         return [f"The profile was taken with {profiled} samples in a microbatch, the run has {ran}."]
     return []
+
+
+# -- The section on the work of each rank: the seconds that the plan's profile predicts beside those that were
+#    measured.
+#
+# `page` calls it. Work is forwards, recomputations and backwards, without waiting, copies and the optimizer's update.
+
+
+def busy_parts(run: RunRecord) -> list[Markup]:
+    """Return a table of the ranks; nothing where no rank's work was measured under the newest plan."""
+    rows = [line.busy_seconds for line in run.steps_of_plan if line.busy_seconds]
+    if not rows:
+        return []
+    alike = [row for row in rows if len(row) == len(rows[-1])]
+    measured = [statistics.median(column) for column in zip(*alike, strict=True)]
+    planned = _planned(run, len(measured))
+    table, stages = [], {} if run.plan is None else _stages(run, len(measured))
+    for rank, seconds in enumerate(measured):
+        expected = planned.get(rank)
+        ratio = significant(seconds / expected) if expected else UNKNOWN
+        table.append([str(rank), stages.get(rank, ""), duration(expected), duration(seconds), ratio])
+    headings = ["rank", "stages", "planned", "measured (median)", "measured / planned"]
+    about = (
+        "Seconds that each rank works in a step: forwards, recomputations and backwards, without waiting for others or "
+        "for data. A rank whose last number is larger than the others' is slower than its plan; with "
+        "elastic.rebalance=true a run gives it fewer layers."
+    )
+    return [markup.table("busy-table", headings, table), markup.paragraph(about)]
+
+
+def _stages(run: RunRecord, ranks: int) -> Mapping[int, str]:
+    """Return each rank's stages in the plan, by number; equal pipelines of a short plan follow one another."""
+    assert run.plan is not None
+    width, stages_of_rank = run.plan.num_ranks, dict[int, list[str]]()
+    for stage, rank in enumerate(run.plan.placement()):
+        for rank_of_copy in range(rank, ranks, width) if run.plan.short else (rank,):
+            stages_of_rank.setdefault(rank_of_copy, []).append(str(stage))
+    return {rank: ", ".join(stages) for rank, stages in stages_of_rank.items()}
+
+
+def _planned(run: RunRecord, ranks: int) -> Mapping[int, float]:
+    """Return the predicted seconds of each rank's work; empty where the profile cannot predict them."""
+    if run.plan is None or run.profile is None or run.config is None or run.plan.num_microbatches is None:
+        return {}
+    shape = RunShape.of_config(run.config).settled()
+    try:
+        busy = play(run.profile, run.plan, None, None, shape.recompute, shape, Link()).busy_seconds
+    except CapslogError:
+        return {}
+    width = run.plan.num_ranks
+    return {rank: busy[rank % width] for rank in range(ranks) if run.plan.short or rank in busy}

@@ -60,15 +60,16 @@ from varuna_capslog.schedules.actions import (
 from varuna_capslog.schedules.generators import (
     SCHEDULES,
     in_flight_limits,
+    insert_offload,
+    insert_recompute,
     make_schedule,
     schedule_of,
 )
-from varuna_capslog.schedules.inserting import insert_offload, insert_recompute
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
-from varuna_capslog.schedules.seconds import StageSeconds
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_K, DEFAULT_RUN, RunShape
 from varuna_capslog.schedules.simulate import (
     SimulatedStep,
+    StageSeconds,
     TimedAction,
     TimedMessage,
     Timeline,

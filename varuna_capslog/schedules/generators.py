@@ -8,7 +8,7 @@ added in order (the engine's exactness rule).
 the textbook's lists exactly. With several the same limits and the rule "backward first" hold.
 
 `1f1b-star` (MadPipe, Sec. 4.1): the same order under limits that follow from seconds. They stand in the plan, see
-`planning/limits`; a stage without one has that of `1f1b`.
+`planning/cuts`; a stage without one has that of `1f1b`.
 
 `interleaved` (Narayanan et al., SC 2021): stages placed round-robin over the ranks, in Megatron's order; see
 `interleaved`. On any other placement, and where a stage has its own limit, it is `1f1b`.
@@ -31,22 +31,385 @@ before the backward.
 
 from __future__ import annotations
 
-__all__ = ["SCHEDULES", "in_flight_limits", "make_schedule", "schedule_of"]
-
 import difflib
 import functools
+import heapq
 import math
 from collections.abc import Sequence
-from itertools import groupby, zip_longest
+from graphlib import CycleError, TopologicalSorter
+from itertools import groupby, pairwise, zip_longest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules.actions import Action, Schedule
-from varuna_capslog.schedules.in_flight import in_flight_microbatches
-from varuna_capslog.schedules.inserting import insert_offload, insert_recompute, split_backwards
-from varuna_capslog.schedules.interleaved import interleaved
-from varuna_capslog.schedules.list_scheduler import list_schedule
+from varuna_capslog.schedules.actions import Action, Schedule, backwards_at_once
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_K
 from varuna_capslog.schedules.stage_graph import StageGraph
+
+__all__ = [
+    "SCHEDULES",
+    "in_flight_limits",
+    "in_flight_microbatches",
+    "insert_offload",
+    "insert_recompute",
+    "interleaved",
+    "list_schedule",
+    "make_schedule",
+    "schedule_of",
+    "split_backwards",
+    "table_3_2",
+]
+
+
+# -- A list scheduler: it simulates a step in unit costs, in which every idle rank starts the best action that is
+#    ready.
+#
+# A forward and a recomputation of a microbatch take 1, a backward 2, messages 0. The order in which a rank starts its
+# actions is its list. Real durations are not used, so that a schedule depends only on stages, microbatches and
+# placement.
+
+
+_COST = {"F": 1, "R": 1, "B": 2}
+
+
+class _Step:
+    """The actions started so far in the simulated step; times are in units, an end may lie in the future."""
+
+    def __init__(
+        self, graph: StageGraph, limits: Sequence[int], forwards_first: bool, recompute: Sequence[bool]
+    ) -> None:
+        self.limits, self.forwards_first = limits, forwards_first
+        self.recompute = recompute or [False] * len(limits)
+        self.upstream, self.downstream = graph.upstream, graph.downstream
+        self.calls, self.grains = [len(row) for row in graph.calls], graph.grains
+        # Deepest stage first: the oldest microbatch ends earlier, and its memory is freed.
+        deepest = sorted(range(len(graph.ranks)), key=lambda stage: (graph.depths[stage], -stage))
+        self.stages_of_rank = [
+            [stage for stage in deepest if graph.ranks[stage] == rank] for rank in range(graph.num_ranks)
+        ]
+        self.forward_ends: list[list[int]] = [[] for _ in graph.ranks]
+        self.backward_ends: list[list[int]] = [[] for _ in graph.ranks]
+        self.graph_of: list[int | None] = [None] * len(graph.ranks)  # the call whose autograd graph a stage keeps
+        self.last_of_stage: list[Action | None] = [None] * len(graph.ranks)
+
+    def choose(self, rank: int, now: int) -> Action | None:
+        """Return the rank's best ready action at time `now`: backward before recompute before forward."""
+        stages = self.stages_of_rank[rank]
+        for stage in stages:
+            if self.recompute[stage]:
+                self._keep_graph_if_due(stage, now)
+        forwards_done = all(len(self.forward_ends[stage]) == self.calls[stage] for stage in stages)
+        if not self.forwards_first or forwards_done:
+            for stage in stages:
+                if self._backward_ready(stage, now):
+                    return Action(stage, "B", len(self.backward_ends[stage]))
+        for stage in stages:
+            if self.recompute[stage] and self._recompute_ready(stage, now):
+                return Action(stage, "R", len(self.backward_ends[stage]))
+        for stage in stages:
+            if self._forward_ready(stage, now):
+                return Action(stage, "F", len(self.forward_ends[stage]))
+        return None
+
+    def start(self, action: Action, now: int) -> int:
+        """Record the start of the action and return its end."""
+        stage = action.stage
+        end = now + _COST[action.kind] * self.grains[stage]
+        if action.kind == "F":
+            self.forward_ends[stage].append(end)
+        elif action.kind == "B":
+            self.backward_ends[stage].append(end)
+        self.graph_of[stage] = action.microbatch if action.kind == "R" else None
+        self.last_of_stage[stage] = action
+        return end
+
+    def _gradient_end(self, stage: int) -> float:
+        """Return the time at which the gradient of the stage's next backward arrives; inf before its computation."""
+        call = len(self.backward_ends[stage])
+        if call >= self.calls[stage]:
+            return math.inf
+        after = self.downstream[stage][call]
+        if not after:
+            ends = self.forward_ends[stage]
+            return ends[call] if call < len(ends) else math.inf
+        rows = [(self.backward_ends[stage_after], place) for stage_after, place in after]
+        return max(ends[place] if place < len(ends) else math.inf for ends, place in rows)
+
+    def _backward_ready(self, stage: int, now: int) -> bool:
+        has_graph = not self.recompute[stage] or self.graph_of[stage] == len(self.backward_ends[stage])
+        return has_graph and self._gradient_end(stage) <= now
+
+    def _gradient_due(self, stage: int, now: int) -> bool:
+        """Return True once the next gradient arrives before an R would end: an earlier R would delay forwards."""
+        return self._gradient_end(stage) <= now + _COST["R"] * self.grains[stage]
+
+    def _keep_graph_if_due(self, stage: int, now: int) -> None:
+        """Keep the forward's graph instead of an R, if the forward is the stage's last action; the stage then waits."""
+        microbatch = len(self.backward_ends[stage])
+        if self.last_of_stage[stage] == Action(stage, "F", microbatch) and self._gradient_due(stage, now):
+            self.graph_of[stage] = microbatch
+
+    def _recompute_ready(self, stage: int, now: int) -> bool:
+        return self.graph_of[stage] is None and self._gradient_due(stage, now)
+
+    def _forward_ready(self, stage: int, now: int) -> bool:
+        call = len(self.forward_ends[stage])
+        in_flight = call - len(self.backward_ends[stage])
+        if call == self.calls[stage] or in_flight >= self.limits[stage] or self.graph_of[stage] is not None:
+            return False
+        rows = [(self.forward_ends[stage_before], place) for stage_before, place in self.upstream[stage][call]]
+        return all(place < len(ends) and ends[place] <= now for ends, place in rows)
+
+    def check_complete(self) -> None:
+        """Raise CapslogError if a stage could not do all its calls."""
+        for stage, ends in enumerate(self.backward_ends):
+            if len(ends) < self.calls[stage]:
+                rows = enumerate(self.backward_ends)
+                full = next(
+                    (stage_number for stage_number, done in rows if self._is_full(stage_number, len(done))), stage
+                )
+                raise CapslogError(
+                    f"stage {full} may have {self.limits[full]} calls in flight, which is less than a stage behind it "
+                    "takes at once; raise its in_flight"
+                )
+
+    def _is_full(self, stage: int, ended: int) -> bool:
+        return len(self.forward_ends[stage]) < self.calls[stage] and (
+            len(self.forward_ends[stage]) - ended >= self.limits[stage]
+        )
+
+
+def list_schedule(
+    graph: StageGraph, limits: Sequence[int], *, forwards_first: bool = False, recompute: Sequence[bool] = ()
+) -> Schedule:
+    """Return the order in which each rank runs its forwards and backwards (and recomputes, with `recompute`).
+
+    `limits[stage]` >= 1 bounds the microbatches in flight on a stage. `forwards_first`: no backward on a rank before
+    its last forward. `recompute[stage]` (default: no stage): an R builds the graph for a backward and starts so that it
+    ends when the gradient arrives; from R to B the stage does nothing else. No R where the forward was the stage's last
+    action by then: its graph is kept and the stage waits.
+
+    Where all grains are equal it cannot stall: all stages take microbatches in rising order, so that the first
+    microbatch which has not ended is the next one of every stage on its route, and none of these is at its limit. Cost:
+    O(distinct times x stages).
+
+    Raises CapslogError where a limit holds back microbatches that a stage with a larger grain waits for.
+    """
+    step = _Step(graph, limits, forwards_first, recompute)
+    schedule: Schedule = [[] for _ in step.stages_of_rank]
+    free_at = [0] * len(schedule)
+    again_of = {_COST["R"] * grain for grain in graph.grains} if any(recompute) else set()
+    wake_ups = [0]
+    while wake_ups:
+        now = heapq.heappop(wake_ups)
+        while wake_ups and wake_ups[0] == now:
+            heapq.heappop(wake_ups)
+        for rank, actions in enumerate(schedule):
+            if free_at[rank] > now:
+                continue
+            action = step.choose(rank, now)
+            if action is None:
+                continue
+            end = free_at[rank] = step.start(action, now)
+            actions.append(action)
+            heapq.heappush(wake_ups, end)
+            for cost in again_of if action.kind == "B" else ():
+                heapq.heappush(wake_ups, max(now, end - cost))
+    step.check_complete()
+    return schedule
+
+
+# -- The number of microbatches that a stage must have in flight so that the stages behind it never wait for it.
+#
+# Where every stage takes one microbatch per call, it is the number of stages on the longest path to the loss. Where
+# calls have different sizes, it is GraphPipe's Table 3.2 (Jeon et al., 2025) with one change: as the neighbour's call
+# the largest call of the stages from the neighbour to the loss is used, since that many gradients come back at a
+# time. The table as printed, applied to each pair of neighbours, is right for two stages and too small for three:
+# before calls of 1 and 2, calls of 1 need 6 microbatches in flight, the table gives 5, and a step takes a third
+# longer (`benchmarks/schedules/in_flight.py`).
+
+
+def in_flight_microbatches(graph: StageGraph) -> list[int]:
+    """Return stage -> its microbatches in flight under 1F1B, a multiple of its grain; 0 for a stage without any."""
+    in_flight, at_once = [0] * len(graph.ranks), list(graph.grains)
+    behind: dict[int, set[int]] = {}
+    for maker, reader in graph.edges:
+        behind.setdefault(maker, set()).add(reader)
+    for stage in _last_first(graph, behind):
+        if graph.depths[stage]:
+            grain, others = graph.grains[stage], behind.get(stage, ())
+            needed = [table_3_2(1, grain, 1, at_once[reader], in_flight[reader]) for reader in others]
+            in_flight[stage] = -(-max(needed, default=grain) // grain) * grain
+            at_once[stage] = max([grain, *(at_once[reader] for reader in others)])
+    return in_flight
+
+
+def _last_first(graph: StageGraph, behind: dict[int, set[int]]) -> list[int]:
+    """Return all stages, each after those that read its outputs.
+
+    Depths do not give this order: they are counted along single routes, and of two stages of equal depth on different
+    routes one may read the outputs of the other.
+    """
+    order = TopologicalSorter({stage: sorted(behind.get(stage, ())) for stage in range(len(graph.ranks))})
+    try:
+        return list(order.static_order())
+    except CycleError:  # routes that pass the same stages in opposite directions
+        return sorted(range(len(graph.ranks)), key=lambda stage: graph.depths[stage])
+
+
+def table_3_2(k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
+    """Return the number of microbatches in flight on a stage x before a stage y that has `i_y` in flight.
+
+    Stage x runs `k_x` forwards and then `k_x` backwards in turn, with `b_x` microbatches each; stage y likewise. Not
+    rounded up to a multiple of `b_x`.
+    """
+    larger, group_x, group_y = max(b_x, b_y), k_x * b_x, k_y * b_y
+    if group_x < b_y:
+        return i_y + b_y
+    if group_y < b_x:
+        return i_y + group_x - group_y + b_x
+    if group_x > group_y:
+        return i_y + group_x if larger == group_y else i_y + group_x - group_y + 2 * larger
+    return i_y + (larger if larger == group_x else 2 * larger)
+
+
+# -- Megatron's interleaved order (Narayanan et al., SC 2021, Sec. 2.2), for stages placed round-robin over the
+#    ranks.
+#
+# A rank takes its forwards in rounds of microbatches: all of a round on its first stage, then all of it on its
+# second, and so on; its backwards likewise from its last stage to its first. After some forwards it runs one forward
+# and one backward in turn.
+
+
+def interleaved(graph: StageGraph) -> Schedule | None:
+    """Return the order of every rank, or None for a graph that is not of this form.
+
+    Every route must be a line of stages, placed round-robin over ranks that no other route uses, equally often on each.
+    The number of ranks P need not divide the microbatches: there are M // P rounds (at least one), of sizes that differ
+    by at most one.
+    """
+    if graph.pairs is not None or max(graph.grains) > 1:
+        return None
+    schedule: Schedule = [[] for _ in range(graph.num_ranks)]
+    taken: set[int] = set()
+    for route in dict.fromkeys(graph.routes):
+        ranks = [graph.ranks[stage] for stage in route]
+        ranks_in_turn = list(dict.fromkeys(ranks))
+        if (
+            taken & set(ranks_in_turn)
+            or len(ranks) % len(ranks_in_turn)
+            or ranks != ranks_in_turn * (len(ranks) // len(ranks_in_turn))
+        ):
+            return None
+        taken.update(ranks_in_turn)
+        calls = len(graph.calls[route[0]])
+        if any(len(graph.calls[stage]) != calls for stage in route):
+            return None
+        for place, rank in enumerate(ranks_in_turn):
+            schedule[rank] = _order(route[place :: len(ranks_in_turn)], place, len(ranks_in_turn), calls)
+    return schedule
+
+
+def _order(stages: Sequence[int], place: int, ranks: int, calls: int) -> list[Action]:
+    """Return the list of the rank at `place` among `ranks`, which has these stages."""
+    count = max(1, calls // ranks)
+    borders = [number * calls // count for number in range(count + 1)]
+    rounds = [range(first, end) for first, end in pairwise(borders)]
+    forwards = [Action(stage, "F", call) for round_ in rounds for stage in stages for call in round_]
+    backwards = [Action(stage, "B", call) for round_ in rounds for stage in reversed(stages) for call in round_]
+    largest = max(len(round_) for round_ in rounds)
+    behind = ranks - 1 - place
+    ahead = behind if len(stages) == 1 else 2 * behind + (len(stages) - 1) * largest  # one stage: as 1F1B
+    ahead = min(len(forwards), ahead)
+    order = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[len(forwards) - ahead :]
+
+
+# -- Inserts recomputations, copies to and from the host tier, and halves of backwards into a finished order.
+
+
+def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[bool] | None = None) -> Schedule:
+    """Insert an R directly before every B or I that needs one, on its stage.
+
+    Where the forward of the same microbatch is the stage's last action before it, no R is needed: no action of that
+    stage comes between, so keeping the forward's graph costs no more than building it again.
+
+    recompute: stage -> True where it recomputes; default: every stage.
+    """
+    result: Schedule = []
+    for actions in schedule:
+        row: list[Action] = []
+        kept = backwards_at_once(actions)
+        for action in actions:
+            again = action.kind in "BI" and (recompute is None or recompute[action.stage])
+            if again and (action.stage, action.microbatch) not in kept:
+                row.append(Action(action.stage, "R", action.microbatch))
+            row.append(action)
+        result.append(row)
+    return result
+
+
+def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]) -> Schedule:
+    """Insert an O behind every F of the stages that offload, except where the backward follows at once, and an L before
+    the R, B or I.
+
+    The L is one computation earlier than the action that needs it, so that both copies run beside a computation; where
+    that would be directly behind the O, the L is directly before the action that needs it.
+
+    offload: stage -> True where it offloads; stages beyond a shorter list do not.
+    """
+    if not any(offload):
+        return [list(actions) for actions in schedule]
+    result: Schedule = []
+    for actions in schedule:
+        row: list[Action] = []
+        kept = backwards_at_once(actions)
+        away: set[tuple[int, int]] = set()
+        begin = 0  # position in the row of the last computation
+        for action in actions:
+            assert action.microbatch is not None
+            call = action.stage, action.microbatch
+            load = action.kind in "RBI" and call in away
+            if load:
+                away.discard(call)
+                just_left = Action(action.stage, "O", action.microbatch) in row[max(0, begin - 1) :]
+                row.insert(len(row) if just_left else begin, Action(action.stage, "L", action.microbatch))
+            begin = len(row)
+            row.append(action)
+            if action.kind == "F" and call not in kept and action.stage < len(offload) and offload[action.stage]:
+                row.append(Action(action.stage, "O", action.microbatch))
+                away.add(call)
+        result.append(row)
+    return result
+
+
+def split_backwards(schedule: Sequence[Sequence[Action]], delays: Sequence[int]) -> Schedule:
+    """Split every B into two halves: I in its place, and W behind the I of the call that is `delays[stage]` later.
+
+    delays: stage -> number of calls by which its W comes later; remaining W come at the end of the rank's list, those
+        of the last stages first.
+    """
+    result: Schedule = []
+    for actions in schedule:
+        row: list[Action] = []
+        waiting: dict[int, list[Action]] = {}
+        for action in actions:
+            if action.kind != "B":
+                row.append(action)
+                continue
+            row.append(Action(action.stage, "I", action.microbatch))
+            queue = waiting.setdefault(action.stage, [])
+            queue.append(Action(action.stage, "W", action.microbatch))
+            if len(queue) > delays[action.stage]:
+                row.append(queue.pop(0))
+        result.append(
+            [*row, *(weight_half for stage in sorted(waiting, reverse=True) for weight_half in waiting[stage])]
+        )
+    return result
+
+
+# -- Schedules by name
+
 
 SCHEDULES = ("gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna")
 """The names that `make_schedule` knows."""

@@ -22,9 +22,8 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.variants import alternatives_of
 from varuna_capslog.profiling import cache
 from varuna_capslog.profiling.conditions import conditions_of_run
-from varuna_capslog.profiling.measure import profile_config
+from varuna_capslog.profiling.measure import WholeRuns, profile_config
 from varuna_capslog.profiling.variant_check import check_variants, plain_chain
-from varuna_capslog.profiling.whole import WholeRuns
 
 __all__ = ["Collaged", "MeasuredChoice", "collage"]
 

@@ -5,22 +5,20 @@ Defaults that the config decides stand in `config/settings`. Planning for a prof
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.machine_memory import granted_bytes
 from varuna_capslog.config import defaults
+from varuna_capslog.config.settings import Config
 from varuna_capslog.memory import AUTO, resolve
 from varuna_capslog.memory.inference import is_for_inference
 from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.planners import WHOLE_RUN
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 from varuna_capslog.start.ordinary import WITHOUT_MODEL
 
-if TYPE_CHECKING:
-    from varuna_capslog.config.settings import Config
-
-__all__ = ["default_planner", "with_default_capacity", "with_defaults", "with_planner_for"]
+__all__ = ["default_planner", "with_choices_of", "with_default_capacity", "with_defaults", "with_planner_for"]
 
 
 def default_planner(profile: Profile, memory: str) -> str:
@@ -80,3 +78,16 @@ def _bytes_here(device: str) -> list[int]:
         if kind == "cpu"
         else [accelerator.total_bytes(torch_device) for torch_device in accelerator.all_devices(kind)]
     )
+
+
+# -- Choices of a plan besides its stages: the schedule, the accumulation blocks, the recomputation.
+
+
+def with_choices_of(config: Config, plan: Plan) -> Config:
+    """Return the config with its plan's choices; the same config where cuts or a plan are given."""
+    pipeline = config.pipeline
+    if pipeline.cuts is not None or pipeline.plan is not None or plan.schedule is None:
+        return config
+    chosen = {"schedule": plan.schedule} | ({"recompute": False} if plan.planner in WHOLE_RUN else {})
+    train = config.train.with_blocks((None if plan.short else plan.units.blocks) or config.num_blocks)
+    return config.model_copy(update={"train": train, "pipeline": pipeline.model_copy(update=chosen)})

@@ -20,7 +20,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.planning.verdict import capacities_of_devices
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan, read_plan
-from varuna_capslog.start.checked_variants import with_checked_variants, with_plan_variants
+from varuna_capslog.start.chosen_variants import with_checked_variants, with_plan_variants
 
 __all__ = ["OWN_DATA", "fill_defaults", "given_plan", "load_run_config", "with_given_plan"]
 

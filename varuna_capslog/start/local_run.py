@@ -17,7 +17,7 @@ from varuna_capslog.start.prepare import prepare_run
 
 if TYPE_CHECKING:
     from varuna_capslog.base.fork_server import ForkServer
-    from varuna_capslog.base.starters import Forks, Starter
+    from varuna_capslog.base.supervisor import Forks, Starter
     from varuna_capslog.config.settings import Config
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
@@ -95,7 +95,7 @@ def run_workers(config: Config, say: Say, starter: Starter, workers: int | None 
 
 def worker_starter(config: Config, *flags: str) -> Forks:
     """Return a starter of workers with these flags. Their modules are imported from now on, in another process."""
-    from varuna_capslog.base.starters import Forks
+    from varuna_capslog.base.supervisor import Forks
 
     return Forks(
         "varuna_capslog.start.worker:forked",

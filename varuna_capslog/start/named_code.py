@@ -32,7 +32,7 @@ OFFERED = frozenset(
     detr_pipeline.rt_detr:workload
     varuna_capslog.model.hugging_face:model
     varuna_capslog.model.model_workload:workload
-    varuna_capslog.model_workload:workload
+    varuna_capslog.model.model_workload:workload
     varuna_capslog.own_data:ImageFolder
     varuna_capslog.own_data:TextFile
     varuna_capslog.own_data:TokenFile

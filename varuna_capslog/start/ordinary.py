@@ -74,7 +74,7 @@ def ordinary_config(
             )
         values = config_values(name, specs, model.cut_points, devices, model.arguments)
     else:
-        from varuna_capslog.model.given_model import workload_of_model
+        from varuna_capslog.model.model_workload import workload_of_model
 
         workload, size = workload_of_model(name, sample, model.cut_points)
         train = {"microbatch_size": size, "minibatch_size": size * devices * MICROBATCHES_PER_DEVICE}

@@ -22,15 +22,13 @@ from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.registry import planner_named
 from varuna_capslog.planning.solve import solve
 from varuna_capslog.plans.parts import PlanRank, Units, grains_of, scheduled
-from varuna_capslog.plans.pipelines import stages_of_pipelines
-from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
+from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, stages_of_pipelines, write_plan
 from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.profiles.variants import under
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.start.checked_variants import naming_variants
-from varuna_capslog.start.choices import with_choices_of
-from varuna_capslog.start.default_planner import with_defaults
+from varuna_capslog.start.chosen_variants import naming_variants
+from varuna_capslog.start.default_planner import with_choices_of, with_defaults
 from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings, disk_findings
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.named_code import mark_run
@@ -271,8 +269,8 @@ def _checked_plan(config: Config) -> Plan | None:
         return None
 
     from varuna_capslog.engine.grains import check_grains
-    from varuna_capslog.engine.holders.updates import check_shared_updates
     from varuna_capslog.engine.layout import layout_of
+    from varuna_capslog.engine.replicated import check_shared_updates
 
     chain, where = _chain(config), f"pipeline.plan={config.pipeline.plan}"
     if plan.num_layers != len(chain):
@@ -286,7 +284,7 @@ def _checked_plan(config: Config) -> Plan | None:
             "pipeline.replicas); load it with start.given_plan.load_run_config, which takes them from the plan"
         )
     if config.engine == "varuna":
-        from varuna_capslog.varuna_plugin.plan_fields import cuts_of
+        from varuna_capslog.varuna_plugin.options import cuts_of
 
         cuts_of(plan)
     if config.elastic.enabled and (grains := grains_of(plan.stages)):

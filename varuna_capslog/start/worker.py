@@ -89,8 +89,8 @@ def _work(
 
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.network import check_gloo_interfaces
+    from varuna_capslog.engine.communicator import connected
     from varuna_capslog.engine.layout import layout_of
-    from varuna_capslog.engine.meeting.environment import connected
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.plan import latest_plan
     from varuna_capslog.start import ENGINES

@@ -8,23 +8,290 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from varuna_capslog import accelerator
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.scores import goodness
 from varuna_capslog.engine.interface import Engine, Verdict
 from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
-from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.training.boundaries import Boundaries
-from varuna_capslog.training.data_watch import DataWatch
-from varuna_capslog.training.feed import Feed
+from varuna_capslog.model.workload import LateTargets, Minibatch
+from varuna_capslog.plans.parts import grains_of
+from varuna_capslog.training.checkpoint import prune
+from varuna_capslog.training.constants import run_constants
+from varuna_capslog.training.feed import DataWatch, Feed, evaluation_groups
 from varuna_capslog.training.journal import Journal, peak_record, step_record
+from varuna_capslog.training.layer_state import digest
+from varuna_capslog.training.manifest import read_best
 from varuna_capslog.training.run_setup import RunSetup
+from varuna_capslog.training.saving import HostCopies, Saving
 
-__all__ = ["PeakMeter", "TrainingLoop"]
+__all__ = ["Boundaries", "PeakMeter", "TrainingLoop", "verify_copies"]
+
+
+# -- The work due at the boundaries between steps: checkpoints, evaluations, comparisons of copies.
+#
+# All ranks of a generation come here together, and each of them knows which work is done.
+
+
+class Boundaries:
+    """The boundaries of a run on this rank.
+
+    Args:
+        watch: of the waits for validation data.
+
+    Attributes:
+        scores: of the last evaluation in this process; None before the first.
+    """
+
+    def __init__(self, setup: RunSetup, log: Journal, watch: DataWatch) -> None:
+        self._setup, self._log, self._watch = setup, log, watch
+        self._val: Any = None  # opened when it is first asked for
+        self._engine: Engine  # of the generation that has begun
+        self._generation = self._base = self._judged = 0
+        self._named = 0  # newest step whose checkpoint has its name
+        self._saving: Saving | None = None  # under way
+        self._copies = HostCopies()
+        self._all_written = self._broken_off = False
+        self._best: tuple[float, int] | None = None
+        self.scores: Mapping[str, Any] | None = None
+
+    def begin(self, engine: Engine, generation: int, base: int, saved: bool) -> None:
+        """A generation begins after step `base`.
+
+        Args:
+            saved: this run's folder is known to hold the checkpoint of that step.
+        """
+        self.end()
+        self._engine, self._generation, self._base = engine, generation, base
+        self._named = base if saved else self._named if self._named <= base else 0
+        self._judged = self._judged if self._judged <= base else 0
+        self._best = read_best(self._setup.checkpoints) if base else None
+
+    def end(self) -> None:
+        """The generation is over: a checkpoint under way is given up; the next generation begins with its own."""
+        if self._saving is not None:
+            self._saving.give_up()
+            self._saving, self._broken_off = None, True
+        self._copies = HostCopies()  # the thread of the one given up may still read the others
+        self._all_written = False
+
+    def sealed(self, ballot: bytes) -> bytes:
+        """The ballot of a vote, with word of a checkpoint that this rank has written."""
+        return ballot if self._saving is None else self._saving.sealed(ballot)
+
+    def opened(self, ballots: Sequence[bytes]) -> tuple[bytes, ...]:
+        """The ballots as they were before `sealed`."""
+        plain, self._all_written = Saving.opened(ballots)
+        return plain
+
+    def between(self, step: int, save: bool = False) -> int | None:
+        """Does all that is due between this step and the next.
+
+        Args:
+            save: a checkpoint is due, whatever the settings say; training waits until it is whole.
+
+        Returns:
+            The newest step whose checkpoint has become whole here.
+
+        Raises:
+            DiskFailed: on every rank, when any rank could not write.
+        """
+        train = self._setup.config.train
+        self._verify(step)
+        completed = self._complete(beside=True) if self._all_written else None
+        again = self._agree(step) if step == self._base > 0 else False
+        judges = _due(train.evaluate_every, step) and self._judged < step
+        if judges or again or _due(train.checkpoint_every, step) or (save and step > 0):
+            # whole before an evaluation: one that fails or is broken off loses no step
+            completed = self._save(step, train.checkpoint_background and not (save or judges)) or completed
+            if judges:
+                self._judge(step)
+        return completed
+
+    def finish(self, step: int, judges: bool) -> None:
+        """Makes the last boundary: comparison, checkpoint and evaluation, as far as they were not made before.
+
+        Args:
+            judges: False leaves the evaluation out.
+        """
+        self._verify(step)
+        if step == self._base:
+            self._agree(step)
+        self.save_new(step)
+        if self._setup.config.train.evaluate_every is not None and self._judged != step and judges:
+            self._judge(step)
+
+    def save_new(self, step: int) -> bool:
+        """Makes this step's checkpoint whole if no later one is known; returns whether one became whole.
+
+        Raises:
+            DiskFailed: on every rank, when any rank could not write.
+        """
+        return self._save(step, background=False) is not None
+
+    def _save(self, step: int, background: bool) -> int | None:
+        """Begins the step's checkpoint unless it was begun, after the one before it; returns as `between`."""
+        if self._saved >= step:
+            return None if background else self._complete()
+        completed = self._complete()
+        extra = {
+            "constants": run_constants(self._setup.config, grains_of(self._engine.layout.stages)),
+            "data": dict(self._setup.facts),
+            "cuts": self._engine.layout.layers_of_ways[0],
+        }
+        folder, number, engine = self._setup.checkpoints, self._generation, self._engine
+        self._saving = Saving(folder, step, number, engine, extra, self._copies if background else None)
+        return completed if background else self._complete()
+
+    @property
+    def _saved(self) -> int:
+        """The newest step whose checkpoint was begun."""
+        return self._named if self._saving is None else max(self._named, self._saving.step)
+
+    def _complete(self, beside: bool = False) -> int | None:
+        """Waits for the checkpoint under way and gives it its name; returns its step, None where there is none.
+
+        Args:
+            beside: training goes on while older ones are removed.
+        """
+        saving, self._saving, self._all_written = self._saving, None, False
+        if saving is None:
+            return None
+        self._named = saving.step
+
+        def tidy() -> None:
+            spare = () if self._best is None else (self._best[1],)
+            prune(self._setup.checkpoints, self._setup.config.train.checkpoint_keep, spare, beside)
+
+        saving.complete(tidy)
+        if self._log.writes:
+            seconds, stall = round(saving.seconds, 3), round(saving.stall_seconds, 3)
+            self._log.event("checkpoint", step=saving.step, seconds=seconds, stall_seconds=stall)
+        return saving.step
+
+    def evaluate(self, engine: Engine) -> Mapping[str, Any] | None:
+        """Runs the validation set through `engine`; the scores are the same on every rank.
+
+        Returns:
+            None where the workload has no evaluator or no validation data.
+
+        Raises:
+            PeerLost: another rank is gone.
+        """
+        evaluator = self._setup.workload.evaluator()
+        if evaluator is None:
+            return None
+        communicator, config = engine.communicator, self._setup.config
+        # asked by all ranks together, also where some have opened the data in an earlier generation
+        self._val = communicator.together(lambda: self._setup.workload.val_data() if self._val is None else self._val)
+        if self._val is None:
+            return None
+        results: list[Any] = []
+        if engine.layers:  # the others are idle
+            val, ways = self._val, len(engine.layout.ways)
+            groups = evaluation_groups(len(val), config.train.microbatch_size, config.num_microbatches)
+            for begin in range(0, len(groups), ways):
+                minibatches = [self._watched(val.minibatch(group, 0)) for group in groups[begin : begin + ways]]
+
+                def load(way: int, index: int, batches: Sequence[Minibatch] = minibatches) -> dict[str, Tensor]:
+                    with self._watch.waiting(batches[way], index):
+                        inputs: dict[str, Tensor] = val.load(batches[way], index)
+                    return inputs
+
+                def take(
+                    way: int, index: int, outputs: dict[str, Tensor], batches: Sequence[Minibatch] = minibatches
+                ) -> None:
+                    host = {name: tensor.cpu() for name, tensor in outputs.items()}
+                    results.extend(evaluator.collect(host, batches[way], index))
+
+                with engine.optimizer.averaged():
+                    engine.evaluate(minibatches, load, take)
+        # ranks finish at different times, and scoring takes as long as it takes
+        communicator.together(lambda: None)
+        everything = [result for theirs in communicator.gather(results) for result in theirs]
+        mine = communicator.together(lambda: evaluator.summarize(everything) if communicator.rank == 0 else None)
+        return communicator.gather(mine)[0]
+
+    def _watched(self, minibatch: Minibatch) -> Minibatch:
+        """The minibatch; the waits for its late targets are watched as those for its inputs are."""
+
+        def read(microbatch: int, targets: LateTargets) -> Any:
+            with self._watch.waiting(minibatch, microbatch):
+                return targets.read()
+
+        for microbatch, targets in enumerate(minibatch.targets):
+            if isinstance(targets, LateTargets):
+                minibatch.targets[microbatch] = LateTargets(functools.partial(read, microbatch, targets))
+        return minibatch
+
+    def _verify(self, step: int) -> None:
+        if _due(self._setup.config.pipeline.verify_every, step):
+            verify_copies(self._engine)
+
+    def _agree(self, step: int) -> bool:
+        """Shares the records of earlier checkpoints and evaluations at the boundary with which a generation begins: a
+        rank that joined has none, so all take over the newest that any of them has.
+
+        Returns:
+            Whether the checkpoint that the generation before had begun is missing.
+        """
+        records = self._engine.communicator.gather((self._named, self._judged, self._broken_off))
+        self._named = max(named for named, _, _ in records)
+        self._judged = max(judged for _, judged, _ in records)
+        self._broken_off = False
+        return self._saved < step and any(broken_off for _, _, broken_off in records)
+
+    def _judge(self, step: int) -> None:
+        """Evaluates, and remembers the best step."""
+        scores = self.evaluate(self._engine)
+        self._judged = step
+        if scores is None:
+            return
+        self.scores = scores
+        self._log.scores(step, scores)
+        numbers = ((name, value) for name, value in scores.items() if isinstance(value, (int, float)))
+        value = next((goodness(name, value) for name, value in numbers), None)
+        if value is not None and not math.isnan(value) and (self._best is None or value > self._best[0]):
+            self._best = (float(value), step)
+            if self._log.writes:
+                self._setup.checkpoints.mkdir(parents=True, exist_ok=True)
+                files.write_json(self._setup.checkpoints / "best.json", {"step": step, "value": self._best[0]})
+
+
+def verify_copies(engine: Engine) -> None:
+    """Compares every parameter, or its master, that several ranks hold (shared, replicas) by digest (engine rule 3).
+
+    Raises:
+        CapslogError: two ranks disagree, naming the parameter and the ranks.
+    """
+    layout = engine.layout
+    digests = {address: digest({address: value}) for address, value in engine.optimizer.values.items()}
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, theirs in enumerate(engine.communicator.gather(digests)):
+        for address, value_digest in theirs.items():
+            first, first_digest = seen.setdefault(address, (rank, value_digest))
+            if first_digest != value_digest:
+                raise CapslogError(
+                    f"parameter {address!r} differs between {layout.describe(first)} and {layout.describe(rank)}; the "
+                    "run is damaged: resume from the last checkpoint"
+                )
+
+
+def _due(interval: int | None, step: int) -> bool:
+    return bool(interval) and step > 0 and step % (interval or 1) == 0
+
+
+# -- The training of one rank
+
 
 _FIRST, _LATER = 2, 5
 """The step that is measured: in the first generation as soon as the moments exist; later generations may be short, and

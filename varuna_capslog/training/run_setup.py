@@ -16,22 +16,18 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.settings import Config
-from varuna_capslog.config.train import Train
-from varuna_capslog.engine.host.tier import TierOptions
-from varuna_capslog.engine.learning_rate import LearningRate
-from varuna_capslog.engine.loss_scale import LossScale
-from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.config.settings import Config, Train
+from varuna_capslog.engine.offload import TierOptions
+from varuna_capslog.engine.options import EngineOptions, LossScale
+from varuna_capslog.engine.recipe import LearningRate, Recipe
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.splitting.pieces import of_parts
+from varuna_capslog.model.layer import of_parts
 from varuna_capslog.model.workload import DataSource, Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import latest_checkpoint, open_checkpoint, passed_over
-from varuna_capslog.training.data_watch import DataWatch
-from varuna_capslog.training.feed import Feed
-from varuna_capslog.training.loggers import check_loggers
-from varuna_capslog.training.resplit import read_for
+from varuna_capslog.training.feed import DataWatch, Feed
+from varuna_capslog.training.journal import check_loggers
+from varuna_capslog.training.stored_layers import read_for
 
 __all__ = ["RunSetup", "build_chain", "check_plan", "initialise", "last_step", "set_up_run"]
 

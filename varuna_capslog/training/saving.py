@@ -26,8 +26,7 @@ from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.layer_state import capture
 from varuna_capslog.training.manifest import FORMAT
-from varuna_capslog.training.resplit import manifest_of_layers
-from varuna_capslog.training.stored_layers import to_checkpoint
+from varuna_capslog.training.stored_layers import manifest_of_layers, to_checkpoint
 
 __all__ = ["HostCopies", "Saving"]
 

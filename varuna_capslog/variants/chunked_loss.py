@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from varuna_capslog.variants.attention import chunks, wide_type
-from varuna_capslog.variants.captured import take_graph
+from varuna_capslog.variants.attention import chunks, take_graph, wide_type
 
 __all__ = ["ROWS", "chunked_cross_entropy", "chunked_loss", "leave_logits"]
 

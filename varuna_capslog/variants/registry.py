@@ -27,8 +27,8 @@ from varuna_capslog.variants.attention import (
     SdpaFlashAttention,
     SdpaMathAttention,
     SplitKeysAttention,
+    attention_everywhere,
 )
-from varuna_capslog.variants.captured import attention_everywhere
 from varuna_capslog.variants.chunked_loss import chunked_loss, leave_logits
 from varuna_capslog.variants.wrapped import compiled, in_bfloat16, in_channels_last, leave_layouts, without_onednn
 

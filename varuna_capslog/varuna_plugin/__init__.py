@@ -9,7 +9,7 @@ docs/varuna.md for where to get it and for what is patched and why.
 """
 
 from varuna_capslog.varuna_plugin.elastic.run import ElasticEnd, run_elastic
-from varuna_capslog.varuna_plugin.inputs import Microbatches
+from varuna_capslog.varuna_plugin.executor import Microbatches
 from varuna_capslog.varuna_plugin.install import (
     COMMIT,
     FoundVaruna,

@@ -32,7 +32,7 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.training_modes import put_in_training
 from varuna_capslog.model.workload import Minibatch, known_targets
 from varuna_capslog.varuna_plugin.building import forward_only
-from varuna_capslog.varuna_plugin.inputs import Microbatches
+from varuna_capslog.varuna_plugin.executor import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent
 from varuna_capslog.varuna_plugin.options import configure
 

@@ -165,7 +165,7 @@ def installed_patches() -> list[str]:
 
 
 def _apply(varuna: Any) -> None:
-    from varuna_capslog.varuna_plugin import building, checkpoint, executor, gradients, inputs
+    from varuna_capslog.varuna_plugin import building, checkpoint, executor, gradients
     from varuna_capslog.varuna_plugin.splitting import stage_run, stages
 
     models, pipeline, core, utils = varuna.partitioned_model, varuna.pipeline, varuna.varuna, varuna.utils
@@ -186,7 +186,7 @@ def _apply(varuna: Any) -> None:
     _around(pipeline.Pipeline, "worker", executor.worker)
     _around(pipeline.Pipeline, "run", executor.run)
     # inputs and schedule
-    _patches.replace(utils, "scatter", inputs.scatter)
+    _patches.replace(utils, "scatter", executor.scatter)
     _patches.replace(utils, "generate_schedule", executor.varuna_tasks)
     # the step
     _around(core.Varuna, "__init__", building.build)

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     """Entry point of a member: random layouts; writes its samples of every step to `<run_dir>/shares/<member>`."""
     from tests.rig.drawing import PLANS, DrawingWork
     from varuna_capslog.plans.parts import Units
-    from varuna_capslog.plans.pipelines import plan_of_pipelines
+    from varuna_capslog.plans.plan import plan_of_pipelines
 
     folder = Path(arguments[0]) / "shares"
     folder.mkdir(exist_ok=True)

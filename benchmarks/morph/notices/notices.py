@@ -21,13 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.elastic.notices.aws import AwsListener
-from varuna_capslog.elastic.notices.azure import AzureListener
-from varuna_capslog.elastic.notices.file import FileListener
+from varuna_capslog.elastic.notices.clouds import AwsListener, AzureListener, GcpListener
 from varuna_capslog.elastic.notices.gather import CallbackListener, Gathering, detect_cloud
-from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Listener
-from varuna_capslog.elastic.notices.signals import SignalListener, plain
+from varuna_capslog.elastic.notices.signals import FileListener, SignalListener, plain
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     """Entry point of a member, whose layouts are those above."""
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
     from varuna_capslog.plans.parts import Units
-    from varuna_capslog.plans.pipelines import plan_of_pipelines
+    from varuna_capslog.plans.plan import plan_of_pipelines
 
     class Led(PipelineWork):
         def place(self, seats, plan=None):  # type: ignore[no-untyped-def]

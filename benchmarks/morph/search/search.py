@@ -28,7 +28,7 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.planners.seconds import Link, step_player
-from varuna_capslog.plans.pipelines import pipelines_of
+from varuna_capslog.plans.plan import pipelines_of
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.prepare import profile_run

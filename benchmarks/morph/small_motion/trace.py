@@ -26,7 +26,7 @@ from varuna_capslog.membership.small_motion import (
     SmallMotion,
     traffic_of,
 )
-from varuna_capslog.planning.traces.trace_replay import TraceEvent, read_trace
+from varuna_capslog.planning.trace_replay import TraceEvent, read_trace
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 

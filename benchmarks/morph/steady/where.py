@@ -62,7 +62,7 @@ def threads() -> dict[str, float]:
 
 def main_of_member(arguments: Sequence[str]) -> int:
     """Entry point of a member."""
-    from varuna_capslog.elastic.member import holdings, peers, pipeline_work, training
+    from varuna_capslog.elastic.member import holdings, inbox, pipeline_work, training
     from varuna_capslog.start import member_worker
 
     clocks = Clocks()
@@ -73,8 +73,8 @@ def main_of_member(arguments: Sequence[str]) -> int:
     clocks.put(holdings.Holdings, "keep_before", "keeps the boundary before")
     clocks.put(holdings.Holdings, "advance", "steps of copies")
     clocks.put(training.Training, "_send_updates", "hands out updates")
-    clocks.put(peers, "_write", "(peers-send) writes messages")
-    clocks.put(peers, "_read_tensors", "(peers-receive) reads tensors")
+    clocks.put(inbox, "_write", "(peers-send) writes messages")
+    clocks.put(inbox, "_read_tensors", "(peers-receive) reads tensors")
     first, last = map(int, os.environ[STEPS].split())
     applied = work.apply
     before: dict[str, float] = {}

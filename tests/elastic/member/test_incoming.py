@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna_capslog.elastic.member.effects import Effects
+from varuna_capslog.elastic.member.inbox import PeerMessage
 from varuna_capslog.elastic.member.incoming import Incoming, decode, encode
-from varuna_capslog.elastic.member.peers import PeerMessage
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.membership.state import Phase, Roles, State
-from varuna_capslog.training.digests import digest
+from varuna_capslog.training.layer_state import digest
 
 AT, BEFORE = Stamp(5, 1), Stamp(4, 1)
 WEIGHT, EARLIER = {"weight": torch.arange(3.0)}, {"weight": torch.ones(3)}

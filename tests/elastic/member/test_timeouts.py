@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from varuna_capslog.elastic.member.timeouts import Timeouts, WaitingTime
+from varuna_capslog.membership.entries import Roster
 from varuna_capslog.membership.generation import Generation
-from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase, State
 
 LIMITS = Timeouts(peer=30.0, change=2.0, again=0.5, gather=5.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Mapping
 
+from varuna_capslog.elastic.notices.clouds import Answer, HttpOpener
 from varuna_capslog.elastic.notices.interface import Clock, Notice, Unavailable
-from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener
 
 WALL = 1505722800.0  # 2017-09-18T08:20:00Z
 

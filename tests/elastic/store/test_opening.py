@@ -23,8 +23,8 @@ from tests.secret import SECRET
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
-from varuna_capslog.elastic.store.lines import StoreLines
 from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreGone, StoreServer, open_store
+from varuna_capslog.elastic.store.server import StoreLines
 from varuna_capslog.membership.generation import EMPTY
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -24,11 +24,10 @@ from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.fitting import fit
 from varuna_capslog.model.capture import Kept
-from varuna_capslog.model.capture.leaves import named_leaves
+from varuna_capslog.model.capture.export import named_leaves
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.hollow import hollow_copy
-from varuna_capslog.model.python_state import PythonState
-from varuna_capslog.model.random_states import crafted_draws, seed_generators
+from varuna_capslog.model.python_state import PythonState, crafted_draws, seed_generators
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimation.hollow import SilentCommunicator

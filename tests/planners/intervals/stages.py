@@ -10,9 +10,9 @@ from tests.memory import chains
 from tests.memory.machine import Model
 from tests.memory.machine import profile_of as told_profile
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.memory.treatment import treated
+from varuna_capslog.memory.segments import treated
 from varuna_capslog.planners.intervals import Handling, again_seconds, combined_seconds
-from varuna_capslog.planners.intervals.choice import bytes_of
+from varuna_capslog.planners.intervals.tables import bytes_of
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
 from varuna_capslog.profiles.record import Profile, TensorRecord

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 
-from varuna_capslog.planners.madpipe.costs import ChainCosts
+from varuna_capslog.planners.madpipe.allocation import ChainCosts
 
 Parts = list[tuple[int, int, bool]]
 """Stages in order: first layer, end, special."""

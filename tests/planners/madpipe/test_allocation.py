@@ -10,8 +10,7 @@ import pytest
 
 from tests.planners.madpipe.chains import ceiling, draw_chain, every_allocation, fits, plus
 from varuna_capslog.planners.madpipe import WEIGHED, weighed_allocations
-from varuna_capslog.planners.madpipe.allocation import Allocation, allocation_within, best_allocation
-from varuna_capslog.planners.madpipe.costs import ChainCosts
+from varuna_capslog.planners.madpipe.allocation import Allocation, ChainCosts, allocation_within, best_allocation
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles.record import LayerProfile, Profile
 

@@ -11,8 +11,7 @@ import sys
 import pytest
 
 from tests.planners.madpipe.chains import draw_chain, every_allocation, fits
-from varuna_capslog.planners.madpipe.allocation import Allocation, best_allocation
-from varuna_capslog.planners.madpipe.costs import ChainCosts
+from varuna_capslog.planners.madpipe.allocation import Allocation, ChainCosts, best_allocation
 from varuna_capslog.planners.madpipe.pattern import Operation, Pattern, periodic_pattern
 
 PERIODS = 40

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from varuna_capslog.planners.replicas.costs import GraphCosts
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.schedules.in_flight import table_3_2
+from varuna_capslog.schedules.generators import table_3_2
 
 Stage = tuple[frozenset[int], int]
 """Layers and replicas."""

@@ -12,18 +12,20 @@ import pytest
 
 from tests.planners.replicas.graphs import draw_costs, draw_tree, slowest, splits
 from varuna_capslog.planners.replicas.costs import GraphCosts
-from varuna_capslog.planners.replicas.graphpipe import CostedTree, StageGraphs, graphpipe_stages
-from varuna_capslog.planners.replicas.piper import downsets
-from varuna_capslog.planners.replicas.series_parallel import (
+from varuna_capslog.planners.replicas.graphpipe import (
+    CostedTree,
     Parallel,
     Series,
+    StageGraphs,
     Together,
     Tree,
     coarsened,
     downset_count,
+    graphpipe_stages,
     layers_of,
     tree_of,
 )
+from varuna_capslog.planners.replicas.piper import downsets
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.plans.parts import PlanStage, ranges_of
 from varuna_capslog.plans.rules import check_graph

@@ -16,8 +16,7 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.names import names_of
 from varuna_capslog.planning.export import automodel, torchtitan
 from varuna_capslog.plans.parts import Units
-from varuna_capslog.plans.pipelines import stages_of_pipelines
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 
 CUTS = [(0,), (0, 3), (0, 2, 4), (0, 1, 2, 5)]
 

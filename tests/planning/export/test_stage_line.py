@@ -10,8 +10,7 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.export.stage_line import StageLine, stage_line
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
-from varuna_capslog.plans.pipelines import stages_of_pipelines
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 
 
 def two(**of_the_second: Any) -> tuple[PlanStage, ...]:

@@ -21,8 +21,7 @@ from tests.planning.export.readers import (
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.export import TARGETS, Request, names_in, notes, written
 from varuna_capslog.plans.parts import Units
-from varuna_capslog.plans.pipelines import stages_of_pipelines
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 from varuna_capslog.profiles.record import LayerProfile, Profile, SharedParameter
 from varuna_capslog.schedules import RunShape
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.planners.test_budget import all_cuts, choices, timed
 from tests.planning.asking import equal_pipelines_plan
-from tests.planning.placed.test_shared_moments import profile_with_moments
+from tests.planning.placed.test_equal_pipelines_shared_moments import profile_with_moments
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed import equal_pipelines

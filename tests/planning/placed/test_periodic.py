@@ -13,7 +13,7 @@ from tests.memory.machine import Model, profile_of
 from tests.planning.asking import plan
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planners.madpipe.costs import ChainCosts
+from varuna_capslog.planners.madpipe.allocation import ChainCosts
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.placed import periodic

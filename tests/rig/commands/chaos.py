@@ -141,7 +141,7 @@ def _options(flags: ChaosFlags) -> ChaosOptions:
 def _preemptions(flags: ChaosFlags, settings: Config, options: ChaosOptions, say: Callable[[str], None]) -> Preemptions:
     from tests.rig.preemptions import Preemptions, rents
     from varuna_capslog.base import units
-    from varuna_capslog.planning.traces.trace_replay import read_trace
+    from varuna_capslog.planning.trace_replay import read_trace
 
     assert flags.trace is not None
     rented = rents(read_trace(flags.trace), options.workers, flags.scale, options.seconds)

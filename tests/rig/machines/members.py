@@ -11,9 +11,8 @@ from typing import Any
 from tests.rig.judge import Segment
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.membership.entries import AskEntry, BrokenEntry, DeadEntry, GenerationEntry
+from varuna_capslog.membership.entries import AskEntry, BrokenEntry, DeadEntry, GenerationEntry, Roster
 from varuna_capslog.membership.generation import Member
-from varuna_capslog.membership.roster import Roster
 
 __all__ = ["Members"]
 

@@ -16,9 +16,16 @@ from tests.rig.search.histories import Stuck, begin, take
 from tests.rig.search.world import Transition, Violation
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
-from varuna_capslog.membership.entries import DeadEntry, Entry, GenerationEntry, HelloEntry, LeftEntry, WorkerEntry
+from varuna_capslog.membership.entries import (
+    DeadEntry,
+    Entry,
+    GenerationEntry,
+    HelloEntry,
+    LeftEntry,
+    Roster,
+    WorkerEntry,
+)
 from varuna_capslog.membership.generation import Member, Stamp
-from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase, State
 
 __all__ = ["CHANGES", "Crowd", "Sizes", "draw_crowd", "play_crowd"]

@@ -8,7 +8,7 @@ from tests.rig.judge import Opened, Segment, Stepped
 from tests.rig.preemptions import Rent, goodput, rents
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.planning.traces.trace_replay import TraceEvent
+from varuna_capslog.planning.trace_replay import TraceEvent
 
 
 def events(*lines):

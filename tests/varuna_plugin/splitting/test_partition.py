@@ -13,10 +13,9 @@ from tests.varuna_plugin import models
 from tests.varuna_plugin.models import DIM, PlainCut
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup, tie_groups, uniform_cuts
-from varuna_capslog.varuna_plugin.splitting.phantom import Phantom, find_phantom
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR, reduce_to_stage
-from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
+from varuna_capslog.varuna_plugin.splitting.tracing import Phantom, Trace, find_phantom, trace_model
 
 
 def traced(model: nn.Module, **inputs: Any) -> Trace:

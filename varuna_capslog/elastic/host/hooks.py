@@ -19,8 +19,7 @@ from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice
-from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry, RequestEntry
-from varuna_capslog.membership.roster import Roster
+from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry, RequestEntry, Roster
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.store.opening import MembershipStore

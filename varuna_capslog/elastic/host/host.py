@@ -27,8 +27,8 @@ from varuna_capslog.elastic.host.workers import SETTLE_SECONDS, HostWorker, Host
 from varuna_capslog.elastic.notices.gather import Announcement, Gathering, auto_sources
 from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.membership import entries
+from varuna_capslog.membership.entries import Roster
 from varuna_capslog.membership.generation import Generation, Member
-from varuna_capslog.membership.roster import Roster
 
 __all__ = ["Host", "HostEnd", "HostOptions"]
 

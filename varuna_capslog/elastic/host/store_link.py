@@ -11,6 +11,7 @@ resume, morph) are written by the members that train.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -25,15 +26,41 @@ from varuna_capslog.base.supervisor import last_step
 from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host import hooks
-from varuna_capslog.elastic.host.leases import age_of, sign_of
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.opening import ENDED, MembershipStore, StoreGone, StoreServer, open_store
-from varuna_capslog.membership.entries import DeadEntry, Entry, GenerationEntry, HostsEntry, NoticeEntry, read
+from varuna_capslog.membership.entries import DeadEntry, Entry, GenerationEntry, HostsEntry, NoticeEntry, Roster, read
 from varuna_capslog.membership.generation import Generation, Member
-from varuna_capslog.membership.roster import Roster
 
-__all__ = ["HostStore"]
+__all__ = ["HostStore", "age_of", "run_age", "sign_of"]
+
+
+# -- The sign of life that a host keeps in the store: a count, and for how long the run has been going on.
+#
+# Every host counts the seconds since the first generation with its own monotonic clock; a host that came later goes
+# on from the others' signs. So a worker that joins knows how old the run is, and no time of day has a part in it.
+
+
+def sign_of(beat: int, age_seconds: float) -> str:
+    """A sign: unlike that of any other beat of this host."""
+    return f"{beat} {age_seconds:.3f}"
+
+
+def age_of(sign: str | None) -> float:
+    """Seconds of the run by a sign; 0 where there is none yet, or it is no sign of this version."""
+    try:
+        seconds = float((sign or "").split(" ")[1])
+    except (IndexError, ValueError):
+        return 0.0
+    return seconds if math.isfinite(seconds) else 0.0
+
+
+def run_age(store: MembershipStore, host: str) -> float:
+    """For how many seconds the run has been going on, by the newest sign of this host. Raises StoreGone."""
+    return age_of(store.signs_of([host])[host])
+
+
+# -- A host's connection with the run's store
 
 
 class HostStore:

@@ -21,9 +21,8 @@ from varuna_capslog.base.processes import is_stopped, signal_group, write_unless
 from varuna_capslog.base.supervisor import WorkerFailed
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.network import network_variables
-from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, Entry, FinishedEntry
+from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, Entry, FinishedEntry, Roster
 from varuna_capslog.membership.generation import Member
-from varuna_capslog.membership.roster import Roster
 
 __all__ = ["SETTLE_SECONDS", "HostWorker", "HostWorkers", "member_server"]
 

@@ -13,16 +13,20 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.planning.playing import Played, play
+from varuna_capslog.planning.simulation import treatments
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.schedules import RunShape
 
-__all__ = ["Balance", "Finding"]
+__all__ = ["Balance", "Finding", "Pace"]
+
 
 WINDOW = 7
 """Steps whose median counts, so that a rank has to be slow in most of them."""
@@ -201,3 +205,43 @@ def _beside_the_fastest(speeds: dict[Member, float]) -> dict[Member, float]:
 
 def _are_same(speeds: dict[Member, float], others: dict[Member, float]) -> bool:
     return all(_ALIKE <= speed / others[member] <= 1 / _ALIKE for member, speed in speeds.items())
+
+
+# -- The step time that each generation's plan predicts, beside that of the plan before.
+
+
+class Pace:
+    """The plans of the generations that one member trained in.
+
+    Args:
+        run: the whole step; what plans leave open. device: cpu or cuda.
+
+    Attributes:
+        told: entries on its plan in the event of the newest generation.
+    """
+
+    def __init__(self, run: RunShape, device: str) -> None:
+        self._run, self._device = run, device
+        self._before: float | None = None
+        self.told: dict[str, Any] = {}
+
+    def begin(self, plan: Plan) -> None:
+        """A generation begins to train by this plan."""
+        self.told = self._of(plan)
+
+    def _of(self, plan: Plan) -> dict[str, Any]:
+        """The entries on a plan; none where it does not predict its step.
+
+        Returns:
+            "planned_step_seconds"; "planned_step_ratio", to the plan before, where that is known;
+            "recomputed_layers" and "offloaded_layers", their numbers.
+        """
+        seconds, before = plan.step_seconds, self._before
+        self._before = seconds
+        if not seconds:
+            return {}
+        ratio = {"planned_step_ratio": seconds / before} if before else {}
+        stages = treatments(plan, self._run, self._device)
+        again = sum(end - first for stage in stages for first, end in stage.recomputed)
+        away = sum(end - first for stage in stages for first, end in (*stage.offloaded, *stage.inputs_offloaded))
+        return {"planned_step_seconds": seconds, **ratio, "recomputed_layers": again, "offloaded_layers": away}

@@ -19,7 +19,7 @@ from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.engine.communicator import Communicator, connect_group
-from varuna_capslog.membership.ahead import stay_with
+from varuna_capslog.membership.changes import stay_with
 from varuna_capslog.membership.generation import Generation, Member
 from varuna_capslog.membership.messages import Change
 

@@ -15,15 +15,14 @@ from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.engine.pair_groups import NotOpened
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.ahead import first_owner, stay_with
+from varuna_capslog.membership.changes import first_owner, stay_with
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry
 from varuna_capslog.membership.generation import INITIAL, Generation, Member
-from varuna_capslog.membership.handing_out import follows_a_loss
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.small_motion import Loss, Weighed
+from varuna_capslog.membership.small_motion import Loss, Weighed, follows_a_loss
 from varuna_capslog.membership.state import Phase
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.digests import digest
+from varuna_capslog.training.layer_state import digest
 
 __all__ = ["Effects"]
 

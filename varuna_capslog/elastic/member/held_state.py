@@ -22,8 +22,7 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.training.checkpoint import entry_of, latest_checkpoint, publish, write_whole
 from varuna_capslog.training.layer_state import LayerState
 from varuna_capslog.training.manifest import FORMAT, check_manifest
-from varuna_capslog.training.resplit import manifest_of_layers
-from varuna_capslog.training.stored_layers import to_checkpoint
+from varuna_capslog.training.stored_layers import manifest_of_layers, to_checkpoint
 
 __all__ = ["recover", "take_newest", "write_boundaries", "write_held"]
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from varuna_capslog.elastic.member.inbox import PeerMessage
 from varuna_capslog.elastic.member.parts import Parts
-from varuna_capslog.elastic.member.peers import PeerMessage
 from varuna_capslog.elastic.member.work import LayerState
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.membership.state import Phase, State
-from varuna_capslog.training.digests import digest
+from varuna_capslog.training.layer_state import digest
 
 __all__ = ["Incoming", "decode", "encode"]
 

@@ -13,18 +13,18 @@ from typing import Any, NoReturn, Protocol
 
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.holdings import Holdings
-from varuna_capslog.elastic.member.peers import Peers
+from varuna_capslog.elastic.member.inbox import Peers
 from varuna_capslog.elastic.member.proposals import Proposals
 from varuna_capslog.elastic.member.work import LayerState, Work
 from varuna_capslog.membership import entries
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.entries import Roster
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Place, Seat
-from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.small_motion import USUAL_GAP
 from varuna_capslog.membership.state import Job, State
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.digests import digest
+from varuna_capslog.training.layer_state import digest
 
 __all__ = ["ChangeReport", "MemberLoop", "Parts", "reasons"]
 

@@ -22,10 +22,9 @@ from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.member.balance import Balance
-from varuna_capslog.elastic.member.copies import LayerCopies
+from varuna_capslog.elastic.member.balance import Balance, Pace
 from varuna_capslog.elastic.member.held_state import write_held
-from varuna_capslog.elastic.member.pace import Pace
+from varuna_capslog.elastic.member.holdings import LayerCopies
 from varuna_capslog.elastic.member.start_up import MemberStart, fail
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator
@@ -45,8 +44,7 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.solve import solve
-from varuna_capslog.plans.pipelines import pipelines_of
-from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, write_plan
+from varuna_capslog.plans.plan import Plan, latest_plan, pipelines_of, plan_path, write_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training import layer_state

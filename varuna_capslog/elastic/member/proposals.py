@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from varuna_capslog.base.threads import OwnedThread, logged
-from varuna_capslog.elastic.member.peers import Peers
+from varuna_capslog.elastic.member.inbox import Peers
 from varuna_capslog.elastic.member.work import Work
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout
 from varuna_capslog.membership.recovery import Place, Seat

@@ -32,9 +32,9 @@ from varuna_capslog.elastic.member.work import Work
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.membership import entries, protocol
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.entries import Roster
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Job, Phase, State
 
 __all__ = ["End", "Runtime", "take_part"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from varuna_capslog.membership.roster import Roster
+from varuna_capslog.membership.entries import Roster
 from varuna_capslog.membership.state import Phase, State
 
 __all__ = ["Timeouts", "WaitingTime"]

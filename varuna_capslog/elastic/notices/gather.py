@@ -22,13 +22,16 @@ from typing import Any, ClassVar
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.threads import OwnedThread, logged
-from varuna_capslog.elastic.notices.aws import AwsListener
-from varuna_capslog.elastic.notices.azure import AzureListener
-from varuna_capslog.elastic.notices.file import FileListener
-from varuna_capslog.elastic.notices.gcp import GcpListener
+from varuna_capslog.elastic.notices.clouds import (
+    LINK_LOCAL,
+    AwsListener,
+    AzureListener,
+    GcpListener,
+    HttpOpener,
+    MetadataListener,
+)
 from varuna_capslog.elastic.notices.interface import Deadline, Deliver, Kind, Listener, Notice, Unavailable
-from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, HttpOpener, MetadataListener
-from varuna_capslog.elastic.notices.signals import SignalListener, signal_meanings
+from varuna_capslog.elastic.notices.signals import FileListener, SignalListener, signal_meanings
 
 __all__ = [
     "Announcement",

@@ -39,7 +39,7 @@ from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, report
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.script.work import Group, Script, ScriptWork, loss_of, pack
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.training.digests import digest
+from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.worker_process import StopWish
 
 __all__ = ["TRUTH", "Group", "MemberScript", "Script", "current_script", "main", "train"]

@@ -23,8 +23,8 @@ from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayo
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import read_file, write_whole
-from varuna_capslog.training.digests import digest
 from varuna_capslog.training.journal import RecentSteps
+from varuna_capslog.training.layer_state import digest
 
 __all__ = ["Group", "Script", "ScriptWork", "loss_of", "pack", "read_state", "saved_states", "unpack"]
 

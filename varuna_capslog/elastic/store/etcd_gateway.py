@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hmac
 import http.client
 import json
+import logging
 import queue
 import socket
 import threading
@@ -20,11 +22,141 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.store.log import StoreGone
-from varuna_capslog.elastic.store.names import HttpConnection, Names
-from varuna_capslog.elastic.store.signatures import Signatures
 
-__all__ = ["PAUSE_SECONDS", "WAIT_SECONDS", "Etcd", "EtcdWatch", "after", "b64"]
+__all__ = [
+    "PAUSE_SECONDS",
+    "WAIT_SECONDS",
+    "Etcd",
+    "EtcdWatch",
+    "HttpConnection",
+    "Names",
+    "Signatures",
+    "after",
+    "b64",
+    "unsigned",
+]
+
+
+# -- Addresses of the store's endpoints: a name server may take seconds, and no call may wait for it while a run
+#    trains.
+#
+# The name server is asked when an endpoint is first called. Later connections take the same addresses; where they
+# lead nowhere, it is asked again in a thread of its own.
+
+
+class Names:
+    """Addresses that the name server has given. Usable from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, Sequence[str]] = {}
+        self._asked: set[str] = set()
+
+    def addresses(self, host: str) -> Sequence[str]:
+        """The addresses of a host; waits for the name server only where it was never asked. Raises OSError."""
+        addresses = self._known.get(host)
+        if addresses is None:
+            addresses = self._known[host] = _ask(host)
+        return addresses
+
+    def doubt(self, host: str) -> None:
+        """Asks the name server again, in a thread of its own, since no known address leads to the host."""
+        with self._lock:
+            if host in self._asked:
+                return
+            self._asked.add(host)
+        OwnedThread("store-names", self._renew, logged, host).start()
+
+    def _renew(self, host: str) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                self._known[host] = _ask(host)
+        finally:
+            with self._lock:
+                self._asked.discard(host)
+
+
+class HttpConnection(http.client.HTTPConnection):
+    """Connection that goes to a known address of its host."""
+
+    def __init__(self, names: Names, host: str, port: int, timeout: float) -> None:
+        super().__init__(host, port, timeout=timeout)
+        self._names = names
+
+    def connect(self) -> None:
+        """Tries the host's addresses one after the other. Raises OSError."""
+        why: OSError | None = None
+        for address in self._names.addresses(self.host):
+            try:
+                self.sock = socket.create_connection((address, self.port), self.timeout)
+            except OSError as error:
+                why = error
+            else:
+                self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return
+        self._names.doubt(self.host)
+        raise why or OSError(f"{self.host} has no address")
+
+
+def _ask(host: str) -> Sequence[str]:
+    places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(str(place[4][0]) for place in places))
+
+
+# -- Signatures of the values that a run writes into a store that is not its own, where others may write as well.
+#
+# `etcd_gateway` signs every value for its key, so that a value is worth nothing under another key or in another run,
+# and does not use unsigned values. An older value of the same key keeps its signature: anyone with write access there
+# can put it back.
+
+
+_log = logging.getLogger(__name__)
+_DIGITS = 64
+
+
+class Signatures:
+    """Signs and checks with a run's secret.
+
+    Args:
+        address: of the store, for the warning about a wrong signature.
+    """
+
+    def __init__(self, secret: Secret, address: str) -> None:
+        self._key, self._address = secret.key("etcd"), address
+        self._named: set[str] = set()
+
+    def sign(self, key: str, value: str | bytes) -> bytes:
+        """The value with its signature in front."""
+        data = value.encode() if isinstance(value, str) else value
+        return self._code(key, data) + b":" + data
+
+    def opened(self, key: str, stored: bytes) -> bytes | None:
+        """The value; None, and a line in the log once for each key, where its signature is wrong."""
+        code, data = stored[:_DIGITS], stored[_DIGITS + 1 :]
+        if hmac.compare_digest(code, self._code(key, data)) and stored[_DIGITS : _DIGITS + 1] == b":":
+            return data
+        if key not in self._named:
+            self._named.add(key)
+            _log.warning(
+                "%s in the store at %s is not signed with this run's secret and is ignored; somebody else writes there",
+                key,
+                self._address,
+            )
+        return None
+
+    def _code(self, key: str, data: bytes) -> bytes:
+        return hmac.new(self._key, key.encode() + b"\0" + data, "sha256").hexdigest().encode()
+
+
+def unsigned(stored: bytes) -> bytes:
+    """The value, with any signature or none of this run's."""
+    return stored[_DIGITS + 1 :]
+
+
+# -- Calls of etcd's JSON gateway (etcd 3
+
 
 PAUSE_SECONDS = 0.05
 """Between two attempts, and the longest between two looks at a key that is waited for."""

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.network import parse_address
-from varuna_capslog.elastic.store.etcd_gateway import PAUSE_SECONDS, Etcd, EtcdWatch, after, b64
+from varuna_capslog.elastic.store.etcd_gateway import PAUSE_SECONDS, Etcd, EtcdWatch, Signatures, after, b64, unsigned
 from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, MembershipStore, StoreGone, StoreRefuses
-from varuna_capslog.elastic.store.signatures import Signatures, unsigned
 
 if TYPE_CHECKING:
     import torch.distributed as dist

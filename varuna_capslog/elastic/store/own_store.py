@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base.trust.secret import Secret
-from varuna_capslog.elastic.store.lines import ANSWER_SECONDS, StoreLines, bytes_of, text_of
 from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, MembershipStore, StoreGone
-from varuna_capslog.elastic.store.server import PURPOSE
+from varuna_capslog.elastic.store.server import ANSWER_SECONDS, PURPOSE, StoreLines, bytes_of, text_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from varuna_capslog.elastic.store.etcd_gateway import WAIT_SECONDS, Etcd
-from varuna_capslog.elastic.store.lines import StoreLines, bytes_of, text_of
+from varuna_capslog.elastic.store.server import StoreLines, bytes_of, text_of
 
 __all__ = ["EtcdRendezvous", "OwnRendezvous"]
 

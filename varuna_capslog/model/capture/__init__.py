@@ -18,16 +18,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.by_shape import OneOf, by_shape
-from varuna_capslog.model.capture.collapse import collapse_modules
+from varuna_capslog.model.capture.collapse import collapse_modules, forked_modules
 from varuna_capslog.model.capture.comparison import compare_steps
 from varuna_capslog.model.capture.export import LEFT, Captured, OutputName
-from varuna_capslog.model.capture.exporting import Exporter, KeptWhole
-from varuna_capslog.model.capture.forks import forked_modules
-from varuna_capslog.model.capture.kept import CaptureRequest, Kept
-from varuna_capslog.model.capture.modes import merge_modes
+from varuna_capslog.model.capture.exporting import Exporter, KeptWhole, merge_modes
 from varuna_capslog.model.capture.python_calls import Whole, WholeModel
-from varuna_capslog.model.capture.regions import open_regions
 from varuna_capslog.model.capture.runtime import (
     FixedSize,
     OfTheModel,
@@ -36,9 +31,8 @@ from varuna_capslog.model.capture.runtime import (
     hold,
     runs_its_children,
 )
-from varuna_capslog.model.capture.sizes import localise_sizes
-from varuna_capslog.model.capture.split import split_graph
-from varuna_capslog.model.capture.text import CapturedLayers
+from varuna_capslog.model.capture.split import localise_sizes, open_regions, split_graph
+from varuna_capslog.model.capture.text import CapturedLayers, CaptureRequest, Kept, OneOf, by_shape
 from varuna_capslog.model.capture.trial import has_weights
 from varuna_capslog.model.capture.whole import whole_layer
 from varuna_capslog.model.layer import Layer, gradient_hooks

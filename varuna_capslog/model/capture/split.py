@@ -6,24 +6,144 @@ the cut under a readable name. In-place operations never reach a tensor that cro
 
 from __future__ import annotations
 
+import heapq
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.assign import assign_layers, joined
 from varuna_capslog.model.capture.collapse import mutated_arguments
-from varuna_capslog.model.capture.export import Captured, follow_device, module_path, same_storage
+from varuna_capslog.model.capture.export import (
+    Captured,
+    follow_device,
+    is_open,
+    module_calls,
+    module_path,
+    same_storage,
+)
 from varuna_capslog.model.capture.python_calls import Whole
-from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel
-from varuna_capslog.model.capture.sizes import sizes_of
+from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel, Region, Sizes
 from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.training_modes import freeze_layers
 
-__all__ = ["layer_module", "split_graph"]
+__all__ = ["layer_module", "localise_sizes", "open_regions", "sizes_of", "split_graph"]
+
+
+# -- Makes every operation of a captured graph take sizes that may change from a tensor near it.
+#
+# Called by `capture_layers` after an export with dynamic dimensions. The export reads a size once, from an input of
+# the model, and passes the number to every operation that needs it; but only tensors cross a cut, and a module that
+# replaces its part of the graph has one tensor for an input. Afterwards no number goes from one operation to
+# another's part.
+
+
+def localise_sizes(captured: Captured) -> None:
+    """Change the graph in place; without dynamic dimensions nothing changes.
+
+    A size of an input is read from a tensor near the operation that has it for a size, else where the export reads it.
+    Other numbers are read from the operation's own operands, else computed as in the export.
+    """
+    numbers = [node for node in captured.graph.nodes if _is_number(node)]
+    if not numbers:
+        return
+    position = {node: at for at, node in enumerate(captured.graph.nodes)}
+    for user in [node for node in position if not _is_number(node)]:
+        made: dict[fx.Node, fx.Node] = {}
+        for number in [node for node in user.all_input_nodes if _is_number(node)]:
+            user.replace_input_with(number, _near(captured.graph, number, user, position, made))
+    for number in reversed(numbers):
+        if not number.users:
+            captured.graph.erase_node(number)
+
+
+def sizes_of(node: fx.Node, bounds: dict[str, tuple[int, int | None]]) -> Sizes:
+    """Return the sizes of a value: numbers, and (name, least, most or None) of those that may change."""
+    sizes: list[Any] = []
+    for size in node.meta["val"].shape:
+        name = str(size)
+        sizes.append((name, *bounds.get(name, (0, None))) if is_open(size) else int(size))
+    return tuple(sizes)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(
+        node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool
+    )
+
+
+def _near(
+    graph: fx.Graph, number: fx.Node, user: fx.Node, position: dict[fx.Node, int], made: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """Return a node just before `user` that gives the number."""
+    if number in made:
+        return made[number]
+    is_read = number.target is torch.ops.aten.sym_size.int
+    source = next(_tensors_with(number, user, position, everywhere=is_read), number.args if is_read else None)
+    target: Any = number.target
+    if source is not None:
+        target, arguments = torch.ops.aten.sym_size.int, source
+    else:
+        swap = lambda node: _near(graph, node, user, position, made) if _is_number(node) else node  # noqa: E731
+        arguments = fx.map_arg(number.args, swap)
+    with graph.inserting_before(user):
+        node = made[number] = graph.call_function(target, tuple(arguments), dict(number.kwargs))
+    node.meta = {"val": number.meta["val"], "nn_module_stack": user.meta.get("nn_module_stack")}
+    return node
+
+
+def _tensors_with(
+    number: fx.Node, user: fx.Node, position: dict[fx.Node, int], everywhere: bool
+) -> Iterator[tuple[fx.Node, int]]:
+    """Yield (tensor, dimension) with that size among what `user` was computed from, last first; then among the operands
+    of what its result meets, which an operation without operands needs (the noise of a stochastic depth).
+
+    everywhere: False: search its operands only.
+    """
+    wanted = number.meta["val"].node.expr
+
+    def fitting(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and node.op != "get_attr":
+            for dimension, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr == wanted:
+                    yield node, dimension
+
+    if not everywhere:
+        for source in user.all_input_nodes:
+            yield from fitting(source)
+        return
+    for node in _reached(user, position, lambda node: node.all_input_nodes, -1):
+        yield from fitting(node)
+    for node in _reached(user, position, lambda node: node.users, 1):
+        for source in node.all_input_nodes:
+            if position.get(source, len(position)) < position[user]:
+                yield from fitting(source)
+
+
+def _reached(
+    start: fx.Node, position: dict[fx.Node, int], following: Callable[[fx.Node], Iterable[fx.Node]], order: int
+) -> Iterator[fx.Node]:
+    """Yield nodes reachable from a node, by rising position or, with order -1, falling; numbers are left out."""
+    seen = {start}
+    waiting: list[tuple[int, fx.Node]] = []
+    node = start
+    while True:
+        for neighbour in following(node):
+            if neighbour not in seen and neighbour in position and not _is_number(neighbour):
+                seen.add(neighbour)
+                heapq.heappush(waiting, (order * position[neighbour], neighbour))
+        if not waiting:
+            return
+        node = heapq.heappop(waiting)[1]
+        yield node
+
+
+# -- Cuts a captured graph into the layers of a chain
 
 
 def split_graph(
@@ -288,3 +408,130 @@ def _has_effect(node: fx.Node) -> bool:
     """True where a node stays although nothing reads its result. Random ones move the generator of later layers."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op in ("placeholder", "output", "call_module") or bool(mutated_arguments(node)) or is_random
+
+
+# -- Cuts open the parts of a captured graph that run under the model's own autocast or no_grad blocks.
+#
+# An export returns such a part as one operation, in which no cut can lie. `capture_layers` calls this for each graph;
+# each piece is an operation in the same context, so that the results stay the same to the last bit.
+
+
+def open_regions(captured: Captured, cut_points: Collection[str]) -> None:
+    """Replace each region that runs several cut points' modules by one region for each of them and for what lies
+    between; changes the graph in place. A region whose pieces would change each other's tensors stays one.
+    """
+    for node in captured.graph.find_nodes(op="call_module"):
+        region = captured.extra.get(str(node.target))
+        if isinstance(region, Region):
+            pieces = _pieces(node, region, cut_points)
+            if len(pieces) > 1:
+                _put_pieces(captured, node, region, pieces)
+            elif pieces:
+                for operation in (node, *node.users):
+                    operation.meta["nn_module_stack"] = _stack_of(pieces[0])
+
+
+def _pieces(node: fx.Node, region: Region, cut_points: Collection[str]) -> list[list[fx.Node]]:
+    """Return the operations of a region, divided where cut points ask."""
+    outer = module_calls(node).keys()
+    pieces: list[list[fx.Node]] = []
+    for (cut, inside), run in groupby(_operations(region), lambda operation: _place(operation, outer, cut_points)):
+        if cut is None and not inside and pieces:
+            pieces[-1] += run  # operations of no module follow those before them
+        else:
+            pieces.append(list(run))
+    made = {operation: number for number, piece in enumerate(pieces) for operation in piece}
+    for operation in made:
+        if any(made.get(argument, -1) not in (made[operation], -1) for argument in mutated_arguments(operation)):
+            return [list(made)]
+    return _with_weights_together(node, region, pieces) if region.context is torch.autocast else pieces
+
+
+def _operations(region: Region) -> list[fx.Node]:
+    operations = (node for node in region.body.graph.nodes if node.op in ("call_function", "call_module"))
+    return [operation for operation in operations if operation.target is not getattr]
+
+
+def _place(operation: fx.Node, outer: Collection[str], cut_points: Collection[str]) -> tuple[str | None, bool]:
+    """Return an operation's call of a cut point's module, and whether it lies in a module of the region."""
+    calls = {key: path for key, path in module_calls(operation).items() if key not in outer}
+    return next((key for key, path in reversed(calls.items()) if path in cut_points), None), bool(calls)
+
+
+def _with_weights_together(node: fx.Node, region: Region, pieces: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Join all pieces from the first to the last that reads a weight, since autocast makes one copy of it."""
+    number = {operation: at for at, piece in enumerate(pieces) for operation in piece}
+    ranges = []
+    for argument, source in zip(region.body.graph.find_nodes(op="placeholder"), node.args, strict=True):
+        users = [number[user] for user in argument.users if user in number]
+        if isinstance(source, fx.Node) and source.op == "get_attr" and users:
+            ranges.append((min(users), max(users)))
+    place = joined(len(pieces), ranges)
+    return [
+        [operation for at in group for operation in pieces[at]]
+        for _, group in groupby(range(len(pieces)), place.__getitem__)
+    ]
+
+
+def _put_pieces(captured: Captured, node: fx.Node, region: Region, pieces: Sequence[list[fx.Node]]) -> None:
+    """Replace one region by a region for each of the pieces, and its results by what the pieces make."""
+    body = region.body.graph
+    values: dict[fx.Node, fx.Node] = dict(zip(body.find_nodes(op="placeholder"), node.args, strict=True))  # type: ignore[arg-type]
+    (results,) = body.find_nodes(op="output")[0].args
+    kept = {output for output in results if isinstance(output, fx.Node)}
+    for number, piece in enumerate(pieces):
+        writes = [operation for operation in piece if operation in kept or not set(operation.users) <= {*piece}]
+        graph, reads = _graph_of(piece, writes)
+        held = {
+            str(operation.target): region.body.get_submodule(str(operation.target))
+            for operation in piece
+            if operation.op == "call_module"
+        }
+        target = f"{node.target}_{number}"
+        captured.extra[target] = Region(CapturedGraph(nn.ModuleDict(held), graph), region.context, region.arguments)
+        stack = _stack_of(piece)
+        with captured.graph.inserting_before(node):
+            call = captured.graph.call_module(target, tuple(values[source] for source in reads))
+            call.meta = {"val": tuple(operation.meta.get("val") for operation in writes), "nn_module_stack": stack}
+            call.meta["inner_stacks"] = [operation.meta.get("nn_module_stack") or {} for operation in piece]
+            for place, operation in enumerate(writes):
+                values[operation] = captured.graph.call_function(operator.getitem, (call, place))
+                values[operation].meta = {"val": operation.meta.get("val"), "nn_module_stack": stack}
+    for user in list(node.users):
+        value = values[results[user.args[1]]]
+        user.replace_all_uses_with(value)
+        captured.outputs.update({name: value for name, output in captured.outputs.items() if output is user})
+        captured.graph.erase_node(user)
+    captured.graph.erase_node(node)
+    del captured.extra[str(node.target)]
+
+
+def _stack_of(piece: Sequence[fx.Node]) -> dict[str, Any]:
+    """Return the calls of modules that a piece runs in, without trailing operations of no module."""
+    stacks = [
+        stack
+        for operation in piece
+        if (stack := operation.meta.get("nn_module_stack") or {}) and module_path(operation)
+    ]
+    return {key: entry for key, entry in stacks[0].items() if all(key in stack for stack in stacks)} if stacks else {}
+
+
+def _graph_of(piece: Sequence[fx.Node], writes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """Return the graph of some operations, and the values that it reads."""
+    graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
+    env: dict[fx.Node, fx.Node] = {}
+
+    def here(node: fx.Node) -> fx.Node:
+        if node in env:
+            return env[node]
+        if node.target is getattr:  # the device of a value that is read
+            env[node] = graph.node_copy(node, here)
+        elif node not in inputs:
+            with graph.inserting_before():
+                inputs[node] = graph.placeholder(f"value_{len(inputs)}")
+        return env.get(node) or inputs[node]
+
+    for operation in piece:
+        env[operation] = graph.node_copy(operation, here)
+    graph.output(tuple(env[operation] for operation in writes))
+    return graph, [*reversed(inputs)]

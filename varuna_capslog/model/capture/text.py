@@ -8,19 +8,27 @@ only functions that it names are operators on tensors and a few functions of Pyt
 from __future__ import annotations
 
 import builtins
+import functools
+import hashlib
+import itertools
 import json
+import logging
 import math
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.files import whole_file, write_failure, write_text
 from varuna_capslog.model.capture.python_calls import (
     CallShape,
     FunctionCall,
@@ -29,12 +37,26 @@ from varuna_capslog.model.capture.python_calls import (
     Whole,
     WholeModel,
 )
-from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard, Region
+from varuna_capslog.model.capture.runtime import (
+    ByMode,
+    ByShape,
+    CapturedGraph,
+    FixedSize,
+    Guard,
+    Region,
+    Sizes,
+    Varying,
+    hold,
+)
 from varuna_capslog.model.capture.split import layer_module
 from varuna_capslog.model.layer import Layer
+from varuna_capslog.model.signature import run_signature
+from varuna_capslog.model.sources import class_name, code_digest, module_settings
+from varuna_capslog.model.state_file import load_tensors
 from varuna_capslog.model.training_modes import freeze_layers
 
-__all__ = ["CapturedLayers", "NotText", "from_text", "to_text"]
+__all__ = ["CaptureRequest", "CapturedLayers", "Kept", "NotText", "OneOf", "by_shape", "from_text", "to_text"]
+
 
 CapturedLayers = tuple[list[Layer], tuple[str, ...], tuple[str, ...]]
 """Result of `capture_layers`: layers, names of the inputs, names of the outputs."""
@@ -278,3 +300,344 @@ def _value(described: Any, made: Mapping[str, fx.Node]) -> Any:
             constant = getattr(torch, content)
             assert isinstance(constant, _TYPES)
             return constant
+
+
+# -- Keeps captures for every process of a run: files in the run's folder, each with one captured model.
+#
+# `capture_layers` reads here first. A file belongs to the model's code, structure, inputs and cut points and to the
+# version of torch; where anything differs, or the file is damaged, the model is captured anew, which is never wrong.
+# It holds the layers, but not the classes of its own in which the model returns their outputs (`captured_result`),
+# which no run needs.
+
+
+_DAMAGED = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    NotText,
+)
+"""Errors that reading a file raises that is not the one that was written."""
+
+_REFUSAL = ".txt"
+"""Suffix of a file that says why a request cannot be captured."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """Arguments of `capture_layers`, which decide what is captured.
+
+    Attributes:
+        example: (positional arguments, keyword arguments).
+    """
+
+    model: nn.Module
+    cut_points: Sequence[str] | None
+    example: tuple[tuple[Any, ...], Mapping[str, Any]]
+    outputs: Sequence[str] | None
+    evaluates: bool
+
+    def digest(self, code: Sequence[str] = ()) -> str:
+        """SHA-256 of all that decides what is captured; weights do not count.
+
+        Args:
+            code: Python modules beside those of the model's classes.
+        """
+        digest = hashlib.sha256(repr((torch.__version__, self.cut_points, self.outputs, self.evaluates)).encode())
+        leaves, spec = pytree.tree_flatten((self.example[0], dict(self.example[1])))
+        digest.update(repr(([_described(leaf) for leaf in leaves], str(spec))).encode())
+        tensors: dict[int, str] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            digest.update(repr((path, class_name(type(module)), list(module_settings(module)))).encode())
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None:
+                    first = tensors.setdefault(id(tensor), f"{path}.{name}")
+                    digest.update(repr((name, first, tensor.shape, tensor.stride(), tensor.dtype)).encode())
+                    digest.update(repr((tensor.requires_grad, name in module._non_persistent_buffers_set)).encode())
+        digest.update(code_digest({type(module) for module in self.model.modules()}, code).encode())
+        for file in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+
+def _described(leaf: Any) -> object:
+    if isinstance(leaf, Varying):
+        return leaf.dimensions, _described(leaf.tensor)
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), str(leaf.dtype), leaf.requires_grad
+    return class_name(type(leaf)), repr(leaf)
+
+
+class Kept:
+    """The captures of one run.
+
+    Args:
+        folder: of the run's captures; it may be missing.
+        code: Python modules, beside those of the model's classes, whose code decides what is captured.
+
+    Attributes:
+        writes: whether what is captured anew is kept here.
+    """
+
+    def __init__(self, folder: Path, code: Sequence[str] = ()) -> None:
+        self._folder, self._code = folder, tuple(code)
+        self.writes = False
+
+    def read(self, request: CaptureRequest) -> CapturedLayers | None:
+        """Return the capture that was kept for this request, on the modules of its model; None if there is none.
+
+        Raises FixedSize where it is known that the request cannot be captured.
+        """
+        if not self._folder.is_dir():
+            return None
+        path = self._path(request)
+        if (refusal := path.with_suffix(_REFUSAL)).is_file():
+            raise FixedSize(refusal.read_text(encoding="utf-8"))
+        try:
+            contents = load_tensors(path)
+            tensors = contents["tensors"]
+            if contents["digest"] != _digest(contents["layers"], tensors):
+                raise ValueError("its digest differs")
+            return from_text(contents["layers"], tensors, request.model)
+        except FileNotFoundError:
+            if not self.writes:
+                _log.warning(
+                    "%s holds no capture of this model, code and torch %s: it is captured here",
+                    self._folder,
+                    torch.__version__,
+                )
+        except _DAMAGED as error:
+            _log.warning("the kept capture %s is damaged (%s): the model is captured here", path, error)
+        return None
+
+    def refuse(self, request: CaptureRequest, error: FixedSize) -> None:
+        """Record that a request cannot be captured, so that no other process tries."""
+        for evaluates in (True, False):  # the sizes of inputs do not depend on the modes that are asked for
+            write_text(self._path(replace(request, evaluates=evaluates)).with_suffix(_REFUSAL), str(error))
+
+    def write(self, request: CaptureRequest, captured: CapturedLayers) -> None:
+        """Keep a capture; where it has no text form the log says so, and every process captures the model itself."""
+        try:
+            text, tensors = to_text(captured, request.model)
+        except NotText as error:
+            _log.warning("the captured model is not handed to the workers (%s): each captures it itself", error)
+            return
+        path = self._path(request)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as file:
+                torch.save({"layers": text, "tensors": tensors, "digest": _digest(text, tensors)}, file)
+        except OSError as error:
+            raise write_failure(f"{path} cannot be written", error) from error
+
+    def _path(self, request: CaptureRequest) -> Path:
+        return self._folder / f"{request.digest(self._code)[:32]}.pt"
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+# -- Merges several captures of one model, each for other input sizes, where no single capture runs them all.
+#
+# All captures hold the model's own parameters and modules. A merged layer holds these with the graphs of all
+# captures, and runs the graph that was captured for the shapes of its inputs. Where these shapes do not decide (a
+# table of positions that is made from nothing), the layer also reads an input of the model.
+
+
+class OneOf:
+    """Example inputs of several shapes, each captured by itself.
+
+    Args:
+        examples: each as for one capture: a mapping of keyword arguments, or positional ones. The first decides where
+            the model is cut.
+    """
+
+    def __init__(self, examples: Sequence[Mapping[str, Any] | Sequence[Any]]) -> None:
+        self.examples = tuple(examples)
+
+
+def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
+    """Merge the layers of several captures; those of a single capture are returned as they are.
+
+    Args:
+        name: the model's, for messages.
+
+    Raises:
+        CapslogError: for some sizes the model is cut into other layers or hands on other tensors.
+    """
+    layers, inputs, outputs = captures[0]
+    for others, other_inputs, other_outputs in captures[1:]:
+        signatures = [(layer.name, layer.reads, layer.writes) for layer in layers]
+        if (signatures, inputs, outputs) != (
+            [(layer.name, layer.reads, layer.writes) for layer in others],
+            other_inputs,
+            other_outputs,
+        ):
+            raise CapslogError(
+                f"{name} is not the same chain of layers for all sizes of its inputs: {_difference(layers, others)}; "
+                "give the sizes one by one, or cut points at which it is"
+            )
+    if len(captures) == 1:
+        return captures[0]
+    sizes = [_sizes_of_inputs(capture) for capture in captures]
+    merged_layers = []
+    for number, layer in enumerate(layers):
+        modules = [capture[0][number].module for capture in captures]
+        if not all(isinstance(module, fx.GraphModule) for module in modules):  # of an nn.Sequential, for any shape
+            merged_layers.append(layer)
+            continue
+        graphs = cast(list[fx.GraphModule], modules)
+        beside = _told_apart_by(layer.name, graphs, sizes)
+        extra = [] if beside is None else [(beside, input_sizes[beside]) for input_sizes in sizes]
+        reads = layer.reads if beside is None else (*layer.reads, beside)
+        merged_layers.append(Layer(layer.name, _merged(graphs, extra), reads, layer.writes))
+    return merged_layers, inputs, outputs
+
+
+def _sizes_of_inputs(captured: CapturedLayers) -> dict[str, Sizes]:
+    """Return the shapes of the chain's inputs, as the layers that read them were captured for."""
+    shapes: dict[str, Sizes] = {}
+    for layer in captured[0]:
+        if isinstance(layer.module, fx.GraphModule):
+            guard = _guard(layer.module)
+            shapes |= {
+                name: sizes for name, sizes in zip(guard.names, guard.shapes, strict=True) if name in captured[1]
+            }
+    return shapes
+
+
+def _guard(module: fx.GraphModule) -> Guard:
+    return cast(Guard, module.get_submodule("guard"))
+
+
+def _difference(layers: Sequence[Layer], others: Sequence[Layer]) -> str:
+    for layer, other_layer in zip(layers, others, strict=False):
+        if (layer.name, layer.reads, layer.writes) != (other_layer.name, other_layer.reads, other_layer.writes):
+            return f"{_layer_text(layer)} for one size, {_layer_text(other_layer)} for another one"
+    return f"{len(layers)} layers or {len(others)}"
+
+
+def _layer_text(layer: Layer) -> str:
+    return f"layer {layer.name!r} reads {list(layer.reads)} and writes {list(layer.writes)}"
+
+
+def _merged(modules: Sequence[fx.GraphModule], extra: Sequence[tuple[str, Sizes]]) -> nn.Module:
+    """Merge a layer's graphs for several shapes into one module.
+
+    extra: for each module, name and shape of one more input that selects the graph; empty where none is needed.
+    """
+    graphs: list[fx.Graph] = []
+    guards: list[str] = []
+    held: dict[str, Any] = {}
+    for number, module in enumerate(modules):
+        graph, env, values = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
+        guard = _guard(module)
+        if extra:
+            name, sizes = extra[number]
+            guard = Guard(guard.layer, (*guard.names, name), (*guard.shapes, sizes), guard.train_only, guard.conditions)
+        for node in module.graph.find_nodes(op="placeholder"):
+            env[node] = graph.node_copy(node)
+            values.append(env[node])
+        if extra:
+            values.append(graph.placeholder(f"value_{len(values)}"))
+        guards.append(_name("guard", guard, number, held))
+        held[guards[-1]] = guard
+        graph.call_module(guards[-1], tuple(values))
+        for node in module.graph.nodes:
+            if node.op == "placeholder" or (node.op == "call_module" and node.target == "guard"):
+                continue
+            env[node] = graph.node_copy(node, lambda source, copies=env: copies[source])  # type: ignore[misc]
+            if node.op in ("get_attr", "call_module"):
+                attribute = _attribute_of(module, str(node.target))
+                env[node].target = _name(str(node.target), attribute, number, held)
+                held.setdefault(str(env[node].target), attribute)
+        graphs.append(graph)
+    merged = ByShape(held, graphs[0], class_name="CapturedLayer")
+    for target, attribute in held.items():
+        hold(merged, target, attribute)
+    merged.take_graphs(graphs, guards)
+    for module in modules:
+        _take_over(merged, module)
+    return merged
+
+
+def _attribute_of(module: nn.Module, target: str) -> Any:
+    return functools.reduce(getattr, target.split("."), module)
+
+
+def _name(target: str, attribute: object, number: int, held: Mapping[str, object]) -> str:
+    """Name under which the merged module holds an attribute: its own, or a new one where another object has that."""
+    present = held.get(target, attribute)
+    return target if present is attribute or _equal(present, attribute) else f"shape{number}_{target.replace('.', '_')}"
+
+
+def _equal(first: object, second: object) -> bool:
+    """True where two constants of the model's code hold the same numbers."""
+    if isinstance(first, nn.Parameter) or not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return False
+    return first.dtype == second.dtype and first.device == second.device and torch.equal(first, second)
+
+
+def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
+    """Take over modes, persistence of buffers and the layer's place in its model from one of the captures."""
+    kept_out = {
+        id(value)
+        for part in module.modules()
+        for name, value in part._buffers.items()
+        if name in part._non_persistent_buffers_set
+    }
+    for part in merged.modules():
+        out = {name for name, value in part._buffers.items() if id(value) in kept_out}
+        part._non_persistent_buffers_set |= out
+    merged.training = module.training
+    assert isinstance(module, CapturedGraph)
+    merged.freeze_as(module)
+    for key, value in module.meta.items():
+        before = merged.meta.get(key, ())
+        both = isinstance(value, tuple) and isinstance(before, tuple)
+        merged.meta[key] = tuple(dict.fromkeys((*before, *value))) if both else merged.meta.get(key, value)
+
+
+def _told_apart_by(layer: str, modules: Sequence[fx.GraphModule], sizes: Sequence[Mapping[str, Sizes]]) -> str | None:
+    """Return the model's input that a layer must read as well, or None.
+
+    It needs one where its own tensors have the same shapes for two sizes but it does not do the same with them.
+    """
+    unclear = [
+        (first, second)
+        for first, second in itertools.combinations(range(len(modules)), 2)
+        if _guard(modules[first]).shapes == _guard(modules[second]).shapes
+        and not _same_work(modules[first], modules[second])
+    ]
+    if not unclear:
+        return None
+    for name in sizes[0]:
+        if all(sizes[first].get(name) != sizes[second].get(name) for first, second in unclear):
+            return name
+    raise CapslogError(
+        f"layer {layer!r} does not do the same for two of the sizes that the model is captured for, but gets tensors "
+        "of the same shapes for both, and no input of the model tells them apart; leave one of these sizes out"
+    )
+
+
+def _same_work(first: fx.GraphModule, second: fx.GraphModule) -> bool:
+    signatures = [run_signature([Layer("", module, (), ())]) for module in (first, second)]
+    return signatures[0] == signatures[1] and all(
+        tensor is other_tensor or _equal(tensor, other_tensor)
+        for tensor, other_tensor in zip(_tensors(first), _tensors(second), strict=True)
+    )
+
+
+def _tensors(module: fx.GraphModule) -> list[object]:
+    """Return what a graph reads beside its inputs, in order."""
+    return [_attribute_of(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]

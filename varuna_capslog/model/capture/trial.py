@@ -21,8 +21,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.opaque import OpaqueCalls
 from varuna_capslog.model.capture.step_memory import KeptTensor, MemoryGuard, NoRoom, StepMemory, with_room
 from varuna_capslog.model.hollow import ReadNumbers, on_host, unlogged
-from varuna_capslog.model.python_state import PythonState, StateChange
-from varuna_capslog.model.random_states import RandomStates
+from varuna_capslog.model.python_state import PythonState, RandomStates, StateChange
 
 __all__ = ["Watch", "has_weights", "same_bits", "try_model", "untouched"]
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.export import OutputName
+from varuna_capslog.model.capture.export import OutputName, named_leaves, paths_of
 from varuna_capslog.model.capture.exporting import bare
-from varuna_capslog.model.capture.leaves import named_leaves, paths_of
 from varuna_capslog.model.capture.opaque import OpaqueCalls
 from varuna_capslog.model.capture.python_calls import CallShape, WholeModel
 from varuna_capslog.model.capture.text import CapturedLayers

@@ -18,8 +18,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.layer import Layer
-from varuna_capslog.model.splitting.pieces import PartOf, TensorPiece
+from varuna_capslog.model.layer import Layer, PartOf, TensorPiece
 
 __all__ = ["KINDS", "Splitter", "share_of", "wanted_split"]
 

@@ -3,14 +3,14 @@
 `IntervalFronts` searches all ranges of layers at once and answers for any number of calls in flight and any budget.
 """
 
-from varuna_capslog.planners.intervals.choice import (
+from varuna_capslog.planners.intervals.fronts import DEFAULT_LABELS, EXACT_LAYERS, IntervalFronts
+from varuna_capslog.planners.intervals.tables import (
     Handling,
     IntervalChoice,
     again_seconds,
     combined_seconds,
     stage_bytes,
 )
-from varuna_capslog.planners.intervals.fronts import DEFAULT_LABELS, EXACT_LAYERS, IntervalFronts
 
 __all__ = [
     "DEFAULT_LABELS",

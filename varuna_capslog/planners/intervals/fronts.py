@@ -25,17 +25,18 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.costs import NEVER, Bytes
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.segments import Before, Beside, CallSegment
-from varuna_capslog.planners.intervals.choice import (
+from varuna_capslog.planners.intervals.labels import ON_DEVICE, WHOLE, Finished, Kin, Labels, Thinning, fewer, joined
+from varuna_capslog.planners.intervals.tables import (
     DEFAULT_HANDLING,
+    KINDS,
     Handling,
     IntervalChoice,
+    SegmentTable,
+    States,
     combined_seconds,
     others_bytes,
     stage_bytes,
 )
-from varuna_capslog.planners.intervals.finished import Finished
-from varuna_capslog.planners.intervals.labels import ON_DEVICE, WHOLE, Kin, Labels, Thinning, fewer, joined
-from varuna_capslog.planners.intervals.tables import KINDS, SegmentTable, States
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval
 

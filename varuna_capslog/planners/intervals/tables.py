@@ -6,24 +6,209 @@ equal in this are in one state.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import fields
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.range_bytes import BackwardWork, RangeBytes
-from varuna_capslog.memory.segments import Before, Beside, CallSegment
-from varuna_capslog.planners.intervals.choice import runs_again
+from varuna_capslog.memory.segments import Before, Beside, CallSegment, Treatment, treated
 from varuna_capslog.planners.seconds import LayerSeconds
-from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval
+from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, pieces_of
 
-__all__ = ["KINDS", "SegmentTable", "States"]
+__all__ = [
+    "DEFAULT_HANDLING",
+    "KINDS",
+    "Handling",
+    "IntervalChoice",
+    "SegmentTable",
+    "States",
+    "again_seconds",
+    "bytes_of",
+    "combined_seconds",
+    "others_bytes",
+    "runs_again",
+    "stage_bytes",
+]
+
+
+# -- Bytes and seconds of a given choice of memory intervals for one stage, and how the stage handles its calls.
+#
+# The search (`fronts`) adds up the same numbers segment by segment.
+
+
+@dataclass(frozen=True)
+class Handling:
+    """Properties of a stage's action list, and the cost of copies.
+
+    recomputed, later, split: as in `memory.treatment.treated`: the list has an R for every call; it has an O for every
+        call; its backwards are in two halves.
+    calls: of a step, each of which leaves its running statistics.
+    waiting_blocks: gradient sums of the stage's parameters that are held beside the one being accumulated: 0 with one
+        accumulation block, 1 with several where no other rank holds the layers, else the number of blocks less one.
+    host_bandwidth: bytes per second between a rank and its host tier; None: copies take no time.
+    at_once: every backward directly follows its forward, so that the last segment keeps its graph.
+    copies_beside: copies overlap with the computation, so that a call takes the longer of the two; else it takes both.
+    """
+
+    recomputed: bool = False
+    later: bool = False
+    split: bool = False
+    calls: int = 1
+    waiting_blocks: int = 0
+    host_bandwidth: float | None = None
+    copies_beside: bool = True
+    at_once: bool = False
+
+    def __post_init__(self) -> None:
+        fields.whole(self.calls, "calls", minimum=1)
+        fields.whole(self.waiting_blocks, "waiting_blocks")
+        if self.host_bandwidth is not None and not 0 < self.host_bandwidth < float("inf"):
+            raise CapslogError(f"host_bandwidth is {self.host_bandwidth}; give bytes per second above 0, or none")
+
+
+DEFAULT_HANDLING = Handling()
+
+
+@dataclass(frozen=True)
+class IntervalChoice:
+    """The cheapest intervals that the search has for a stage.
+
+    seconds: of one call. bound_seconds: no choice that fits is faster; equal to `seconds` where the search was exact.
+    bytes: by `stage_bytes`. moved_bytes: of one call to the host tier, and as many back, by `treated`; the copies of a
+        simulated step (`planning.stage_seconds.copy_seconds`) are sums of `saved_bytes`, which may differ a little.
+    again_seconds: of recomputed forwards; part of `seconds`, or hidden behind copies that take longer.
+    """
+
+    intervals: tuple[MemoryInterval, ...]
+    seconds: float
+    bound_seconds: float
+    bytes: int
+    moved_bytes: int
+    again_seconds: float
+
+
+def stage_bytes(
+    ranges: RangeBytes,
+    first: int,
+    end: int,
+    intervals: Sequence[MemoryInterval],
+    in_flight: int,
+    handling: Handling = DEFAULT_HANDLING,
+    at_least: bool = False,
+) -> int:
+    """Return the peak bytes of a stage with these intervals and `in_flight` calls in flight. It is the sum of
+
+        resident bytes, running statistics of all calls, gradients of parameters
+        + bytes of the other calls in flight while they wait
+        + the most bytes that any action of the current call needs, with all that this call holds
+
+    All numbers come from `treated`. In a list with an O, one waiting call also counts the bytes of its copy, since it
+    may be leaving or returning; where backwards are split, each waiting call may be between its two halves. So in these
+    parts a list may take less, never more.
+
+    Bytes that depend on other stages are left out: messages on their way, inputs that a neighbour on the same rank
+    also holds, the gradient exchange and the update at the end of the step, and an R that runs earlier than directly
+    before its backward. `memory.fold` counts them.
+
+    at_least: count only the bytes of each waiting call that stay on the device.
+
+    Raises CapslogError where the profile lacks the halves of a split backward.
+    """
+    modes = handling.recomputed, handling.later, handling.at_once, handling.split
+    treatment = treated(ranges, ((first, end),), intervals, *modes)
+    return bytes_of(treatment, ranges, first, end, in_flight, handling, at_least)
+
+
+def bytes_of(
+    treatment: Treatment,
+    ranges: RangeBytes,
+    first: int,
+    end: int,
+    in_flight: int,
+    handling: Handling = DEFAULT_HANDLING,
+    at_least: bool = False,
+) -> int:
+    """Return `stage_bytes` of calls of this treatment."""
+    gradients = ranges.made(first, end)
+    gradient_out = 0 if end == ranges.num_layers else ranges.gradient[end]
+    waits, back = treatment.held - treatment.away, treatment.held - treatment.away + treatment.host
+    forward = ranges.crossing[first] + treatment.forward
+    actions = [forward, back + treatment.recompute, back + treatment.grown + gradient_out]
+    if treatment.halves is None:
+        actions.append(treatment.backward)
+        first_backward = treatment.first_backward
+    else:
+        actions += [treatment.halves.inputs, treatment.halves.weights]
+        first_backward = treatment.halves.first_weights
+    between = 0 if treatment.halves is None else treatment.halves.between
+    others = others_bytes(handling, in_flight, waits, treatment.held, treatment.host, between)
+    others = (in_flight - 1) * waits if at_least else others
+    resident = ranges.resident(range(first, end)) + handling.calls * ranges.statistics(first, end)
+    return (
+        resident
+        + handling.waiting_blocks * gradients
+        + int(others)
+        + max(first_backward, *(a + gradients for a in actions))
+    )
+
+
+def others_bytes(handling: Handling, in_flight: int, waits: Any, held: Any, host: Any, between: Any) -> Any:
+    """Return the bytes of the waiting calls, all in flight but the current one; the arguments are those of `Sums`, or
+    arrays.
+
+    The result never falls where an argument rises.
+    """
+    each = np.maximum(waits, between)
+    if not handling.later or in_flight < 2:
+        return (in_flight - 1) * each
+    return (in_flight - 2) * each + np.maximum(each, np.maximum(held, waits + host))
+
+
+def again_seconds(
+    ranges: RangeBytes, seconds: LayerSeconds, first: int, end: int, intervals: Sequence[MemoryInterval]
+) -> float:
+    """Return the seconds of one call's recomputed forwards: those of intervals that recompute.
+
+    Two kinds of them take no more time. The engine does not recompute layers to which no gradient comes back; and where
+    an interval ends with the loss and leaves no running statistics, its first forward is left out, since nothing reads
+    its outputs.
+    """
+    return sum(
+        float(seconds.forward[interval.end] - seconds.forward[interval.first])
+        for interval in pieces_of(first, end, intervals)
+        if interval.recomputes and runs_again(ranges, interval.first, interval.end)
+    )
+
+
+def runs_again(ranges: RangeBytes, first: int, end: int) -> bool:
+    """Return True where recomputing these layers takes time; see `again_seconds`."""
+    if end == ranges.num_layers:
+        return ranges.statistics(first, end) > 0
+    return ranges.carries[end]
+
+
+def combined_seconds(handling: Handling, compute: Any, moved_bytes: Any) -> Any:
+    """Return the seconds of a call from its computation and the bytes it moves to the host tier and back; also for
+    arrays.
+    """
+    if handling.host_bandwidth is None:
+        return compute
+    copies = 2 * moved_bytes / handling.host_bandwidth
+    return np.maximum(compute, copies) if handling.copies_beside else compute + copies
+
+
+# -- The segments of a chain and the states between them
+
 
 KINDS = (KEEP, *INTERVAL_KINDS)
 _WORKS = ("backward", "first_backward", "input_half")
-_NUMBERS = tuple(field.name for field in fields(CallSegment) if field.name not in ("part", "kept", *_WORKS))
+_NUMBERS = tuple(field.name for field in dataclasses.fields(CallSegment) if field.name not in ("part", "kept", *_WORKS))
 _COLUMNS = len(_NUMBERS) + len(_WORKS) * len(BackwardWork._fields)
 
 

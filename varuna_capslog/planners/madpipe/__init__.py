@@ -7,8 +7,7 @@ ScaDL 2022. `allocation` finds the stages (Sec. 4.2), `pattern` finds the start 
 
 from __future__ import annotations
 
-from varuna_capslog.planners.madpipe.allocation import CLOSE, Allocation, best_allocation
-from varuna_capslog.planners.madpipe.costs import ChainCosts
+from varuna_capslog.planners.madpipe.allocation import CLOSE, Allocation, ChainCosts, best_allocation
 from varuna_capslog.planners.madpipe.pattern import Pattern, periodic_pattern
 
 __all__ = [

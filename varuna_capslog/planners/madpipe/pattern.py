@@ -27,8 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.planners.madpipe.allocation import Allocation
-from varuna_capslog.planners.madpipe.costs import ChainCosts
+from varuna_capslog.planners.madpipe.allocation import Allocation, ChainCosts
 
 __all__ = ["Operation", "Pattern", "periodic_pattern"]
 

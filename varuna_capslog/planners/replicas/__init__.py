@@ -11,10 +11,9 @@ from dataclasses import replace
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas.capture import capture_stages
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage, check_tensors
-from varuna_capslog.planners.replicas.graphpipe import graphpipe_stages
+from varuna_capslog.planners.replicas.graphpipe import downset_count, graphpipe_stages, tree_of
 from varuna_capslog.planners.replicas.pipedream import pipedream_stages
 from varuna_capslog.planners.replicas.piper import piper_stages
-from varuna_capslog.planners.replicas.series_parallel import downset_count, tree_of
 
 __all__ = ["COMPARES_PEAKS", "NEEDS_TENSORS", "REPLICATED", "GraphCosts", "ReplicatedStage", "check_tensors"]
 

@@ -18,7 +18,7 @@ Deviations, unless `printed` is True:
 
 - The printed peak does not depend on a stage's position: every sample of a step that a replica takes counts. Under 1F1B
   a stage holds a call only until its gradient has come back, so the calls in flight are those that
-  `schedules/in_flight` gives for the stages behind it in the plan.
+  `schedules/generators` gives for the stages behind it in the plan.
 - Replicas keep the gradients of each of their blocks until the exchange, which the paper's all-reduce does not. With
   `costs.blocks` blocks in a step a replica holds ceil(blocks / d) - 1 more gradients of its parameters, and takes as
   many microbatches at once as a block has.
@@ -37,7 +37,7 @@ from functools import cached_property
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
-from varuna_capslog.schedules.in_flight import table_3_2
+from varuna_capslog.schedules.generators import table_3_2
 
 __all__ = ["MOST_GROUPS", "DegreePeaks", "capture_stages", "merged"]
 

@@ -3,12 +3,10 @@
 One file per family of forms; `targets` lists them for `capslog export`. Nothing here imports torch.
 """
 
-from varuna_capslog.planning.export.accelerate_map import device_map
-from varuna_capslog.planning.export.block_counts import megatron, sglang, vllm
 from varuna_capslog.planning.export.deepspeed_file import deepspeed
-from varuna_capslog.planning.export.module_lists import automodel, torchtitan
-from varuna_capslog.planning.export.targets import TARGETS, Request, names_in, notes, written
-from varuna_capslog.planning.export.torch_schedule import torch_csv
+from varuna_capslog.planning.export.module_lists import automodel, device_map, torchtitan
+from varuna_capslog.planning.export.repeated_blocks import megatron, sglang, vllm
+from varuna_capslog.planning.export.targets import TARGETS, Request, names_in, notes, torch_csv, written
 
 __all__ = [
     "TARGETS",

@@ -8,25 +8,68 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
-from varuna_capslog.planners.pipelines import waiting_blocks
+from varuna_capslog.planners.fleet import waiting_blocks
 from varuna_capslog.planning.layerwise import layerwise_plan
-from varuna_capslog.planning.placed.shared_moments import with_shared_moments
 from varuna_capslog.planning.playing import SAME, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.stage_seconds import moment_bytes
-from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
+from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.beside import with_beside
-from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiles.record import Profile, with_beside
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["equal_pipelines_plan", "lacking"]
+__all__ = ["equal_pipelines_plan", "lacking", "with_shared_moments"]
+
+
+# -- Distribution of the optimizer's moments of layers over replicas: about as many bytes on each.
+#
+# `replicated` asks it for plans that do not fit where every replica keeps all of them.
+
+
+def with_shared_moments(profile: Profile, plan: Plan) -> Plan | None:
+    """The plan where one holder alone keeps the moments of each layer: the one with the fewest bytes of them so far,
+    the largest layers first. None where no layer has several holders whose moments the profile tells.
+
+    Layers that share parameters keep theirs everywhere, as the engine wants it.
+    """
+    sizes, apart = moment_bytes(profile), {layer for parameter in profile.shared for layer in parameter.layers}
+    holders = defaultdict[int, list[int]](list)
+    for number, stage in enumerate(plan.stages):
+        for layer in stage.numbers:
+            holders[layer].append(number)
+    several = [layer for layer, numbers in holders.items() if len(numbers) > 1 and layer not in apart]
+    shared = [layer for layer in several if sizes.get(layer)]
+    if not shared:
+        return None
+    kept: dict[int, int] = defaultdict(int)
+    for layer in holders.keys() - set(shared):
+        for number in holders[layer]:
+            kept[plan.stages[number].rank] += sizes.get(layer) or 0
+    elsewhere: dict[int, set[int]] = defaultdict(set)
+    for layer in sorted(shared, key=lambda layer: (-(sizes[layer] or 0), layer)):
+        keeper = min(holders[layer], key=lambda number: kept[plan.stages[number].rank])
+        kept[plan.stages[keeper].rank] += sizes[layer] or 0
+        for number in set(holders[layer]) - {keeper}:
+            elsewhere[number].add(layer)
+    stages = tuple(_leaving(stage, elsewhere[number]) for number, stage in enumerate(plan.stages))
+    return dataclasses.replace(plan, stages=stages)
+
+
+def _leaving(stage: PlanStage, layers: set[int]) -> PlanStage:
+    """The stage whose rank keeps no moments of these layers."""
+    pieces = tuple(MemoryInterval(*piece, "replica") for piece in ranges_of(sorted(layers))) if layers else ()
+    return dataclasses.replace(stage, moments=pieces)
+
+
+# -- Planner `budget` for several equal pipelines
+
 
 _ROUNDS = 4
 """Searches, each with less memory than the one before, until the pipelines fit together."""

@@ -4,21 +4,124 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET, JOINT
 from varuna_capslog.planners.joint import Device, JointPlan, NoFleet, best_fleet, best_fleet_of_run
+from varuna_capslog.planners.replicas import NEEDS_TENSORS, REPLICATED, GraphCosts, ReplicatedStage
 from varuna_capslog.planning.cuts import cut_plan
 from varuna_capslog.planning.placed.equal_pipelines import equal_pipelines_plan
-from varuna_capslog.planning.placed.graphs import faster_plan
+from varuna_capslog.planning.placed.replicated import PlacedIntervals, StagesPlayed, frame_of
+from varuna_capslog.planning.playing import SAME, even_share_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import judge
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["budget_plan", "joint_plan"]
+__all__ = ["GRAPH_SCHEDULES", "budget_plan", "faster_plan", "joint_plan"]
+
+
+# -- Planner `budget` beyond one line of stages: branches side by side, and replicas of single stages.
+#
+# The stages are those that `graphpipe` finds, or in long lines of layers those of `pipedream`. Both keep what their
+# forwards save. Under a capacity they are asked for layers that save less as well, and stages that do not fit as they
+# are get memory intervals (`intervals`). `registry` asks here for what is faster than a line.
+
+
+GRAPH_SCHEDULES = (AUTO_SCHEDULE, "1f1b")
+"""Schedules of a run in which such stages are weighed: their lists are those of 1f1b."""
+
+_BRANCHES = 0.9
+"""Branches are weighed where the longest way through a model takes less than this part of its seconds."""
+_QUICK = 128
+"""Layers times devices for which `graphpipe` takes a tenth of a second at most where all layers are one line."""
+_SAVED = (1.0, 0.4, 0.0)
+"""Under a capacity, stages are searched for layers that save so much of what they do."""
+
+
+def faster_plan(problem: Problem, line: Plan, until: float | None = None) -> Plan:
+    """A plan with branches or replicas that is faster than `line`, or fits where that does not; else `line`.
+
+    Replicas share the accumulation blocks of the step; where devices leave and join, none leaves moments to another.
+
+    Args:
+        line: of planner `budget`; without `step_seconds` where nothing fits.
+        until: time.perf_counter() when the search ends.
+    """
+    profile, devices, count = problem.profile, problem.width, problem.blocks
+    if devices == 1 or not profile.timed or problem.run.schedule not in GRAPH_SCHEDULES:
+        return line
+    branches, planner = _longest_way(profile) <= _BRANCHES, _asked_for_stages(profile, devices)
+    shape = dataclasses.replace(problem.run, schedule="1f1b")
+    bound, step = even_share_seconds(profile, shape.microbatches, devices), line.step_seconds
+    if not (branches or count != 1) or (step is not None and step <= bound * (1 + SAME)):
+        return line
+    usable = problem.usable
+    try:
+        least = None if usable is None else min(usable)
+        costs = GraphCosts.of_profile(profile, devices, shape.microbatches, least, count, problem.link)
+        intervals = None if usable is None else PlacedIntervals(profile, shape)
+    except CapslogError:  # the profile tells what a line needs, and not what travels or is exchanged
+        return line
+    line_of_layers = profile.edges == [(layer, layer + 1) for layer in range(profile.num_layers - 1)]
+    routes = "direct" if planner in NEEDS_TENSORS and not line_of_layers else "relay"
+    frame = frame_of(problem, shape, BUDGET, routes)
+    search = StagesPlayed(profile, shape, problem.link, frame, costs, intervals, not problem.members_change)
+    search.beat(line)
+    for stages in _answers(costs, planner):
+        if until is not None and time.perf_counter() >= until:
+            break
+        search.weigh(stages)
+    best = search.best
+    if best is None or best.lack or best.plan is line:
+        return line
+    return dataclasses.replace(
+        best.plan,
+        bound_seconds=min(bound, best.step),
+        proven=best.step <= bound * (1 + SAME),
+        search_space=f"any stages on {devices} devices",
+    )
+
+
+def _asked_for_stages(profile: Profile, devices: int) -> str:
+    """The planner whose stages are weighed: `graphpipe`, where branches are worth its search or that is quick."""
+    quick = profile.num_layers * devices <= _QUICK
+    return "graphpipe" if profile.tensors and (quick or _longest_way(profile) <= _BRANCHES) else "pipedream"
+
+
+def _answers(costs: GraphCosts, planner: str) -> Iterator[list[ReplicatedStage]]:
+    """Yield the stages to weigh: those that keep everything, then those of layers that save less."""
+    find, seen = REPLICATED[planner], list[list[ReplicatedStage]]()
+    for part in _SAVED if costs.usable is not None else _SAVED[:1]:
+        try:
+            answers = find(dataclasses.replace(costs, saved=tuple(round(part * size) for size in costs.saved)))
+        except CapslogError:  # a graph that cannot be searched
+            break
+        for stages in answers:
+            if stages not in seen:
+                seen.append(stages)
+                yield stages
+
+
+def _longest_way(profile: Profile) -> float:
+    """The part of a model's seconds that its longest way through the layers takes; 1 where no branches are known."""
+    if not profile.timed or not profile.tensors:
+        return 1.0
+    pairs = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
+    seconds = [float(forward + backward) for forward, backward in pairs]
+    way = list(seconds)  # the longest one that ends with each layer
+    for writer, reader in profile.edges:
+        way[reader] = max(way[reader], way[writer] + seconds[reader])
+    return max(way) / sum(seconds) if any(seconds) else 1.0
+
+
+# -- Plans of planners that share all devices out themselves
 
 
 def budget_plan(problem: Problem, planner: str = BUDGET) -> Plan:

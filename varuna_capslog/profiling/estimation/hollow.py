@@ -22,7 +22,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import shortage
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.executor import Observer
-from varuna_capslog.engine.host.tier import HostRegion, HostTier, Wait
+from varuna_capslog.engine.offload import HostRegion, HostTier, Wait
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors, storage_bytes, storages_of
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
@@ -31,7 +31,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, NeedsValues
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.profiles.action_bytes import ActionBytes
+from varuna_capslog.profiles.record import ActionBytes
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.headroom import StepTrace
@@ -39,19 +39,25 @@ from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
 from varuna_capslog.profiling.estimation.operators import Work
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.estimation.rates import Speed
+from varuna_capslog.profiling.skeleton import with_real_layers
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
-from varuna_capslog.profiling.weighing import ActionWeights, Window
+from varuna_capslog.profiling.weighing import ActionWeights, HalfWeights, Halves, Left, Window
 
 __all__ = [
+    "ForwardRun",
     "HollowRun",
     "HollowTier",
     "SilentCommunicator",
     "StepMeter",
     "fake_step",
     "hollow_ready",
+    "loss_of_each",
+    "run_forward",
+    "run_halves",
     "run_hollow",
     "trimmed_step",
 ]
+
 
 _CPU = torch.device("cpu")
 
@@ -401,3 +407,182 @@ class _Staged(Pending):
 
     def wait(self) -> Tensor:
         return self._spec.empty(self._device)
+
+
+# -- The two halves of a stage's backward on fake tensors: the bytes of each, and those held between them.
+#
+# `estimate` calls `run_halves` where the run that a profile is for splits its backwards. The program is that of
+# `profiling.trim`; storages are followed as in `hollow`.
+
+
+def run_halves(
+    mode: FakeTensorMode,
+    chain: Chain,
+    run: TrimmedRun,
+    conditions: RunConditions,
+    loss: LossFunction,
+    quirks: Quirks,
+    speed: Speed,
+    recipes: Recipes,
+) -> Halves:
+    """Run one step of a trimmed stage that splits its backwards, without recomputation; arguments and errors are those
+    of `hollow.run_hollow`.
+
+    The seconds of each half are those of its own operators by `rates`.
+    """
+    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+        pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, halves=True), _HalvesMeter(speed)
+        trimmed_step(pipeline, run, conditions, loss, quirks, recipes, meter)
+        return meter.weights.result(*(speed.seconds(meter.work[half]) for half in "IW"))
+
+
+class _HalvesMeter(StepMeter):
+    """Measures the bytes of both halves of every backward, and the work of the first microbatch's halves."""
+
+    def __init__(self, speed: Speed) -> None:
+        self._speed = speed
+        self.work: dict[str, Work] = {"I": {}, "W": {}}
+        self.weights = HalfWeights()
+
+    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+        return self._weighing(kind, stage, context)
+
+    @contextlib.contextmanager
+    def _weighing(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+        followed = self._followed
+
+        before = followed.lately_bytes = followed.live_bytes
+        if kind in self.work and context.index == 0:
+            followed.observer = functools.partial(self._speed.count, self.work[kind])
+        try:
+            with super().working(kind, stage, context):
+                yield
+        finally:
+            followed.observer = None
+        window = Window(before, followed.lately_bytes, followed.live_bytes)
+        self.weights.add(kind, stage, context, window, Left.of(kind, stage, context))
+        followed.lately_bytes = followed.live_bytes
+
+
+# -- The loss of a call of several microbatches, as the engine computes it: separately for each, from its outputs.
+#
+# An estimate of such calls runs a stage on one microbatch that is as large as all of them.
+
+
+def loss_of_each(loss: LossFunction, single: Mapping[str, TensorSpec], all_: Mapping[str, TensorSpec]) -> LossFunction:
+    """Return a loss function that sums the losses; its targets are a list with those of each microbatch.
+
+    Args:
+        single, all_: the outputs of one microbatch, and of all in one call. Tensors that grow in several dimensions are
+            split in all of them: no stage that makes them takes several microbatches
+            (`engine.grains.sample_dimensions`), but a profile has runs of all layers.
+    """
+    grown = {
+        name: [place for place, size in enumerate(spec.shape) if size != single[name].shape[place]]
+        for name, spec in all_.items()
+    }
+
+    def part_of(name: str, tensor: Tensor, place: int, count: int) -> Tensor:
+        for dimension in grown[name] or [0]:
+            tensor = tensor.tensor_split(count, dimension)[place]
+        return tensor
+
+    def together(
+        outputs: Mapping[str, Tensor], targets: Sequence[Any], normalisers: Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        total: Tensor | None = None
+        for place, target in enumerate(targets):
+            part = {name: part_of(name, tensor, place, len(targets)) for name, tensor in outputs.items()}
+            part_loss = loss(part, target, normalisers)["loss"]
+            total = part_loss if total is None else total + part_loss
+        assert total is not None
+        return {"loss": total}
+
+    return together
+
+
+# -- One forward of a range of layers on fake tensors, without graphs and with nothing behind its tensors.
+#
+# `inference` calls `run_forward`. What runs is `Chain.run_stage` under `no_grad`, with the layers in eval mode;
+# lifetimes, kernels and the allocator are those of the estimates for training (`hollow`).
+
+
+@dataclass(frozen=True)
+class ForwardRun(StepTrace):
+    """Allocations of one forward of some layers; the peak is as the device's allocator counts.
+
+    Attributes:
+        weight_bytes: parameters and buffers, in the peak too.
+        seconds: by `rates`.
+        attends: True where the layers attend to other tokens.
+        limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
+    """
+
+    weight_bytes: int
+    seconds: float
+    attends: bool
+    limits: frozenset[str]
+
+
+def run_forward(
+    mode: FakeTensorMode,
+    chain: Chain,
+    layers: tuple[int, int],
+    inputs: Mapping[str, TensorSpec],
+    quirks: Quirks,
+    speed: Speed,
+    recipes: Recipes,
+) -> ForwardRun:
+    """Run one forward of layers [first, end) of one microbatch.
+
+    Args:
+        mode: allows inputs that are not fake; best the same one for all runs of a chain.
+        chain: from `skeleton`.
+        inputs: specs of the tensors across the cut before the first of them.
+        quirks, speed: of the device that the run is for.
+        recipes: see `Lifetimes`.
+
+    Raises:
+        CapslogError: a layer cannot run on fake tensors.
+    """
+    first, end = layers
+    watch = _Watch(speed)
+    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch(), torch.no_grad():
+        part = with_real_layers(chain, range(first, end))
+        modules = [layer.module.eval() for layer in part.layers[first:end]]
+        held = [tensor.detach() for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        followed = Lifetimes(quirks.temporary, held, recipes, on_host=not quirks.has("host staging"))
+        weight_bytes = storage_bytes(held)
+        followed.observer = watch
+        with followed:
+            try:
+                part.run_stage(first, end, {name: spec.empty() for name, spec in inputs.items()})
+            except CapslogError:
+                raise
+            except Exception as error:
+                raise shortage(error) or CapslogError(
+                    f"layers {first} to {end - 1} cannot run on fake tensors ({type(error).__name__}: {error}); let "
+                    "them depend on shapes only"
+                ) from error
+        events = [*quirks.taken_before(), *followed.events]
+        peak_bytes = replay(events).allocated_bytes if quirks.has("caching allocator") else followed.peak_bytes
+        return ForwardRun(
+            peak_bytes, tuple(events), weight_bytes, speed.seconds(watch.work), watch.attends, frozenset(quirks.limits)
+        )
+
+
+class _Watch:
+    """Observer of operators: adds up their work, and detects attention."""
+
+    def __init__(self, speed: Speed) -> None:
+        self._speed = speed
+        self.work: Work = {}
+        self.attends = False
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        self._speed.count(self.work, func, args, kwargs, result)
+        name = func.overloadpacket.__name__
+        if name.startswith("_scaled_dot_product") or (
+            name in ("_softmax", "_safe_softmax") and isinstance(args[0], Tensor) and args[0].dim() > 2
+        ):
+            self.attends = True

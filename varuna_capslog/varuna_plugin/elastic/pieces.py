@@ -21,7 +21,7 @@ from varuna_capslog.config.settings import Elastic
 from varuna_capslog.memory import AUTO
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.training.layer_state import LayerState, StateFollower, cloned, copy_in, flatten, moments_of
-from varuna_capslog.varuna_plugin.inputs import Microbatches, scatter
+from varuna_capslog.varuna_plugin.executor import Microbatches, scatter
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
 
 __all__ = ["ElasticTraining", "ModelPieces", "OptimizerRecipe", "PieceFollower", "capture", "install", "names_of"]

@@ -22,7 +22,7 @@ from varuna_capslog.engine.probe import peak_source
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
 from varuna_capslog.profiles.runs import StageRun, stage_runs
-from varuna_capslog.profiling import admission
+from varuna_capslog.profiling import launches
 from varuna_capslog.profiling.conditions import Progress, RunConditions
 from varuna_capslog.profiling.launches import LaunchTimes, devices_of, failures_named, in_one_launch
 from varuna_capslog.profiling.trim import TrimmedRun
@@ -152,9 +152,7 @@ def _measured(
     devices = devices_of(options.device, min(options.workers, len(tasks)))
     modules = sorted({type(module).__module__ for module in model[0].modules()})
     source: Any = Given(subject)  # where our own engine's workers get a workload
-    described = Workers(
-        source, devices, options.threads, modules, conditions, admission.free_bytes, names, varuna_roles
-    )
+    described = Workers(source, devices, options.threads, modules, conditions, launches.free_bytes, names, varuna_roles)
     with failures_named(names), described.group(len(devices)) as group:
         rows = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))
     return [rows[(*run, None)] for run in runs]

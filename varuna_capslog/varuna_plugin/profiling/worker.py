@@ -30,7 +30,7 @@ from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.skeleton import real_parameter
 from varuna_capslog.profiling.trim import MICROBATCHES, TrimmedRun
 from varuna_capslog.profiling.worker import Role
-from varuna_capslog.varuna_plugin.inputs import Microbatches
+from varuna_capslog.varuna_plugin.executor import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent, uninstall
 from varuna_capslog.varuna_plugin.options import configure, current
 from varuna_capslog.varuna_plugin.profiling.trimming import kept_names

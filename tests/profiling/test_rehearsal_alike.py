@@ -1,0 +1,88 @@
+"""Ranks and microbatches that show the peaks of a whole step: the whole step of every rank is the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from torch import nn
+
+from tests.profiling.workloads import Equal
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.estimate import StageEstimator
+from varuna_capslog.profiling.rehearsal import ShortSteps, rank_peaks, rehearse, rehearse_layout
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "stage_inputs"),
+    [("varuna", True, "host"), ("varuna", True, "device"), ("1f1b", False, "host")],
+)
+def test_short_steps_have_the_peaks_of_whole_ones(schedule: str, recompute: bool, stage_inputs: str) -> None:
+    """The device is a GPU: if inputs or graphs wait there, a step has as many microbatches as wait."""
+    conditions = RunConditions(device="cuda", microbatch_size=64, recompute=recompute, stage_inputs=stage_inputs)
+    estimator = StageEstimator(Equal(), conditions)
+    cuts = tuple(range(len(estimator.chain)))
+    options = EngineOptions(9, schedule=schedule, recompute=recompute, stage_inputs=stage_inputs, clip_norm=1.0)
+    full = rehearse_layout(estimator, Layout.pipelines(cuts, len(estimator.chain)), options)
+    assert rehearse(estimator, cuts, schedule, 9) == [rank.peak_bytes for rank in full]
+
+
+def chain(*modules: nn.Module) -> Chain:
+    return Chain([Layer(f"layer.{index}", module) for index, module in enumerate(modules)])
+
+
+def test_few_microbatches_are_enough_unless_something_is_kept_of_each() -> None:
+    """Four ranks, 24 microbatches: the last rank has the losses' parts, the second has running statistics."""
+    modules = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4), nn.Linear(4, 4)]
+    layout, options = Layout.pipelines((0, 1, 2, 3), 4), EngineOptions(24, schedule="varuna", recompute=True)
+    short = ShortSteps(chain(*modules), layout, options, inputs_wait=False)
+    counts = [short.microbatches(rank) for rank in range(4)]
+    assert counts[1] == counts[3] == 24
+    assert counts[0] <= 16 >= counts[2]
+
+
+def test_graphs_that_wait_on_the_device_take_all_microbatches() -> None:
+    """GPipe runs all forwards first: waiting graphs then count only if they are on the device."""
+    layout, options = Layout.pipelines((0, 1), 2), EngineOptions(24, schedule="gpipe", recompute=True)
+    counts = [
+        ShortSteps(chain(nn.Linear(4, 4), nn.Linear(4, 4)), layout, options, waits).microbatches(0)
+        for waits in (False, True)
+    ]
+    assert counts[0] <= 4
+    assert counts[1] == 24
+
+
+def test_ranks_of_shared_parameters_are_like_no_other() -> None:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight = first.weight
+    layout, options = Layout.pipelines((0, 1, 2, 3), 4), EngineOptions(4, schedule="gpipe", recompute=True)
+    short = ShortSteps(chain(first, nn.Linear(4, 4), nn.Linear(4, 4), last), layout, options, inputs_wait=False)
+    assert short.doings(0) is None
+    assert short.doings(3) is None
+    assert short.doings(1) == short.doings(2) is not None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stages_that_treat_their_layers_each_in_its_own_way_have_the_peaks_of_whole_steps(seed: int) -> None:
+    draw = random.Random(seed)
+    estimator = StageEstimator(Equal(9), RunConditions(device="cuda", microbatch_size=64, recompute=True))
+    size = len(estimator.chain)
+    cuts = [0, *sorted(draw.sample(range(1, size), 3))]
+    stages = []
+    for rank, (first, end) in enumerate(itertools.pairwise([*cuts, size])):
+        middle = draw.randint(first, end)
+        memory = (MemoryInterval(middle, end, "recompute"),) if middle < end and draw.random() < 0.7 else ()
+        stages.append(PlanStage(((first, end),), (rank,), memory=memory, in_flight=draw.choice([None, 5])))
+    layout = Layout(tuple(stages))
+    options = EngineOptions(14, schedule=draw.choice(["1f1b", "varuna", "1f1b-star"]), clip_norm=1.0)
+    full = rehearse_layout(estimator, layout, options)
+    assert rank_peaks(estimator, layout, options) == [rank.peak_bytes for rank in full]
+    assert ShortSteps.know(layout, options)
+    moved = dataclasses.replace(stages[0], memory=(MemoryInterval(0, stages[0].end, "offload"),))
+    assert not ShortSteps.know(Layout((moved, *stages[1:])), options)

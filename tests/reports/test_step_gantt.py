@@ -1,0 +1,108 @@
+"""Pictures of small and large steps: no label overlaps another or leaves its box."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from tests.reports.legible import assert_legible
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.simulation import Simulation, simulate_plan
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import UPDATE_RATE
+from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.reports.step import draw_schedule, draw_simulation
+from varuna_capslog.schedules import StageGraph, StageSeconds, make_schedule, schedule_of, simulate
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("stages", "ranks", "microbatches"), [(1, 1, 1), (4, 4, 8), (8, 8, 16), (4, 2, 4), (8, 8, 64)])
+@pytest.mark.parametrize("name", ["gpipe", "varuna"])
+def test_schedule(name: str, stages: int, ranks: int, microbatches: int, tmp_path: Path, figures: list[Figure]) -> None:
+    schedule = make_schedule(name, stages, microbatches, [stage % ranks for stage in range(stages)])
+    timeline = simulate(schedule, StageSeconds([0.01 * (1 + stage % 3) for stage in range(stages)], [0.03] * stages))
+    complete = draw_schedule(tmp_path / "x.png", timeline, in_seconds=True)
+    axes = figures[0].axes[0]
+    boxes = [box for row in timeline.actions for box in row]
+    assert complete == (len(axes.texts) == len(boxes))
+    assert complete == (microbatches < 16)
+    extents = {id(text): text.get_window_extent() for text in axes.texts}
+    unit = 1.0 if axes.get_xlabel().endswith("[s]") else 1e-3
+    ends = sorted({box.start_seconds / unit for box in boxes} | {box.end_seconds / unit for box in boxes})
+    for text in axes.texts:
+        middle, rank = text.get_position()
+        mine = min(
+            (box for box in timeline.actions[round(rank)]),
+            key=lambda box: abs((box.start_seconds + box.end_seconds) / 2 / unit - middle),
+        )
+        label = str(mine.action.microbatch) if stages == ranks else f"{mine.action.stage}.{mine.action.microbatch}"
+        assert text.get_text() == label
+        left_edge, right_edge = (
+            axes.transData.transform((x / unit, 0))[0] for x in (mine.start_seconds, mine.end_seconds)
+        )
+        extent = extents[id(text)]
+        assert left_edge - 0.5 <= extent.x0 < extent.x1 <= right_edge + 0.5, f"{mine.action} runs over its box"
+    assert axes.get_xlim() == pytest.approx((0, ends[-1]))
+
+
+def test_copies_that_take_no_time_are_marks(tmp_path: Path, figures: list[Figure]) -> None:
+    rows = schedule_of("gpipe", StageGraph.line(1, 3), offload=[True])
+    seconds = StageSeconds([1.0], [2.0], other={"O": [0.0], "L": [0.0]})
+    draw_schedule(tmp_path / "x.png", simulate(rows, seconds), in_seconds=True)
+    marks = {line.get_marker(): list(line.get_xdata()) for line in figures[0].axes[0].lines}
+    assert marks == {"^": [1.0, 2.0, 3.0], "v": [2.0, 3.0, 5.0]}  # F0 O0 F1 O1 L0 F2 O2 L1 B0 L2 B1 B2
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [
+        "forward", "backward", "offload", "load", "idle",
+    ]  # fmt: skip
+
+
+def simulation(stages: int, microbatches: int, ranks: int, pipelines: int = 1, known: bool = True) -> Simulation:
+    byte_counts = {"static_bytes": GIB, "saved_bytes": GIB // 4} if known else {}
+    layers = [
+        LayerProfile(
+            f"l{n}", 3 * GIB, GIB if n else None, boundary_bytes=2**20, parameter_bytes=2**26,
+            forward_seconds=0.01 * (1 + n % 3), backward_seconds=0.03, **byte_counts,  # type: ignore[arg-type]
+        )
+        for n in range(stages)
+    ]  # fmt: skip
+    placed = [
+        PlanStage(((stage, stage + 1),), (number * ranks + stage % ranks,), (number,))
+        for number in range(pipelines)
+        for stage in range(stages)
+    ]
+    plan = Plan(stages, tuple(placed), Units(microbatches * pipelines, 1, pipelines))
+    return simulate_plan(
+        Profile(tuple(layers), conditions={UPDATE_RATE: 1e-10}), plan, schedule="1f1b", recompute=False, link=Link(1e9)
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "ranks", "pipelines"),
+    [(1, 1, 1, 1), (4, 8, 4, 1), (4, 4, 2, 1), (8, 16, 8, 1), (3, 4, 3, 2), (24, 8, 24, 1)],
+)
+def test_simulations(
+    stages: int,
+    microbatches: int,
+    ranks: int,
+    pipelines: int,
+    tmp_path: Path,
+    figures: list[Figure],
+) -> None:
+    simulated = simulation(stages, microbatches, ranks, pipelines)
+    draw_simulation(tmp_path / "x.png", simulated, [16 * GIB] * ranks * pipelines)
+    assert (tmp_path / "x.svg").stat().st_size > 1000
+    assert_legible(figures[0])
+    above, below = figures[0].axes
+    assert above.get_xlim() == below.get_xlim()
+    rows = [label.get_text() for label in above.get_yticklabels()]
+    assert rows == [label.get_text() for label in below.get_yticklabels()]
+    assert len(rows) == ranks * pipelines == len(set(rows))
+
+
+def test_without_known_bytes_there_is_no_course_of_memory(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_simulation(tmp_path / "x.png", simulation(2, 2, 2, known=False))
+    assert len(figures[0].axes) == 1

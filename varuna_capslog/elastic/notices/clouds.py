@@ -1,0 +1,558 @@
+"""Notices of clouds: what their metadata servers answer, asked with bounded times and never through a proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import functools
+import http.client
+import json
+import logging
+import math
+import socket
+import threading
+import time
+import urllib.parse
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime, timezone
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, PollingListener, Round, Unavailable
+
+__all__ = [
+    "LINK_LOCAL",
+    "Answer",
+    "AwsListener",
+    "AzureListener",
+    "GcpListener",
+    "HttpOpener",
+    "MetadataListener",
+    "json_object",
+]
+
+
+# -- Questions to a cloud's metadata server: plain HTTP with bounded times, never through a proxy, never redirected.
+#
+# The listeners of the three clouds are `MetadataListener`s and ask through an `HttpOpener`, which tests replace.
+
+
+LINK_LOCAL = "http://169.254.169.254"
+"""Where all three clouds serve metadata; as a number, so that no name has to be resolved."""
+
+ASK_SECONDS = 2.0
+"""A metadata server is on the same machine, in effect: one that takes longer is not there."""
+
+LARGEST_ANSWER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An HTTP answer of any status. Header names are in lower case."""
+
+    status: int
+    body: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class HttpOpener:
+    """Asks by http.client, which knows neither proxies nor redirections. One connection per question."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._cut = False
+
+    def __call__(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, timeout: float = ASK_SECONDS
+    ) -> Answer:
+        """Asks one question; raises `Unavailable` where there is no answer within `timeout` seconds."""
+        parts = urllib.parse.urlsplit(url)
+        path = parts.path + (f"?{parts.query}" if parts.query else "")
+        # A host that is not there must not cost a hanging question's long timeout.
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=min(timeout, ASK_SECONDS))
+        until = time.monotonic() + timeout
+        try:
+            connection.connect()
+            sock = connection.sock
+            with self._held(sock):
+                sock.settimeout(timeout)
+                connection.request(method, path, body, dict(headers))
+                response = connection.getresponse()
+                text = _read(response, sock, until)
+            lower_headers = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, text, lower_headers)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Unavailable(f"{method} {url}: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+    def cut(self) -> None:
+        """End all questions that are under way, and answer none from now on."""
+        with self._lock:
+            self._cut = True
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _held(self, sock: socket.socket) -> Any:
+        with self._lock:
+            if self._cut:
+                raise OSError("the listener was stopped")
+            self._open.add(sock)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+
+
+@dataclass(eq=False)
+class MetadataListener(PollingListener):
+    """Base class of the clouds' listeners.
+
+    Attributes:
+        endpoint: where the metadata server is.
+        opener: asks it.
+    """
+
+    _: KW_ONLY
+    endpoint: str = LINK_LOCAL
+    opener: HttpOpener = field(default_factory=HttpOpener)
+
+    @staticmethod
+    @abstractmethod
+    def answers(ask: HttpOpener, endpoint: str, timeout: float) -> bool:
+        """True where the metadata server at `endpoint` is this cloud's. Raises `Unavailable`."""
+
+    def interrupt(self) -> None:
+        self.opener.cut()
+
+    def announced(
+        self, answer: Answer, when: str, lead: float, prefix: str = "", at_most: float = math.inf
+    ) -> Deadline:
+        """The deadline for an announced time of day.
+
+        It counts from the server's own Date, where the answer has one: this host's wall clock may be wrong, and its
+        zone plays no part. A time in the past is a deadline of now.
+
+        Args:
+            when: the time of day, in either form that `_utc` reads.
+            lead: seconds that are left where `when` cannot be read: half a second ago the notice was not there.
+            prefix: put before `when` in the log.
+            at_most: seconds that the source never gives more of.
+        """
+        try:
+            at = _utc(when)
+        except (ValueError, OverflowError):
+            return Deadline(self.clock.monotonic() + lead, f"{lead:g} s from when it was read")
+        try:
+            now, whose = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp(), "the server's clock"
+        except (KeyError, ValueError, TypeError, OverflowError):
+            now, whose = self.clock.wall(), "this host's clock"
+        remaining = max(0.0, at - now)
+        if remaining > at_most:
+            based_on = f"{at_most:g} s from when it was read ({prefix}{when} is later)"
+        else:
+            based_on = f"{remaining:.0f} s left until {prefix}{when} by {whose}"
+        return Deadline(self.clock.monotonic() + min(remaining, at_most), based_on)
+
+
+def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> str:
+    """The whole body, by `until`, however slowly it trickles."""
+    parts, size = [], 0
+    while part := response.read1(65536):
+        parts.append(part)
+        size += len(part)
+        remaining = until - time.monotonic()
+        if size > LARGEST_ANSWER or remaining <= 0:
+            raise OSError(f"the answer is too large or too slow ({size} bytes so far)")
+        if not response.isclosed():
+            sock.settimeout(remaining)
+    return b"".join(parts).decode("utf-8")  # UnicodeDecodeError is a ValueError
+
+
+def json_object(answer: Answer, name: str) -> dict[str, Any]:
+    """The JSON object in an answer. Raises `Unavailable` for anything else."""
+    try:
+        value = json.loads(answer.body)
+    except (ValueError, RecursionError) as error:
+        raise Unavailable(f"{name} answered no JSON: {answer.body[:60]!r}") from error
+    if not isinstance(value, dict):
+        raise Unavailable(f"{name} answered no JSON object: {answer.body[:60]!r}")
+    return value
+
+
+def _utc(text: str) -> float:
+    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT", or of the same in ISO 8601.
+
+    Raises ValueError or OverflowError.
+    """
+    try:
+        return email.utils.parsedate_to_datetime(text).timestamp()
+    except (ValueError, TypeError):
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+
+
+# -- Notices of AWS: the interruption of a spot instance and the rebalance recommendation, through IMDSv2.
+#
+# `PUT /latest/api/token` gives a session token; `spot/instance-action` answers 404 until the instance is to go, two
+# minutes ahead (hibernation: none); `events/recommendations/rebalance` answers 404 until the instance is at risk.
+# Both "best effort". Sources: EC2 user guide, "Spot Instance interruption notices", "EC2 instance rebalance
+# recommendations". The guide advises to ask every 5 s; we ask every half second.
+
+
+TOKEN_SECONDS = 21600  # the longest life that the server gives
+TOKEN = "/latest/api/token"
+LIFE = "X-aws-ec2-metadata-token-ttl-seconds"
+ACTION = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+
+
+@dataclass(eq=False)
+class AwsListener(MetadataListener):
+    """Asks the instance metadata service of EC2.
+
+    Attributes:
+        lead: seconds from the interruption notice to the interruption; never more is promised.
+    """
+
+    source: ClassVar[str] = "aws"
+
+    lead: float = 120.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._lock = threading.Lock()  # of the token
+        self._token = ""
+        self._renew_at = 0.0
+
+    @staticmethod
+    def answers(ask: HttpOpener, endpoint: str, timeout: float) -> bool:
+        answer = ask("PUT", endpoint + TOKEN, {LIFE: "60"}, timeout=timeout)
+        return answer.status == 200 and bool(answer.body.strip())
+
+    def rounds(self) -> Sequence[Callable[[], Round]]:
+        return (self.ask_action, self.ask_rebalance)  # apart: trouble with one must not slow the other
+
+    def ask_action(self) -> Round:
+        """Asks once whether the instance is to be interrupted."""
+        answer = self._get(ACTION)
+        if answer is None:
+            return Round((), self.interval)
+        value = json_object(answer, ACTION)
+        action, when = value.get("action"), str(value.get("time", ""))
+        if not isinstance(action, str) or not action:
+            raise Unavailable(f"{ACTION} named no action: {answer.body[:60]!r}")
+        kind, deadline = Kind.LEAVE, self.announced(answer, when, self.lead, f"{action} at ", self.lead)
+        if action == "hibernate":  # begins together with its notice
+            kind, deadline = Kind.NOW, Deadline(self.clock.monotonic(), "hibernation gives no time")
+        notice = Notice(kind, self.source, f"{action}@{when}", (self.host,), deadline, detail=f"spot {action}")
+        return Round((notice,), self.interval)
+
+    def ask_rebalance(self) -> Round:
+        """Asks once whether the instance is at risk."""
+        answer = self._get(REBALANCE)
+        if answer is None:
+            return Round((), self.interval)
+        when = str(json_object(answer, REBALANCE).get("noticeTime", ""))
+        name = f"rebalance@{when}"
+        notice = Notice(Kind.HINT, self.source, name, (self.host,), detail="rebalance recommendation")
+        return Round((notice,), self.interval)
+
+    def _get(self, path: str) -> Answer | None:
+        """The answer, or None for "nothing there" (404). A token that is refused is replaced once."""
+        for _attempt in range(2):
+            token = self._fresh_token()
+            answer = self.opener("GET", self.endpoint + path, {"X-aws-ec2-metadata-token": token})
+            if answer.status == 401:
+                with self._lock:
+                    if self._token == token:  # else the other thread has replaced it already
+                        self._token = ""
+                continue
+            if answer.status == 404:
+                return None
+            if answer.status != 200:
+                raise Unavailable(f"{path} answered {answer.status}")
+            return answer
+        raise Unavailable(f"{path} refuses a token that was just given (401)")
+
+    def _fresh_token(self) -> str:
+        """The token; fetched where there is none or half its life is over."""
+        with self._lock:
+            if not self._token or self.clock.monotonic() >= self._renew_at:
+                answer = self.opener("PUT", self.endpoint + TOKEN, {LIFE: str(TOKEN_SECONDS)})
+                token = answer.body.strip()
+                if answer.status != 200 or not (token and token.isascii() and token.isprintable()):
+                    raise Unavailable(f"{TOKEN} gave no token ({answer.status}); a container needs a hop limit of 2")
+                self._token = token
+                self._renew_at = self.clock.monotonic() + TOKEN_SECONDS / 2
+            return self._token
+
+
+# -- Notices of Azure: Scheduled Events, and their acknowledgement.
+#
+# The first question turns the service on for the machine (answers may take two minutes then), so a listener is
+# started with the job, not when trouble is near; after a day without questions it is off again. The document's
+# incarnation grows with every change. An event names all machines that it concerns, and machines of one scale set may
+# see each other's. Saying "StartRequests" approves an event for *all* of them and may start it at once; hence only
+# `host_left` says it. Source: Azure documentation, "Scheduled Events for Linux VMs", API version 2020-07-01.
+
+
+_log = logging.getLogger(__name__)
+
+COMPUTE = "/metadata/instance/compute?api-version=2021-02-01"
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+HEADERS = {"Metadata": "true"}
+FIRST_ANSWER_SECONDS = 130.0
+ACKNOWLEDGE_TRIES = 3
+
+KINDS = {
+    "Preempt": Kind.LEAVE,
+    "Terminate": Kind.LEAVE,
+    "Reboot": Kind.LEAVE,
+    "Redeploy": Kind.LEAVE,
+    "Freeze": Kind.HINT,  # the machine stands still for some seconds and keeps its memory
+}
+
+
+@dataclass(eq=False)
+class AzureListener(MetadataListener):
+    """Asks the instance metadata service of Azure.
+
+    Attributes:
+        machine: the machine's name in Azure; default: the service is asked. As long as it is not known, events are only
+            hints: they may be meant for a neighbour.
+        lead: seconds that a preemption leaves at least, where its time is missing or cannot be read.
+    """
+
+    source: ClassVar[str] = "azure"
+
+    machine: str | None = None
+    lead: float = 30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._lock = threading.Lock()  # of the events that host_left reads, from another thread
+        self._pending: dict[str, tuple[str, ...]] = {}  # not yet begun: event id -> machines
+        self._incarnation: object = None
+        self._answered = False
+
+    @staticmethod
+    def answers(ask: HttpOpener, endpoint: str, timeout: float) -> bool:
+        answer = ask("GET", endpoint + COMPUTE, HEADERS, timeout=timeout)
+        return answer.status == 200 and json_object(answer, "compute") is not None
+
+    def rounds(self) -> Sequence[Callable[[], Round]]:
+        return (self.ask,)
+
+    def ask(self) -> Round:
+        """Asks once for the document; if it is another one than before, returns its events."""
+        timeout = 2.0 if self._answered else FIRST_ANSWER_SECONDS
+        answer = self.opener("GET", self.endpoint + EVENTS, HEADERS, timeout=timeout)
+        if answer.status != 200:
+            raise Unavailable(f"scheduled events answered {answer.status}: {answer.body[:80]!r}")
+        document = json_object(answer, "scheduled events")
+        events = document.get("Events")
+        if not isinstance(events, list):
+            raise Unavailable("scheduled events answered a document without a list of Events")
+        self._answered = True
+        if self.machine is None:
+            self.machine = self._own_name()
+        incarnation = (document.get("DocumentIncarnation"), self.machine)
+        if incarnation == self._incarnation:
+            return Round((), self.interval)
+        notices, pending = [], {}
+        for event in events:
+            try:
+                notice = self._notice(event, answer)
+            except (KeyError, TypeError, AttributeError):
+                _log.warning("azure: an event that cannot be read is passed over: %.200r", event)
+                continue
+            if notice is None:
+                continue
+            notices.append(notice)
+            if notice.kind is Kind.LEAVE and self.machine is not None:
+                pending[notice.id] = notice.resources
+        with self._lock:
+            for gone in self._pending.keys() - {notice.id for notice in notices}:
+                _log.warning("azure: event %s was withdrawn or is over", gone)
+            self._pending = pending
+        self._incarnation = incarnation
+        return Round(tuple(notices), self.interval)
+
+    def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
+        """Approve the events that were announced for this machine, whose ranks have all left.
+
+        An event that concerns further machines is approved only when all of them are in `resources_left`. Takes at most
+        some seconds; an event that could not be approved begins at its own time.
+        """
+        with self._lock:
+            pending = dict(self._pending)
+        left_machines = {self.machine, *resources_left}
+        ready = []
+        for event, machines in pending.items():
+            if waiting := [name for name in machines if name not in left_machines]:
+                _log.warning("azure: event %s is not approved: %s may still have ranks", event, ", ".join(waiting))
+            else:
+                ready.append(event)
+        return tuple(event for event in ready if self._approve(event))
+
+    def _approve(self, event: str) -> bool:
+        body = json.dumps({"StartRequests": [{"EventId": event}]}).encode()
+        headers = {**HEADERS, "Content-Type": "application/json"}
+        why: object = ""
+        for _attempt in range(ACKNOWLEDGE_TRIES):
+            try:
+                answer = self.opener("POST", self.endpoint + EVENTS, headers, body)
+            except Unavailable as error:
+                why = error
+                continue
+            if answer.status == 200:
+                with self._lock:
+                    self._pending.pop(event, None)
+                return True
+            why = f"it answered {answer.status}"
+        _log.warning("azure: event %s could not be approved and begins at its own time: %s", event, why)
+        return False
+
+    def _own_name(self) -> str | None:
+        try:
+            answer = self.opener("GET", self.endpoint + NAME, HEADERS)
+        except Unavailable:
+            return None
+        return answer.body.strip() or None if answer.status == 200 else None
+
+    def _notice(self, event: Mapping[str, Any], answer: Answer) -> Notice | None:
+        """An event's notice; None if it is not for this machine or of no known type."""
+        name, kind = str(event["EventId"]), KINDS.get(event["EventType"])
+        if not isinstance(event["Resources"], list):
+            raise TypeError("Resources is no list")
+        machines = tuple(str(machine) for machine in event["Resources"])
+        for_us = self.machine is None or self.machine in machines
+        if kind is None or not for_us or event["EventStatus"] not in ("Scheduled", "Started"):
+            return None
+        begun = event["EventStatus"] == "Started"
+        if kind is Kind.LEAVE and begun:
+            kind = Kind.NOW
+        detail = f"{event['EventType']} {str(event['EventStatus']).lower()}"
+        if self.machine is None:
+            kind, detail = Kind.HINT, f"{detail} for {', '.join(machines)}; this machine's name is not known yet"
+        deadline = Deadline(self.clock.monotonic(), "it has begun")
+        if not begun:
+            deadline = self.announced(answer, str(event.get("NotBefore") or ""), self.lead)
+        return Notice(kind, self.source, name, (self.host,), deadline, machines, detail)
+
+
+# -- Notices of Google Cloud: preemption and host maintenance, by questions that hang until the value changes.
+#
+# `instance/preempted` turns from FALSE to TRUE; the machine is switched off up to 30 s later (120 s where it was
+# created with that preemption notice). `instance/maintenance-event` leaves NONE 60 s ahead (machines with GPUs:
+# longer), and only for machines that ask for it: a listener that is started has asked. Sources: Compute Engine
+# documentation, "Spot VMs", "Query metadata server for maintenance event notices", "wait_for_change". A server in
+# maintenance answers 503.
+
+
+ROOT = "/computeMetadata/v1/"
+INSTANCE = ROOT + "instance/"
+FLAVOR = {"Metadata-Flavor": "Google"}
+
+
+@dataclass(slots=True)
+class _Key:
+    """A value that is watched, by one thread."""
+
+    name: str
+    idle: str
+    kinds: dict[str, Kind]
+    lead: float
+    value: str = ""
+    etag: str = ""  # empty: ask without waiting
+    episode: int = 0
+    heard_at: float | None = None
+
+
+@dataclass(eq=False)
+class GcpListener(MetadataListener):
+    """Asks the metadata server of Compute Engine; one thread each for preemption and maintenance.
+
+    Attributes:
+        preemption_seconds: from TRUE to the switch-off.
+        maintenance_seconds: from the announcement of a maintenance to its beginning.
+        hold: seconds that a question may hang. A server that vanished without a word is noticed after so long.
+    """
+
+    source: ClassVar[str] = "gcp"
+
+    preemption_seconds: float = 30.0
+    maintenance_seconds: float = 60.0
+    hold: float = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        maintenance = {"TERMINATE_ON_HOST_MAINTENANCE": Kind.LEAVE, "MIGRATE_ON_HOST_MAINTENANCE": Kind.HINT}
+        self._keys = (
+            _Key("preempted", "FALSE", {"TRUE": Kind.LEAVE}, self.preemption_seconds),
+            _Key("maintenance-event", "NONE", maintenance, self.maintenance_seconds),
+        )
+
+    @staticmethod
+    def answers(ask: HttpOpener, endpoint: str, timeout: float) -> bool:
+        answer = ask("GET", endpoint + ROOT, FLAVOR, timeout=timeout)
+        return answer.status == 200 and _is_google(answer)
+
+    def rounds(self) -> Sequence[Callable[[], Round]]:
+        return tuple(functools.partial(self.ask, key) for key in self._keys)
+
+    def ask(self, key: _Key) -> Round:
+        """Asks for one value: answered at once for the first time and after a failure, else when the value changes."""
+        waits = bool(key.etag)
+        query = f"?wait_for_change=true&timeout_sec={self.hold:.0f}&last_etag={quote(key.etag)}" if waits else ""
+        sent = self.clock.monotonic()
+        try:
+            answer = self.opener("GET", self.endpoint + INSTANCE + key.name + query, FLAVOR, timeout=self.hold + 2.0)
+            value = self._value(key, answer)
+        except Unavailable:
+            key.etag = ""
+            raise
+        now = self.clock.monotonic()
+        changed = value != key.value
+        notices = self._notices(key, value, now, waits) if changed else ()
+        key.value, key.heard_at = value, now
+        key.etag = answer.headers.get("etag", "")
+        hung = waits and now - sent >= min(1.0, self.hold / 2)
+        # A server that does not hang is not asked more than twice a second.
+        pause = 0.0 if changed or hung or (key.etag and not waits) else self.interval
+        return Round(notices, pause)
+
+    def _value(self, key: _Key, answer: Answer) -> str:
+        if answer.status != 200:
+            raise Unavailable(f"{key.name} answered {answer.status}")
+        if not _is_google(answer):
+            raise Unavailable(f"{key.name} was answered by something else than Google's metadata server")
+        value = answer.body.strip()
+        if value != key.idle and value not in key.kinds and value != key.value:
+            _log.warning("gcp: %s has a value that is not known, %r; it is passed over", key.name, value[:60])
+        return value
+
+    def _notices(self, key: _Key, value: str, now: float, waited: bool) -> tuple[Notice, ...]:
+        if value == key.idle:
+            key.episode += 1  # the next value begins another episode
+        kind = key.kinds.get(value)
+        if kind is None:
+            return ()
+        if waited or key.heard_at is None:
+            deadline = Deadline(now + key.lead, f"{key.lead:g} s from when it was read")
+        else:  # it may have changed at any time since the last answer
+            deadline = Deadline(max(now, key.heard_at + key.lead), f"{key.lead:g} s from the last answer before it")
+        name = f"{key.name}-{key.episode}-{value}"
+        return (Notice(kind, self.source, name, (self.host,), deadline, detail=f"{key.name} {value}"),)
+
+
+def _is_google(answer: Answer) -> bool:
+    return answer.headers.get("metadata-flavor") == "Google"

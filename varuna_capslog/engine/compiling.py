@@ -1,0 +1,125 @@
+"""Compiles one rank's layers, one by one (engine rule 4), before the first step that needs them.
+
+The engine calls it where `train.compile` names a backend, or some layers' variant compiles them. Every process that
+runs a layer compiles the same graph for the same shapes, whatever the cuts are, so that the bits stay those of one
+process. Nothing is compiled inside a step, where the other ranks would wait for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layers import CompiledForward, EngineLayer, check_backend
+from varuna_capslog.model.chain import Chain, TensorSpec, Value
+from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.variants.wrapped import backend_of
+
+__all__ = ["LayerCompiler"]
+
+
+Calls = Iterable[Mapping[Value, TensorSpec]]
+"""The specs of every value of the chain, for each call of a stage."""
+
+
+class LayerCompiler:
+    """The compiled layers of a rank.
+
+    A layer that keeps running statistics stays as it is, since these are collected by hooks around its modules.
+
+    Args:
+        backend: for all layers; None: those whose variant compiles them alone, each with its own.
+        layers: of this rank; those that were compiled for an earlier engine stay so.
+        says: how long it took, on rank 0; False for a run whose observer asks.
+
+    Attributes:
+        seconds: that compiling has taken so far.
+
+    Raises:
+        CapslogError: an unknown backend.
+    """
+
+    def __init__(
+        self,
+        backend: str | None,
+        chain: Chain,
+        layers: Sequence[EngineLayer],
+        communicator: Communicator,
+        says: bool = True,
+    ) -> None:
+        if backend is not None:
+            check_backend(backend)
+        self._backend, self._reads, self._communicator = backend, chain.reads, communicator
+        self._met: set[Any] = set()
+        self._says = says
+        self.seconds = 0.0
+        for layer in layers:
+            layer_backend = backend or backend_of(layer.layer.module)
+            if layer_backend is not None and not layer.statistics and layer.compiled is None:
+                layer.compiled = CompiledForward(layer.layer.module, layer_backend)
+
+    def prepare(
+        self, minibatch: Minibatch, stages: Callable[[], Iterable[tuple[Sequence[EngineLayer], Calls]]]
+    ) -> None:
+        """Compiles the layers for this minibatch's sizes, before a step. All ranks of the communicator call it.
+
+        Args:
+            stages: this rank's layers of each stage, with the calls of a step; asked where some size is new.
+
+        Raises:
+            CapslogError: a layer cannot be compiled. PeerLost: one of another rank cannot.
+        """
+        sizes = {tuple(sorted(inputs.items())) for inputs in minibatch.inputs}
+        if sizes <= self._met:  # the same on all ranks
+            return
+        self._met |= sizes
+        self._communicator.together(lambda: self._compile(stages()))
+
+    def _compile(self, stages: Iterable[tuple[Sequence[EngineLayer], Calls]]) -> None:
+        begun, done, count, names = time.perf_counter(), set(), 0, dict[str, None]()
+        for layers, calls in stages:
+            for specs in calls:
+                for layer in layers:
+                    reads = {value.name: specs[value] for value in self._reads[layer.index]}
+                    key = layer.index, tuple(sorted(reads.items()))
+                    if layer.compiled is not None and key not in done:
+                        done.add(key)
+                        self._try(layer, reads)
+                        names[layer.compiled.backend] = None
+                        count += 1
+        spent = time.perf_counter() - begun
+        self.seconds += spent
+        if count and self._says and self._communicator.rank == 0:
+            sys.stdout.write(
+                f"rank 0 has compiled {count} layers and sizes with {', '.join(names)} in {spent:.1f} s, as every rank "
+                "has its own\n"
+            )
+
+    def _try(self, layer: EngineLayer, reads: Mapping[str, TensorSpec]) -> None:
+        """Runs a forward and a backward on zeros, which leave no trace; torch compiles either when it first runs."""
+        values = {name: spec.zeros(layer.device).requires_grad_(spec.requires_grad) for name, spec in reads.items()}
+        try:
+            written = layer.forward(values, 0, 0, graph=True, record=False)
+            outputs = [tensor for tensor in written.values() if tensor.requires_grad]
+            wanted = [tensor for tensor in (*values.values(), *layer.parameters.values()) if tensor.requires_grad]
+            if outputs and wanted:
+                torch.autograd.grad(
+                    outputs, wanted, [torch.zeros_like(tensor) for tensor in outputs], allow_unused=True
+                )
+        except Exception as error:  # the backend's own, of any library
+            cause = getattr(error, "inner_exception", error)  # torch's own errors wrap the backend's
+            reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+            setting, advice = "variant 'compiled'", "leave it out of the layers that have this variant"
+            if self._backend is not None:
+                setting = f"train.compile={self._backend!r}"
+                advice = "choose another backend, or null, which runs the layers as they are"
+            raise CapslogError(
+                f"layer {layer.name!r} cannot be compiled with {setting} ({type(cause).__name__}: {reason[:300]}); "
+                f"{advice}"
+            ) from error

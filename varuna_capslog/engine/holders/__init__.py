@@ -1,1 +1,0 @@
-"""Exchange between ranks that hold the same layers or parameters: gradients, and values that one updates for all."""
