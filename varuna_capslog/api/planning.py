@@ -61,7 +61,7 @@ def drawn(draw: Callable[[Path], object]) -> Picture:
         return Picture(path.read_bytes())
 
 
-# -- `capslog
+# -- `capslog.plan`
 
 
 @dataclass(frozen=True, repr=False)

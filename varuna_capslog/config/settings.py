@@ -325,7 +325,7 @@ class Elastic(Section):
     """With fewer devices than this the run waits, all state kept, until more have joined."""
 
 
-# -- The keys of a run's config
+# -- the config, and its other sections
 
 
 def _capacity(value: Any) -> Any:

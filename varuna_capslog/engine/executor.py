@@ -77,7 +77,7 @@ class Stopwatch:
         self._events.clear()
 
 
-# -- Runs one step's action list on one rank
+# -- a step's actions on one rank
 
 
 _TENSORS_PER_MESSAGE = 64

@@ -295,7 +295,7 @@ class StatisticsBook:
         return statistics
 
 
-# -- One layer as the engine runs it
+# -- one layer as the engine runs it
 
 
 @dataclass

@@ -62,7 +62,7 @@ class LossScale:
         return self.scale <= _SMALLEST or -self.streak >= _MOST_SKIPPED
 
 
-# -- The constants of a run
+# -- the constants of a run
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class LearningRate:
         return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
-# -- How a run steps its parameters
+# -- the optimizer and its settings
 
 
 AVERAGE = "ema"

@@ -264,7 +264,7 @@ def _handed_on(chain: Chain, index: int) -> frozenset[Value]:
     return frozenset(value for value in chain.written(index) if chain.readers.get(value) == (index + 1,))
 
 
-# -- Runs the forwards
+# -- one stage: its forwards, recomputations and backwards
 
 
 LossFunction = Callable[[Mapping[str, Tensor], Any, Mapping[str, float]], dict[str, Tensor]]

@@ -119,7 +119,7 @@ def find_ahead(
     return Ahead(changes, sent, frozenset(mine), layout=wanted)
 
 
-# -- Changes of the membership
+# -- changes of the membership
 
 
 def hint(state: State, change: m.Change) -> Step:

@@ -161,7 +161,7 @@ class Choice:
         )
 
 
-# -- Layout of the remaining members
+# -- the layout of the remaining members
 
 
 _Weighed = tuple[int, float, Plan]

@@ -196,7 +196,7 @@ def _joined(stage: PlanStage, joining: PlanStage, routes: str) -> PlanStage | No
     )
 
 
-# -- After a loss
+# -- the motions after a loss
 
 
 LINK = 100e6

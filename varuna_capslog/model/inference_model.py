@@ -113,7 +113,7 @@ def _refuse(config: Any, why: str) -> None:
     )
 
 
-# -- An ordinary model as it is served
+# -- an ordinary model as it is served
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -150,7 +150,7 @@ def of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str
     return {address: value for address, value in weights.items() if address not in divided} | parts
 
 
-# -- One layer of a chain
+# -- one layer of a chain
 
 
 @dataclass(frozen=True)

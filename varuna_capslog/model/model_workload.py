@@ -144,7 +144,7 @@ def parse_input(text: str) -> InputSpec:
     return replace(made, high=int(number))
 
 
-# -- Makes a workload around an ordinary model
+# -- the workload around an ordinary model
 
 
 _log = logging.getLogger(__name__)

@@ -134,7 +134,7 @@ _HIGHEST = 0x12DD9BB3
 """Word of a Mersenne Twister's state from which it makes 2^32 - 1 (MT19937, Matsumoto and Nishimura 1998)."""
 
 
-# -- Records the state that a model's Python code may keep and change beside its tensors
+# -- the state that a model's Python code keeps beside its tensors
 
 
 _DEPTH = 6

@@ -159,7 +159,7 @@ def _sent(profile: Profile, plan: Plan, graph: StageGraph, link: Link | None) ->
     return seconds
 
 
-# -- Plans of one stage per device
+# -- plans of cuts
 
 
 _SEARCH_LONG = ("mcap-bf", "mcap-bo", "throughput")

@@ -85,7 +85,7 @@ def _away(stage: PlanStage, layers: frozenset[int]) -> PlanStage:
     return dataclasses.replace(stage, moments=tuple(intervals))
 
 
-# -- The plan of a planner that chooses cuts and memory intervals
+# -- the plan of a planner that chooses cuts and memory intervals
 
 
 def layerwise_plan(problem: Problem, planner: str) -> Plan:

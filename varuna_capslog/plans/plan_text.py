@@ -138,7 +138,7 @@ def _capacities(value: Any, num_ranks: int) -> list[int | None]:
     return [*limits, *[None] * (num_ranks - len(limits))]
 
 
-# -- The text of a plan
+# -- the text of a plan
 
 
 FORMAT = "varuna-capslog/plan/2"

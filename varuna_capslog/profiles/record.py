@@ -112,7 +112,7 @@ class ActionBytes:
                 object.__setattr__(self, row.name, fields.whole(value, row.name))
 
 
-# -- The profile
+# -- the profile
 
 
 FORMATS = ("varuna-capslog/profile/1", "varuna-capslog/profile/2")

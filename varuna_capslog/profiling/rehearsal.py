@@ -152,7 +152,7 @@ def _doing(instruction: Instruction) -> _Doing:
     return ("receive" if isinstance(instruction, Recv) else "send"), instruction.message.kind
 
 
-# -- Runs every rank's program of a plan on fake tensors
+# -- the rehearsal of a plan
 
 
 _CPU = torch.device("cpu")

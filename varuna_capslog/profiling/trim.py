@@ -116,7 +116,7 @@ def _halved_rows(upstream: bool, downstream: bool) -> list[str]:
     return [neighbour, measured] if neighbour else [measured]
 
 
-# -- One stage alone
+# -- one stage alone, its neighbours replaced by dummy tensors
 
 
 _TIMED_STEPS = 1

@@ -408,7 +408,7 @@ def split_backwards(schedule: Sequence[Sequence[Action]], delays: Sequence[int])
     return result
 
 
-# -- Schedules by name
+# -- schedules by name
 
 
 SCHEDULES = ("gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna")

@@ -144,7 +144,7 @@ def _of_messages(
     return {way: row[edge[1]] for edge in graph.edges for way in (edge, edge[::-1])}
 
 
-# -- Simulates time and memory of one step
+# -- time and memory of one step
 
 
 @dataclass(frozen=True, slots=True)

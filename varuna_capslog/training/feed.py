@@ -92,7 +92,7 @@ class DataWatch:
         )
 
 
-# -- Chooses the samples of each step
+# -- the samples of each step
 
 
 _SHUFFLE = 0x5348

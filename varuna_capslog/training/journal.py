@@ -164,7 +164,7 @@ class Loggers:
         self._say(f"the logger {name} failed and gets no more of this run ({type(error).__name__}: {error})")
 
 
-# -- Writes a run's record for people and programs
+# -- the run's record
 
 
 _KEPT = 3

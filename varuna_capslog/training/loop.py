@@ -290,7 +290,7 @@ def _due(interval: int | None, step: int) -> bool:
     return bool(interval) and step > 0 and step % (interval or 1) == 0
 
 
-# -- The training of one rank
+# -- the steps
 
 
 _FIRST, _LATER = 2, 5

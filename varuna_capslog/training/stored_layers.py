@@ -112,7 +112,7 @@ def _pieces(layer: Layer) -> Mapping[str, TensorPiece]:
     return {name: TensorPiece(name) for name in names}
 
 
-# -- The layers of a checkpoint
+# -- the layers of a checkpoint
 
 
 def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:

@@ -60,7 +60,7 @@ def run_age(store: MembershipStore, host: str) -> float:
     return age_of(store.signs_of([host])[host])
 
 
-# -- A host's connection with the run's store
+# -- the connection with the store
 
 
 class HostStore:

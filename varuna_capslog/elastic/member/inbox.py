@@ -278,7 +278,7 @@ def _read_tensors(connection: Connection, listed: list[Any]) -> dict[str, Tensor
     return tensors
 
 
-# -- The inbox of one member
+# -- the inbox of one member
 
 
 _FIND_SECONDS = 5.0

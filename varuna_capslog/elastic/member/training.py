@@ -72,7 +72,7 @@ def lack_of(error: BaseException) -> Lack | None:
     return Lack(_UNKNOWN if match is None else max(1, round(float(match[1]) * _UNITS[match[2]])))
 
 
-# -- The steps of one member
+# -- the steps of one member
 
 
 _FOLLOWS = "new cuts and the copies that were lacking, after a small motion"

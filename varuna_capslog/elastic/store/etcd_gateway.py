@@ -155,7 +155,7 @@ def unsigned(stored: bytes) -> bytes:
     return stored[_DIGITS + 1 :]
 
 
-# -- Calls of etcd's JSON gateway (etcd 3
+# -- calls of etcd's JSON gateway
 
 
 PAUSE_SECONDS = 0.05

@@ -126,7 +126,7 @@ def name_slices(model: nn.Module, root: fx.GraphModule) -> None:
 _SLICE = re.compile(r"^(.*?)\.slice\((\S+), (\S+), (\S+)\)\.(\d+)")
 
 
-# -- Exports a module's forward to one flat graph by `torch
+# -- exporting a module's forward to one flat graph
 
 
 @dataclass

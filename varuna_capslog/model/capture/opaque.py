@@ -71,7 +71,7 @@ class FiniteValues(TorchFunctionMode):
         return result
 
 
-# -- Turns calls that must stay Python into single operations of an exported graph
+# -- calls that must stay Python, as single operations of an exported graph
 
 
 _LIBRARY = torch.library.Library("capslog", "DEF")

@@ -143,7 +143,7 @@ def _reached(
         yield node
 
 
-# -- Cuts a captured graph into the layers of a chain
+# -- cutting a captured graph into the layers of a chain
 
 
 def split_graph(

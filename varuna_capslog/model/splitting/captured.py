@@ -190,7 +190,7 @@ def whole_sizes(module: nn.Module, graph: fx.Graph, guard: Guard) -> dict[fx.Nod
     return runner.sizes
 
 
-# -- Splits the layers of captured models by tensor-N
+# -- the splits of a captured layer
 
 
 ENTRY_BY_ENTRY = (nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity)

@@ -91,7 +91,7 @@ def linear_columns(splitter: Splitter, linear: nn.Linear, part: int) -> nn.Linea
     return share
 
 
-# -- Splits torch's own transformer layers
+# -- the splits of torch's own layers
 
 
 def splitting_of(module: nn.Module) -> Callable[[Splitter], None] | None:

@@ -68,7 +68,7 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
     return "".join(",".join(row) + "\n" for row in to_strings(rows))
 
 
-# -- The systems to which plans are exported
+# -- the systems to which plans are exported
 
 
 @dataclass(frozen=True)

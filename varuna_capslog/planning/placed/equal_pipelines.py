@@ -68,7 +68,7 @@ def _leaving(stage: PlanStage, layers: set[int]) -> PlanStage:
     return dataclasses.replace(stage, moments=pieces)
 
 
-# -- Planner `budget` for several equal pipelines
+# -- planner `budget` for several equal pipelines
 
 
 _ROUNDS = 4

@@ -208,7 +208,7 @@ class PlacedIntervals:
         return self._fronts[key]
 
 
-# -- The plan of a planner that gives stages replicas
+# -- the plan of a planner that gives stages replicas
 
 
 def replicated_plan(problem: Problem, planner: str) -> Plan:

@@ -121,7 +121,7 @@ def _longest_way(profile: Profile) -> float:
     return max(way) / sum(seconds) if any(seconds) else 1.0
 
 
-# -- Plans of planners that share all devices out themselves
+# -- planners that share all devices out themselves
 
 
 def budget_plan(problem: Problem, planner: str = BUDGET) -> Plan:

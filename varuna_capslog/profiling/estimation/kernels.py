@@ -117,7 +117,7 @@ def _bytes(tensor: Tensor) -> int:
     return int(tensor.numel() * tensor.itemsize)
 
 
-# -- Bytes that kernels of torch take on a CPU beside their results and give back
+# -- all other kernels of torch on a CPU
 
 
 _aten = torch.ops.aten
