@@ -25,17 +25,7 @@ from varuna_capslog.model.chain import Chain, Layer
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig
 
-__all__ = [
-    "INPUTS",
-    "OUTPUTS",
-    "Joined",
-    "Projection",
-    "Stem",
-    "backbone_units",
-    "build_chain",
-    "units_of",
-    "valid_cells",
-]
+__all__ = ["build_chain", "units_of", "valid_cells"]
 
 
 # -- A torchvision ResNet as a list of units: stem, residual blocks, projection to the transformer's width.

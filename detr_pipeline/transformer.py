@@ -32,11 +32,8 @@ __all__ = [
     "FirstDecoderLayer",
     "Heads",
     "PredictingDecoderLayer",
-    "Projections",
     "padding_mask",
     "sine_positions",
-    "split_decoder",
-    "split_encoder",
 ]
 
 

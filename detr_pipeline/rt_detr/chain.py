@@ -17,19 +17,7 @@ from detr_pipeline.rt_detr.config import RtDetrModel, transformers_config
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer
 
-__all__ = [
-    "DENOISING",
-    "Decoder",
-    "Encoder",
-    "Fusion",
-    "Halving",
-    "Selection",
-    "anchors",
-    "build_model",
-    "chain_of",
-    "own_names",
-    "sine_positions",
-]
+__all__ = ["DENOISING", "build_model", "chain_of", "own_names"]
 
 
 # -- The layers of RT-DETR (Zhao et al., CVPR 2024) whose forward transformers writes inside larger modules.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from varuna_capslog.api.estimating import Model, Sample
     from varuna_capslog.planning.simulation import Simulation
 
-__all__ = ["ModelPlan", "Picture", "drawn", "plan"]
+__all__ = ["ModelPlan", "Picture", "plan"]
 
 
 # -- A picture as an object: a notebook draws it inline, a program saves it.

@@ -43,7 +43,7 @@ from varuna_capslog.base.processes import (
 )
 from varuna_capslog.base.threads import OwnedThread
 
-__all__ = ["PRELOADED", "ForkServer", "NoAnswer", "Order", "answer", "main", "may_fork", "renew_threads"]
+__all__ = ["PRELOADED", "ForkServer", "NoAnswer", "answer", "main", "may_fork", "renew_threads"]
 
 
 # -- The fork server's own process: it imports everything once, then forks a worker for each order.

@@ -15,16 +15,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError, ConfigError
 
-__all__ = [
-    "EXTRAS",
-    "add_current_folder",
-    "call_function",
-    "extra_of",
-    "imported",
-    "install_sentence",
-    "needed",
-    "users_module",
-]
+__all__ = ["EXTRAS", "add_current_folder", "call_function", "imported", "install_sentence", "needed", "users_module"]
 
 
 # -- Finds the extra that brings a module that is not installed: `pip install 'varuna-capslog[report]'`.

@@ -43,7 +43,6 @@ __all__ = [
     "Interrupted",
     "Starter",
     "Supervisor",
-    "Worker",
     "WorkerFailed",
     "check_unused",
     "last_step",

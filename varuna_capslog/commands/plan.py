@@ -23,15 +23,7 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.schedules import RunShape
 
-__all__ = [
-    "PlanFlags",
-    "check_purpose",
-    "draw_plan",
-    "plan",
-    "plan_for_inference",
-    "print_treatments",
-    "usable_of_rows",
-]
+__all__ = ["plan", "print_treatments", "usable_of_rows"]
 
 
 # -- Memory of a plan as `capslog plan` and `train` show it: the layers that each stage keeps, recomputes and

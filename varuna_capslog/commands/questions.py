@@ -29,7 +29,6 @@ __all__ = [
     "config_of_keys",
     "costs_of",
     "former_option",
-    "named_devices",
     "question_of",
     "read_profiles",
 ]

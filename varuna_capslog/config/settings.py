@@ -28,7 +28,7 @@ from varuna_capslog.base import fields, units
 from varuna_capslog.base.gpus import gpu_of, parse_device, parse_device_type
 from varuna_capslog.config import defaults
 
-__all__ = ["FUNCTION", "Config", "Elastic", "ParameterGroup", "Pipeline", "Profiling", "Section", "Train"]
+__all__ = ["FUNCTION", "Config", "Elastic", "ParameterGroup", "Section", "Train"]
 
 
 # -- The base of every section of a config.

@@ -18,7 +18,6 @@ __all__ = [
     "HEADS",
     "SEQUENCE",
     "SHARDS",
-    "TOKEN_BYTES",
     "DecoderShape",
     "DecodingDevice",
     "DecodingPlan",

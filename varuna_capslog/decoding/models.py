@@ -22,7 +22,7 @@ from varuna_capslog.decoding.choice import HEADS, DecoderShape, refuse_heads
 from varuna_capslog.model.inference_model import attention_caches
 from varuna_capslog.model.layer import TensorPiece
 
-__all__ = ["Attend", "rank_model", "shape_of"]
+__all__ = ["rank_model", "shape_of"]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, q [B, H, S, D], k and v [B, K, S, D], scale) -> [B, H, S, D]."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the module that names the engines imports this one, and no 
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Minibatch
 
-__all__ = ["NO_REPORT", "Engine", "EngineKind", "EngineParts", "Engines", "Example", "Load", "RankReport", "Verdict"]
+__all__ = ["NO_REPORT", "Engine", "EngineKind", "EngineParts", "Engines", "Load", "RankReport", "Verdict"]
 
 
 @dataclass(frozen=True)

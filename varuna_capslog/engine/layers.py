@@ -40,7 +40,6 @@ __all__ = [
     "CompiledForward",
     "EngineLayer",
     "LayerGraph",
-    "RunningStatistics",
     "StatisticsBook",
     "check_backend",
     "keep_layout",

@@ -16,7 +16,7 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.offload import laid_out
 from varuna_capslog.model.chain import Chain, TensorSpec
 
-__all__ = ["GradientBook", "SharedUpdates", "Slices", "check_shared_updates", "gradient_type", "norm_of"]
+__all__ = ["GradientBook", "SharedUpdates", "Slices", "check_shared_updates", "norm_of"]
 
 
 # -- The gradients of one layer as one flat tensor, of which each rank that holds the layer adds one slice.

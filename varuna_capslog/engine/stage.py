@@ -24,7 +24,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.workload import known_targets
 from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of, with_loss
 
-__all__ = ["LossFunction", "MicrobatchContext", "SegmentState", "Stage", "StageSegment", "segments_of"]
+__all__ = ["LossFunction", "MicrobatchContext", "SegmentState", "Stage"]
 
 
 # -- Consecutive layers of a stage that are treated alike between their forward and their backward.

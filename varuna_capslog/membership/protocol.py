@@ -29,7 +29,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Held, Member, Stamp
 from varuna_capslog.membership.state import Job, Phase, Roles, State, Step
 
-__all__ = ["Job", "Phase", "State", "step"]
+__all__ = ["Phase", "State", "step"]
 
 
 def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:

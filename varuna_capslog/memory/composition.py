@@ -35,7 +35,7 @@ from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["Composition", "compose", "lacking", "lasting", "lasting_of_ranges", "observed", "stage_costs"]
+__all__ = ["compose", "lacking", "lasting", "lasting_of_ranges", "observed", "stage_costs"]
 
 _PARTS = ("static_bytes", "saved_bytes")
 

@@ -33,7 +33,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Action, RunShape
 from varuna_capslog.schedules.traffic import Messages, Numbers, RankActions, StageLink, StepActions, messages_of
 
-__all__ = ["Holders", "RankFold", "exchange", "fold"]
+__all__ = ["RankFold", "exchange", "fold"]
 
 
 # -- The bytes of gradients while a rank exchanges them at the end of a step, on top of what is resident.

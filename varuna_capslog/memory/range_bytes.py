@@ -23,7 +23,7 @@ from varuna_capslog.memory.inflight import check_halves, one_in_flight
 from varuna_capslog.profiles.conditions import MOMENTS, kept_copies
 from varuna_capslog.profiles.record import LEAST_MOMENT_BYTES, Observation, Profile
 
-__all__ = ["BackwardWork", "MomentBytes", "RangeBytes", "likely_gradients"]
+__all__ = ["BackwardWork", "RangeBytes"]
 
 
 # -- The bytes of the optimizer's moments that wait in the host tier, by the layers of a rank; and of gradients.

@@ -15,7 +15,7 @@ import numpy as np
 from varuna_capslog.memory.range_bytes import BackwardWork, RangeBytes
 from varuna_capslog.plans.parts import KEEP, MemoryInterval, pieces_of
 
-__all__ = ["Before", "Beside", "CallSegment", "Sums", "TreatedHalves", "Treatment", "treated"]
+__all__ = ["Before", "Beside", "CallSegment", "Sums", "Treatment", "treated"]
 
 
 Bytes: TypeAlias = Any

@@ -24,7 +24,7 @@ from varuna_capslog.model.factories import Factories, LayerFactory
 from varuna_capslog.model.hollow import hollow_parameter, kept_tensors, replace_parameters
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "TiedParameter", "Value"]
+__all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "Value"]
 
 
 @dataclass(frozen=True)

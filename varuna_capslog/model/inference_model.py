@@ -18,7 +18,7 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 
-__all__ = ["DTYPES", "InferenceModel", "attention_caches", "cache_of_layers"]
+__all__ = ["InferenceModel", "attention_caches", "cache_of_layers"]
 
 
 # -- What the attention layers of a Hugging Face model cache for one sequence, from its config and its modules.

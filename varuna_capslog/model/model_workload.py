@@ -39,8 +39,6 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload
 
 __all__ = [
-    "INPUT_GRAMMAR",
-    "SEED",
     "InputSpec",
     "ModelSection",
     "ModelWorkload",

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from varuna_capslog.model.sources import cells_of, code_reads, is_users_file
 
-__all__ = ["GENERATORS", "GLOBAL", "PythonState", "RandomStates", "StateChange", "crafted_draws", "seed_generators"]
+__all__ = ["GLOBAL", "PythonState", "RandomStates", "StateChange", "crafted_draws", "seed_generators"]
 
 
 # -- Saves and restores states of random generators beside torch's own: Python's, numpy's, and those of a model.

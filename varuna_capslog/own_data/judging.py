@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.variants.chunked_loss import chunked_cross_entropy
 
-__all__ = ["COUNTS", "LOSSES", "METRICS", "Outputs", "returned"]
+__all__ = ["COUNTS", "LOSSES", "METRICS", "returned"]
 
 
 class Outputs(dict[str, Tensor]):

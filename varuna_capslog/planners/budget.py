@@ -29,7 +29,7 @@ from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
 from varuna_capslog.schedules import Action, RunShape, StageGraph, backwards_at_once, make_schedule, schedule_of
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
-__all__ = ["LABELS", "BudgetSearch", "budget_stages", "kept_bound", "kept_cuts"]
+__all__ = ["BudgetSearch", "budget_stages", "kept_bound", "kept_cuts"]
 
 LABELS = 32
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""

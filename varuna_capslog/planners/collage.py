@@ -16,7 +16,7 @@ from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.variants import PLAIN, alternatives_of, under
 
-__all__ = ["LayerPattern", "Placement", "evolved", "patterns_of", "placed", "seconds_under"]
+__all__ = ["LayerPattern", "evolved", "patterns_of", "placed", "seconds_under"]
 
 Bits = tuple[bool, ...]
 

@@ -22,7 +22,7 @@ from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.memory.ranges import Ranges, ranges_within
 from varuna_capslog.planners.capslog import capslog_cuts
 
-__all__ = ["UNREACHED", "Band", "exact_cuts", "fewest_devices", "most_even"]
+__all__ = ["Band", "exact_cuts", "fewest_devices"]
 
 
 # -- The smallest peak of a band of stages, and the most even of the cut lists that have it.

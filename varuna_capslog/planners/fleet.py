@@ -23,7 +23,7 @@ from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["Column", "DeviceKind", "Fleet", "Pipelines", "combinations", "compose", "enough_seconds", "least_seconds"]
+__all__ = ["DeviceKind", "Fleet", "Pipelines", "combinations", "compose", "enough_seconds", "least_seconds"]
 
 
 Numbers = NDArray[np.int64]

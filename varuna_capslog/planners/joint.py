@@ -34,7 +34,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
-__all__ = ["Device", "JointPipeline", "JointPlan", "NoFleet", "best_fleet", "best_fleet_of_run"]
+__all__ = ["Device", "JointPlan", "NoFleet", "best_fleet", "best_fleet_of_run"]
 
 _MANY_STAGES = 16
 """Most stages of a pipeline, unless the blocks are so few that only longer pipelines can use all devices."""

@@ -22,7 +22,7 @@ from varuna_capslog.base.functions import install_sentence
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory.costs import StageCosts
 
-__all__ = ["BO_CALLS", "BO_INITIAL_POINTS", "LIMIT", "count_cut_lists", "mcap_bf_cuts", "mcap_bo_cuts"]
+__all__ = ["LIMIT", "count_cut_lists", "mcap_bf_cuts", "mcap_bo_cuts"]
 
 LIMIT = 10**8
 """Most cut lists that `mcap-bf` evaluates; the variable CAPSLOG_MCAP_LIMIT sets another number."""

@@ -33,7 +33,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["all_away", "layerwise_plan", "least_seconds", "saying_what_fits", "with_room_used"]
+__all__ = ["all_away", "layerwise_plan", "least_seconds", "saying_what_fits"]
 
 
 # -- Choice of the layers whose optimizer moments wait in the host tier: as few bytes as the devices allow.

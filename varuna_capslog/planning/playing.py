@@ -5,7 +5,7 @@ A search plays many plans and asks for nothing but the step.
 
 from __future__ import annotations
 
-__all__ = ["SAME", "PlanPart", "Played", "even_share_seconds", "play", "with_step_seconds"]
+__all__ = ["SAME", "Played", "even_share_seconds", "play", "with_step_seconds"]
 
 import dataclasses
 from collections import Counter

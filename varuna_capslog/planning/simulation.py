@@ -37,7 +37,6 @@ __all__ = [
     "AgainstKeeping",
     "PipelineStep",
     "Simulation",
-    "StageTreatment",
     "against_keeping",
     "simulate_plan",
     "treatments",

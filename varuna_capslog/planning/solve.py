@@ -28,7 +28,7 @@ from varuna_capslog.planning.verdict import rehearsed
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["Protection", "Rehearsal", "solve"]
+__all__ = ["Protection", "solve"]
 
 Rehearsal = Callable[[Plan], Sequence[int]]
 """From a plan to the peak of each rank, or of each stage of a plan of the short form, in bytes, found by playing the

@@ -22,18 +22,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
-__all__ = [
-    "Change",
-    "Deployment",
-    "Pauses",
-    "Prices",
-    "Replanner",
-    "Replay",
-    "TraceEvent",
-    "most_nodes",
-    "read_trace",
-    "replay",
-]
+__all__ = ["Deployment", "Pauses", "Prices", "Replanner", "Replay", "TraceEvent", "most_nodes", "read_trace", "replay"]
 
 
 # -- A recorded trace of spot machines coming and going, replayed: samples trained, time lost, and what they cost.

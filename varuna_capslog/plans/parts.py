@@ -21,8 +21,6 @@ from varuna_capslog.schedules import Action, RunShape, Schedule, StageGraph, bac
 __all__ = [
     "INTERVAL_KINDS",
     "KEEP",
-    "MOMENT_KINDS",
-    "SPLIT_KINDS",
     "MemoryInterval",
     "PlanRank",
     "PlanStage",

@@ -14,7 +14,7 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units
 
-__all__ = ["BOTH", "FORMAT", "FORMAT_1", "FULL", "as_plan_2", "parts_of", "plain"]
+__all__ = ["BOTH", "FORMAT", "FULL", "parts_of", "plain"]
 
 
 # -- Plans of the older format plan/1, read as plan/2.

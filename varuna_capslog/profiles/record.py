@@ -22,7 +22,6 @@ from varuna_capslog.profiles import conditions
 
 __all__ = [
     "HALVES",
-    "LATER",
     "LEAST_MOMENT_BYTES",
     "ActionBytes",
     "LayerProfile",

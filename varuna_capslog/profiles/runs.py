@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["Partitioning", "StageRun", "capslog_partitionings", "mcap_partitionings", "stage_runs"]
+__all__ = ["StageRun", "capslog_partitionings", "mcap_partitionings", "stage_runs"]
 
 StageRun = tuple[int, int]
 """Layers (first, end) of one stage run, `end` not included."""

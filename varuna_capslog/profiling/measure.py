@@ -43,7 +43,7 @@ from varuna_capslog.profiling.variant_rows import VariantRun, allowed_variants, 
 from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
 from varuna_capslog.variants.registry import Variant
 
-__all__ = ["WholeRuns", "modules_of", "profile_config", "profile_workload"]
+__all__ = ["WholeRuns", "profile_config", "profile_workload"]
 
 
 def profile_config(

@@ -40,15 +40,7 @@ from varuna_capslog.profiling.trim import KnownShapes
 from varuna_capslog.schedules.actions import Action
 from varuna_capslog.schedules.lower import Instruction, Recv, lower
 
-__all__ = [
-    "RankRehearsal",
-    "ShortSteps",
-    "rank_peaks",
-    "rehearse",
-    "rehearse_config",
-    "rehearse_layout",
-    "rehearse_plan",
-]
+__all__ = ["ShortSteps", "rank_peaks", "rehearse", "rehearse_config", "rehearse_layout", "rehearse_plan"]
 
 
 # -- Chooses the ranks of a pipeline, and numbers of microbatches, that show the peaks of a whole step.

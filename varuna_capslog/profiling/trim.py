@@ -39,7 +39,6 @@ from varuna_capslog.schedules import Schedule, from_strings, insert_recompute, t
 from varuna_capslog.variants.registry import tell_readers, variant_named
 
 __all__ = [
-    "HALVED_MICROBATCHES",
     "MEASURED_RANK",
     "MICROBATCHES",
     "NEIGHBOUR_RANK",
@@ -52,8 +51,6 @@ __all__ = [
     "measure_run",
     "observe",
     "play_neighbours",
-    "program",
-    "trimmed_chain",
 ]
 
 

@@ -37,7 +37,7 @@ from varuna_capslog.variants.registry import (
 )
 from varuna_capslog.variants.wrapped import backend_of
 
-__all__ = ["VariantCheck", "check_variants", "checked_choices", "plain_chain"]
+__all__ = ["check_variants", "checked_choices", "plain_chain"]
 
 _MOST_WORK = 2e9
 """Multiplications and additions of one forward of a layer that are checked on the shapes of the run: some tenths of a

@@ -47,7 +47,6 @@ __all__ = [
     "Given",
     "Play",
     "Role",
-    "Roles",
     "WorkerFailure",
     "WorkerGroup",
     "Workers",

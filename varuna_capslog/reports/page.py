@@ -25,7 +25,7 @@ from varuna_capslog.reports.memory import Rehearsal, draw_layers, peak_parts
 from varuna_capslog.reports.run import RunRecord, read_run
 from varuna_capslog.reports.step import busy_parts, step_parts
 
-__all__ = ["stage_parts", "summary_parts", "write_report"]
+__all__ = ["write_report"]
 
 
 # -- The head of a report: the run in one table, and its stages with the layers each of them holds.

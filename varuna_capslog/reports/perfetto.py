@@ -8,7 +8,7 @@ simulated step.
 
 from __future__ import annotations
 
-__all__ = ["COMPUTE_THREAD", "COPY_THREAD", "trace_events"]
+__all__ = ["COPY_THREAD", "trace_events"]
 
 from collections.abc import Iterator
 from typing import Any

@@ -50,11 +50,9 @@ __all__ = [
     "in_flight_microbatches",
     "insert_offload",
     "insert_recompute",
-    "interleaved",
     "list_schedule",
     "make_schedule",
     "schedule_of",
-    "split_backwards",
     "table_3_2",
 ]
 

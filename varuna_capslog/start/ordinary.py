@@ -19,7 +19,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import SCHEDULES, RunShape
 
-__all__ = ["WITHOUT_MODEL", "OrdinaryModel", "check_kinds", "config_of_profile", "ordinary_config", "without_model"]
+__all__ = ["WITHOUT_MODEL", "OrdinaryModel", "check_kinds", "config_of_profile", "ordinary_config"]
 
 WITHOUT_MODEL = f"{__name__}:without_model"
 """The workload of a config that has a profile alone, and no model."""

@@ -43,7 +43,7 @@ from varuna_capslog.training.constants import folder_findings
 from varuna_capslog.training.devices import check_devices, check_room, choose_device
 from varuna_capslog.training.run_setup import check_keys
 
-__all__ = ["READ_SECONDS", "check_run"]
+__all__ = ["check_run"]
 
 READ_SECONDS = 20.0
 """Seconds in which a sample of each source must have been read."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Journal",
-    "Logger",
-    "Loggers",
     "RecentSteps",
     "check_loggers",
     "peak_record",

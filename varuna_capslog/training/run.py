@@ -31,7 +31,7 @@ from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.run_setup import check_plan, set_up_run
 from varuna_capslog.training.stored_layers import load_layers
 
-__all__ = ["Run", "RunEnd"]
+__all__ = ["Run"]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from varuna_capslog.variants.attention import chunks, take_graph, wide_type
 
-__all__ = ["ROWS", "chunked_cross_entropy", "chunked_loss", "leave_logits"]
+__all__ = ["chunked_cross_entropy", "chunked_loss", "leave_logits"]
 
 ROWS = 256
 """Of one chunk: so many rows of logits are small beside all of them, and fill a device."""

@@ -22,7 +22,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost, why_lost
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["MAX_DIMS", "Bundle", "Expected", "Room", "Sending", "named_loss", "pack", "send", "unpack"]
+__all__ = ["Bundle", "Expected", "Room", "Sending", "named_loss", "pack", "send", "unpack"]
 
 MAX_DIMS = 8
 """Most dimensions of a tensor on the wire."""

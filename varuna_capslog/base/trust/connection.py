@@ -29,7 +29,6 @@ __all__ = [
     "GUESTS",
     "HANDSHAKE_SECONDS",
     "MAX_RECORD",
-    "PROOF_BYTES",
     "Connection",
     "Door",
     "Forged",

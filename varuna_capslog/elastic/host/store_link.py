@@ -32,7 +32,7 @@ from varuna_capslog.elastic.store.opening import ENDED, MembershipStore, StoreGo
 from varuna_capslog.membership.entries import DeadEntry, Entry, GenerationEntry, HostsEntry, NoticeEntry, Roster, read
 from varuna_capslog.membership.generation import Generation, Member
 
-__all__ = ["HostStore", "age_of", "run_age", "sign_of"]
+__all__ = ["HostStore", "age_of", "run_age"]
 
 
 # -- The sign of life that a host keeps in the store: a count, and for how long the run has been going on.

@@ -26,7 +26,7 @@ from varuna_capslog.membership.state import Job, State
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.layer_state import digest
 
-__all__ = ["ChangeReport", "MemberLoop", "Parts", "reasons"]
+__all__ = ["ChangeReport", "MemberLoop", "Parts"]
 
 
 class MemberLoop(Protocol):

@@ -25,7 +25,7 @@ from varuna_capslog.membership.entries import CheckpointEntry
 from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
 from varuna_capslog.membership.state import Phase
 
-__all__ = ["TRIES", "Lack", "NotApplied", "Training", "lack_of"]
+__all__ = ["Lack", "NotApplied", "Training", "lack_of"]
 
 
 # -- Steps that run out of memory: reads the errors of torch and of the host tier.

@@ -22,16 +22,7 @@ from urllib.parse import quote
 
 from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, PollingListener, Round, Unavailable
 
-__all__ = [
-    "LINK_LOCAL",
-    "Answer",
-    "AwsListener",
-    "AzureListener",
-    "GcpListener",
-    "HttpOpener",
-    "MetadataListener",
-    "json_object",
-]
+__all__ = ["LINK_LOCAL", "Answer", "AwsListener", "AzureListener", "GcpListener", "HttpOpener", "MetadataListener"]
 
 
 # -- Questions to a cloud's metadata server: plain HTTP with bounded times, never through a proxy, never redirected.

@@ -39,7 +39,7 @@ from varuna_capslog.elastic.notices.interface import (
     Unavailable,
 )
 
-__all__ = ["FileListener", "Meaning", "SignalListener", "plain", "signal_meanings"]
+__all__ = ["FileListener", "SignalListener", "plain", "signal_meanings"]
 
 
 @dataclass(frozen=True, slots=True)

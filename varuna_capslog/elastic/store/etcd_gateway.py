@@ -25,18 +25,7 @@ from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.store.log import StoreGone
 
-__all__ = [
-    "PAUSE_SECONDS",
-    "WAIT_SECONDS",
-    "Etcd",
-    "EtcdWatch",
-    "HttpConnection",
-    "Names",
-    "Signatures",
-    "after",
-    "b64",
-    "unsigned",
-]
+__all__ = ["PAUSE_SECONDS", "WAIT_SECONDS", "Etcd", "EtcdWatch", "Names", "Signatures", "after", "b64", "unsigned"]
 
 
 # -- Addresses of the store's endpoints: a name server may take seconds, and no call may wait for it while a run

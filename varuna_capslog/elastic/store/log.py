@@ -23,18 +23,7 @@ from varuna_capslog.membership.generation import EMPTY, Generation
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = [
-    "ENDED",
-    "LOOK_SECONDS",
-    "Entry",
-    "LogFollower",
-    "Lost",
-    "MembershipStore",
-    "StoreGone",
-    "StoreRefuses",
-    "Take",
-    "pack_entry",
-]
+__all__ = ["ENDED", "LOOK_SECONDS", "LogFollower", "MembershipStore", "StoreGone", "StoreRefuses", "pack_entry"]
 
 Entry = dict[str, Any]
 Take = Callable[[Entry], None]

@@ -23,16 +23,7 @@ from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.network import listen
 from varuna_capslog.elastic.store.log import ENDED, StoreGone, StoreRefuses
 
-__all__ = [
-    "ANSWER_SECONDS",
-    "LONGEST_WAIT_SECONDS",
-    "MAX_MESSAGE",
-    "PURPOSE",
-    "StoreLines",
-    "StoreServer",
-    "bytes_of",
-    "text_of",
-]
+__all__ = ["ANSWER_SECONDS", "MAX_MESSAGE", "PURPOSE", "StoreLines", "StoreServer", "bytes_of", "text_of"]
 
 
 PURPOSE = "store"

@@ -40,7 +40,6 @@ __all__ = [
     "is_open",
     "module_calls",
     "module_path",
-    "name_slices",
     "named_leaves",
     "paths_of",
     "same_storage",

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.python_calls import CallShape, FunctionCall, Hooked, PythonCall, Whole
 
-__all__ = ["Calls", "FiniteValues", "MadeCall", "NeedsPython", "OpaqueCalls", "put_in_calls"]
+__all__ = ["Calls", "MadeCall", "NeedsPython", "OpaqueCalls", "put_in_calls"]
 
 
 # -- Captures models that ask whether a tensor is finite, as Hugging Face's DETR family does in training.

@@ -31,7 +31,7 @@ from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheMode
 from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.training_modes import freeze_layers
 
-__all__ = ["layer_module", "localise_sizes", "open_regions", "sizes_of", "split_graph"]
+__all__ = ["layer_module", "localise_sizes", "open_regions", "split_graph"]
 
 
 # -- Makes every operation of a captured graph take sizes that may change from a tensor near it.

@@ -55,7 +55,7 @@ from varuna_capslog.model.sources import class_name, code_digest, module_setting
 from varuna_capslog.model.state_file import load_tensors
 from varuna_capslog.model.training_modes import freeze_layers
 
-__all__ = ["CaptureRequest", "CapturedLayers", "Kept", "NotText", "OneOf", "by_shape", "from_text", "to_text"]
+__all__ = ["CaptureRequest", "CapturedLayers", "Kept", "OneOf", "by_shape"]
 
 
 CapturedLayers = tuple[list[Layer], tuple[str, ...], tuple[str, ...]]

@@ -26,17 +26,7 @@ from varuna_capslog.model.capture.split import layer_module
 from varuna_capslog.model.splitting.division import VIEWS, Divided, Share, SharedCall, divided_result, sliced, spans
 from varuna_capslog.model.splitting.splitter import Splitter
 
-__all__ = [
-    "ENTRY_BY_ENTRY",
-    "Linear",
-    "has_linear",
-    "linear_at",
-    "open_module",
-    "operator_name",
-    "split_captured",
-    "splits_captured",
-    "whole_sizes",
-]
+__all__ = ["ENTRY_BY_ENTRY", "split_captured", "splits_captured"]
 
 
 # -- Finds what a split of a captured layer's graph needs: its linear maps, the inside of its modules, sizes.

@@ -32,7 +32,6 @@ __all__ = [
     "bytes_of",
     "combined_seconds",
     "others_bytes",
-    "runs_again",
     "stage_bytes",
 ]
 

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["CLOSE", "COUNTINGS", "AllocatedStage", "Allocation", "ChainCosts", "allocation_within", "best_allocation"]
+__all__ = ["CLOSE", "COUNTINGS", "Allocation", "ChainCosts", "allocation_within", "best_allocation"]
 
 
 # -- MadPipe's model of the costs: a chain of layers, with seconds and bytes of one microbatch (Sec. 3 and 4.2.1).

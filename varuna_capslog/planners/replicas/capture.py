@@ -39,7 +39,7 @@ from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.schedules.generators import table_3_2
 
-__all__ = ["MOST_GROUPS", "DegreePeaks", "capture_stages", "merged"]
+__all__ = ["DegreePeaks", "capture_stages", "merged"]
 
 MOST_GROUPS = 64
 """Most groups of layers; more layers are merged to so many. The paper leaves the number to its user."""

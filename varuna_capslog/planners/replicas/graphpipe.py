@@ -39,7 +39,6 @@ from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.schedules.generators import table_3_2
 
 __all__ = [
-    "LONGER",
     "CostedTree",
     "Parallel",
     "Series",

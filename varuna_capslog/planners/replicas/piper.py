@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas.costs import Floats, GraphCosts, ReplicatedStage
 
-__all__ = ["MOST_DOWNSETS", "downsets", "piper_stages"]
+__all__ = ["downsets", "piper_stages"]
 
 MOST_DOWNSETS = 10_000
 """Most downsets of a graph that is searched. (The published program stops at 40,000.)"""

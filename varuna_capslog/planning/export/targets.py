@@ -19,7 +19,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import KINDS, RunShape, from_strings, to_strings
 
-__all__ = ["TARGETS", "Request", "Target", "names_in", "notes", "torch_csv", "written"]
+__all__ = ["TARGETS", "Request", "names_in", "notes", "torch_csv", "written"]
 
 
 # -- A plan's order of work as `torch.distributed.pipelining` reads it.

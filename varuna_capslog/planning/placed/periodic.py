@@ -32,7 +32,7 @@ from varuna_capslog.planning.verdict import check_devices
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 
-__all__ = ["periodic_plan", "two_versions_note"]
+__all__ = ["two_versions_note"]
 
 MOST_LAYERS = 64
 """Longer chains are searched with neighbours together, those of the fewest seconds first."""

@@ -24,7 +24,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
-__all__ = ["GRAPH_SCHEDULES", "budget_plan", "faster_plan", "joint_plan"]
+__all__ = ["GRAPH_SCHEDULES", "budget_plan", "faster_plan"]
 
 
 # -- Planner `budget` beyond one line of stages: branches side by side, and replicas of single stages.

@@ -19,7 +19,7 @@ from torch import Tensor
 from varuna_capslog.base.gpus import Gpu
 from varuna_capslog.profiling.estimation.allocator import round_up
 
-__all__ = ["CUDA_KERNELS", "CudaKernel", "reduction_blocks"]
+__all__ = ["CUDA_KERNELS", "reduction_blocks"]
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

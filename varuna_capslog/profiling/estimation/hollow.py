@@ -46,7 +46,6 @@ from varuna_capslog.profiling.weighing import ActionWeights, HalfWeights, Halves
 __all__ = [
     "ForwardRun",
     "HollowRun",
-    "HollowTier",
     "SilentCommunicator",
     "StepMeter",
     "fake_step",
@@ -55,7 +54,6 @@ __all__ = [
     "run_forward",
     "run_halves",
     "run_hollow",
-    "trimmed_step",
 ]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from varuna_capslog.profiling.estimation.allocator import round_up
 
-__all__ = ["KERNELS", "Kernel", "backward_bytes", "forward_bytes"]
+__all__ = ["KERNELS"]
 
 
 # -- Bytes that oneDNN's convolutions take on the CPU where the channels of an image lie together (channels last).

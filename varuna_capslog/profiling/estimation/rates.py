@@ -21,17 +21,7 @@ from varuna_capslog.base.gpus import GPUS, Gpu
 from varuna_capslog.profiling.estimation.operators import Work, work_of
 from varuna_capslog.profiling.estimation.quirks import USUAL_GPU
 
-__all__ = [
-    "CLASSES",
-    "GROUPS",
-    "HOST_SECONDS",
-    "RATES_VERSION",
-    "Class",
-    "Speed",
-    "calibrated_cpu",
-    "cpu_speed",
-    "speed_of",
-]
+__all__ = ["CLASSES", "GROUPS", "HOST_SECONDS", "RATES_VERSION", "Speed", "cpu_speed", "speed_of"]
 
 RATES_VERSION = 2
 """Raised whenever a factor or what is counted changes; a condition of every estimated profile."""

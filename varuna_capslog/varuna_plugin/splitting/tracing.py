@@ -23,12 +23,10 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import TensorSpec
 
 __all__ = [
-    "Call",
     "CutSpec",
     "Phantom",
     "Trace",
     "copied_buffers",
-    "describe_structure",
     "find_phantom",
     "flatten_cut",
     "make_phantoms",
