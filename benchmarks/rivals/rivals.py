@@ -397,7 +397,7 @@ def _rounds(args: argparse.Namespace) -> None:
         draw = random.Random(number)
         victims = [draw.randrange(1, WORKERS) for _ in setting.faults]
         for contender in chosen:
-            result = _run(contender, setting, victims, steps)
+            outcome = _run(contender, setting, victims, steps)
             line = {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "commit": _commit(),
@@ -406,7 +406,7 @@ def _rounds(args: argparse.Namespace) -> None:
                 "round": number,
                 "setting": setting._asdict(),
                 "one_device_loss": alone,
-                **result,
+                **outcome,
             }
             print(json.dumps(line), flush=True)
             if not args.dry:

@@ -80,7 +80,7 @@ def test_one_request_on_four_ranks():
     """Three ranks decode nothing, and attend for the fourth."""
     model, prompts = small_model("Llama"), some_prompts(3)
     results = on_ranks(4, lambda ranks: decode_greedily(model, prompts, 9, ranks))
-    assert [result.tokens for result in results] == [generated(model, prompts, 9)] * 4
+    assert [decoded.tokens for decoded in results] == [generated(model, prompts, 9)] * 4
 
 
 @pytest.mark.parametrize(("shard", "degree"), [(SEQUENCE, 4), (HEADS, 3)])
@@ -105,17 +105,17 @@ def test_bytes_on_the_wire_are_those_of_the_formulas(family, degree, batch):
     shape, steps = shape_of(model), 2 * degree
     for shard, formula in ((SEQUENCE, sequence_bytes), (HEADS, heads_bytes)):
         results = on_ranks(degree, lambda ranks, shard=shard: decode_greedily(model, prompts, steps + 1, ranks, shard))
-        sent = sum(result.sent_bytes["step"] for result in results) / degree / steps
+        sent = sum(decoded.sent_bytes["step"] for decoded in results) / degree / steps
         assert sent == pytest.approx(shape.layers * formula(shape, batch, degree), rel=1e-12)
-        assert {result.steps for result in results} == {steps}
+        assert {decoded.steps for decoded in results} == {steps}
 
 
 def test_shares_of_the_cache_stay_equal():
     """30 tokens of each request over 3 ranks: 10 on each, for tokens of the prompt and decoded tokens alike."""
     model, prompts = small_model("Llama"), some_prompts(2, 20, 11)
-    for result in on_ranks(3, lambda ranks: decode_greedily(model, prompts, 10, ranks)):
+    for decoded in on_ranks(3, lambda ranks: decode_greedily(model, prompts, 10, ranks)):
         # 2 layers, keys and values, 3 requests, 2 heads of 8 numbers
-        assert result.cache_bytes == 2 * 2 * 3 * 10 * 2 * 8 * 8
+        assert decoded.cache_bytes == 2 * 2 * 3 * 10 * 2 * 8 * 8
 
 
 @pytest.mark.parametrize("shard", [SEQUENCE, HEADS])
@@ -128,7 +128,7 @@ def test_a_request_ends_with_the_models_end_token(shard):
         row[: next(at for at, token in enumerate(row) if token in model.generation_config.eos_token_id) + 1]
         for row in plain
     ]
-    assert [result.tokens for result in results] == [expected] * 2
+    assert [decoded.tokens for decoded in results] == [expected] * 2
     assert results[0].steps == max(map(len, expected)) - 1
 
 

@@ -131,7 +131,7 @@ def test_bits_do_not_depend_on_the_plan(pool: WorkerPool, layout: Cuts, options:
     error, worst = gradient_error(merged(results, "gradients"), plain["gradients"])
     assert error <= 1e-5, f"{worst}: {error:.2e}"
     # compiled ahead in a thread, and not again in the step
-    assert [result["graphs"] for result in results] == [1] * len(results)
+    assert [report["graphs"] for report in results] == [1] * len(results)
     assert plain["graphs"] == 0
 
 

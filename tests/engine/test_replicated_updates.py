@@ -44,10 +44,10 @@ def test_replicas_that_take_updated_values_have_the_bits_of_one_rank(pool: Worke
     options, twist = {"num_blocks": 4, "recipe": RECIPES[seed % 2], "clip_norm": 0.5}, "pair groups"
     results = pool.run(cases.train, layout.world_size, layout, options, 3, torch.float32, twist if seed == 6 else None)
     expected = one_rank(pool, seed % 2)
-    for result in results:
-        assert (result["parts"], result["norms"]) == (expected["parts"], expected["norms"])
+    for report in results:
+        assert (report["parts"], report["norms"]) == (expected["parts"], expected["norms"])
         for kind in ("state", "buffers"):
-            assert all(torch.equal(value, expected[kind][name]) for name, value in result[kind].items())
+            assert all(torch.equal(value, expected[kind][name]) for name, value in report[kind].items())
 
 
 def shared_plan(*moments: tuple[MemoryInterval, ...]) -> Plan:

@@ -46,7 +46,7 @@ def trained(pool: WorkerPool, layout: Layout, copies: str = "plain", **options: 
 
 def differences(results: list[dict[str, Any]], expected: dict[str, Any]) -> list[str]:
     different = [
-        f"{kind} of a rank" for kind in ("parts", "norms") for result in results if result[kind] != expected[kind]
+        f"{kind} of a rank" for kind in ("parts", "norms") for report in results if report[kind] != expected[kind]
     ]
     for kind in ("gradients", "state", "buffers"):
         ours = merged(results, kind)
@@ -64,7 +64,7 @@ def test_any_intervals_give_the_bits_of_one_rank_that_keeps_all(pool: WorkerPool
         layout = dataclasses.replace(layout, stages=stages)
     results = trained(pool, layout, schedule=schedule)
     assert not differences(results, one_rank(pool))
-    assert all(result["host bytes"][0] == 0 for result in results)
+    assert all(report["host bytes"][0] == 0 for report in results)
 
 
 @pytest.mark.parametrize("planner", ["dawnpiper", "vpipe"])
@@ -97,7 +97,7 @@ def test_copies_that_come_late_change_no_bit(pool: WorkerPool, seed: int, copies
     layout = with_intervals(TWO_STAGES, seed, ("offload", "recompute+offload"))
     results = trained(pool, layout, copies, schedule="gpipe")
     assert not differences(results, one_rank(pool))
-    assert all(in_use == 0 and most > 0 for in_use, most in (result["host bytes"] for result in results))
+    assert all(in_use == 0 and most > 0 for in_use, most in (report["host bytes"] for report in results))
 
 
 def test_the_comparison_notices_what_is_read_too_early(pool: WorkerPool) -> None:

@@ -67,9 +67,9 @@ class Job:
         It is the same for all members. In a simulation they get one object; without this the cost of a change would
         grow with the square of their number.
         """
-        for of, by, result in self._remembered:
+        for of, by, answer in self._remembered:
             if of is values and by == record:
-                return cast(Result, result)
+                return cast(Result, answer)
         made = make(self, record, values)
         self._remembered.appendleft((values, record, made))
         return made

@@ -205,9 +205,9 @@ def block_edges(before: str, block: str, after: Sequence[str]) -> set[str]:
     one.
     """
     branches = [f"{block}.{name}" for name in ("short", "deep_2", "deep_3", "pool")]
-    result = line(before, f"{block}.short") | line(before, f"{block}.pool") | line(before, f"{block}.deep_1")
-    result |= line(f"{block}.deep_1", f"{block}.deep_2") | line(f"{block}.deep_1", f"{block}.deep_3")
-    return result.union(into(block, *branches), *(line(block, reader) for reader in after))
+    edges = line(before, f"{block}.short") | line(before, f"{block}.pool") | line(before, f"{block}.deep_1")
+    edges |= line(f"{block}.deep_1", f"{block}.deep_2") | line(f"{block}.deep_1", f"{block}.deep_3")
+    return edges.union(into(block, *branches), *(line(block, reader) for reader in after))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -72,33 +72,33 @@ def test_goodput_of_a_run_that_lost_one_of_two():
         (1, ("a", "b"), [(step, 100.0 + step) for step in range(1, 6)]),
         (2, ("a",), [(step, 100.0 + 2 * step) for step in range(5, 10)]),
     )
-    result = goodput(run, [(100.0, 2), (105.0, 1)], 119.0)
-    assert result.rates == {2: pytest.approx(1.0), 1: pytest.approx(0.5)}
-    assert result.steps == 9
-    assert result.ideal_steps == pytest.approx(5 * 1.0 + 14 * 0.5)
-    assert result.share == pytest.approx(9 / 12)
-    assert result.lost_seconds == pytest.approx(19.0 * 3 / 12)
+    account = goodput(run, [(100.0, 2), (105.0, 1)], 119.0)
+    assert account.rates == {2: pytest.approx(1.0), 1: pytest.approx(0.5)}
+    assert account.steps == 9
+    assert account.ideal_steps == pytest.approx(5 * 1.0 + 14 * 0.5)
+    assert account.share == pytest.approx(9 / 12)
+    assert account.lost_seconds == pytest.approx(19.0 * 3 / 12)
 
 
 def test_an_unusual_step_within_a_generation_is_lost_time_too():
     times = [1.0, 2.0, 3.0, 7.0, 8.0, 8.5, 9.5]
     run = segment((1, ("a",), [(step, at) for step, at in enumerate(times, 1)]))
-    result = goodput(run, [(0.0, 1)], 9.5)
-    assert (result.steps, result.ideal_steps, result.lost_seconds) == (7, pytest.approx(9.5), pytest.approx(2.5))
+    account = goodput(run, [(0.0, 1)], 9.5)
+    assert (account.steps, account.ideal_steps, account.lost_seconds) == (7, pytest.approx(9.5), pytest.approx(2.5))
 
 
 def test_steps_outside_the_span_do_not_count():
     run = segment((1, ("a",), [(step, float(step)) for step in range(1, 21)]))
-    result = goodput(run, [(5.0, 1)], 15.0)
-    assert (result.steps, result.ideal_steps, result.share) == (10, pytest.approx(10.0), pytest.approx(1.0))
+    account = goodput(run, [(5.0, 1)], 15.0)
+    assert (account.steps, account.ideal_steps, account.share) == (10, pytest.approx(10.0), pytest.approx(1.0))
 
 
 def test_numbers_of_devices_that_nobody_trained_with_are_never_flattered():
     """3 devices never trained together: they would be no slower than 2. One is as fast as the next larger number."""
     run = segment((1, ("a", "b"), [(step, float(step)) for step in range(1, 11)]))
-    result = goodput(run, [(0.0, 3), (4.0, 2), (6.0, 1), (8.0, 0)], 10.0)
-    assert result.ideal_steps == pytest.approx(8.0)
-    assert result.steps == 10
+    account = goodput(run, [(0.0, 3), (4.0, 2), (6.0, 1), (8.0, 0)], 10.0)
+    assert account.ideal_steps == pytest.approx(8.0)
+    assert account.steps == 10
 
 
 def test_more_devices_are_never_taken_for_slower():

@@ -57,8 +57,8 @@ def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path, forked_
         words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
-        result = json.loads(done.stdout)
-        assert (result["outcome"], result["faults"], result["plans"]) == ("passed", 2, True)
+        report = json.loads(done.stdout)
+        assert (report["outcome"], report["faults"], report["plans"]) == ("passed", 2, True)
         log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
         records = [entry["record"] for entry in log if entry["kind"] == "generation"]
         carried = [record["plan"] for record in records if "plan" in record]
@@ -76,8 +76,8 @@ def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tm
     folder = tmp_path / "run"
     done = CliRunner().invoke(app, [*words, "--kinds", "store", "--mean", "50ms", "-o", str(folder), "--json"])
     assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
-    assert (result["outcome"], result["faults"], result["store"], result["store_losses"]) == ("passed", 2, "etcd", 0)
+    report = json.loads(done.stdout)
+    assert (report["outcome"], report["faults"], report["store"], report["store_losses"]) == ("passed", 2, "etcd", 0)
     log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
     assert {entry["segment"] for entry in log} == {1}, "nothing was started again"
     assert sum(entry["kind"] == "dead" for entry in log) >= 2
@@ -94,9 +94,9 @@ def test_machines_with_networks_of_their_own_are_cut_off_by_the_kernel(tmp_path)
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert (result["outcome"], result["network"], result["faults"]) == ("passed", "namespaces", 1)
-    assert {1, 2} <= set(result["layouts"]), "nobody was cut off"
+    report = json.loads(done.stdout)
+    assert (report["outcome"], report["network"], report["faults"]) == ("passed", "namespaces", 1)
+    assert {1, 2} <= set(report["layouts"]), "nobody was cut off"
     log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
     assert any("does not answer" in str(entry.get("why")) for entry in log if entry["kind"] == "dead")
 
