@@ -42,7 +42,7 @@ def told() -> Told:
 
 def fork_server_of(folder: Path, told: Told, *modules: str, **environment: str) -> ForkServer:
     environment = {"PYTHONPATH": str(ENTRIES), **environment}
-    return ForkServer("host_entries:act", told.put, folder / "nursery.log", modules, environment)
+    return ForkServer("host_entries:act", told.put, folder / "fork-server.log", modules, environment)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_worker_is_a_process_of_its_own_and_its_end_is_told_as_it_was(tmp_path
         assert ended == {"member": member, "pid": started["pid"], **expected.get(member, {"signal": 11})}
     assert (tmp_path / "m-1.log").read_text() == "standard output of m-1\nerror output of m-1\n"
     assert "RuntimeError: crashed" in (tmp_path / "m-4.log").read_text()
-    assert (tmp_path / "nursery.log").read_text() == ""
+    assert (tmp_path / "fork-server.log").read_text() == ""
 
 
 def test_what_was_imported_ahead_is_there_and_torch_computes_in_the_fork(tmp_path, told):
@@ -89,7 +89,7 @@ def test_what_was_imported_ahead_is_there_and_torch_computes_in_the_fork(tmp_pat
     worker = seen(tmp_path, "m-1")
     assert worker["torch"]
     assert (worker["forked"], worker["threads"]) == (True, 1)
-    assert "no_such_module" in (tmp_path / "nursery.log").read_text()
+    assert "no_such_module" in (tmp_path / "fork-server.log").read_text()
     fork_server.close()
 
 

@@ -108,7 +108,7 @@ class Cradle:
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._count = 0
         self.open: list[Live] = []
-        self._fork_server = ForkServer(_ENTRY, self._hear, folder / "nursery.log", (*_MODULES, *more))
+        self._fork_server = ForkServer(_ENTRY, self._hear, folder / "fork-server.log", (*_MODULES, *more))
 
     def _hear(self, message: dict[str, Any]) -> None:
         listener = self._listeners.get(str(message.get("member")))

@@ -212,7 +212,5 @@ def test_ten_thousand_actions_take_milliseconds() -> None:
     assert min(took) <= 0.02
 
 
-def test_the_first_of_the_highest_positions_is_the_peak() -> None:
-    assert (RankFold((3, 7, 7), 5).peak_bytes, RankFold((3, 7, 7), 5).peak_position) == (7, 1)
-    assert (RankFold((3, 4), 9).peak_bytes, RankFold((3, 4), 9).peak_position) == (9, 2)
-    assert (RankFold((), 0).peak_bytes, RankFold((), 0).peak_position) == (0, 0)
+def test_the_peak_is_that_of_all_positions_and_of_the_end_of_the_step() -> None:
+    assert [RankFold((3, 7, 7), 5).peak_bytes, RankFold((3, 4), 9).peak_bytes, RankFold((), 0).peak_bytes] == [7, 9, 0]

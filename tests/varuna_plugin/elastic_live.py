@@ -39,7 +39,7 @@ class Cradle:
         self.told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic.work", "torch._dynamo")
         entry = "varuna_capslog.varuna_plugin.elastic.run:main"
-        self.fork_server = ForkServer(entry, self.told.put, folder / "nursery.log", modules)
+        self.fork_server = ForkServer(entry, self.told.put, folder / "fork-server.log", modules)
         self.runs = 0
 
 

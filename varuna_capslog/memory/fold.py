@@ -111,11 +111,6 @@ class RankFold:
         """The maximum over all positions."""
         return max(self.end_bytes, *self.bytes, 0)
 
-    @property
-    def peak_position(self) -> int:
-        """The first position of the peak; the length of the list for the end of the step."""
-        return (*self.bytes, self.end_bytes).index(self.peak_bytes) if self.bytes else 0
-
 
 def fold(
     profile: Profile | RangeBytes,

@@ -539,7 +539,7 @@ def test_a_fork_server_that_dies_takes_all_workers_and_everybody_hears_it(tmp_pa
     os.kill(run.host.workers.fork_server.pid, signal.SIGKILL)
     error = run.end()
     assert isinstance(error, WorkerFailed)
-    assert "lost with its nursery" in str(error)
+    assert "killed when its fork server ended" in str(error)
     assert sorted(run.told("dead")) == ["h-1", "h-2"]
     wait_until(lambda: not any(alive(pid) for pid in pids))
 

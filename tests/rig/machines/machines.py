@@ -104,7 +104,7 @@ class Machines:
         self._fork_server = ForkServer(
             "tests.rig.machines.host_process:main",
             lambda message: self._inbox.put((0, "supervisor", message)),
-            folder / "nursery.log",
+            folder / "fork-server.log",
             (*PRELOADED, "varuna_capslog.elastic.host.host", ENTRY.partition(":")[0], *MODULES, workload),
         )
         self._stack.callback(self._fork_server.close)  # supervisors die with it, and workers with their supervisors
@@ -192,7 +192,7 @@ class Machines:
 
     def _supervisor_says(self, message: Mapping[str, Any]) -> None:
         if "gone" in message:
-            raise CapslogError(f"the rig's own nursery ended; see {self.run_dir / 'chaos' / 'nursery.log'}")
+            raise CapslogError(f"the rig's own fork server ended; see {self.run_dir / 'chaos' / 'fork-server.log'}")
         if "member" not in message:
             return
         segment, name, start = message["member"].split(":")

@@ -146,7 +146,7 @@ class Host:
     def _end(self) -> HostEnd:
         finished, failed, run_dir = self.roster.finished, self.roster.failed_for_all, self.options.run_dir
         if failed is not None:
-            member, cause = str(failed["member"]), f"{failed['cause']}; then the same command {self._whence()}"
+            member, cause = str(failed["member"]), f"{failed['cause']}; then the same command {self._resume_hint()}"
             failure = Failure(-1, cause, str(failed["kind"]), wall_seconds(), member=member)
             raise WorkerFailed(failure, self.workers.log(member), everywhere=True)
         if self._asked:
@@ -154,7 +154,7 @@ class Host:
             how = "killed in the middle of a step" if finished is None and self._asked > 1 else how
             step = last_step(run_dir) if finished is None else finished.step
             reached = f" after step {step}" if step else ""
-            goes_on = f"continues the run in {run_dir}" if finished is not None else self._whence()
+            goes_on = f"continues the run in {run_dir}" if finished is not None else self._resume_hint()
             raise Interrupted(f"interrupted: {how}{reached}; the same command {goes_on}")
         if finished is not None and finished.asked:
             how = f"interrupted: stopped cleanly after step {finished.step}, as asked on another host"
@@ -166,7 +166,7 @@ class Host:
         stopped = finished is not None and finished.stopped
         return HostEnd("left" if finished is None else "finished", stopped)
 
-    def _whence(self) -> str:
+    def _resume_hint(self) -> str:
         """Words on what the same command does after an unprepared end."""
         run_dir = self.options.run_dir
         if (run_dir / "held").exists() or any((run_dir / "checkpoints").glob("step-*")):

@@ -107,7 +107,7 @@ class HostWorkers:
         self._said: set[str] = set()
         self._unsaid: list[tuple[float, str]] = []
         self._variables = {**network_variables(options.store or options.serve_at), **options.environment}
-        self._server_log = options.folder / f"{host}.nursery.log"
+        self._server_log = options.folder / f"{host}.fork-server.log"
         if options.fork_server is None:
             self.fork_server = member_server(options.entry, options.modules, self._variables, hear, self._server_log)
         else:
@@ -153,7 +153,7 @@ class HostWorkers:
             for worker, _ in ends:
                 if worker.verdict is None:
                     why = message.get("why") or f"see {self._server_log}"
-                    worker.verdict, worker.cause = f"was lost with its nursery ({why})", "killed"
+                    worker.verdict, worker.cause = f"was killed when its fork server ended ({why})", "killed"
         elif "signal" in message or "status" in message:
             status = -message["signal"] if "signal" in message else message["status"]
             ends = [(self.by_member[message["member"]], status)]
