@@ -92,5 +92,5 @@ def test_a_batch_norm_under_autocast_of_the_model_keeps_it_whole() -> None:
     case = Case(NormsUnderAutocast, lambda: (unusual.x(),), 1)
     chain = Chain.from_module(made(case), None, case.example(), evaluates=False)
     (why,) = chain.kept_whole
-    assert "its code calls a batch norm under autocast (test_regions.py:" in why
+    assert "its code calls a batch norm under autocast (test_split_regions.py:" in why
     assert_close(engine_step(chain, examples(case), True)[1], plain_step(made(case), examples(case))[1], 0.0)
