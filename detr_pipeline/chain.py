@@ -30,7 +30,7 @@ __all__ = ["build_chain", "units_of", "valid_cells"]
 
 # -- A torchvision ResNet as a list of units: stem, residual blocks, projection to the transformer's width.
 #
-# `chain` arranges the units into layers. Weights never come from the network; `weights` reads them from a file.
+# `build_chain` arranges the units into layers. Weights never come from the network; `weights` reads them from a file.
 
 
 _NORM_LAYERS: Mapping[str, Callable[[int], nn.Module]] = {

@@ -130,8 +130,7 @@ class Attention(Projections):
 # whose queries are few, it attends from all queries to the i-th rows, and a last part merges the parts' results by
 # their log-sum-exp (`variants.attention.merged`).
 #
-# Each layer of `transformer` that can be split calls a function of this module; see
-# `varuna_capslog.model.splitting.splitter`.
+# Each layer below that can be split calls one of these functions; see `varuna_capslog.model.splitting.splitter`.
 
 
 Attend = Callable[..., Tensor]
@@ -407,7 +406,7 @@ class EncoderLayer(FeedForwardLayer):
         return self.norm2(x + self.feed_forward(x))
 
     def split(self, into: Splitter) -> None:
-        """Its parts; see `splits`."""
+        """Its parts; see `split_encoder` and `split_decoder`."""
         split_encoder(self, into, _attend_map)
 
 
@@ -438,7 +437,7 @@ class DecoderLayer(FeedForwardLayer):
         return self.norm3(x + self.feed_forward(x))
 
     def split(self, into: Splitter) -> None:
-        """Its parts; see `splits`."""
+        """Its parts; see `split_encoder` and `split_decoder`."""
         split_decoder(self, into, (_attend_last_queries, _attend_memory), *self._around())
 
     def _around(self) -> tuple[nn.Module | None, nn.Module | None]:

@@ -2,7 +2,7 @@
 
 The workload builds its model here. These tensors cross the cuts: features [B, C, h, w] of the backbone (`x`, and
 `c<level>`, which the next level and the encoder read), projected (`p`), mixed (`f`, `n`), then `memory`, `grid`,
-`hidden` and `reference` of `layers.Selection`, and the predictions of every decoder layer on their way to the loss.
+`hidden` and `reference` of `Selection`, and the predictions of every decoder layer on their way to the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DENOISING", "build_model", "chain_of", "own_names"]
 
 # -- The layers of RT-DETR (Zhao et al., CVPR 2024) whose forward transformers writes inside larger modules.
 #
-# `chain` makes them around transformers' own submodules; they compute the same as its `RTDetrModel`, operation by
+# They are made around transformers' own submodules and compute the same as its `RTDetrModel`, operation by
 # operation. They keep no state and no cache, so that they also run on tensors without memory, and at any size.
 
 
@@ -88,7 +88,7 @@ class Selection(nn.Module):
     """Flattens all maps into one row of places, predicts at each of them, and selects the best ones as queries.
 
     Called with the maps [B, C, h, w], each half as large as the one before, and, where the model denoises, with noised
-    `labels` [B, D] and unactivated `boxes` [B, D, 4] of as many queries ahead of the others (`denoising`). Returns
+    `labels` [B, D] and unactivated `boxes` [B, D, 4] of as many queries ahead of the others (`source`). Returns
 
     - memory [B, L, C]: the places of all maps;
     - grid [B, h, w] of bool: nothing but the size of the largest map, for the decoder;
@@ -217,7 +217,7 @@ def _apart(groups: Tensor | None, hidden: Tensor) -> Tensor | None:
 
 
 DENOISING = ("dn_labels", "dn_boxes", "dn_groups")
-"""Inputs beside `images` where the model denoises; see `denoising.Noise`."""
+"""Inputs beside `images` where the model denoises; see `source.Noise`."""
 
 
 def build_model(section: RtDetrModel, num_classes: int) -> Any:

@@ -155,7 +155,7 @@ class Engine(Protocol):
         """Makes the step that was voted for, or skips its update as the verdict says. Returns the learning rate.
 
         Raises:
-            PeerLost: another rank is gone that was to hand on what it updated for this one (`holders/updates`), and the
+            PeerLost: another rank is gone that was to hand on what it updated for this one (`replicated`), and the
                 layers here are of no boundary. Nothing is sent where every rank keeps the moments of its own layers.
         """
 

@@ -52,8 +52,8 @@ __all__ = [
 
 # -- One layer as torch.compile makes it, with code that does not depend on what else its process has run before.
 #
-# `ahead` makes it, and `layers` calls it in training; so does the check of a variant that compiles
-# (`profiling/variant_check`). Nothing here decides which layers are compiled.
+# `compiling` makes it, and `EngineLayer` calls it in training; so does the check of a variant that compiles
+# (`profiling/variant_check`).
 
 
 _MOST_VERSIONS = 100_000

@@ -1,7 +1,7 @@
 """Runs the forwards, recomputations and backwards of one pipeline stage; `executor` decides on their order.
 
 A stage is some layers of a chain and, if it holds the last one, the loss. Its memory intervals say what it keeps of a
-microbatch between a forward and its backward: see `segments`.
+microbatch between a forward and its backward: see `StageSegment`.
 """
 
 from __future__ import annotations

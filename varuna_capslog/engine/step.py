@@ -4,7 +4,7 @@ The vote tells every rank in one exact sum what it must know of the step, before
 microbatch, squared gradient norms by layer, requests to stop, the ranks that give a ballot and, in float16, the loss
 scale are slots of one float64 vector. Every slot has one owner, so the sum has the same bits on all ranks and all
 reach the same verdict. No message follows it, but for updated values of layers whose moments only one replica keeps
-(`holders/updates`).
+(`replicated`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     bytes(rank, p) = what is resident: parameters, moments, buffers
                    + gradients of parameters, and blocks of them that wait for each other or for the exchange
-                   + the bytes held by every call in flight at p (`treatment`), and its running statistics
+                   + the bytes held by every call in flight at p (`segments`), and its running statistics
                    + tensors in transit: received, posted ahead, sent and not yet confirmed (`schedules/traffic`)
                    + additional bytes of the action at p
 
@@ -40,7 +40,7 @@ __all__ = ["RankFold", "exchange", "fold"]
 #
 # Every rank adds the gradient blocks of a layer that several ranks hold, and the gradients of a parameter that
 # several layers share, in the same order (`engine/replicated`). It therefore holds the other ranks' blocks of its
-# slice, or their gradients, at the same time for a while. `fold` adds the peak.
+# slice, or their gradients, at the same time for a while. `fold` below adds the peak.
 
 
 Holders = dict[int, dict[int, Sequence[int]]]

@@ -28,7 +28,7 @@ __all__ = ["BackwardWork", "RangeBytes"]
 
 # -- The bytes of the optimizer's moments that wait in the host tier, by the layers of a rank; and of gradients.
 #
-# `range_bytes` counts moments out of what a rank always holds, and `fold` into its host tier.
+# `RangeBytes` counts moments out of what a rank always holds, and `fold` into its host tier.
 
 
 def likely_gradients(profile: Profile, static: Bytes) -> Bytes:

@@ -258,7 +258,7 @@ def _smaller(first: Bytes, second: Bytes) -> Bytes:
 # -- Bytes that one call of a stage holds and needs at each of its actions, under the stage's memory intervals.
 #
 # A stage's layers form segments: layers outside every interval keep their graph, the others run again or are
-# offloaded. `fold` adds these numbers up over the calls of a rank; this file knows no positions.
+# offloaded. `fold` adds these numbers up over the calls of a rank; no position is known here.
 #
 # Where a profile knows the tensors of every cut, a tensor that several of a call's segments hold counts once, on the
 # device and, where a call's O moves them together, in the host tier. Tensors that come back are copies, apart from

@@ -4,7 +4,7 @@ Unlike CAPSlog's search it needs no monotone statistics, because dynamic program
 finds the smallest number of devices that suffices.
 
 A stage's bytes may depend on its position in the pipeline in any way. Where they do, and where devices differ, the
-search goes through the ranges of layers that fit, position by position; otherwise `evenness` searches a band of stages.
+search goes through the ranges of layers that fit, position by position; otherwise `most_even` searches a band of stages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Band", "exact_cuts", "fewest_devices"]
 
 # -- The smallest peak of a band of stages, and the most even of the cut lists that have it.
 #
-# `exact` calls it where bytes do not depend on a stage's position and devices are alike. Only the order of stages by
+# `exact_cuts` searches a band where bytes do not depend on a stage's position and devices are alike. Only the order of stages by
 # their bytes counts here, so a stage's bytes are replaced by integers 1, 2, ... in that order, its *rank*.
 #
 # A band is an int32 array [B, L + 1]: row i holds the stages of B - i layers, column e those that end before layer e,
@@ -401,7 +401,7 @@ def _even_split(costs: StageCosts, devices: int) -> list[int]:
 
 
 def _band(costs: StageCosts, devices: int) -> Band:
-    """Return the band of `evenness`: ranks, from 1 on, of the stages up to a peak that some cut list has."""
+    """Return the band of `most_even`: ranks, from 1 on, of the stages up to a peak that some cut list has."""
     num_layers = costs.num_layers
     if isinstance(costs, AdditiveCosts):
         # Any cut list bounds the smallest peak from above; CAPSlog's is cheap and often the best already.

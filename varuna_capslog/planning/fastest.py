@@ -58,7 +58,7 @@ def fastest_plan(problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules:
         chain: of a run of one pipeline, its number of microbatches known. Whether that run recomputes matters for the
             cuts of `throughput` and `exact` alone.
         schedules: to choose from; those that the profile does not know enough for are left out if there are others.
-            Those of `wider.WIDER` are no part of the search space: some plans of them are weighed beside it.
+            Those of `nearby.WIDER` are no part of the search space: some plans of them are weighed beside it.
 
     The end of the search (`search_seconds`) is looked at between its parts, and some plan is always weighed.
 

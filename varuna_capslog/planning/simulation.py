@@ -268,7 +268,7 @@ def _with_updates(timeline: Timeline, update: Sequence[float], begin_seconds: fl
 
 # -- Memory treatment of each stage's layers under a plan, and its cost in seconds against keeping everything.
 #
-# `capslog plan` prints it. Both steps are played by `simulation`: the plan's own, and that of the same stages under
+# `capslog plan` prints it. Both steps are played as above: the plan's own, and that of the same stages under
 # the same schedule which keep all that they save, whether or not that fits a device. Nothing is judged here.
 
 

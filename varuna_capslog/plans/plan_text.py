@@ -27,7 +27,6 @@ __all__ = ["BOTH", "FORMAT", "FULL", "parts_of", "plain"]
 FORMAT_1 = "varuna-capslog/plan/1"
 
 _STAGE = ("pipeline", "layers", "ranks", "parallel", "memory_actions", "microbatch_size", "bytes", "seconds")
-_SHORT_ONLY = ("cuts", "num_microbatches", "microbatch_size", "stage_bytes", "stage_seconds", "capacity_bytes")
 
 
 def as_plan_2(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def as_plan_2(value: Mapping[str, Any]) -> dict[str, Any]:
         if fields_of_plan.pop("actions", None) is not None:
             raise CapslogError("actions are given, but no stages; name the stages, too")
         return fields_of_plan
-    for name in _SHORT_ONLY:
+    for name in SHORT:
         fields_of_plan.pop(name, None)
     rows = enumerate(fields.listed(value["stages"], "stages"))
     pairs = [_stage(row, f"stages[{i}]", value.get("microbatch_size")) for i, row in rows]

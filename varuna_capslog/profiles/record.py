@@ -105,10 +105,10 @@ class ActionBytes:
     lasting_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for row in dataclasses.fields(self):
-            value = getattr(self, row.name)
-            if value is not None or row.default is not None:
-                object.__setattr__(self, row.name, fields.whole(value, row.name))
+        for number in dataclasses.fields(self):
+            value = getattr(self, number.name)
+            if value is not None or number.default is not None:
+                object.__setattr__(self, number.name, fields.whole(value, number.name))
 
 
 # -- the profile
@@ -534,7 +534,7 @@ def _set(record: Any, name: str, value: Any) -> None:
 
 # -- Adds bytes that layers always hold besides (snapshots, copies, or waiting gradients) to a profile.
 #
-# Searches then count these bytes without knowing what they are. This module imports no torch.
+# Searches then count these bytes without knowing what they are.
 
 
 def with_beside(profile: Profile, beside: Sequence[int]) -> Profile:

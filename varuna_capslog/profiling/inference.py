@@ -1,7 +1,7 @@
 """Profiles for inference: one forward of every layer and of every two neighbours, on fake tensors and without graphs.
 
 `capslog plan --for inference` calls `estimate_inference`. The runs and the record are those of `estimate`; the bytes
-are those of `estimation/forward`, with nothing of a training step in them. What the layers cache for each sequence
+are those of `estimation/hollow`, with nothing of a training step in them. What the layers cache for each sequence
 stands beside them, since it is there however many microbatches have passed.
 """
 

@@ -45,11 +45,10 @@ __all__ = ["ShortSteps", "rank_peaks", "rehearse", "rehearse_config", "rehearse_
 
 # -- Chooses the ranks of a pipeline, and numbers of microbatches, that show the peaks of a whole step.
 #
-# `rehearsal` runs every rank's program on fake tensors; for 32 ranks of 32 microbatches that takes longer than all
+# A rehearsal runs every rank's program on fake tensors; for 32 ranks of 32 microbatches that takes longer than all
 # the rest of a plan. Where messages wait in host memory, the bytes on a rank's device depend on its own program
 # alone. So a rank's step of a few microbatches has the peak of the whole step if the rank meets the same moments in
-# both, and two ranks of the same layers and the same moments have the same peak. This module runs and estimates
-# nothing.
+# both, and two ranks of the same layers and the same moments have the same peak.
 
 
 _SHORT = range(2, 17)

@@ -57,7 +57,7 @@ __all__ = [
 # -- The programs of the two ranks of a trimmed pipeline: the measured rank, and the one that plays its neighbour
 #    stages.
 #
-# `trim` executes them; an estimate does so on fake tensors.
+# `measure_run` and `play_neighbours` execute them; an estimate does so on fake tensors.
 
 
 MEASURED_RANK, NEIGHBOUR_RANK = 1, 0

@@ -257,7 +257,7 @@ def _draw_bars(
 
 # -- The section on the peak memory of each stage: the plan's prediction beside the run's measurement.
 #
-# `page` calls it. Errors are shares of the measured peak; where a comparison would mislead, it gives the reason and
+# Errors are shares of the measured peak; where a comparison would mislead, it gives the reason and
 # no error. A plan predicts the peak for the largest input that a run can meet; a peak is measured on the inputs that
 # came. Where these differ, the caller's function predicts the peaks again for the measured sizes.
 

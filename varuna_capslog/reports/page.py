@@ -30,7 +30,7 @@ __all__ = ["write_report"]
 
 # -- The head of a report: the run in one table, and its stages with the layers each of them holds.
 #
-# `page` calls it. It only puts the content of the files into words; a fact that is in no file is left out.
+# It only puts the content of the files into words; a fact that is in no file is left out.
 
 
 _PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}

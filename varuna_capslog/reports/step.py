@@ -62,7 +62,7 @@ __all__ = ["busy_parts", "draw_schedule", "draw_simulation", "step_parts"]
 # -- Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time
 #    below.
 #
-# `step` calls `draw_schedule` with a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate`
+# `step_parts` calls `draw_schedule` with a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate`
 # calls `draw_simulation`. Both only draw.
 
 

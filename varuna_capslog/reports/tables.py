@@ -25,7 +25,7 @@ __all__ = ["idle_notes", "plan_table", "profile_table"]
 # -- Notes on a pipeline that idles more than half of its step: how much, and changes that would help, each
 #    simulated.
 #
-# `tables` writes them below a plan. No new plan is made, so the notes do not consider the memory that a change takes.
+# They are written below a plan. No new plan is made, so the notes do not consider the memory that a change takes.
 
 
 _MUCH = 0.5

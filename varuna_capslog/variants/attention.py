@@ -408,7 +408,7 @@ def put_in(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
 # -- Attention in the graphs of captured models, as transformers writes it eagerly, computed in another way.
 #
 # The pattern on nodes: softmax(scale * (q @ k transposed) + mask), perhaps of another type and with dropout, @ v. Its
-# nodes become one call of an `attention.AttentionCore`. `attention_everywhere` is what the registry's variants call.
+# nodes become one call of an `AttentionCore`. `attention_everywhere` is what the registry's variants call.
 
 
 _ATEN = torch.ops.aten
@@ -450,7 +450,7 @@ class _Attend(nn.Module):
 
 
 def attention_everywhere(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
-    """Compute all attention inside a layer by this kind: cores (`attention.put_in`), and places in captured graphs.
+    """Compute all attention inside a layer by this kind: cores (`put_in`), and places in captured graphs.
 
     Returns the number of places that it changed, None if there are none.
     """

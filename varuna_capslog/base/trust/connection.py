@@ -1,6 +1,6 @@
 """A TCP connection of two processes that have proved to each other that they know one key.
 
-`dial` is the caller's side of the handshake, `door` the other one. Afterwards everything travels in records of bounded
+`dial` is the caller's side of the handshake, `Door` the other one. Afterwards everything travels in records of bounded
 size, each with a code (AES-GCM without encryption, known as GMAC: NIST SP 800-38D) over its number and its bytes, under
 a key of this connection and direction. Nothing is encrypted, and nothing that arrives is ever unpickled. A record that
 was changed, repeated, left out or moved ends the connection; so does a stranger's, before a byte of it is used.

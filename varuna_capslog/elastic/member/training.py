@@ -31,7 +31,7 @@ __all__ = ["Lack", "NotApplied", "Training", "lack_of"]
 # -- Steps that run out of memory: reads the errors of torch and of the host tier.
 #
 # Other programs may take memory that a plan counted on. The member then gives the step up, lets plans count on less
-# memory of its device, and all make the step again (`training`, `membership/changes.tightened`).
+# memory of its device, and all make the step again (`Training`, `membership/changes.tightened`).
 
 
 TRIES = 3

@@ -96,7 +96,7 @@ def _ask(host: str) -> Sequence[str]:
 
 # -- Signatures of the values that a run writes into a store that is not its own, where others may write as well.
 #
-# `etcd_gateway` signs every value for its key, so that a value is worth nothing under another key or in another run,
+# `Etcd` signs every value for its key, so that a value is worth nothing under another key or in another run,
 # and does not use unsigned values. An older value of the same key keeps its signature: anyone with write access there
 # can put it back.
 

@@ -1,6 +1,6 @@
 """The membership store on the run's own server: what members, hosts and `torch.distributed`'s groups call.
 
-`server` is the other end, and `lines` holds the connections. Nothing here decides anything about the membership.
+`server` is the other end, and holds the connections of a client. Nothing here decides anything about the membership.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OwnMembershipStore(MembershipStore):
     Args:
         secret: of the run.
         identity: which server it must be; None: the first one that answers.
-        answer_seconds: after so long without an answer the store counts as gone; None: `lines.ANSWER_SECONDS`.
+        answer_seconds: after so long without an answer the store counts as gone; None: `server.ANSWER_SECONDS`.
 
     Raises:
         StoreRefuses: the server does not know this secret.

@@ -80,7 +80,7 @@ def capture_layers(
             layer that begins there has that name; the first layer has the name of the first module that runs. One
             layer waits for another only where the model's own modules do (`assign`). None takes `automatic_cut_points`,
             less those that never run, what follows the last block (norm and head), and modules outside the blocks that
-            read one tensor side by side, such as the branches of an Inception block (`forks`).
+            read one tensor side by side, such as the branches of an Inception block (`collapse`).
         example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones. Entries that are no tensors
             (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open. For
             `OneOf` several examples the model is captured once for the shapes of each.

@@ -1,6 +1,6 @@
 """Writes a captured model as text and reads it: a process that has captured passes it to others that have not.
 
-`kept` keeps it in a file. The text holds the graphs of the layers, and what the model lacks; the parameters, buffers
+`Kept` keeps it in a file. The text holds the graphs of the layers, and what the model lacks; the parameters, buffers
 and modules that the graphs name are those of the model that the reader has built itself. It is data, not code: the
 only functions that it names are operators on tensors and a few functions of Python and torch.
 """

@@ -6,7 +6,7 @@ State: at a cut, the state of `tables.States`, and in a list with an R whether i
 segment of kind KEEP does not follow another one, since both would be one segment. Dominance: of two labels of one first
 layer, cut and state, the one that is not better in any number is dropped, since any segments that follow add the same
 to both, or take the same maximum (`labels.Kin` extends this to two states). Cost at the end:
-`choice.combined_seconds`, among the labels that fit.
+`tables.combined_seconds`, among the labels that fit.
 
 With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers
 together.
@@ -343,7 +343,7 @@ class IntervalFronts:
         return self._finished.least(np.where(sizes <= most, seconds, np.inf))
 
     def _bytes(self, in_flight: int, place: slice = slice(None), at_least: bool = False) -> Floats:
-        """Return `choice.stage_bytes` of finished choices; `at_least` as there."""
+        """Return `tables.stage_bytes` of finished choices; `at_least` as there."""
         labels, ends, handling = self._finished.labels[place], self._finished.ends[place], self._handling
         made, always, sums = self.made[labels.first, ends], self._resident[labels.first, ends], labels.sums
         actions = sums.back + self._gradient[ends]

@@ -67,7 +67,7 @@ def torchtitan(plan: Plan, names: ModelNames) -> str:
 def automodel(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     """NeMo AutoModel's `module_fqns_per_model_part` as JSON (which YAML reads), one line per stage.
 
-    names: of a captured Hugging Face decoder; pattern: as for `block_counts`.
+    names: of a captured Hugging Face decoder; pattern: as for `repeated_blocks.block_counts`.
 
     Raises CapslogError for a plan that the list cannot say, and for a model that AutoModel does not split.
     """

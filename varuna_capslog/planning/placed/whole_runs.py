@@ -31,7 +31,7 @@ __all__ = ["GRAPH_SCHEDULES", "budget_plan", "faster_plan"]
 #
 # The stages are those that `graphpipe` finds, or in long lines of layers those of `pipedream`. Both keep what their
 # forwards save. Under a capacity they are asked for layers that save less as well, and stages that do not fit as they
-# are get memory intervals (`intervals`). `registry` asks here for what is faster than a line.
+# are get memory intervals (`replicated`). `registry` asks here for what is faster than a line.
 
 
 GRAPH_SCHEDULES = (AUTO_SCHEDULE, "1f1b")

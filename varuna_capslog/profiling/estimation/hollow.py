@@ -410,7 +410,7 @@ class _Staged(Pending):
 # -- The two halves of a stage's backward on fake tensors: the bytes of each, and those held between them.
 #
 # `estimate` calls `run_halves` where the run that a profile is for splits its backwards. The program is that of
-# `profiling.trim`; storages are followed as in `hollow`.
+# `profiling.trim`; storages are followed as above.
 
 
 def run_halves(
@@ -424,7 +424,7 @@ def run_halves(
     recipes: Recipes,
 ) -> Halves:
     """Run one step of a trimmed stage that splits its backwards, without recomputation; arguments and errors are those
-    of `hollow.run_hollow`.
+    of `run_hollow`.
 
     The seconds of each half are those of its own operators by `rates`.
     """
@@ -502,7 +502,7 @@ def loss_of_each(loss: LossFunction, single: Mapping[str, TensorSpec], all_: Map
 # -- One forward of a range of layers on fake tensors, without graphs and with nothing behind its tensors.
 #
 # `inference` calls `run_forward`. What runs is `Chain.run_stage` under `no_grad`, with the layers in eval mode;
-# lifetimes, kernels and the allocator are those of the estimates for training (`hollow`).
+# lifetimes, kernels and the allocator are those of the estimates for training.
 
 
 @dataclass(frozen=True)

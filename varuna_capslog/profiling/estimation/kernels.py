@@ -20,7 +20,7 @@ __all__ = ["KERNELS"]
 
 # -- Bytes that oneDNN's convolutions take on the CPU where the channels of an image lie together (channels last).
 #
-# `kernels` calls it. Such images are read as they lie; what is copied are weights, in blocks of channels and
+# Such images are read as they lie; what is copied are weights, in blocks of channels and
 # features. The sizes were measured with torch 2.15 (oneDNN 3.13) on AVX-512; `test_kernels` holds them to the
 # allocator.
 

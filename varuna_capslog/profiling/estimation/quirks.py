@@ -151,7 +151,7 @@ QUIRKS = {
         ("cpu",),
         "oneDNN convolves in a layout with channels in blocks: input, weights and output have copies in it. "
         "Kernels of one element without stride need none below 16 images. Where channels lie last only weights are "
-        "copied (see `channels_last`), and depthwise kernels of more than 3x3 make 256 sums of their gradient. "
+        "copied (see `kernels`), and depthwise kernels of more than 3x3 make 256 sums of their gradient. "
         "Measured with torch 2.15 (oneDNN 3.13) on AVX-512.",
     ),
     "copies of norms": Quirk(
