@@ -12,7 +12,7 @@ import yaml
 from setuptools import find_packages
 
 import varuna_capslog
-from varuna_capslog.base.functions import EXTRAS
+from varuna_capslog.base.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("varuna_capslog", "detr_pipeline")

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.functions import needed
+from varuna_capslog.base.extras import needed
 from varuna_capslog.base.output import lasting_output
 from varuna_capslog.base.tables import log_to
 from varuna_capslog.base.version import __version__

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.functions import needed
+from varuna_capslog.base.extras import needed
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config

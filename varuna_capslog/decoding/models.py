@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.functions import needed
+from varuna_capslog.base.extras import needed
 from varuna_capslog.decoding.cache import Wire
 from varuna_capslog.decoding.choice import HEADS, DecoderShape, refuse_heads
 from varuna_capslog.model.inference_model import attention_caches

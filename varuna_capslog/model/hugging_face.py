@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.functions import needed
+from varuna_capslog.base.extras import needed
 
 __all__ = ["FACTORY", "model"]
 

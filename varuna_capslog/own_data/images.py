@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.functions import needed
+from varuna_capslog.base.extras import needed
 
 __all__ = ["ImageFolder"]
 

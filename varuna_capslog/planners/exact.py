@@ -4,12 +4,13 @@ Unlike CAPSlog's search it needs no monotone statistics, because dynamic program
 finds the smallest number of devices that suffices.
 
 A stage's bytes may depend on its position in the pipeline in any way. Where they do, and where devices differ, the
-search goes through the ranges of layers that fit, position by position; otherwise `most_even` searches a band of stages.
+search goes through the ranges of layers that fit, position by position; otherwise `most_even` searches a band of
+stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,8 +28,8 @@ __all__ = ["Band", "exact_cuts", "fewest_devices"]
 
 # -- The smallest peak of a band of stages, and the most even of the cut lists that have it.
 #
-# `exact_cuts` searches a band where bytes do not depend on a stage's position and devices are alike. Only the order of stages by
-# their bytes counts here, so a stage's bytes are replaced by integers 1, 2, ... in that order, its *rank*.
+# `exact_cuts` searches a band where bytes do not depend on a stage's position and devices are alike. Only the order of
+# stages by their bytes counts here, so a stage's bytes are replaced by integers 1, 2, ... in that order, its *rank*.
 #
 # A band is an int32 array [B, L + 1]: row i holds the stages of B - i layers, column e those that end before layer e,
 # and UNREACHED marks a stage that is not allowed. A slice of columns a .. b is the band of the layers a .. b-1 alone.
@@ -307,6 +308,11 @@ def _of_states(band: Band, devices: int, states: Sequence[Iterable[int]]) -> lis
         later = now
         choices.append(choice)
 
+    return _cuts_of(choices)
+
+
+def _cuts_of(choices: Sequence[Mapping[int, int]]) -> list[int]:
+    """Return the cuts of choices (first layer of a stage -> its end), which are given from the last stage to the first."""
     cuts = [0]
     for choice in reversed(choices[1:]):
         cuts.append(choice[cuts[-1]])
@@ -642,7 +648,4 @@ def _by_long_numbers(stages: Sequence[_Stage]) -> list[int]:
                 choice[start] = end
         later = now
         choices.append(choice)
-    cuts = [0]
-    for choice in reversed(choices[1:]):
-        cuts.append(choice[cuts[-1]])
-    return cuts
+    return _cuts_of(choices)

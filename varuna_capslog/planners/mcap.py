@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.functions import install_sentence
+from varuna_capslog.base.extras import install_sentence
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory.costs import StageCosts
 

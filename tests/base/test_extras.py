@@ -9,7 +9,7 @@ import pytest
 
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.functions import needed
+from varuna_capslog.base.extras import needed
 
 
 @pytest.mark.parametrize(("module", "extra"), [("matplotlib.axes", "report"), ("PIL", "detr"), ("skopt", "bo")])
