@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from tests import second_device
-from tests.elastic.live import Cradle, Live, assert_same, check, config_of, describe, final_of, truth_of
+from tests.elastic.live import Cradle, Live, check, config_of, describe, final_of, truth_of
 from tests.engine import cases, detr
 from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import Cuts, rectangle, with_intervals, with_shares
 from tests.engine.pool import WorkerPool
+from tests.equality import assert_same
 from tests.own_data.test_workload import config as config_of_own_data
 from tests.rig import toy
 from tests.rig.faults import Fault

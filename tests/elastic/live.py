@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from tests.engine import cases
+from tests.equality import assert_same
 from tests.rig.drawing import PLANS, draw_for
 from tests.rig.faults import VARIABLE, Fault
 from varuna_capslog.base import files
@@ -167,17 +168,6 @@ def check(outcome: Outcome, truth: Truth, steps: int = STEPS) -> None:
         step = row["step"]
         assert (row["loss"], row["grad_norm"]) == (truth.loss[step], truth.grad_norm[step]), (row, describe(outcome))
     assert_same(final_of(outcome.run_dir), truth.final)
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    if isinstance(actual, dict):
-        assert actual.keys() == expected.keys()
-        for key in actual:
-            assert_same(actual[key], expected[key])
-    elif isinstance(actual, torch.Tensor):
-        assert torch.equal(actual, expected)
-    else:
-        assert actual == expected
 
 
 def describe(outcome: Outcome) -> str:

@@ -14,6 +14,7 @@ import torch
 from tests.engine import cases, models
 from tests.engine.layouts import Cuts, random_layout, rectangle, with_shares
 from tests.engine.pool import WorkerPool
+from tests.equality import assert_same
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layout import Layout
@@ -98,15 +99,6 @@ def test_checkpoints_and_scores_do_not_know_who_kept_the_moments(pool: WorkerPoo
     for name in ("to one pipeline", "to shares"):
         assert records[name][1:] == tuple(expected)
         assert_same(records[name][0], layers)
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    if isinstance(actual, dict):
-        assert actual.keys() == expected.keys()
-        for key in actual:
-            assert_same(actual[key], expected[key])
-    else:
-        assert torch.equal(actual, expected) if isinstance(actual, torch.Tensor) else actual == expected
 
 
 @pytest.mark.parametrize("operation", ["500 1", "500 20"])

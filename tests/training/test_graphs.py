@@ -11,7 +11,8 @@ import pytest
 from tests.engine import cases
 from tests.engine.models import GRAPHS
 from tests.engine.pool import WorkerPool
-from tests.training.test_run import assert_same, losses
+from tests.equality import assert_same
+from tests.training.test_run import losses
 from varuna_capslog.base import files
 from varuna_capslog.planners.replicas.capture import capture_stages
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage

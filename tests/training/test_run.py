@@ -13,6 +13,7 @@ import torch
 from tests.engine import cases
 from tests.engine.pool import WorkerPool
 from tests.engine.workload import TinyWorkload
+from tests.equality import assert_same
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.training.checkpoint import best_checkpoint, latest_checkpoint, open_checkpoint, prune
@@ -56,17 +57,6 @@ def test_resume_continues_to_the_last_bit(pool: WorkerPool, whole: Path, tmp_pat
     assert continued is not None
     for name in expected.manifest["layers"]:
         assert_same(expected.layer(name), continued.layer(name))
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    if isinstance(actual, dict):
-        assert actual.keys() == expected.keys()
-        for key in actual:
-            assert_same(actual[key], expected[key])
-    elif isinstance(actual, torch.Tensor):
-        assert torch.equal(actual, expected)
-    else:
-        assert actual == expected
 
 
 BFLOAT16 = {"precision": "bfloat16", "weights": "bfloat16", "moments": "bfloat16"}

@@ -312,7 +312,7 @@ def _of_states(band: Band, devices: int, states: Sequence[Iterable[int]]) -> lis
 
 
 def _cuts_of(choices: Sequence[Mapping[int, int]]) -> list[int]:
-    """Return the cuts of choices (first layer of a stage -> its end), which are given from the last stage to the first."""
+    """Return the cut list of choices (first layer of a stage -> its end), given from the last stage to the first."""
     cuts = [0]
     for choice in reversed(choices[1:]):
         cuts.append(choice[cuts[-1]])
