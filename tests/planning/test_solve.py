@@ -100,23 +100,24 @@ def test_what_the_profile_lacks_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "layers", "capacity"),
-    [(0, 6, None), (1, 6, None), (2, 6, None), (23, 6, None), (25, 6, None), (29, 6, None)]
-    + [(5, 8, 186_150), (7, 8, 130_650)],
+    ("seed", "layers", "devices", "run", "capacity"),
+    [(seed, 6, 3, RunShape(6, "varuna"), None) for seed in (0, 1, 2, 23, 25, 29)]
+    + [(5, 8, 3, RunShape(6, "varuna"), 186_150), (7, 8, 3, RunShape(6, "varuna"), 130_650)]
+    + [(128, 8, 5, RunShape(8, "gpipe"), 97_050), (128, 8, 5, RunShape(8, "gpipe"), 97_244)],
 )
 def test_cuts_that_fit_by_sums_alone_give_way_to_the_fastest_that_fit_by_what_ranks_hold(
-    seed: int, layers: int, capacity: int | None
+    seed: int, layers: int, devices: int, run: RunShape, capacity: int | None
 ) -> None:
     """Check against every cut list. Regression: no plan fitted where the fastest by the memory model of its stages did
     not, although other cuts did: those with smaller stages, and those with a smaller stage at the rank that lacked
-    memory.
+    memory. The last two fit when stages were made smaller twice.
 
     capacity: None: the bytes of the fastest plan's stages by the memory model.
     """
-    profile, run = timed(random.Random(seed), layers), RunShape(6, "varuna")
-    capacity = capacity or solve(Problem.of(profile, 3, None, run), "throughput").peak_bytes
-    problem = Problem.of(profile, 3, capacity, run)
-    lists = [(0, *inner) for inner in itertools.combinations(range(1, layers), 2)]
+    profile = timed(random.Random(seed), layers)
+    capacity = capacity or solve(Problem.of(profile, devices, None, run), "throughput").peak_bytes
+    problem = Problem.of(profile, devices, capacity, run)
+    lists = [(0, *inner) for inner in itertools.combinations(range(1, layers), devices - 1)]
     plans = [solve(dataclasses.replace(problem, cuts=cuts), "exact") for cuts in lists]
     plan = solve(problem, "throughput")
     fitting = [candidate.step_seconds for candidate in plans if candidate.fits]
