@@ -16,7 +16,7 @@ from PIL import Image
 
 from detr_pipeline.coco import CocoIndex
 from detr_pipeline.data import DataConfig, Split, open_index, refuse_other_size
-from detr_pipeline.pictures import ORIENTATION, has_more_bits, opened_image, read_image
+from detr_pipeline.transforms import ORIENTATION, has_more_bits, opened_image, read_image
 from varuna_capslog.base.errors import CapslogError, RunFinding, findings_of
 
 __all__ = ["check_split"]

@@ -21,8 +21,16 @@ from torch import Tensor
 
 from detr_pipeline.coco import CocoIndex, read_coco
 from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset, picture_sizes
-from detr_pipeline.pictures import MAX_PIXELS, MOST_PIXELS, read_image
-from detr_pipeline.transforms import AugmentConfig, ImageRecipe, apply, largest_size, plan
+from detr_pipeline.transforms import (
+    MAX_PIXELS,
+    MOST_PIXELS,
+    AugmentConfig,
+    ImageRecipe,
+    apply,
+    largest_size,
+    plan,
+    read_image,
+)
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.files import expanded
 from varuna_capslog.config.settings import Section

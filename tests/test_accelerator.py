@@ -16,8 +16,7 @@ from varuna_capslog import accelerator
 from varuna_capslog.base.fork_server import accelerator_started
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.profiling.launches import devices_of, free_bytes
-from varuna_capslog.start.default_planner import with_default_capacity
-from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
+from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config, with_default_capacity
 
 ROOT = Path(__file__).parents[1]
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("xpu", 0), torch.device("xpu", 1)

@@ -12,7 +12,7 @@ import yaml
 from setuptools import find_packages
 
 import varuna_capslog
-from varuna_capslog.base.extras import EXTRAS
+from varuna_capslog.base.errors import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("varuna_capslog", "detr_pipeline")

@@ -13,10 +13,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.extras import needed
-from varuna_capslog.base.output import lasting_output
-from varuna_capslog.base.tables import log_to
+from varuna_capslog.base.errors import CapslogError, needed
+from varuna_capslog.base.tables import lasting_output, log_to
 from varuna_capslog.base.version import __version__
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.check import check

@@ -23,8 +23,8 @@ from paper_models import paper_profiles
 from varuna_capslog.base.units import parse_bytes
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan

@@ -19,8 +19,7 @@ from paper_models import paper_profiles
 
 from varuna_capslog.base.units import parse_bytes, parse_rate
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.budgeted import Budgeted
-from varuna_capslog.membership.candidates import Candidates
+from varuna_capslog.membership.candidates import Budgeted, Candidates
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.planners.seconds import Link

@@ -10,7 +10,7 @@ import time
 from common import layerwise_plan
 
 from tests.memory.machine import Model, profile_of
-from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape

@@ -35,8 +35,7 @@ from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.ranks import judged
-from varuna_capslog.planning.verdict import HostMemory
+from varuna_capslog.planning.verdict import HostMemory, judged
 from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile

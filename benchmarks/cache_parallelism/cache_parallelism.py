@@ -34,8 +34,7 @@ from varuna_capslog.decoding.choice import (
     printed_sequence_bytes,
     sequence_bytes,
 )
-from varuna_capslog.decoding.decoder import ShardedDecoder
-from varuna_capslog.decoding.models import shape_of
+from varuna_capslog.decoding.decoder import ShardedDecoder, shape_of
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.planners.seconds import Link
 

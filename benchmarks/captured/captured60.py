@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import connect
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.capture.export import input_tensors, named_leaves
 from varuna_capslog.model.chain import Chain, TensorSpec

@@ -23,9 +23,8 @@ from common import TransformerSize, run_ranks, token_loss, token_minibatch, tran
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.recipe import LearningRate, Recipe
+from varuna_capslog.engine.recipe import EngineOptions, LearningRate, Recipe
 from varuna_capslog.engine.step import train_step
 
 SIZE = TransformerSize(blocks=4, dim=64, sequence=32, microbatch_size=2, num_microbatches=4)

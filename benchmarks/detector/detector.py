@@ -22,14 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import interleave, median_ratio, run_ranks, write_json
 
-from detr_pipeline.rt_detr.loss import match
-from detr_pipeline.rt_detr.task import RtDetrWorkload
+from detr_pipeline.rt_detr.task import RtDetrWorkload, match
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.recipe import LearningRate, Recipe
+from varuna_capslog.engine.recipe import EngineOptions, LearningRate, Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.workload import load_workload
 

@@ -38,9 +38,8 @@ from common import (
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.recipe import LearningRate, Recipe
+from varuna_capslog.engine.recipe import EngineOptions, LearningRate, Recipe
 from varuna_capslog.engine.step import train_step
 
 SIZES = {

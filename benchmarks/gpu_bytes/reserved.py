@@ -15,7 +15,7 @@ from common import TransformerSize, token_loss, transformer_chain
 from torch import Tensor
 
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiling import rehearsal

@@ -33,9 +33,8 @@ from varuna_capslog.base.errors import DoesNotFit
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.recipe import LearningRate, Recipe
+from varuna_capslog.engine.recipe import EngineOptions, LearningRate, Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch

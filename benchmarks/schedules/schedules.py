@@ -25,8 +25,8 @@ from common import Sleeping, beside_play, interleave, mean_loss, run_ranks, step
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.planning.cuts import in_flight_of_period
 from varuna_capslog.plans.parts import PlanStage

@@ -37,8 +37,8 @@ from common import (
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload, load_workload

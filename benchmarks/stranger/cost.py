@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from varuna_capslog.base.threads import logged
+from varuna_capslog.base.processes import logged
 from varuna_capslog.base.trust.connection import Connection, Door, dial
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreServer

@@ -20,8 +20,8 @@ from common import Sleeping, interleave, mean_loss, run_ranks, stepping
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile

@@ -34,9 +34,9 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import connect
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload, parse_input

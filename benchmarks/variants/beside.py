@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from benchmarks.common import Sleeping, beside_play, interleave, mean_loss, run_ranks, stepping
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.splitting.chains import split_chain
 from varuna_capslog.model.splitting.splitter import Splitter

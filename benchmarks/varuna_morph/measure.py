@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import machine
 from varuna_capslog.base import files
-from varuna_capslog.varuna_plugin.checkpoint_files import newest
+from varuna_capslog.varuna_plugin.checkpoint import newest
 
 HERE = Path(__file__).parent
 STEPS = 400

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import varuna_capslog as capslog
-from varuna_capslog.api.naming import script_module
+from varuna_capslog.api.training import script_module
 from varuna_capslog.base.supervisor import starter_of
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.start import local_run

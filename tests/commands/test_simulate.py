@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from tests.planning.test_layerwise import profile_on
+from tests.planning.test_fastest_layerwise import profile_on
 from varuna_capslog import cli
 from varuna_capslog.planners import LAYERWISE, PLANNERS, WHOLE_RUN
 from varuna_capslog.planning.registry import REGISTRY

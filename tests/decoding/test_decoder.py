@@ -8,8 +8,7 @@ import torch
 from tests.decoding.worlds import on_ranks, small_model, some_prompts
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.decoding.choice import HEADS, SEQUENCE, heads_bytes, phases, sequence_bytes
-from varuna_capslog.decoding.decoder import ShardedDecoder, decode_greedily
-from varuna_capslog.decoding.models import shape_of
+from varuna_capslog.decoding.decoder import ShardedDecoder, decode_greedily, shape_of
 
 pytest.importorskip("transformers", minversion="5.0")
 

@@ -24,10 +24,9 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineKind, EngineParts, Engines, Verdict
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.offload import HostRegion, HostTier, TierOptions, Wait
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready, build
 from varuna_capslog.engine.probe import PeakProbe
-from varuna_capslog.engine.recipe import LearningRate, Recipe
+from varuna_capslog.engine.recipe import EngineOptions, LearningRate, Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, LayerFactory
 from varuna_capslog.model.trace import ShapeTable

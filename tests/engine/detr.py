@@ -19,8 +19,8 @@ from tests.engine.layouts import Cuts, layout_for
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import seed_layer
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable

@@ -16,8 +16,8 @@ from tests.engine.pool import WorkerPool
 from tests.model.capture.test_text_by_shape import SIZES, Fixed
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.capture import Kept, OneOf, Varying
 from varuna_capslog.model.chain import Chain, TensorSpec

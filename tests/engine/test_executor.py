@@ -13,8 +13,8 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.offload import HostTier
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.schedules.lower import Instruction

@@ -16,16 +16,15 @@ from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import Cuts, random_layout, with_intervals
 from tests.engine.pool import WorkerPool
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.engine import routes
-from varuna_capslog.engine.layout import Layout, layout_of
+from varuna_capslog.engine.layout import GradientKey, Gradients, Layout, layout_of, ports_of
 from varuna_capslog.model.chain import Value
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.solve import solve
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.profiling.rehearsal import rehearse_plan
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.start.default_planner import with_choices_of
+from varuna_capslog.start.ordinary import with_choices_of
 from varuna_capslog.start.prepare import profile_run
 
 TOWERS = Layout(
@@ -138,7 +137,7 @@ def test_a_value_with_many_readers_travels_once_and_its_gradients_one_by_one() -
     many = max(chain.readers, key=lambda value: len(chain.readers[value]))
     writer, readers = many.writer, chain.readers[many]
     assert len(readers) > 2
-    ports = routes.ports_of(chain, [layer for layer in range(len(chain)) if layer > writer], direct=True)
+    ports = ports_of(chain, [layer for layer in range(len(chain)) if layer > writer], direct=True)
     assert ports.enters.count(many) == 1
     assert [reader for value, reader in ports.wanted if value == many] == list(readers)
 
@@ -148,10 +147,10 @@ def test_gradients_are_added_from_the_last_reader_to_the_first_wherever_they_com
     value = Value("x", 0)
     parts = {1: torch.tensor(1.0), 2: torch.tensor(-1e8), 3: torch.tensor(1e8)}
     for local in ((), (1,), (2,), (3,), (1, 3), (1, 2, 3)):
-        arrived: dict[routes.GradientKey, torch.Tensor] = {
+        arrived: dict[GradientKey, torch.Tensor] = {
             (value, reader): part for reader, part in parts.items() if reader not in local
         }
-        sums = routes.Gradients(arrived)
+        sums = Gradients(arrived)
         for reader in sorted(local, reverse=True):
             sums.add(value, reader, parts[reader])
         assert not arrived

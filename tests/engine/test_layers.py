@@ -18,10 +18,10 @@ from tests.engine.test_step import CASES
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import keep_layout, take_layers
+from varuna_capslog.engine.layout import Reach
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.options import EngineOptions, LossScale
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
-from varuna_capslog.engine.routes import Reach
+from varuna_capslog.engine.recipe import EngineOptions, LossScale
 from varuna_capslog.engine.stage import MicrobatchContext, SegmentState, Stage
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec, Value
 from varuna_capslog.training.loop import verify_copies

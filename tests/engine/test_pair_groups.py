@@ -18,10 +18,9 @@ from tests.rig import nccl_manners
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator, connect_group
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pair_groups import NotOpened, Opener, PairGroups, Progress, opener_of
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.recipe import LearningRate, Recipe
+from varuna_capslog.engine.recipe import EngineOptions, LearningRate, Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import TensorSpec
 

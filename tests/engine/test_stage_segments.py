@@ -21,9 +21,9 @@ from tests.planning.asking import plan
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.offload import TierOptions
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch

@@ -19,8 +19,8 @@ from tests.planning.asking import plan
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import Verdict
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.schedules import RunShape
 

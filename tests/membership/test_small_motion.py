@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tests.membership.test_budgeted import kept_peak, most_of
-from tests.membership.test_budgeted import placer_of as budget_placer
+from tests.membership.test_candidates_budgeted import kept_peak, most_of
+from tests.membership.test_candidates_budgeted import placer_of as budget_placer
 from tests.membership.test_placing import placer_of, plain, seats_of, steps_of
 from tests.planners.test_budget import timed
+from varuna_capslog.membership.changes import State
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.messages import Contribution
 from varuna_capslog.membership.placing import Placer
@@ -32,7 +33,6 @@ from varuna_capslog.membership.small_motion import (
     traffic_of,
     ways_to_give,
 )
-from varuna_capslog.membership.state import State
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 

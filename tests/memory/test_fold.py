@@ -17,7 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.fold import RankFold, fold
 from varuna_capslog.memory.inflight import waiting
-from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.plans.rules import stage_graph

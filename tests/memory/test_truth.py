@@ -17,10 +17,9 @@ from tests.profiling.workloads import Megabytes
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.offload import HostTier
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.recipe import EngineOptions, Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.composition import lasting

@@ -19,7 +19,7 @@ from varuna_capslog.config.reading import Config, load_config, section
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.model_workload import InputSpec, ModelWorkload, config_values, parse_input, workload
 from varuna_capslog.model.workload import load_workload
-from varuna_capslog.profiling.skeleton import skeleton
+from varuna_capslog.profiling.trim import skeleton
 from varuna_capslog.training.run_setup import initialise
 
 HERE = "tests.model.test_model_workload"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.own_data import messages
+from varuna_capslog.own_data import reading
 from varuna_capslog.own_data.loader import Loader
 from varuna_capslog.own_data.reading import SampleReader
 
@@ -67,7 +67,7 @@ class Answers(Loader):
 
     def _started(self) -> Any:
         outgoing = io.BytesIO()
-        messages.send(outgoing, next(self.answers))
+        reading.send(outgoing, next(self.answers))
         process = subprocess.Popen(["sleep", "0"])
         process.stdin, process.stdout = io.BytesIO(), io.BytesIO(outgoing.getvalue())
         return process

@@ -12,8 +12,7 @@ import pytest
 from tests.planners.instances import TableCosts, exhaustive, instances, peaks, statistics, table
 from varuna_capslog.memory import NEVER, StageCosts
 from varuna_capslog.memory.additive import AdditiveCosts
-from varuna_capslog.memory.inflight import InflightCosts
-from varuna_capslog.memory.ranges import Ranges
+from varuna_capslog.memory.inflight import InflightCosts, Ranges
 from varuna_capslog.planners import exact
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.schedules import RunShape

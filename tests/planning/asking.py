@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from varuna_capslog.memory import AUTO
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning import layerwise
+from varuna_capslog.planning import fastest
 from varuna_capslog.planning.placed import equal_pipelines
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.solve import solve
@@ -52,7 +52,7 @@ def layerwise_plan(
     count = devices if isinstance(devices, int) else len(devices)
     problem = Problem.of(profile, count, capacity, run, link, speeds=speeds)
     problem = replace(problem, tier=tier or HostMemory(), search_seconds=limit_seconds)
-    return layerwise.layerwise_plan(problem, planner)
+    return fastest.layerwise_plan(problem, planner)
 
 
 def equal_pipelines_plan(

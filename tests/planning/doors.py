@@ -26,8 +26,7 @@ from varuna_capslog.planning.trace_replay import Replanner
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, write_profile
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.start.default_planner import with_choices_of
-from varuna_capslog.start.ordinary import OrdinaryModel, config_of_profile, ordinary_config
+from varuna_capslog.start.ordinary import OrdinaryModel, config_of_profile, ordinary_config, with_choices_of
 from varuna_capslog.start.prepare import estimate_memo, plan_run, profile_run
 
 PLANNERS = ("budget", "budget", "exact", "joint", "throughput", "pipedream", "vpipe", "capslog")

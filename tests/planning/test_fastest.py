@@ -15,8 +15,8 @@ from varuna_capslog.planners.budget import BudgetSearch
 from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.fastest import SCHEDULES_TRIED
-from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.parts import INTERVAL_KINDS, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile

@@ -13,8 +13,8 @@ from tests.planners.test_budget import timed
 from tests.planning.asking import judged_layerwise_plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape

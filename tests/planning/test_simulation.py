@@ -12,9 +12,8 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.playing import with_step_seconds
+from varuna_capslog.planning.playing import copy_seconds, stage_seconds, with_step_seconds
 from varuna_capslog.planning.simulation import Simulation, simulate_plan
-from varuna_capslog.planning.stage_seconds import copy_seconds, stage_seconds
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE

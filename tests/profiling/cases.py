@@ -10,16 +10,15 @@ import torch
 from tests.profiling.workloads import Watching
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.skeleton import skeleton
-from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedRun, measure_run, play_neighbours
+from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedRun, measure_run, play_neighbours, skeleton
 
 CPU = torch.device("cpu")
 

@@ -22,8 +22,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, load_config, section
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.recipe import EngineOptions, Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Profile

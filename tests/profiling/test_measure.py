@@ -16,7 +16,7 @@ import torch
 from tests.profiling.workloads import Deadly, Equal, Megabytes, Unlucky
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.model.low_weights import low_bytes
+from varuna_capslog.model.layer import low_bytes
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
@@ -24,7 +24,7 @@ from varuna_capslog.profiling import cache, launches
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.launches import BoundTable
 from varuna_capslog.profiling.measure import profile_config, profile_workload
-from varuna_capslog.profiling.skeleton import skeleton
+from varuna_capslog.profiling.trim import skeleton
 from varuna_capslog.profiling.worker import WorkerGroup
 
 SIZE = 4

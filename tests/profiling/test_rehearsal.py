@@ -19,11 +19,11 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.memory.fold import fold
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.verdict import judged
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Units, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile

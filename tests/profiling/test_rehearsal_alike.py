@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.profiling.workloads import Equal
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.profiling.conditions import RunConditions

@@ -17,8 +17,7 @@ from varuna_capslog.profiles.record import HALVES, Observation
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
-from varuna_capslog.profiling.skeleton import skeleton
-from varuna_capslog.profiling.trim import MEASURED_RANK
+from varuna_capslog.profiling.trim import MEASURED_RANK, skeleton
 
 SIZE = 4
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 
 __all__ = ["MANNERS", "Manners", "StandIn", "left_open", "open_group"]
 

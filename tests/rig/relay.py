@@ -22,8 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.processes import die_with_parent, python_command
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, die_with_parent, logged, python_command
 from varuna_capslog.base.trust.connection import Connection, Door, dial
 from varuna_capslog.base.trust.secret import Secret
 

@@ -22,7 +22,7 @@ from tests.rig.schedule import ScheduledFault, schedule
 from tests.rig.tally import Hit
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import OwnedThread
+from varuna_capslog.base.processes import OwnedThread
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host.host import Host
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store
@@ -164,8 +164,7 @@ def judge_script(path: Path, arguments: Sequence[str], run_dir: Path) -> tuple[i
     Raises:
         CapslogError: the script fails alone, or the run left no state.
     """
-    from varuna_capslog.elastic.script import TRUTH
-    from varuna_capslog.elastic.script.work import read_state, saved_states
+    from varuna_capslog.elastic.script import TRUTH, read_state, saved_states
     from varuna_capslog.training.layer_state import digest
 
     rows, saved = files.read_jsonl(run_dir / "metrics.jsonl"), saved_states(run_dir)

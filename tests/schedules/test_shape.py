@@ -6,7 +6,7 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.schedules import RunShape
 
 CONFIG = section(

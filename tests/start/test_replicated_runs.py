@@ -11,7 +11,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.layout import layout_of
 from varuna_capslog.profiling.rehearsal import rehearse_plan
-from varuna_capslog.start.default_planner import with_choices_of
+from varuna_capslog.start.ordinary import with_choices_of
 from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run, settled_plan
 
 SETTINGS = ("pipeline.devices=3", "profile.source=estimated")

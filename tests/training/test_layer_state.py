@@ -19,9 +19,8 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import ParameterGroup
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.options import EngineOptions, LossScale
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
-from varuna_capslog.engine.recipe import LearningRate, Recipe
+from varuna_capslog.engine.recipe import EngineOptions, LearningRate, LossScale, Recipe
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import open_checkpoint

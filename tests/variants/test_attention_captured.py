@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.variants.attention import AttentionCore
-from varuna_capslog.variants.check import difference
-from varuna_capslog.variants.registry import known_variants
+from varuna_capslog.variants.registry import difference, known_variants
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,8 +16,8 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.own_data.judging import LOSSES
 from varuna_capslog.own_data.section import DataSection
 from varuna_capslog.profiling.variant_check import check_variants
-from varuna_capslog.variants.check import difference
 from varuna_capslog.variants.chunked_loss import _LinearLoss, chunked_cross_entropy, chunked_loss, leave_logits
+from varuna_capslog.variants.registry import difference
 
 CLASSES, WIDTH = 12, 4
 

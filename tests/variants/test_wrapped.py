@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.model.chain import Layer
-from varuna_capslog.variants.check import difference
-from varuna_capslog.variants.registry import TOLERANCES, known_variants
+from varuna_capslog.variants.registry import TOLERANCES, difference, known_variants
 from varuna_capslog.variants.wrapped import leave_layouts
 
 

@@ -25,7 +25,7 @@ from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.layers import seed_layer
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.varuna_plugin.checkpoint_files import begin_with, newest
+from varuna_capslog.varuna_plugin.checkpoint import begin_with, newest
 from varuna_capslog.varuna_plugin.executor import scatter
 
 SCRIPT = str(Path(__file__).with_name("elastic_script.py"))

@@ -15,7 +15,7 @@ from tests.engine.layouts import Cuts, layout_for
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineParts
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.training.loop import verify_copies
 

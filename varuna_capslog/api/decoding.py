@@ -99,7 +99,7 @@ def decode(
 
 
 def _shape(model: nn.Module | str) -> DecoderShape:
-    from varuna_capslog.decoding.models import shape_of
+    from varuna_capslog.decoding.decoder import shape_of
 
     if isinstance(model, str):
         from varuna_capslog.model import hugging_face

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.api.estimating import Estimate, estimated
 from varuna_capslog.base import fields, files, units
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.extras import needed
+from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.base.gpus import parse_devices
 from varuna_capslog.base.tables import Table
 from varuna_capslog.plans.plan import Plan, write_plan

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base import files
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.extras import needed
+from varuna_capslog.base.errors import CapslogError, needed
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -59,7 +58,7 @@ def peaks_of_stages(config: Config, plan: Plan, shapes: Mapping[str, Sequence[in
         CapslogError: as `profiling/rehearsal.rehearse_plan`.
     """
     from varuna_capslog.profiling.rehearsal import rehearse_plan
-    from varuna_capslog.start.default_planner import with_choices_of
+    from varuna_capslog.start.ordinary import with_choices_of
 
     peaks = rehearse_plan(with_choices_of(config, plan), plan, shapes)
     return [peaks[rank] for rank in plan.placement()]

@@ -1,7 +1,8 @@
-"""`capslog.train`: a run on this machine, from a config or a workload to its trained weights and metrics."""
+"""`capslog.train`: a run on this machine, from a config, a workload, or a model with a data set."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -10,22 +11,159 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varuna_capslog.api.naming import function_name
-from varuna_capslog.api.own_data import own_data_values, refuse_splits
 from varuna_capslog.api.reporting import write_run_report
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table, printable
 from varuna_capslog.config.reading import Config, assign, load_config, section
 from varuna_capslog.config.settings import FUNCTION
 from varuna_capslog.start.chosen_variants import with_checked_variants
-from varuna_capslog.start.given_plan import fill_defaults, with_given_plan
+from varuna_capslog.start.given_plan import OWN_DATA, fill_defaults, with_given_plan
 
 if TYPE_CHECKING:
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.reports.run import RunRecord
 
-__all__ = ["TrainedRun", "train"]
+__all__ = ["TrainedRun", "function_name", "own_data_values", "refuse_splits", "script_module", "train"]
+
+
+# -- Names by which the processes of a run find functions of the program that starts it.
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return `package.module:function`, by which a worker finds the function.
+
+    Raises:
+        CapslogError: it stands in no module that a worker can import.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module == "__main__" and name.isidentifier() and inspect.isroutine(function):
+        module = script_module(name)
+    if module is None or not name.isidentifier() or not inspect.isroutine(function):
+        raise CapslogError(
+            f"the workers of a training are processes of their own and cannot import {name or function!r} of "
+            f"{module or 'no module'}; put the function into a file and give 'module:function'"
+        )
+    return f"{module}:{name}"
+
+
+def script_module(name: str) -> str:
+    """Return the module name of the program's script, by which a worker started in the same folder imports it.
+
+    Args:
+        name: the function to find in it, for the error.
+
+    Raises:
+        CapslogError: the program is no file below the current folder, such as a notebook.
+    """
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return str(spec.name)
+    try:
+        path = Path(file or "").resolve().relative_to(Path.cwd().resolve()).with_suffix("")
+    except ValueError:
+        path = Path()
+    if file is None or not path.parts or not all(part.isidentifier() for part in path.parts):
+        raise CapslogError(
+            f"the workers of a training are processes of their own and cannot import {name!r} of __main__; put it into "
+            "a file whose name is a Python name, in the folder that the program is started from"
+        )
+    return ".".join(path.parts)
+
+
+# -- The config that a model and a data set stand for: `capslog.train(model, dataset, ...)`.
+#
+# Functions are named, objects are handed over in a file of the run's folder, so that every process of the run has
+# them.
+
+
+_FUNCTIONS = ("collate", "loss", "metric", "sample")
+"""Keys of the `data` section that are a function or an object that can be called."""
+_SETTINGS = (str, bytes, list, tuple, Mapping)
+"""Types of settings besides numbers; no data set is of one of them."""
+
+
+def refuse_splits(dataset: Any, name: str = "dataset") -> None:
+    """Raises CapslogError for a mapping that holds data sets, such as a `DatasetDict` of Hugging Face."""
+    if not isinstance(dataset, Mapping):
+        return
+    splits = [
+        key for key, split in dataset.items() if not isinstance(split, _SETTINGS) and hasattr(split, "__getitem__")
+    ]
+    if splits:
+        raise CapslogError(
+            f"the {type(dataset).__name__} given as {name} holds several data sets "
+            f"({', '.join(map(repr, splits))}); give one of them as dataset, such as splits[{splits[0]!r}], and "
+            "another one as val"
+        )
+
+
+def own_data_values(model: Any, dataset: Any, data: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the config.
+
+    Args:
+        data: further keys of its `data` section, functions and objects among them.
+        settings: those of the call; of them only `run_dir` is read here.
+
+    Raises:
+        CapslogError: a model or data set of another kind; something that no other process can import.
+    """
+    _refuse_import()
+    from torch import nn
+
+    from varuna_capslog.model.chain import Chain
+    from varuna_capslog.own_data.handed import hand_over
+
+    handed: dict[str, Any] = {}
+    keys: dict[str, Any] = {name: value for name, value in data.items() if name not in (*_FUNCTIONS, "val")}
+    for name, value in {"dataset": dataset, **data}.items():
+        if name in keys or value is None:
+            continue
+        if isinstance(value, str):
+            keys[name] = value
+        elif inspect.isroutine(value):
+            keys[name] = function_name(value)
+        else:
+            handed[name] = value
+    section: dict[str, Any] = {}
+    name = type(model).__name__
+    if isinstance(model, str):
+        section["factory"], name = model, model.partition(":")[0].rpartition(".")[2]
+    elif isinstance(model, (nn.Module, Chain)):
+        handed["model"] = model
+    elif inspect.isroutine(model):
+        section["factory"] = function_name(model)
+        name = section["factory"].partition(":")[0].rpartition(".")[2]
+    else:
+        raise CapslogError(
+            f"the model is a {name}; give an nn.Module, a Chain, or a function that makes one, with a dataset after it"
+        )
+    run_dir = Path(settings.get("run_dir", f"runs/{name}"))
+    if handed:
+        path = run_dir / "handed.pkl"
+        hand_over(path, handed, script_module)
+        keys["given"] = str(path)
+        if "model" in handed:
+            section |= {
+                "factory": "varuna_capslog.own_data.handed:model",
+                "arguments": {"path": str(path)},
+                "name": name,
+            }
+    return {"workload": OWN_DATA, "model": section, "data": keys, "run_dir": str(run_dir)}
+
+
+def _refuse_import() -> None:
+    """Raise CapslogError where a process of the run imports the script that started it, which would train again."""
+    for frame in inspect.stack(0)[2:]:
+        if frame.function == "imported" or frame.function == "_of_script":
+            raise CapslogError(
+                "the script calls capslog.train while a process of the run imports it; put the call under "
+                'if __name__ == "__main__":'
+            )
+
+
+# -- `capslog.train`: a run on this machine, from a config, a workload, or a model with a data set.
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from typing import Any, BinaryIO, NoReturn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.files import no_link
 from varuna_capslog.base.functions import add_current_folder
-from varuna_capslog.base.output import LastingStream
 from varuna_capslog.base.processes import (
     JOB_SIGNALS,
+    OwnedThread,
     die_with_parent,
     ends_forks_as_usual,
     outlives,
@@ -41,7 +41,7 @@ from varuna_capslog.base.processes import (
     signal_group,
     startable,
 )
-from varuna_capslog.base.threads import OwnedThread
+from varuna_capslog.base.tables import LastingStream
 
 __all__ = ["PRELOADED", "ForkServer", "NoAnswer", "answer", "main", "may_fork", "renew_threads"]
 

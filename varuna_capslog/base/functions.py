@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from varuna_capslog.base.errors import CapslogError, ConfigError
-from varuna_capslog.base.extras import extra_of, install_sentence
+from varuna_capslog.base.errors import CapslogError, ConfigError, extra_of, install_sentence
 
 __all__ = ["add_current_folder", "call_function", "imported", "users_module"]
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import settled
-from varuna_capslog.commands.questions import QuestionFlags, costs_of, question_of, read_profiles
+from varuna_capslog.commands.questions import QuestionFlags, costs_of, question_of, read_profiles, settled
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import (
+from varuna_capslog.commands.questions import (
     ModelArguments,
     ModelCutPoints,
     ModelFlags,
@@ -26,7 +26,7 @@ from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
-    from varuna_capslog.model.names import ModelNames
+    from varuna_capslog.model.chain import ModelNames
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["export"]
@@ -134,8 +134,7 @@ def _write_weights(run_dir: Path, path: Path, form: str, trust: bool) -> None:
     from varuna_capslog.base import fields
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training.checkpoint import best_checkpoint
-    from varuna_capslog.training.stored_layers import load_chain
-    from varuna_capslog.training.weights import FORMS, write_weights
+    from varuna_capslog.training.stored_layers import FORMS, load_chain, write_weights
 
     fields.refuse_unknown([form], list(FORMS), "form of weights")
     if not run_dir.is_dir():
@@ -186,7 +185,7 @@ def _names(
         return None if profile is None else names_in(profile)
     if not needs:
         return None
-    from varuna_capslog.model.names import names_of
+    from varuna_capslog.model.chain import names_of
     from varuna_capslog.model.workload import load_workload  # imports torch, which the other forms do without
     from varuna_capslog.start.named_code import check_run
 

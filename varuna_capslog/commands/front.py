@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_seconds
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import settled
-from varuna_capslog.commands.questions import PlannerFlags, costs_of, question_of, read_profiles
+from varuna_capslog.commands.questions import PlannerFlags, costs_of, question_of, read_profiles, settled
 from varuna_capslog.commands.shared import print_json, print_table
 
 if TYPE_CHECKING:

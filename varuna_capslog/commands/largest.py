@@ -12,8 +12,7 @@ import typer
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import keys_of, say_assumptions, settled
-from varuna_capslog.commands.questions import PlannerFlags, question_of
+from varuna_capslog.commands.questions import PlannerFlags, keys_of, question_of, say_assumptions, settled
 from varuna_capslog.commands.shared import print_json, print_table, say
 
 if TYPE_CHECKING:

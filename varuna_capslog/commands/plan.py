@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import keys_of, settled
-from varuna_capslog.commands.questions import PlannerFlags, Profiles, costs_of, question_of, read_profiles
+from varuna_capslog.commands.questions import (
+    PlannerFlags,
+    Profiles,
+    costs_of,
+    keys_of,
+    question_of,
+    read_profiles,
+    settled,
+)
 from varuna_capslog.commands.shared import option, print_table
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import (
+from varuna_capslog.commands.questions import (
     ModelFlags,
     announced,
     config_of_model,

@@ -14,8 +14,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import parse_devices
 from varuna_capslog.base.units import parse_rate
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.ordinary_model import keys_of
-from varuna_capslog.commands.questions import config_of_keys
+from varuna_capslog.commands.questions import config_of_keys, keys_of
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.grains import Joining
-from varuna_capslog.engine.routes import Routes, value_of
+from varuna_capslog.engine.layout import Routes, value_of
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction, backwards_at_once

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.routes import GradientKey, value_of
+from varuna_capslog.engine.layout import GradientKey, Layout, value_of
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 
 __all__ = ["Joining", "check_grains", "joined_inputs", "sample_dimensions"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the module that names the engines imports this one, and no 
     from varuna_capslog.engine.layers import EngineLayer
     from varuna_capslog.engine.layout import Layout
     from varuna_capslog.engine.optimizer import StageOptimizer
-    from varuna_capslog.engine.options import EngineOptions
+    from varuna_capslog.engine.recipe import EngineOptions
     from varuna_capslog.engine.stage import LossFunction
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Minibatch

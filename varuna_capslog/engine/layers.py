@@ -23,17 +23,14 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.halves import WeightHalf, input_half
-from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.layout import Gradients, Layout
 from varuna_capslog.engine.offload import GradientBox, laid_out
-from varuna_capslog.engine.routes import Gradients
 from varuna_capslog.model.capture.python_calls import Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec, Value
 from varuna_capslog.model.hollow import replace_parameters
-from varuna_capslog.model.layer import dense_gradient, gradient_hooks
-from varuna_capslog.model.low_weights import low_parameters
+from varuna_capslog.model.layer import dense_gradient, frozen_parts, gradient_hooks, low_parameters, put_in_training
 from varuna_capslog.model.python_state import PythonState, RandomStates, crafted_draws, seed_generators
 from varuna_capslog.model.trace import autocast_context
-from varuna_capslog.model.training_modes import frozen_parts, put_in_training
 
 __all__ = [
     "BatchStatistics",

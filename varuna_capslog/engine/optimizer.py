@@ -17,8 +17,7 @@ from torch.optim.adamw import adamw
 
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.offload import HostMoments, HostTier, leaves
-from varuna_capslog.engine.options import LossScale
-from varuna_capslog.engine.recipe import AVERAGE, Recipe, in_parts
+from varuna_capslog.engine.recipe import AVERAGE, LossScale, Recipe, in_parts
 from varuna_capslog.engine.replicated import SharedUpdates
 
 __all__ = ["StageOptimizer", "step_alike"]

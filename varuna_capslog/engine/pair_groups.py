@@ -23,7 +23,7 @@ from torch import Tensor
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.base.functions import imported
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 
 __all__ = ["NotOpened", "Opener", "PairGroup", "PairGroups", "Progress", "Waiting", "opener_of"]
 

@@ -23,13 +23,12 @@ from varuna_capslog.engine.executor import Contexts, Executor, Observer
 from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, sample_dimensions
 from varuna_capslog.engine.interface import NO_REPORT, EngineParts, Load, RankReport, Verdict
 from varuna_capslog.engine.layers import EngineLayer, StatisticsBook, take_layers
-from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.layout import Layout, Reach, Routes
 from varuna_capslog.engine.offload import HostTier
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pair_groups import opener_of
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.replicated import GradientBook, SharedUpdates, check_shared_updates
-from varuna_capslog.engine.routes import Reach, Routes
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import Poll, check_minibatch
 from varuna_capslog.model.chain import Chain, TensorSpec, Value

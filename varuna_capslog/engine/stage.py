@@ -18,8 +18,8 @@ from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.base.seeds import mixed
 from varuna_capslog.engine.halves import WeightHalf
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
+from varuna_capslog.engine.layout import GradientKey, Gradients, Ports, Reach, ports_of
 from varuna_capslog.engine.offload import HostTier, OffloadedCall, OffloadedTensor, entered
-from varuna_capslog.engine.routes import GradientKey, Gradients, Ports, Reach, ports_of
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.workload import known_targets
 from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of, with_loss

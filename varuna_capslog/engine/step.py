@@ -19,7 +19,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import NO_REPORT, Engine, Load, RankReport, Verdict
-from varuna_capslog.engine.options import EngineOptions, LossScale
+from varuna_capslog.engine.recipe import EngineOptions, LossScale
 from varuna_capslog.engine.stage import Stage
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import COUNTED, Minibatch

@@ -16,13 +16,12 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import parse_bytes, parse_rate
-from varuna_capslog.fitting.search import Fit, Loop, StepSearch
-from varuna_capslog.fitting.segments import SegmentedChain
+from varuna_capslog.fitting.search import Fit, Loop, SegmentedChain, StepSearch
 from varuna_capslog.model.capture import LEFT, capture_layers, captured_result, leave_behind, open_state
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import NeedsValues
+from varuna_capslog.model.layer import in_training
 from varuna_capslog.model.python_state import PythonState
-from varuna_capslog.model.training_modes import in_training
 
 __all__ = ["FittedModule", "fit"]
 

@@ -16,8 +16,7 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config, Elastic
-from varuna_capslog.membership.budgeted import Budgeted, neighbours
-from varuna_capslog.membership.candidates import TICK, Candidate, Candidates
+from varuna_capslog.membership.candidates import TICK, Budgeted, Candidate, Candidates, neighbours
 from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.membership.redundancy import Copies, place_copies

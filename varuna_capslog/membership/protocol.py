@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from varuna_capslog.membership import changes, recovery
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.changes import Job, Phase, Roles, State, Step
 from varuna_capslog.membership.generation import Generation, Held, Member, Stamp
-from varuna_capslog.membership.state import Job, Phase, Roles, State, Step
 
 __all__ = ["Phase", "State", "step"]
 

@@ -25,13 +25,13 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
+from varuna_capslog.membership.changes import State
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Move, Seat, list_moves, newest_boundary
-from varuna_capslog.membership.state import State
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.playing import play
-from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.verdict import judged
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import with_beside

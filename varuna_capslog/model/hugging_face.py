@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.extras import needed
+from varuna_capslog.base.errors import CapslogError, needed
 
 __all__ = ["FACTORY", "model"]
 

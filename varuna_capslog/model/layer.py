@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.runtime import Frozen
 
 __all__ = [
     "Layer",
     "PartOf",
     "TensorPiece",
     "dense_gradient",
+    "freeze_layers",
+    "frozen_parts",
     "gradient_hooks",
+    "in_training",
+    "low_bytes",
+    "low_parameters",
     "of_parts",
     "parts_from_json",
+    "put_in_training",
     "put_together",
     "split_table",
 ]
@@ -199,3 +207,114 @@ def gradient_hooks(parameter: nn.Parameter) -> list[Any]:
     hooks = [*(parameter._backward_hooks or {}).values()]
     hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
     return [hook for hook in hooks if hook is not dense_gradient]
+
+
+# -- Says which parameters of a layer are kept in 16 bits for forward and backward, where `train.weights` asks for
+#    it.
+#
+# Tracing of shapes, counting of bytes and the engine's layers all use this answer. The engine keeps the float32
+# master of a parameter that is trained.
+
+
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_WIDE = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+"""Their kernels take activations of 16 or 32 bits beside parameters of 32 bits, and refuse other mixtures; under
+autocast both kinds of activations come. Running statistics are 32 bits, and parameters beside them must be so."""
+
+
+def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.dtype]:
+    """Return the parameters of a module that are kept in 16 bits, with the dtype: those of float32, except those of
+    normalisations.
+
+    Args:
+        weights: "float32" (none are), "bfloat16" or "float16".
+    """
+    if weights == "float32":
+        return {}
+    norms = [part for part in module.modules() if isinstance(part, _WIDE)]
+    wide = {id(parameter) for part in norms for parameter in part.parameters(recurse=False)}
+    low = [
+        parameter for parameter in module.parameters() if parameter.dtype == torch.float32 and id(parameter) not in wide
+    ]
+    return dict.fromkeys(low, _TYPES[weights])
+
+
+def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
+    """Return how 16 bits change a module's bytes: (bytes added by parameters that lie beside their float32 masters,
+    bytes saved by frozen ones, which have no master).
+
+    Args as of `low_parameters`.
+    """
+    low = low_parameters(module, weights).items()
+    beside = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
+    less = sum(
+        parameter.numel() * (parameter.itemsize - dtype.itemsize)
+        for parameter, dtype in low
+        if not parameter.requires_grad
+    )
+    return beside, less
+
+
+# -- Keeps modules in eval mode while a model trains: those that its user froze, such as a BatchNorm.
+#
+# Everything that trains, recomputes or estimates layers puts them into training mode here, never by `train()` alone,
+# which would unfreeze them. A captured layer records which of its modules were frozen when it was captured
+# (`capture.runtime.Frozen`); the modes that its modules have when training begins count as well.
+
+
+@contextmanager
+def in_training(model: nn.Module) -> Iterator[None]:
+    """Put the model into the mode that it trains in; at the end, into the mode that it was in before.
+
+    Where the model itself is in training mode, its parts that are not are frozen; else its own `train` decides. Parts
+    that a `train` of the model's classes leaves in eval mode are frozen in any case.
+    """
+    before = [(part, part.training) for part in model.modules()]
+    trains = model.training
+    try:
+        model.train()
+        for part, mode in before:
+            part.training &= mode or not trains
+        yield
+    finally:
+        for part, mode in before:
+            part.training = mode
+
+
+def freeze_layers(layers: Iterable[Layer], model: nn.Module) -> None:
+    """Record in the layers of a captured model which of their modules are frozen."""
+    trained = [part for part in model.modules() if part.training]
+    with in_training(model):
+        frozen = frozen_parts(model)
+    for layer in layers:
+        assert isinstance(layer.module, Frozen)
+        layer.module.freeze(frozen, trained)
+
+
+def put_in_training(layers: Iterable[nn.Module], chain: Sequence[nn.Module] | None = None) -> None:
+    """Put layers into training mode, except for frozen modules.
+
+    Frozen are: modules that were frozen when a model was captured; modules of captured layers that are in eval mode now
+    and were not then; and modules of other layers that are in eval mode. If all modules of one of the last two kinds
+    are in eval mode, their user has evaluated the model, and none of that kind is frozen.
+
+    Args:
+        chain: the modules of all layers, where `layers` are only some of them, or copies; None: they are all.
+    """
+    layers = list(layers)
+    trains = {isinstance(module, Frozen) for module in chain or layers if any(part.training for part in _parts(module))}
+    for module in layers:
+        judged = _parts(module) if isinstance(module, Frozen) in trains else ()
+        frozen = [part for part in judged if not part.training]
+        module.train()
+        for part in frozen:
+            part.training = False
+
+
+def frozen_parts(module: nn.Module) -> list[nn.Module]:
+    """Return the parts of a module in training that are in eval mode."""
+    return [part for part in module.modules() if not part.training]
+
+
+def _parts(module: nn.Module) -> Iterable[nn.Module]:
+    return module.trained if isinstance(module, Frozen) else module.modules()

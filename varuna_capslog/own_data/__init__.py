@@ -5,8 +5,7 @@ beside it, seeded by sample, so that neither cuts nor morphs change what a run s
 `ImageFolder` are ready-made ones.
 """
 
-from varuna_capslog.own_data.images import ImageFolder
-from varuna_capslog.own_data.text import TextFile, TokenFile, write_text
+from varuna_capslog.own_data.ready_made import ImageFolder, TextFile, TokenFile, write_text
 from varuna_capslog.own_data.workload import workload
 
 __all__ = ["ImageFolder", "TextFile", "TokenFile", "workload", "write_text"]

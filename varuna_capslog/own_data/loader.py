@@ -15,10 +15,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.processes import python_command, startable
-from varuna_capslog.base.threads import OwnedThread
-from varuna_capslog.own_data.messages import receive, send
-from varuna_capslog.own_data.reading import SampleReader
+from varuna_capslog.base.processes import OwnedThread, python_command, startable
+from varuna_capslog.own_data.reading import SampleReader, receive, send
 
 __all__ = ["Batch", "Loader"]
 

@@ -26,8 +26,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     import torch
 
-    from varuna_capslog.own_data.messages import receive, send
-    from varuna_capslog.own_data.reading import SampleReader
+    from varuna_capslog.own_data.reading import SampleReader, receive, send
 
     torch.set_num_threads(1)
     try:

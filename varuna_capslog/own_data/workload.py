@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError, RunFinding
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.model.capture.runtime import runs_its_children
 from varuna_capslog.model.chain import Chain

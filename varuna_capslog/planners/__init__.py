@@ -1,7 +1,7 @@
 """Planners, which choose cuts from the costs of stages and a number of devices, and the tables of their names.
 
 `search.plan` calls `find_cuts`; a planner itself is a plain function on numbers. Planners that also choose memory
-intervals have a table of their own, and `planning/layerwise` calls them. Nothing here imports torch.
+intervals have a table of their own, and `planning/fastest` calls them. Nothing here imports torch.
 """
 
 from __future__ import annotations

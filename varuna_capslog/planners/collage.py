@@ -1,7 +1,7 @@
 """Collage's two levels of choosing a backend for every part of a model; here, a variant for every layer of a chain.
 
 Jeon, thesis, chapter 2: level 1 adds up the costs of matched parts alone (Alg. 1); level 2 gives further parts to a
-backend that works across parts, and measures the whole model. `start/collage_start` calls both; nothing here measures.
+backend that works across parts, and measures the whole model. `start/collage_start` calls both; it measures nothing.
 It is a baseline: it considers only seconds, while planner `budget` also considers bytes, cuts and memory intervals.
 """
 

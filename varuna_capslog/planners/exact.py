@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.memory.costs import NEVER, StageCosts
-from varuna_capslog.memory.ranges import Ranges, ranges_within
+from varuna_capslog.memory.inflight import Ranges, ranges_within
 from varuna_capslog.planners.capslog import capslog_cuts
 
 __all__ = ["Band", "exact_cuts", "fewest_devices"]

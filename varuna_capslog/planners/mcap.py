@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.extras import install_sentence
+from varuna_capslog.base.errors import CapslogError, install_sentence
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory.costs import StageCosts
 

@@ -18,10 +18,9 @@ from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import find_cuts
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.seconds import LayerSeconds, Link
+from varuna_capslog.planning.playing import message_bytes, stage_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.planning.stage_seconds import message_bytes, stage_seconds
-from varuna_capslog.planning.verdict import check_devices, judge, predictable
+from varuna_capslog.planning.verdict import check_devices, fold_plan, judge, predictable
 from varuna_capslog.plans.parts import PlanRank, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 from varuna_capslog.profiles.conditions import why_few

@@ -18,7 +18,7 @@ from varuna_capslog.memory.course import Course, StageMemory, fold_course, memor
 from varuna_capslog.memory.fold import RankFold
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import play
-from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.parts import PlanStage, Units, ranges_of, with_memory
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE

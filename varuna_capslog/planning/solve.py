@@ -18,13 +18,12 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inference import INFERENCE, is_for_inference
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planning.cuts import cut_plan, going_round
-from varuna_capslog.planning.layerwise import saying_what_fits
+from varuna_capslog.planning.fastest import saying_what_fits
 from varuna_capslog.planning.placed.equal_pipelines import lacking
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.ranks import folded, judged, with_stage_bytes, within_tier
 from varuna_capslog.planning.registry import REGISTRY, Planner, planner_named
-from varuna_capslog.planning.verdict import rehearsed
+from varuna_capslog.planning.verdict import folded, judged, rehearsed, with_stage_bytes, within_tier
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 

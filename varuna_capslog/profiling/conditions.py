@@ -18,7 +18,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import gpu_named
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.low_weights import low_bytes
+from varuna_capslog.model.layer import low_bytes
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.conditions import KEPT_WHOLE, LAST_HOLDS

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.engine.grains import joined_inputs
 from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.signature import run_signature
+from varuna_capslog.model.sources import run_signature
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.conditions import UPDATE_RATE
@@ -41,8 +41,7 @@ from varuna_capslog.profiling.estimation.hollow import HollowRun, loss_of_each, 
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
 from varuna_capslog.profiling.estimation.rates import RATES_VERSION, Speed
-from varuna_capslog.profiling.skeleton import skeleton
-from varuna_capslog.profiling.trim import TrimmedRun
+from varuna_capslog.profiling.trim import TrimmedRun, skeleton
 from varuna_capslog.profiling.weighing import Halves
 
 if TYPE_CHECKING:

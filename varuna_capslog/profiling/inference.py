@@ -27,7 +27,7 @@ from varuna_capslog.profiling.estimation.headroom import fragmentation, state_he
 from varuna_capslog.profiling.estimation.hollow import ForwardRun, run_forward
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
-from varuna_capslog.profiling.skeleton import skeleton
+from varuna_capslog.profiling.trim import skeleton
 
 __all__ = ["Served", "estimate_inference"]
 

@@ -31,15 +31,23 @@ from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, NeedsValues, ReadNumbers
-from varuna_capslog.model.low_weights import low_bytes
-from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.model.layer import low_bytes
+from varuna_capslog.model.sources import layer_signature
 from varuna_capslog.model.trace import autocast_context, call_on, fake_operands
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_partitionings
 from varuna_capslog.profiling.conditions import Progress, RunConditions
-from varuna_capslog.profiling.skeleton import skeleton, with_real_layers
-from varuna_capslog.profiling.trim import MICROBATCHES, KnownShapes, MeasuredStage, TrimmedRun, dummy_options, observe
+from varuna_capslog.profiling.trim import (
+    MICROBATCHES,
+    KnownShapes,
+    MeasuredStage,
+    TrimmedRun,
+    dummy_options,
+    observe,
+    skeleton,
+    with_real_layers,
+)
 from varuna_capslog.profiling.worker import Play, Role, Task, WorkerFailure, WorkerGroup, Workers
 from varuna_capslog.schedules import from_strings, insert_recompute
 

@@ -37,9 +37,8 @@ from varuna_capslog.profiling.launches import (
     in_mcap_order,
     in_one_launch,
 )
-from varuna_capslog.profiling.skeleton import skeleton
-from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.variant_rows import VariantRun, allowed_variants, joined_variants, variant_runs
+from varuna_capslog.profiling.trim import TrimmedRun, skeleton
+from varuna_capslog.profiling.variant_check import VariantRun, allowed_variants, joined_variants, variant_runs
 from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
 from varuna_capslog.variants.registry import Variant
 

@@ -35,8 +35,7 @@ from varuna_capslog.profiling.estimation.allocator import replay, round_up
 from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, StepMeter, fake_step, hollow_ready
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import Quirks
-from varuna_capslog.profiling.skeleton import with_real_layers
-from varuna_capslog.profiling.trim import KnownShapes
+from varuna_capslog.profiling.trim import KnownShapes, with_real_layers
 from varuna_capslog.schedules.actions import Action
 from varuna_capslog.schedules.lower import Instruction, Recv, lower
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import functools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,13 +28,15 @@ from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors, storages_of
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
+from varuna_capslog.model.capture.python_calls import WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.hollow import attribute_tensors, built_hollow
+from varuna_capslog.model.layer import put_in_training
 from varuna_capslog.model.trace import ShapeTable
-from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.variants import PLAIN, text_of
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.skeleton import real_tensors
 from varuna_capslog.profiling.weighing import ActionProbe, ActionWeights, HalfWeights, Halves, Left
 from varuna_capslog.schedules import Schedule, from_strings, insert_recompute, to_strings
 from varuna_capslog.variants.registry import tell_readers, variant_named
@@ -51,7 +54,82 @@ __all__ = [
     "measure_run",
     "observe",
     "play_neighbours",
+    "real_parameter",
+    "real_tensors",
+    "skeleton",
+    "with_real_layers",
 ]
+
+
+# -- Chains without memory: a workload's layers with parameters that have shapes only.
+#
+# `trim` makes one or two layers of such a chain real at a time; `measure` reads shapes and bytes from it. Nothing
+# here changes the workload's own modules.
+
+
+def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
+    """Return the workload's chain in training mode with real buffers and all parameters on the meta device; see
+    `built_hollow`.
+
+    evaluates: its layers run in eval mode too.
+    """
+    torch.manual_seed(0)
+    build = functools.partial(workload.chosen_chain, evaluates)
+    chain, modules = built_hollow(build, lambda built: [layer.module for layer in built.layers])
+    put_in_training(modules)
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            part.sparse = False  # fake tensors are never sparse
+    return _with_modules(chain, modules)
+
+
+def _with_modules(chain: Chain, modules: Sequence[nn.Module]) -> Chain:
+    layers = [replace(old, module=new) for old, new in zip(chain.layers, modules, strict=True)]
+    return Chain(layers, chain.inputs, chain.outputs, chain.name)
+
+
+def with_real_layers(chain: Chain, indices: Iterable[int]) -> Chain:
+    """Return the chain with memory for these layers, also where others share it; other layers have only shapes."""
+    wanted = set(indices)
+    memo = real_tensors([chain.layers[index] for index in wanted])
+    modules = [layer.module for layer in chain.layers]
+    held = [[*module.parameters(), *module.buffers()] for module in modules]
+    # the others stay as they are: copying a large model for every rank would take longer than its rehearsal
+    copied = [at for at in range(len(chain)) if at in wanted or any(id(tensor) in memo for tensor in held[at])]
+    for tensor in (tensor for at in copied for tensor in held[at]):
+        memo.setdefault(id(tensor), tensor)
+    for at, module in zip(copied, copy.deepcopy([modules[at] for at in copied], memo), strict=True):
+        modules[at] = module
+    return _with_modules(chain, modules)
+
+
+def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[int, Any]:
+    """Return a deep copy's memo with real parameters (`only` those of these identities) and buffers of the layers."""
+    memo: dict[int, Any] = {}
+    for layer in layers:
+        for parameter in layer.module.parameters():
+            if id(parameter) not in memo and (only is None or id(parameter) in only):
+                memo[id(parameter)] = real_parameter(parameter)
+        # not left to deepcopy, which cannot copy a tensor, or a generator, into the fake world of an estimate
+        whole_models = [layer.module.model] if isinstance(layer.module, WholeModel) else []
+        tensors = [*layer.module.buffers(), *attribute_tensors([layer.module, *whole_models])]
+        memo |= {id(tensor): tensor.detach().clone() for tensor in tensors}
+        kept = (value for part in (*layer.module.modules(), *whole_models) for value in vars(part).values())
+        memo |= {id(value): value for value in kept if isinstance(value, torch.Generator)}
+    return memo
+
+
+def real_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of that shape in host memory, with values that keep activations finite."""
+    values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+    if parameter.dim() > 1:
+        nn.init.normal_(values, std=(parameter.shape[0] / max(parameter.numel(), 1)) ** 0.5)
+    else:
+        values.fill_(0.5)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+# -- One stage alone
 
 
 # -- The programs of the two ranks of a trimmed pipeline: the measured rank, and the one that plays its neighbour

@@ -1,16 +1,13 @@
-"""Checks the variants that a config or a planner chooses against the plain layers, before a run uses them.
-
-`start/chosen_variants` calls this once, where a run starts; the workers get what has passed. Layers that do the
-same work are checked once, on the CPU, on the shapes of the run, or on smaller inputs where these would take
-too long.
-"""
+"""Variants on this machine: checked against the plain layers before a run uses them, and measured for a profile."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +17,46 @@ from torch.utils.flop_counter import FlopCounterMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import CompiledForward
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.model.sources import layer_signature
 from varuna_capslog.model.trace import ShapeTable, call_on, fake_operands
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.profiling.skeleton import real_tensors, skeleton
-from varuna_capslog.profiling.trim import dummy_inputs
-from varuna_capslog.variants.check import Difference, difference
+from varuna_capslog.profiles.conditions import JOINED
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiles.variants import PLAIN, text_of, variant_pairs
+from varuna_capslog.profiling.estimate import StageEstimator, key_of_range, row_of
+from varuna_capslog.profiling.trim import dummy_inputs, real_tensors, skeleton
 from varuna_capslog.variants.registry import (
     NUMERICS,
     TOLERANCES,
+    Difference,
     Variant,
     apply_variants,
+    difference,
     known_variants,
     matched,
     tell_readers,
+    variant_named,
 )
 from varuna_capslog.variants.wrapped import backend_of
 
-__all__ = ["check_variants", "checked_choices", "plain_chain"]
+__all__ = [
+    "VariantRun",
+    "allowed_variants",
+    "check_variants",
+    "checked_choices",
+    "joined_variants",
+    "plain_chain",
+    "variant_runs",
+    "with_variant_rows",
+]
+
+
+# -- Variants on this machine: checked against the plain layers before a run uses them, and measured for a profile.
+#
+# `start/chosen_variants` calls this once, where a run starts; the workers get what has passed. Layers that do the
+# same work are checked once, on the CPU, on the shapes of the run, or on smaller inputs where these would take too
+# long.
+
 
 _MOST_WORK = 2e9
 """Multiplications and additions of one forward of a layer that are checked on the shapes of the run: some tenths of a
@@ -268,3 +287,130 @@ def _arguments(read: Sequence[TensorSpec], drawn: bool) -> Iterator[Tensor]:
         elif spec.dtype != torch.bool and drawn:
             value.random_(1, most + 1)
         yield value.requires_grad_(spec.requires_grad)
+
+
+# -- The runs that give the costs of variants: each layer with each variant, and every two neighbours with each pair.
+#
+# The runs are those of any profile, of a chain in which one or two layers are rewritten; these pass on the same
+# tensors as the plain layers. `measure` runs them beside those of the plain layers, and `with_variant_rows` estimates
+# them.
+
+
+def allowed_variants(numerics: str, more: Sequence[str] = ()) -> list[Variant]:
+    """Return the variants that planners may choose and that are at least as strict as `numerics`.
+
+    more: names of variants that are searched only where a config asks for them (`profile.variants`).
+
+    Raises CapslogError for a name in `more` that is unknown or of a weaker class.
+    """
+    classes, all_variants = list(NUMERICS), known_variants().values()
+    for variant in map(variant_named, more):
+        if classes.index(variant.numerics) > classes.index(numerics):
+            raise CapslogError(
+                f"profile.variants names {variant.name!r}, which promises {NUMERICS[variant.numerics]}, but "
+                f"numerics={numerics} allows {NUMERICS[numerics]} at most; leave it out, or set "
+                f"numerics={variant.numerics}"
+            )
+    allowed = [variant for variant in all_variants if classes.index(variant.numerics) <= classes.index(numerics)]
+    return [variant for variant in allowed if variant.searched or variant.name in more]
+
+
+@dataclass(frozen=True)
+class VariantRun:
+    """A run of one or two layers, at least one of which has a variant.
+
+    Attributes:
+        first: the first layer.
+        names: the variant of each layer.
+        chain: the whole chain, with these layers rewritten; it shares the other layers, and all parameters, with the
+            plain chain.
+    """
+
+    first: int
+    names: tuple[str, ...]
+    chain: Chain
+
+    @property
+    def end(self) -> int:
+        """The layer behind it."""
+        return self.first + len(self.names)
+
+    def work(self, specs: Sequence[Mapping[str, TensorSpec]]) -> object:
+        """Return a key that is equal for runs that do the same work, which is done once.
+
+        specs: of the tensors across the cuts 0 .. L.
+        """
+        key = key_of_range(self.chain, self.first, self.end, specs[self.first : self.end + 1])
+        return key, self.first > 0, self.end < len(self.chain)
+
+
+def variant_runs(chain: Chain, variants: Sequence[Variant]) -> list[VariantRun]:
+    """Return the runs of all variants that change a layer.
+
+    chain: with the plain layers; not changed.
+    """
+    rewritten = _rewritten(chain, variants)
+    alternatives: dict[int, list[str]] = {}
+    for layer, name in rewritten:
+        alternatives.setdefault(layer, []).append(name)
+    runs = []
+    for first, names in variant_pairs(alternatives, len(chain)):
+        modules = {first + place: rewritten[first + place, name] for place, name in enumerate(names) if name != PLAIN}
+        runs.append(VariantRun(first, names, _with_modules(chain, modules)))
+    return runs
+
+
+def joined_variants(runs: Sequence[VariantRun]) -> dict[str, list[str]]:
+    """Return the conditions of a profile with these runs about variants that save a conversion between neighbours."""
+    names = {name for run in runs for name in run.names if name != PLAIN and known_variants()[name].joined}
+    return {JOINED: sorted(names)} if names else {}
+
+
+def with_variant_rows(profile: Profile, estimator: StageEstimator, variants: Sequence[Variant]) -> Profile:
+    """Return an estimated profile with rows of all `variant_runs`, without variants that cannot be estimated.
+
+    profile: of the estimator's workload.
+    """
+    rows, runs = [], variant_runs(estimator.chain, [variant for variant in variants if variant.estimated])
+    for run in runs:
+        row = row_of(estimator.of_chain(run.chain), run.first, run.end)
+        rows.append(dataclasses.replace(row, variant=text_of(run.names)))
+    conditions = {**profile.conditions, **joined_variants(runs)}
+    return dataclasses.replace(profile, observations=(*profile.observations, *rows), conditions=conditions)
+
+
+def _rewritten(chain: Chain, variants: Sequence[Variant]) -> dict[tuple[int, str], nn.Module]:
+    """Return (layer, variant) -> the layer's module with the variant, where the variant changes the layer."""
+    modules: dict[tuple[int, str], nn.Module] = {}
+    hopeless: set[object] = set()
+    for number, layer in enumerate(chain.layers):
+        signature = layer_signature(layer)
+        for variant in variants:
+            if (signature, variant.name) in hopeless:
+                continue
+            # the parameters stay the chain's own, so that what is shared stays shared
+            held: dict[int, Any] = {
+                id(tensor): tensor for tensor in (*layer.module.parameters(), *layer.module.buffers())
+            }
+            module = copy.deepcopy(layer.module, held)
+            if variant.rewrite(module):
+                modules[number, variant.name] = module
+            else:
+                hopeless.add((signature, variant.name))
+    return modules
+
+
+def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
+    copies = {number: _copy(module) for number, module in modules.items()}  # its attributes belong to this chain alone
+    layers = [
+        dataclasses.replace(layer, module=copies.get(number, layer.module)) for number, layer in enumerate(chain.layers)
+    ]
+    tell_readers([layer.module for layer in layers], [layer.writes for layer in layers], chain.readers)
+    return Chain(layers, chain.inputs, chain.outputs, chain.name)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Return a shallow copy of the same class; `copy.copy` would make a plain graph of a rewritten module."""
+    copied = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    return copied

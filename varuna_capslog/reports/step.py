@@ -21,9 +21,8 @@ from matplotlib.patches import Patch
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.playing import play
+from varuna_capslog.planning.playing import gradient_edges, message_bytes, play, stage_seconds
 from varuna_capslog.planning.simulation import Simulation
-from varuna_capslog.planning.stage_seconds import gradient_edges, message_bytes, stage_seconds
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup

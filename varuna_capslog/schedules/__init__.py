@@ -56,6 +56,7 @@ from varuna_capslog.schedules.actions import (
     parse_action,
     placement_of,
     to_strings,
+    validate,
 )
 from varuna_capslog.schedules.generators import (
     SCHEDULES,
@@ -77,4 +78,3 @@ from varuna_capslog.schedules.simulate import (
     simulated,
 )
 from varuna_capslog.schedules.stage_graph import Edge, StageGraph
-from varuna_capslog.schedules.validate import validate

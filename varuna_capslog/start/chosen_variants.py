@@ -21,7 +21,7 @@ from varuna_capslog.planning.solve import solve
 from varuna_capslog.planning.variant_search import VariantChoice, choose_variants
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.variants import alternatives_of, compile_seconds
-from varuna_capslog.start.default_planner import with_defaults
+from varuna_capslog.start.ordinary import with_defaults
 
 if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
@@ -108,7 +108,7 @@ def with_chosen_variants(
 def _estimated(config: Config, profile: Profile, memo: Memo, say: Callable[[str], object]) -> Profile:
     """Return the profile with rows of variants; without any where the layers are made by factories."""
     from varuna_capslog.profiling.estimate import StageEstimator
-    from varuna_capslog.profiling.variant_rows import allowed_variants, with_variant_rows
+    from varuna_capslog.profiling.variant_check import allowed_variants, with_variant_rows
 
     estimator = StageEstimator.of_config(config, memo)
     if estimator.chain.factories is not None:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.start.first_checks import check_names
 from varuna_capslog.start.preloading import training_modules
-from varuna_capslog.start.prepare import prepare_run
+from varuna_capslog.start.prepare import check_names, prepare_run
 
 if TYPE_CHECKING:
     from varuna_capslog.base.fork_server import ForkServer

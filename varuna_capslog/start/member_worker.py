@@ -24,14 +24,13 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.elastic.host.store_link import run_age
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.runtime import Runtime, take_part
-from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_rank, report_failures
-from varuna_capslog.elastic.member.timeouts import Timeouts
+from varuna_capslog.elastic.member.start_up import RuntimeOptions, Timeouts, enter, local_rank, report_failures
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import read_profile
-from varuna_capslog.training.devices import check_devices, check_room, choose_device
+from varuna_capslog.training.run_setup import check_devices, check_room, choose_device
 from varuna_capslog.training.worker_process import StopWish
 
 __all__ = ["Equipment", "MemberFile", "capacity_of", "least_bytes", "main"]

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
-from varuna_capslog.base.errors import CapslogError, DoesNotFit, findings_of, settle
+from varuna_capslog.base.errors import CapslogError, DoesNotFit, RunFinding, findings_of, settle
+from varuna_capslog.base.supervisor import usable
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config, dump_config, load_config
+from varuna_capslog.elastic.network import check_gloo_interfaces
+from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.inference import is_for_inference
 from varuna_capslog.planners import BUDGET, JOINT
 from varuna_capslog.planning.problem import Problem
@@ -27,25 +32,24 @@ from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.profiles.variants import under
 from varuna_capslog.schedules import RunShape
+from varuna_capslog.start import ENGINES
 from varuna_capslog.start.chosen_variants import naming_variants
-from varuna_capslog.start.default_planner import with_choices_of, with_defaults
-from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings, disk_findings
 from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.start.named_code import mark_run
-from varuna_capslog.start.ordinary import WITHOUT_MODEL
-from varuna_capslog.training.constants import check_folder
+from varuna_capslog.start.ordinary import WITHOUT_MODEL, with_choices_of, with_defaults
+from varuna_capslog.training.constants import check_folder, check_samples
 
 if TYPE_CHECKING:
     from varuna_capslog.model.chain import Chain
+    from varuna_capslog.model.workload import Workload
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
-_WITHOUT_TIME = (
-    "planned for the smallest peak by planner exact, since the profile has not the seconds and runs of its layers; "
-    "profile again with capslog profile for the shortest step that fits"
-)
-
 __all__ = [
+    "check_names",
+    "check_optimizer",
+    "data_findings",
+    "disk_findings",
     "estimate_memo",
     "plan_run",
     "prepare_run",
@@ -53,6 +57,83 @@ __all__ = [
     "profile_run",
     "settled_plan",
 ]
+
+
+# -- Checks of a config before anything is built: names, the optimizer, data and weights.
+#
+# `prepare.prepare_run` and `readiness` call them, so that `capslog train` and `capslog check` find the same.
+
+
+def check_names(config: Config) -> None:
+    """Raises CapslogError where the config names a planner, memory model or engine that is unknown, or the environment
+    a network interface; needs no torch.
+    """
+    check_gloo_interfaces(os.environ)
+    planner_named(config.pipeline.planner)
+    fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
+    ENGINES[config.engine].check()
+
+
+def check_optimizer(config: Config) -> None:
+    """Raises CapslogError where the config's optimizer cannot step a part of the parameters by itself."""
+    from varuna_capslog.engine.recipe import Recipe  # imports torch, which planning from a profile does without
+
+    Recipe.of_config(config.train).check_optimizer()
+
+
+def data_findings(config: Config, workload: Workload) -> list[RunFinding]:
+    """Return findings about data and weights: notes, and problems that would stop the run or spoil its training."""
+
+    def enough() -> None:
+        facts = workload.data_facts()
+        if "number of samples" in facts:
+            check_samples(facts["number of samples"], config.train.minibatch_size)
+
+    return list(findings_of(enough, workload.check))
+
+
+def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunFinding]:
+    """Check that the run's folder can be written, and that its disk has room for the checkpoints that are kept there.
+
+    checkpoint_bytes: approximate size of a checkpoint; None: not known.
+    """
+    wanted = config.run_dir.absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "cannot be written" if folder.is_dir() else "is no folder"
+        raise CapslogError(f"run_dir={config.run_dir}: {folder} {why}; choose another run_dir")
+    if checkpoint_bytes is None:
+        return
+    with usable(folder):
+        free = shutil.disk_usage(folder).free
+        before = sum(file.stat().st_size for file in (wanted / "checkpoints").glob("step-*/*"))
+    count, size = _kept_checkpoints(config), format_bytes(checkpoint_bytes)
+    if checkpoint_bytes * count - before > free:
+        raise CapslogError(
+            f"run_dir={config.run_dir} is to hold {count} checkpoint(s) of about {size}, but only {format_bytes(free)} "
+            "are free there; free space, choose another run_dir, or set train.checkpoint_keep lower"
+        )
+    yield RunFinding(
+        f"{count} checkpoint(s) of about {size} are there at once, and {format_bytes(free)} are free", "fact"
+    )
+
+
+def _kept_checkpoints(config: Config) -> int:
+    """Return the largest number of checkpoints at once: those kept, the best one, and the one being written."""
+    train = config.train
+    most = train.checkpoint_keep + 1 + (train.evaluate_every is not None)
+    if train.max_steps is None or train.evaluate_every:
+        return most
+    return min(most, 1 if train.checkpoint_every is None else 1 + (train.max_steps - 1) // train.checkpoint_every)
+
+
+# -- Prepares a run before its first worker starts
+
+
+_WITHOUT_TIME = (
+    "planned for the smallest peak by planner exact, since the profile has not the seconds and runs of its layers; "
+    "profile again with capslog profile for the shortest step that fits"
+)
 
 
 def prepare_run(config: Config, show: bool = True) -> Plan:

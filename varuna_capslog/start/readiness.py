@@ -32,16 +32,22 @@ from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiling.conditions import conditions_of_run, kind_here
-from varuna_capslog.profiling.skeleton import skeleton
+from varuna_capslog.profiling.trim import skeleton
 from varuna_capslog.start.elastic_host import check_elastic
-from varuna_capslog.start.first_checks import check_names, check_optimizer, data_findings, disk_findings
 from varuna_capslog.start.given_plan import given_plan
-from varuna_capslog.start.prepare import needs_profile, profile_run, settled_plan
+from varuna_capslog.start.prepare import (
+    check_names,
+    check_optimizer,
+    data_findings,
+    disk_findings,
+    needs_profile,
+    profile_run,
+    settled_plan,
+)
 from varuna_capslog.start.resuming import newest_checkpoint
 from varuna_capslog.training.checkpoint import open_checkpoint, passed_over
 from varuna_capslog.training.constants import folder_findings
-from varuna_capslog.training.devices import check_devices, check_room, choose_device
-from varuna_capslog.training.run_setup import check_keys
+from varuna_capslog.training.run_setup import check_devices, check_keys, check_room, choose_device
 
 __all__ = ["check_run"]
 

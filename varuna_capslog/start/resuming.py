@@ -35,6 +35,6 @@ def newest_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
     """Return the boundaries of a script's run that lie on disk, the newest last, by their files' generations."""
     if not (run_dir / "checkpoints").exists():
         return []
-    from varuna_capslog.elastic.script.work import saved_states
+    from varuna_capslog.elastic.script import saved_states
 
     return saved_states(run_dir)

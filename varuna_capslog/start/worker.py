@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.output import lasting_output
-from varuna_capslog.base.tables import log_to
+from varuna_capslog.base.tables import lasting_output, log_to
 from varuna_capslog.training.worker_process import StopWish, leave, report_failure
 
 if TYPE_CHECKING:
@@ -94,8 +93,8 @@ def _work(
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.plan import latest_plan
     from varuna_capslog.start import ENGINES
-    from varuna_capslog.training.devices import check_devices, check_room, choose_device
     from varuna_capslog.training.run import Run
+    from varuna_capslog.training.run_setup import check_devices, check_room, choose_device
 
     if rank == 0 and not evaluate:  # the output of an evaluation may be JSON
         # the user is to see repairs of annotation files

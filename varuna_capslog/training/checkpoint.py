@@ -20,7 +20,7 @@ from torch import Tensor
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.engine.recipe import AVERAGE
 from varuna_capslog.model.state_file import load_tensors
 from varuna_capslog.training.manifest import REMEDY, REMOVE_BEST, read_best, read_manifest

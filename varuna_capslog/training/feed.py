@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.base.seeds import mix
-from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.engine.interface import RankReport
 from varuna_capslog.model.workload import DataSource, LateTargets, Minibatch, Reading, ReadingSource
 from varuna_capslog.training.constants import check_samples

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import BatchStatistics, EngineLayer, persistent_buffers, take_layers
 from varuna_capslog.engine.optimizer import StageOptimizer, step_alike
-from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.recipe import EngineOptions, Recipe
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.low_weights import low_bytes
+from varuna_capslog.model.layer import low_bytes
 
 __all__ = [
     "Follower",

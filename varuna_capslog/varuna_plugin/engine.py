@@ -20,7 +20,7 @@ from varuna_capslog.engine.interface import NO_REPORT, EngineParts, Load, RankRe
 from varuna_capslog.engine.layers import EngineLayer, seed_layer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.engine.step import (
     check_minibatch,
@@ -29,11 +29,10 @@ from varuna_capslog.engine.step import (
     take_weight,
 )
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.training_modes import put_in_training
+from varuna_capslog.model.layer import put_in_training
 from varuna_capslog.model.workload import Minibatch, known_targets
-from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.executor import Microbatches
-from varuna_capslog.varuna_plugin.install import install, silent
+from varuna_capslog.varuna_plugin.install import forward_only, install, silent
 from varuna_capslog.varuna_plugin.options import configure
 
 __all__ = ["ChainModule", "VarunaEngine"]

@@ -19,9 +19,9 @@ from torch import nn
 from varuna_capslog.base.gpus import GPUS
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pair_groups import opener_of
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiling.estimation.allocator import Event, replay

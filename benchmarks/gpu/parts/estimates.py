@@ -15,8 +15,7 @@ from parts.trained import kind_of, train_rank
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions, LossScale
-from varuna_capslog.engine.recipe import Recipe
+from varuna_capslog.engine.recipe import EngineOptions, LossScale, Recipe
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.profiling.conditions import RunConditions

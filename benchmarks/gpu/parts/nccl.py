@@ -13,8 +13,8 @@ from tests.rig import nccl_manners
 from varuna_capslog.base.errors import PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 
 STAND_IN = "tests.rig.nccl_manners:open_group"

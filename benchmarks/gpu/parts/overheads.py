@@ -14,8 +14,8 @@ from parts.trained import TRANSFORMER, batch_of
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage

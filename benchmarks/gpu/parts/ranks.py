@@ -15,7 +15,7 @@ from parts.trained import errors_told, kind_of, train_rank
 
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload

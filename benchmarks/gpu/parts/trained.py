@@ -14,9 +14,9 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import gpu_named
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload

@@ -27,7 +27,7 @@ from live import main as live_main
 
 from tests.rig.faults import Slowness, slow_down
 from varuna_capslog.config.reading import Config, load_config
-from varuna_capslog.planning.ranks import with_stage_bytes
+from varuna_capslog.planning.verdict import with_stage_bytes
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.prepare import profile_run

@@ -98,7 +98,7 @@ def test_the_profilers_targets_go_through_the_loss(tmp_path: Path, denoising: in
 
 def test_weights_go_out_and_in_again(tmp_path: Path) -> None:
     """Names are transformers', as `capslog export --format hf` writes them."""
-    from varuna_capslog.training.weights import write_weights
+    from varuna_capslog.training.stored_layers import write_weights
 
     workload = task(tmp_path, MODEL)
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.rig import nccl_manners
 from varuna_capslog.elastic.member.data_path import DataPath, Pairs
-from varuna_capslog.elastic.member.timeouts import Timeouts
+from varuna_capslog.elastic.member.start_up import Timeouts
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import Generation
 

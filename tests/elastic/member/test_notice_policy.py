@@ -13,10 +13,10 @@ from varuna_capslog.elastic.member import notice_policy as departures
 from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
+from varuna_capslog.membership.changes import Phase, State
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Generation, MemberLayout
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.state import Phase, State
 
 MEMBERS = ("m0", "m1", "m2")
 LEAVE = ("leave", "m1")

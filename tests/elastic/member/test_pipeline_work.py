@@ -17,7 +17,7 @@ from tests.elastic.live import CUTS, Cradle, Live, Truth, check, config_of, desc
 from tests.rig.faults import Fault
 from tests.waiting import wait_until
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import OwnedThread
+from varuna_capslog.base.processes import OwnedThread
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Opening

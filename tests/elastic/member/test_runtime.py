@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from varuna_capslog.elastic.member.runtime import End, Runtime
+from varuna_capslog.membership.changes import Phase
 from varuna_capslog.membership.entries import Roster
-from varuna_capslog.membership.state import Phase
 
 FAILURE = {"failure": {"member": "n", "cause": "no space", "kind": "user"}}
 

@@ -31,8 +31,7 @@ from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic import script
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Opening
-from varuna_capslog.elastic.script import task
-from varuna_capslog.elastic.script.work import Group, ScriptWork, pack, saved_states, unpack
+from varuna_capslog.elastic.script import Group, ScriptWork, pack, saved_states, unpack
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
@@ -258,10 +257,10 @@ def test_a_script_that_never_trains_or_ends_itself_is_told(tmp_path: Path, monke
     path.write_text("import sys\nassert sys.argv[1:] == ['--x']\n")
     wish: Any = object()
     with pytest.raises(CapslogError, match="without calling"):
-        task._run(order, wish)
+        script._run(order, wish)
     path.write_text("raise SystemExit(3)\n")
     with pytest.raises(CapslogError, match="ended itself with 3"):
-        task._run(order, wish)
+        script._run(order, wish)
 
 
 # -- the examples ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.model import hostile
-from varuna_capslog.model.capture import opaque, step_memory
+from varuna_capslog.model.capture import opaque, trial
 from varuna_capslog.model.chain import Chain
 
 X = torch.randn(4, hostile.WIDTH, generator=torch.Generator().manual_seed(0))
@@ -41,8 +41,8 @@ def test_old_checkpointing_loses_no_gradient(followed: bool, fits: bool, monkeyp
     if not followed:
         monkeypatch.setattr(opaque.OpaqueCalls, "_checkpointed", lambda self, apply: apply)
     if not fits:
-        monkeypatch.setattr(step_memory.StepMemory, "holds_weights", lambda self: False)
-        monkeypatch.setattr(step_memory, "_SMALL", 1)
+        monkeypatch.setattr(trial.StepMemory, "holds_weights", lambda self: False)
+        monkeypatch.setattr(trial, "_SMALL", 1)
     torch.manual_seed(0)
     model = OldCheckpoint()
     plain = copy.deepcopy(model)

@@ -19,8 +19,8 @@ from varuna_capslog.api.planning import plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix, mixed
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.fitting import fit
 from varuna_capslog.model.capture import Kept

@@ -15,7 +15,7 @@ from varuna_capslog.memory.fold import fold
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.intervals import Handling, again_seconds, combined_seconds, stage_bytes
 from varuna_capslog.planners.seconds import LayerSeconds
-from varuna_capslog.planning.stage_seconds import stage_seconds
+from varuna_capslog.planning.playing import stage_seconds
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanStage, Units
 from varuna_capslog.schedules import Action, RunShape, Schedule
 

@@ -14,9 +14,8 @@ from tests.planning.placed.test_equal_pipelines_shared_moments import profile_wi
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed import equal_pipelines
-from varuna_capslog.planning.playing import with_step_seconds
-from varuna_capslog.planning.ranks import fold_plan, judged
-from varuna_capslog.planning.stage_seconds import moment_bytes
+from varuna_capslog.planning.playing import moment_bytes, with_step_seconds
+from varuna_capslog.planning.verdict import fold_plan, judged
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile

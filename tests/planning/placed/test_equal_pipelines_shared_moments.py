@@ -11,7 +11,7 @@ from tests.memory.machine import Model, profile_of
 from tests.planning.asking import plan
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed.equal_pipelines import with_shared_moments
-from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter
 from varuna_capslog.schedules import RunShape

@@ -19,8 +19,8 @@ from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.placed import periodic
 from varuna_capslog.planning.placed.periodic import two_versions_note
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, write_profile
 from varuna_capslog.schedules import RunShape

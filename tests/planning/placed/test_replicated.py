@@ -17,8 +17,8 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas.costs import ReplicatedStage
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed.replicated import plan_of_stages
-from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, TensorRecord, write_profile

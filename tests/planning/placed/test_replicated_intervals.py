@@ -15,7 +15,7 @@ from varuna_capslog.planners.replicas import ReplicatedStage
 from varuna_capslog.planning.nearby import _every_list
 from varuna_capslog.planning.placed.replicated import PlacedIntervals, frame_of, plan_of_stages, with_lists
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.verdict import judged
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile

@@ -13,9 +13,9 @@ from tests.planning.asking import layerwise_plan, plan
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed.whole_runs import faster_plan
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.planning.solve import solve
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, TensorRecord
 from varuna_capslog.schedules import RunShape

@@ -7,7 +7,7 @@ import fcntl
 import os
 import struct
 
-from varuna_capslog.base.threads import OwnedThread
+from varuna_capslog.base.processes import OwnedThread
 
 __all__ = ["DEVICE", "join", "open_device"]
 

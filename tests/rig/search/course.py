@@ -14,8 +14,8 @@ from typing import Any
 from tests.rig.search.places import make_job, with_drawn_plan, with_small_motion
 from tests.rig.search.world import Transition, World
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.changes import Phase, State
 from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
-from varuna_capslog.membership.state import Phase, State
 
 __all__ = ["DAMAGE", "FAULTS", "LADDER", "REBALANCE", "Course", "History", "HistoryOutcome"]
 

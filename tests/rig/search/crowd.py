@@ -16,6 +16,7 @@ from tests.rig.search.histories import Stuck, begin, take
 from tests.rig.search.world import Transition, Violation
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
+from varuna_capslog.membership.changes import Phase, State
 from varuna_capslog.membership.entries import (
     DeadEntry,
     Entry,
@@ -26,7 +27,6 @@ from varuna_capslog.membership.entries import (
     WorkerEntry,
 )
 from varuna_capslog.membership.generation import Member, Stamp
-from varuna_capslog.membership.state import Phase, State
 
 __all__ = ["CHANGES", "Crowd", "Sizes", "draw_crowd", "play_crowd"]
 

@@ -10,8 +10,8 @@ import functools
 from dataclasses import replace
 
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.changes import Phase, Roles, State
 from varuna_capslog.membership.generation import INITIAL, Generation, Held, Stamp
-from varuna_capslog.membership.state import Phase, Roles, State
 
 __all__ = ["adopts", "brought", "living", "valid"]
 

@@ -13,7 +13,7 @@ from tests.rig.search.places import with_pipeline
 from tests.rig.search.world import Transition, Violation
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
-from varuna_capslog.membership.state import State
+from varuna_capslog.membership.changes import State
 
 __all__ = ["Stuck", "begin", "draw", "play", "take"]
 

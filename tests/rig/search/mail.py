@@ -14,8 +14,8 @@ from tests.rig.search.places import with_pipeline
 from tests.rig.search.possible import ANSWERING, OpenWorld
 from tests.rig.search.post import Action, Scenario
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.changes import Phase, State
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.membership.state import Phase, State
 
 __all__ = ["Action", "MailWorld", "Scenario"]
 

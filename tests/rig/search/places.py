@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.rig.drawn_plans import draw_plan
+from varuna_capslog.membership.changes import Job, State
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout
 from varuna_capslog.membership.messages import CompareAndSet
 from varuna_capslog.membership.placing import Choice
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.redundancy import place_copies
 from varuna_capslog.membership.small_motion import among, bare, follows_a_loss, given, kept_copies, ways_to_give
-from varuna_capslog.membership.state import Job, State
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.plan import Plan, plan_of_pipelines
 from varuna_capslog.schedules import Edge

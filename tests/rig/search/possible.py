@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.rig.search.post import Action, PostWorld
-from varuna_capslog.membership.state import Phase
+from varuna_capslog.membership.changes import Phase
 
 __all__ = ["ANSWERING", "OpenWorld"]
 

@@ -9,9 +9,8 @@ from typing import Any
 from tests.rig.search.places import make_job, with_drawn_plan, with_small_motion
 from tests.rig.search.world import Transition, World
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.changes import find_ahead
+from varuna_capslog.membership.changes import Job, Phase, State, find_ahead
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.state import Job, Phase, State
 
 __all__ = ["Action", "PostWorld", "Scenario"]
 

@@ -33,8 +33,8 @@ from typing import Any
 from tests.rig.search.past import Damage, Past
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
+from varuna_capslog.membership.changes import Job, Phase, State, Step
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Member, Stamp
-from varuna_capslog.membership.state import Job, Phase, State, Step
 
 __all__ = ["Transition", "Violation", "World"]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from varuna_capslog.base.threads import Ends, OwnedThread
+from varuna_capslog.base.processes import Ends, OwnedThread
 
 __all__ = [
     "CHALLENGE_BYTES",

@@ -22,8 +22,8 @@ from typing import Any
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.processes import OwnedThread
 from varuna_capslog.base.supervisor import last_step
-from varuna_capslog.base.threads import OwnedThread
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host import hooks
 from varuna_capslog.elastic.host.options import HostOptions

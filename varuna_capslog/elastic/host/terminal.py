@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import files
+from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.base.tables import printable
-from varuna_capslog.base.threads import OwnedThread, logged
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.training.journal import score_line, step_bar, step_numbers
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat

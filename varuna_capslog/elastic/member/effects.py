@@ -7,20 +7,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
-from varuna_capslog.elastic.member.incoming import encode
-from varuna_capslog.elastic.member.parts import MemberLoop, Parts
+from varuna_capslog.elastic.member.parts import MemberLoop, Parts, encode
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.work import Opening
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.engine.pair_groups import NotOpened
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.changes import first_owner, stay_with
+from varuna_capslog.membership.changes import Phase, first_owner, stay_with
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry
 from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.small_motion import Loss, Weighed, follows_a_loss
-from varuna_capslog.membership.state import Phase
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.layer_state import digest
 

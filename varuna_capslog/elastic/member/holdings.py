@@ -19,7 +19,7 @@ from torch import Tensor
 
 from varuna_capslog.elastic.member.work import Followed, LayerState, Work
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.membership.generation import Held, Stamp
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.training import layer_state

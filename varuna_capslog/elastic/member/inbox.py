@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import Ends, OwnedThread
+from varuna_capslog.base.processes import Ends, OwnedThread
 from varuna_capslog.base.trust.connection import Connection, Door, dial
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.member.start_up import MemberStart

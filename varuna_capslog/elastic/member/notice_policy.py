@@ -16,11 +16,10 @@ from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.notices.interface import Kind, Notice
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.changes import find_ahead, stay_with
+from varuna_capslog.membership.changes import State, find_ahead, stay_with
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.small_motion import LINK
-from varuna_capslog.membership.state import State
 
 __all__ = ["NoticePolicy"]
 

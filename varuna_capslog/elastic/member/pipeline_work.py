@@ -20,7 +20,7 @@ import torch
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, StepRefused
-from varuna_capslog.base.threads import OwnedThread
+from varuna_capslog.base.processes import OwnedThread
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.member.balance import Balance, Pace
 from varuna_capslog.elastic.member.held_state import write_held
@@ -31,9 +31,9 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.layout import Layout, layout_of
-from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pair_groups import opener_of
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
+from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer

@@ -17,25 +17,22 @@ from typing import Any, NoReturn
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.elastic.member.data_path import DataPath
+from varuna_capslog.elastic.member.data_path import DataPath, Proposals
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.inbox import Inbox
-from varuna_capslog.elastic.member.incoming import Incoming
 from varuna_capslog.elastic.member.notice_policy import NoticePolicy
-from varuna_capslog.elastic.member.parts import ChangeReport, Parts
-from varuna_capslog.elastic.member.proposals import Proposals
-from varuna_capslog.elastic.member.start_up import MemberStart, RuntimeOptions
-from varuna_capslog.elastic.member.timeouts import WaitingTime
+from varuna_capslog.elastic.member.parts import ChangeReport, Incoming, Parts
+from varuna_capslog.elastic.member.start_up import MemberStart, RuntimeOptions, WaitingTime
 from varuna_capslog.elastic.member.training import NotApplied, Training
 from varuna_capslog.elastic.member.work import Work
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.membership import entries, protocol
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.changes import Job, Phase, State
 from varuna_capslog.membership.entries import Roster
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.state import Job, Phase, State
 
 __all__ = ["End", "Runtime", "take_part"]
 

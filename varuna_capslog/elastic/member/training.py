@@ -16,14 +16,12 @@ from torch import Tensor
 from varuna_capslog.base.errors import HostTierFailed
 from varuna_capslog.base.failures import is_out_of_memory
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.elastic.member.incoming import decode, encode
-from varuna_capslog.elastic.member.parts import MemberLoop, Parts
+from varuna_capslog.elastic.member.parts import MemberLoop, Parts, decode, encode
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.changes import Ahead, find_ahead, first_owner, stay_with
+from varuna_capslog.membership.changes import Ahead, Phase, find_ahead, first_owner, stay_with
 from varuna_capslog.membership.entries import CheckpointEntry
 from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
-from varuna_capslog.membership.state import Phase
 
 __all__ = ["Lack", "NotApplied", "Training", "lack_of"]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.elastic.notices.clouds import (
     LINK_LOCAL,
     AwsListener,

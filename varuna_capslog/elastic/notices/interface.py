@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 
 __all__ = [
     "Clock",

@@ -25,8 +25,7 @@ from typing import Any, ClassVar
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.processes import is_spared
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, is_spared, logged
 from varuna_capslog.elastic.notices.interface import (
     Clock,
     Deadline,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.store.log import StoreGone
 

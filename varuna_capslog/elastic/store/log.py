@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import OwnedThread
+from varuna_capslog.base.processes import OwnedThread
 from varuna_capslog.membership.entries import GenerationEntry, read
 from varuna_capslog.membership.generation import EMPTY, Generation
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.base.trust.connection import Connection, Door, NotTrusted, dial
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.network import listen

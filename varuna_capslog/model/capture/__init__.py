@@ -21,7 +21,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import collapse_modules, forked_modules
 from varuna_capslog.model.capture.comparison import compare_steps
 from varuna_capslog.model.capture.export import LEFT, Captured, OutputName
-from varuna_capslog.model.capture.exporting import Exporter, KeptWhole, merge_modes
+from varuna_capslog.model.capture.exporting import Exporter, KeptWhole, merge_modes, whole_layer
 from varuna_capslog.model.capture.python_calls import Whole, WholeModel
 from varuna_capslog.model.capture.runtime import (
     FixedSize,
@@ -34,10 +34,8 @@ from varuna_capslog.model.capture.runtime import (
 from varuna_capslog.model.capture.split import localise_sizes, open_regions, split_graph
 from varuna_capslog.model.capture.text import CapturedLayers, CaptureRequest, Kept, OneOf, by_shape
 from varuna_capslog.model.capture.trial import has_weights
-from varuna_capslog.model.capture.whole import whole_layer
-from varuna_capslog.model.layer import Layer, gradient_hooks
+from varuna_capslog.model.layer import Layer, freeze_layers, gradient_hooks, in_training
 from varuna_capslog.model.python_state import PythonState
-from varuna_capslog.model.training_modes import freeze_layers, in_training
 
 __all__ = [
     "LEFT",

@@ -22,18 +22,19 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.export import LEFT, named_leaves
 from varuna_capslog.model.capture.exporting import bare, state_sentence
 from varuna_capslog.model.capture.runtime import runs_its_children
-from varuna_capslog.model.capture.step_memory import (
+from varuna_capslog.model.capture.text import CapturedLayers
+from varuna_capslog.model.capture.trial import (
     KeptTensor,
     MemoryGuard,
     NoRoom,
     StepMemory,
     lacks_memory,
+    same_bits,
+    untouched,
     with_room,
 )
-from varuna_capslog.model.capture.text import CapturedLayers
-from varuna_capslog.model.capture.trial import same_bits, untouched
+from varuna_capslog.model.layer import in_training, put_in_training
 from varuna_capslog.model.python_state import PythonState, RandomStates, StateChange, seed_generators
-from varuna_capslog.model.training_modes import in_training, put_in_training
 
 __all__ = ["compare_steps"]
 

@@ -28,8 +28,7 @@ from varuna_capslog.model.capture.export import (
 )
 from varuna_capslog.model.capture.python_calls import Whole
 from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel, Region, Sizes
-from varuna_capslog.model.layer import Layer
-from varuna_capslog.model.training_modes import freeze_layers
+from varuna_capslog.model.layer import Layer, freeze_layers
 
 __all__ = ["layer_module", "localise_sizes", "open_regions", "split_graph"]
 

@@ -49,11 +49,9 @@ from varuna_capslog.model.capture.runtime import (
     hold,
 )
 from varuna_capslog.model.capture.split import layer_module
-from varuna_capslog.model.layer import Layer
-from varuna_capslog.model.signature import run_signature
-from varuna_capslog.model.sources import class_name, code_digest, module_settings
+from varuna_capslog.model.layer import Layer, freeze_layers
+from varuna_capslog.model.sources import class_name, code_digest, module_settings, run_signature
 from varuna_capslog.model.state_file import load_tensors
-from varuna_capslog.model.training_modes import freeze_layers
 
 __all__ = ["CaptureRequest", "CapturedLayers", "Kept", "OneOf", "by_shape"]
 

@@ -1,29 +1,383 @@
-"""Calls a model itself once, on its example; leaves nothing behind on the model or in random generators.
-
-Where the model's weights have values, it is a real call; a model without memory for its weights is called on tensors
-without values.
-"""
+"""Calls a model once on its example, and keeps the large tensors of such a step in memory or on disk."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+import gc
+import itertools
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.machine_memory import available_bytes
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.model.capture.opaque import OpaqueCalls
-from varuna_capslog.model.capture.step_memory import KeptTensor, MemoryGuard, NoRoom, StepMemory, with_room
 from varuna_capslog.model.hollow import ReadNumbers, on_host, unlogged
+from varuna_capslog.model.layer import dense_gradient
 from varuna_capslog.model.python_state import PythonState, RandomStates, StateChange
 
-__all__ = ["Watch", "has_weights", "same_bits", "try_model", "untouched"]
+__all__ = [
+    "KeptTensor",
+    "MemoryGuard",
+    "NoRoom",
+    "StepMemory",
+    "Watch",
+    "has_weights",
+    "lacks_memory",
+    "same_bits",
+    "try_model",
+    "untouched",
+    "with_room",
+]
+
+
+# -- Keeps the large tensors of a model's step while it is tried or compared: in memory, or where they do not fit
+#    there in files, which are removed with them.
+#
+# Weights, one operator and its tensors have to fit. This is checked before each operator that may be large, so that
+# the system never kills the process for lack of memory; `comparison` and `trial` report what was not done.
+
+
+KeptTensor = Callable[[], Tensor]
+"""Returns a kept tensor; one in a file is read anew in each call."""
+_Answer = TypeVar("_Answer")
+
+_SPARE = 8
+"""Divisor of the free memory: an eighth of it is left alone, for what operators take beside their results."""
+_SPARE_DISK = 1 << 28
+_SMALL = 1 << 14
+"""Bytes below which a tensor stays in memory."""
+_BLOWN_UP = 1 << 10
+"""Factor by which an operator's result may exceed its operands before memory is checked."""
+
+_WIDEST = 16
+"""Bytes of a complex number, the widest."""
+
+
+def _in_memory(tensor: Tensor) -> KeptTensor:
+    """Keep a tensor where it is."""
+    return lambda: tensor
+
+
+class NoRoom(BaseException):
+    """A step does not fit; says why. No Exception, so that no code of the model catches it."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """True where an error means that memory is lacking."""
+    texts = ("Cannot allocate memory", "can't allocate memory", "bad_alloc")
+    named = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return named or isinstance(error, (NoRoom, MemoryError, torch.OutOfMemoryError))
+
+
+def with_room(model: nn.Module, run: Callable[[StepMemory], _Answer]) -> _Answer:
+    """Return the result of `run` in memory or, where a step of the model does not fit there, with files.
+
+    Raises:
+        NoRoom: it does not fit with files either.
+    """
+    memory = StepMemory(model)
+    if memory.holds_weights():
+        try:
+            return run(memory)
+        except BaseException as error:
+            if not lacks_memory(error):
+                raise
+        gc.collect()  # the step's tensors
+        _give_back_freed()
+    with tempfile.TemporaryDirectory(prefix="capslog-step-", dir=_folder_on_disk()) as folder:
+        memory = StepMemory(model, Path(folder))
+        try:
+            return run(memory)
+        except BaseException as error:
+            if "saved tensor hooks" in str(error):
+                reason = "it does not fit into memory, and torch puts no tensors on disk for torch.func in its forward"
+            elif lacks_memory(error):
+                reason = str(error) if isinstance(error, NoRoom) else memory.shortage()
+            else:
+                raise
+        raise NoRoom(reason)
+
+
+class StepMemory:
+    """Keeps the tensors of a step.
+
+    Args:
+        folder: folder of the large ones' files; None: all stay in memory.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path | None = None) -> None:
+        self._model, self.folder = model, folder
+        self._spare = available_bytes() // _SPARE
+        self._numbers = itertools.count()
+
+    def holds_weights(self) -> bool:
+        """True where copies and the gradients of two steps fit into memory, whatever else a step takes."""
+        weights = [parameter for parameter in self._model.parameters() if parameter.device.type == "cpu"]
+        return sum(_size(weight) * (3 if weight.requires_grad else 1) for weight in weights) <= self.room()
+
+    def room(self) -> int:
+        """Return the bytes that a step may still take."""
+        return available_bytes() - self._spare
+
+    def shortage(self) -> str:
+        """Say what is lacking where files do not help."""
+        return (
+            f"its weights and its largest operator do not fit into the memory that is free "
+            f"({format_bytes(available_bytes())} now), although its other large tensors were put on disk"
+        )
+
+    def keep(self, tensor: Tensor, changes: bool = False) -> KeptTensor:
+        """Keep a tensor as it is; changes: its values may change later."""
+        if self.folder is None or not _is_plain(tensor) or _size(tensor) < _SMALL:
+            return _in_memory(tensor.clone() if changes else tensor)
+        return _InFile(self.folder / str(next(self._numbers)), tensor)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Context in which tensors that autograd saves for a backward are kept here, except the model's own."""
+        if self.folder is None:
+            return contextlib.nullcontext()
+        weights = [tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if _is_plain(tensor)]
+        held = {weight.untyped_storage()._cdata for weight in weights}
+
+        def pack(tensor: Tensor) -> tuple[KeptTensor, Tensor, int]:
+            if not _is_plain(tensor) or tensor.untyped_storage()._cdata in held:
+                return _in_memory(tensor), tensor, tensor._version
+            kept, counter = self.keep(tensor), tensor.detach()
+            if isinstance(kept, _InFile):
+                counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # its version is the tensor's
+            return kept, counter, tensor._version
+
+        def unpack(packed: tuple[KeptTensor, Tensor, int]) -> Tensor:
+            kept, counter, version = packed
+            if counter._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation"
+                )
+            return kept()
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def gradients(
+        self,
+        tensors: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        parameters: Mapping[str, nn.Parameter],
+        full_backward: bool,
+    ) -> dict[str, KeptTensor | None]:
+        """Return a step's gradients by the parameters' names; with files, each is written as soon as it is computed.
+
+        Args:
+            tensors, directions: the outputs of the step, and their gradients.
+            full_backward: compute the whole backward, not only the one for the parameters.
+        """
+        if self.folder is not None:
+            return self._gradients_in_files(tensors, directions, parameters, full_backward)
+        wanted = list(parameters.values())
+        if full_backward:
+            torch.autograd.backward(tensors, directions)
+            made: list[Tensor | None] = [None] * len(wanted)
+        else:
+            made = [*torch.autograd.grad(tensors, wanted, directions, allow_unused=True)]
+        gradients: dict[str, KeptTensor | None] = {}
+        for (name, parameter), first in zip(parameters.items(), made, strict=True):
+            # parts of a whole backward, or of one inside the model's own, as of reversible blocks
+            parts = [dense_gradient(part) for part in (first, parameter.grad) if part is not None]
+            gradients[name] = _in_memory(functools.reduce(torch.add, parts)) if parts else None
+        return gradients
+
+    def _gradients_in_files(
+        self,
+        tensors: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        parameters: Mapping[str, nn.Parameter],
+        full_backward: bool,
+    ) -> dict[str, KeptTensor | None]:
+        """Do the same with files; the user's hooks that wait for a parameter's gradient do not run."""
+        parts: dict[str, list[KeptTensor]] = {name: [] for name in parameters}
+        silent = [
+            (hooks, dict(hooks))
+            for parameter in parameters.values()
+            if (hooks := parameter._post_accumulate_grad_hooks)
+        ]
+
+        def take(name: str, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parts[name].append(self.keep(dense_gradient(parameter.grad)))
+            parameter.grad = None
+
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:  # of a backward inside the model's own forward
+                take(name, parameter)
+        for hooks, _ in silent:
+            hooks.clear()
+        takes = [(parameter, functools.partial(take, name)) for name, parameter in parameters.items()]
+        handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in takes]
+        try:
+            torch.autograd.backward(tensors, directions, inputs=None if full_backward else list(parameters.values()))
+        finally:
+            for handle in handles:
+                handle.remove()
+            for hooks, before in silent:
+                hooks.update(before)
+        return {
+            name: functools.partial(_sum, gradient_parts) if gradient_parts else None
+            for name, gradient_parts in parts.items()
+        }
+
+
+def _sum(parts: Sequence[KeptTensor]) -> Tensor:
+    return functools.reduce(torch.add, (part() for part in parts))
+
+
+class _InFile:
+    """A tensor in a file, which is removed with this object."""
+
+    def __init__(self, path: Path, tensor: Tensor) -> None:
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if _span(tensor) > tensor.numel():
+            tensor = tensor.clone()  # a slice of a few columns, say
+        self._path, self._span = path, _span(tensor)
+        self._shape, self._strides = tensor.shape, tensor.stride()
+        self._dtype, self._device = tensor.dtype, tensor.device
+        size, free = self._span * tensor.itemsize, shutil.disk_usage(path.parent).free
+        if size > free - _SPARE_DISK:
+            raise NoRoom(f"the {format_bytes(free)} free in {path.parent.parent} do not hold its large tensors")
+        try:
+            tensor.as_strided((self._span,), (1,)).cpu().view(torch.uint8).numpy().tofile(path)
+        except OSError as error:
+            raise NoRoom(f"its large tensors cannot be written to {path.parent.parent} ({error})") from error
+
+    def __call__(self) -> Tensor:
+        flat = torch.from_file(str(self._path), size=self._span, dtype=self._dtype)
+        return flat.as_strided(self._shape, self._strides).to(self._device)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            self._path.unlink()
+
+
+class MemoryGuard(TorchDispatchMode):
+    """Mode in which a step ends with NoRoom before an operator for which there is no memory."""
+
+    def __init__(self, memory: StepMemory) -> None:
+        super().__init__()
+        self._memory, self._room, self._made = memory, memory.room(), 0
+        self._fake: FakeTensorMode | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (_size(args) * _BLOWN_UP or _asked(args)) > self._room:
+            self._foresee(func, args, kwargs)
+        made = func(*args, **kwargs)
+        self._made += _size(made)
+        if self._made > self._room // 2:
+            self._look(0)
+        return made
+
+    def _foresee(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Run an operator on tensors without values, for the bytes of its result."""
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return
+        if self._fake is None:
+            self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # making it takes a millisecond
+        try:
+            args, kwargs = pytree.tree_map_only(Tensor, self._fake.from_tensor, (args, kwargs))  # else it would run
+            with self._fake:
+                size = _size(func(*args, **kwargs))
+        except Exception:  # it reads values, or has no fake implementation
+            return
+        if size > self._room - self._made:
+            self._look(size)
+
+    def _look(self, size: int) -> None:
+        self._room, self._made = self._memory.room(), 0
+        if self._room < size:
+            _give_back_freed()
+            self._room = self._memory.room()
+        if self._room < size:
+            raise NoRoom(self._memory.shortage())
+
+
+def _give_back_freed() -> None:
+    """Make the C library return freed memory to the system; libraries other than GNU's keep little."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _size(tensors: Any) -> int:
+    """Return the bytes of a tensor, or of those in a list or tuple."""
+    if isinstance(tensors, Tensor):
+        return tensors.numel() * tensors.itemsize
+    return sum(map(_size, tensors)) if isinstance(tensors, (list, tuple)) else 0
+
+
+def _asked(args: Any) -> int:
+    """Most bytes of a tensor that is made of numbers alone, such as its sizes."""
+    numbers = [
+        math.prod(argument) if isinstance(argument, (list, tuple)) else argument**2
+        for argument in args
+        if _is_number(argument)
+    ]
+    return _WIDEST * max(numbers, default=0)
+
+
+def _is_number(argument: Any) -> bool:
+    return all(isinstance(number, int) for number in (argument if isinstance(argument, (list, tuple)) else (argument,)))
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the number of elements of memory from its first to its last one."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """True where a tensor is no more than numbers in memory."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _folder_on_disk() -> str:
+    """Return the folder for temporary files, or the one for large ones where the former lies in memory."""
+    folders = [tempfile.gettempdir(), "/var/tmp"]
+    for folder in folders:
+        if os.access(folder, os.W_OK | os.X_OK) and _file_system(os.path.realpath(folder)) not in ("tmpfs", "ramfs"):
+            return folder
+    raise NoRoom(f"its large tensors have no place on a disk: {' and '.join(folders)} lie in memory; set TMPDIR")
+
+
+def _file_system(folder: str) -> str:
+    """Return the kind of the file system that a folder lies in; empty where it is unknown."""
+    with contextlib.suppress(OSError):
+        mounts: Iterator[Sequence[str]] = (
+            line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()
+        )
+        above = [(mount[1], mount[2]) for mount in mounts if f"{folder}/".startswith(f"{mount[1].rstrip('/')}/")]
+        return max(reversed(above), key=lambda mount: len(mount[0]), default=("", ""))[1]
+    return ""
+
+
+# -- Calls a model once on its example, and keeps the large tensors of such a step in memory or on disk.
+#
+# Where the model's weights have values, it is a real call; a model without memory for its weights is called on
+# tensors without values.
 
 
 def has_weights(model: nn.Module) -> bool:

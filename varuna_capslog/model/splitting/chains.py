@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.splitting.splitter import KINDS, Splitter, wanted_split
 from varuna_capslog.model.splitting.torch_layers import splitting_of
 from varuna_capslog.variants.registry import NUMERICS, layers_meant

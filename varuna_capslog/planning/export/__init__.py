@@ -3,9 +3,15 @@
 One file per family of forms; `targets` lists them for `capslog export`. Nothing here imports torch.
 """
 
-from varuna_capslog.planning.export.deepspeed_file import deepspeed
-from varuna_capslog.planning.export.module_lists import automodel, device_map, torchtitan
-from varuna_capslog.planning.export.repeated_blocks import megatron, sglang, vllm
+from varuna_capslog.planning.export.module_lists import (
+    automodel,
+    deepspeed,
+    device_map,
+    megatron,
+    sglang,
+    torchtitan,
+    vllm,
+)
 from varuna_capslog.planning.export.targets import TARGETS, Request, names_in, notes, torch_csv, written
 
 __all__ = [

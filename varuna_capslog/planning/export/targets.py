@@ -9,11 +9,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.names import ModelNames
-from varuna_capslog.planning.export.deepspeed_file import deepspeed
-from varuna_capslog.planning.export.module_lists import automodel, device_map, torchtitan
-from varuna_capslog.planning.export.repeated_blocks import megatron, sglang, vllm
-from varuna_capslog.planning.export.stage_line import number_of, run_of, stage_line
+from varuna_capslog.model.chain import ModelNames
+from varuna_capslog.planning.export.module_lists import (
+    automodel,
+    deepspeed,
+    device_map,
+    megatron,
+    number_of,
+    run_of,
+    sglang,
+    stage_line,
+    torchtitan,
+    vllm,
+)
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile

@@ -1,7 +1,7 @@
 """Planner `budget` for several equal pipelines, which share the accumulation blocks of a step: one plan for all.
 
-`planning/layerwise` searches one pipeline; beside what it holds alone, each of several keeps the gradients of all its
-blocks until they are exchanged. `membership/budgeted` asks as well, for what the devices could be after a change.
+`planning/fastest` searches one pipeline; beside what it holds alone, each of several keeps the gradients of all its
+blocks until they are exchanged. `membership/candidates` asks as well, for what the devices could be after a change.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.fleet import waiting_blocks
-from varuna_capslog.planning.layerwise import layerwise_plan
-from varuna_capslog.planning.playing import SAME, with_step_seconds
+from varuna_capslog.planning.fastest import layerwise_plan
+from varuna_capslog.planning.playing import SAME, moment_bytes, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.ranks import judged
-from varuna_capslog.planning.stage_seconds import moment_bytes
+from varuna_capslog.planning.verdict import judged
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, with_beside

@@ -27,8 +27,7 @@ from varuna_capslog.planners.madpipe import (
 )
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.ranks import judged
-from varuna_capslog.planning.verdict import check_devices
+from varuna_capslog.planning.verdict import check_devices, judged
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 

@@ -34,7 +34,7 @@ from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planning.placed.equal_pipelines import with_shared_moments
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.ranks import Known, judged
+from varuna_capslog.planning.verdict import Known, judged
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanRank, PlanStage, Units, ranges_of, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile

@@ -39,8 +39,7 @@ from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
 from varuna_capslog.profiling.estimation.operators import Work
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.estimation.rates import Speed
-from varuna_capslog.profiling.skeleton import with_real_layers
-from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
+from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun, with_real_layers
 from varuna_capslog.profiling.weighing import ActionWeights, HalfWeights, Halves, Left, Window
 
 __all__ = [

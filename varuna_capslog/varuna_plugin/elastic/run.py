@@ -28,7 +28,7 @@ from varuna_capslog.elastic.notices.interface import Notice
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.profiles.record import Profile, read_profile
-from varuna_capslog.training.devices import choose_device
+from varuna_capslog.training.run_setup import choose_device
 from varuna_capslog.training.worker_process import StopWish
 from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining
 from varuna_capslog.varuna_plugin.install import find_varuna
@@ -104,8 +104,8 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     from varuna_capslog.base.fork_server import PRELOADED
     from varuna_capslog.elastic.host.host import Host
     from varuna_capslog.elastic.host.options import HostOptions
-    from varuna_capslog.varuna_plugin.building import temporary_folder
-    from varuna_capslog.varuna_plugin.checkpoint_files import begin_with
+    from varuna_capslog.varuna_plugin.checkpoint import begin_with
+    from varuna_capslog.varuna_plugin.install import temporary_folder
 
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the run's folder, the script, and its own arguments.
     """
     from varuna_capslog.elastic.member.start_up import report_failures
-    from varuna_capslog.elastic.script.task import MemberScript
+    from varuna_capslog.elastic.script import MemberScript
 
     run_dir, script = Path(arguments[0]), arguments[1]
     # the checkpoints' tracker files lie in a folder named after it
@@ -167,9 +167,8 @@ def _take_part(
 ) -> ElasticEnd:
     """Run this worker's part. SIGUSR1, Varuna's signal of a preemption, makes the worker leave the run."""
     from varuna_capslog.elastic.member.runtime import take_part
-    from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_rank
-    from varuna_capslog.elastic.member.timeouts import Timeouts
-    from varuna_capslog.elastic.script.task import current_script
+    from varuna_capslog.elastic.member.start_up import RuntimeOptions, Timeouts, enter, local_rank
+    from varuna_capslog.elastic.script import current_script
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
 
     member = current_script()

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.threads import OwnedThread, logged
+from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator, PeerLost
@@ -36,7 +36,7 @@ from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.journal import RecentSteps
 from varuna_capslog.training.layer_state import cloned
 from varuna_capslog.varuna_plugin import checkpoint
-from varuna_capslog.varuna_plugin.checkpoint_files import RESUMED, read_held, read_tensors, write_held
+from varuna_capslog.varuna_plugin.checkpoint import RESUMED, read_held, read_tensors, write_held
 from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining, ModelPieces, PieceFollower, capture, install
 from varuna_capslog.varuna_plugin.executor import Microbatches
 from varuna_capslog.varuna_plugin.install import silent

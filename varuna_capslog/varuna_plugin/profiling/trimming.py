@@ -20,9 +20,8 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiling.trim import dummy_inputs
-from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageDone, StageRun, anchor_on
-from varuna_capslog.varuna_plugin.splitting.tracing import flatten_cut
+from varuna_capslog.varuna_plugin.splitting.tracing import Partition, TieGroup, flatten_cut
 
 __all__ = ["CutShapes", "kept_names", "play_stage"]
 

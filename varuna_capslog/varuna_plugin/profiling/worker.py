@@ -27,15 +27,13 @@ from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.hollow import built_hollow
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.skeleton import real_parameter
-from varuna_capslog.profiling.trim import MICROBATCHES, TrimmedRun
+from varuna_capslog.profiling.trim import MICROBATCHES, TrimmedRun, real_parameter
 from varuna_capslog.profiling.worker import Role
 from varuna_capslog.varuna_plugin.executor import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent, uninstall
 from varuna_capslog.varuna_plugin.options import configure, current
 from varuna_capslog.varuna_plugin.profiling.trimming import kept_names
-from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
-from varuna_capslog.varuna_plugin.splitting.tracing import Trace
+from varuna_capslog.varuna_plugin.splitting.tracing import Partition, Trace, tie_groups
 from varuna_capslog.varuna_plugin.wire import Bundle
 
 __all__ = ["STEPS", "ProfileOptions", "Subject", "observe", "varuna_roles"]

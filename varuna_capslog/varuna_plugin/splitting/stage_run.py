@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import seed_layer
-from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
-from varuna_capslog.varuna_plugin.splitting.tracing import CutSpec, flatten_cut, refuse_phantom
+from varuna_capslog.varuna_plugin.splitting.tracing import CutSpec, Partition, TieGroup, flatten_cut, refuse_phantom
 from varuna_capslog.varuna_plugin.wire import Bundle, Room
 
 __all__ = ["Draws", "EntryCut", "ExitCut", "StageDone", "StageRun", "anchor_on", "cut_forward"]

@@ -17,9 +17,15 @@ from torch import nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.profiling import trimming
-from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.stage_run import EntryCut, ExitCut, StageRun
-from varuna_capslog.varuna_plugin.splitting.tracing import Phantom, Trace, make_phantoms, trace_model
+from varuna_capslog.varuna_plugin.splitting.tracing import (
+    Partition,
+    Phantom,
+    Trace,
+    make_phantoms,
+    tie_groups,
+    trace_model,
+)
 
 __all__ = ["ANCHOR", "initialize", "reduce_to_stage"]
 

@@ -13,7 +13,7 @@ from tests.rig.search.mail import MailWorld
 from tests.rig.search.places import make_job
 from tests.rig.search.world import Transition, Violation
 from varuna_capslog.membership import changes, messages, protocol, recovery
-from varuna_capslog.membership.state import Job, Phase, State, Step
+from varuna_capslog.membership.changes import Job, Phase, State, Step
 
 LEAVE_OF_TWO = {"leaves": 1, "members": 2, "processes": 2, "job": make_job(2, 0, shadows=True), "redundancy": 0}
 """One of two gets a notice, and its layer is copied ahead; nobody else has a copy."""

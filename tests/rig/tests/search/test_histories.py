@@ -12,7 +12,7 @@ from tests.rig.search.histories import draw, play
 from tests.rig.search.world import Violation
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol, recovery
-from varuna_capslog.membership.state import Job, State, Step
+from varuna_capslog.membership.changes import Job, State, Step
 
 
 def test_a_slice_of_histories() -> None:
