@@ -209,12 +209,12 @@ _PLANNERS = (
         _TREATED,
         _PUBLISHED,
         "DawnPiper, Sec. 4",
-        "layerwise:layerwise_plan",
+        "fastest:layerwise_plan",
         "intervals",
         weighed_up_to=128,
     ),
     Planner(
-        "vpipe", _SECONDS, _TREATED, _PUBLISHED, "vPipe", "layerwise:layerwise_plan", "intervals", weighed_up_to=128
+        "vpipe", _SECONDS, _TREATED, _PUBLISHED, "vPipe", "fastest:layerwise_plan", "intervals", weighed_up_to=128
     ),
     _stages(
         "madpipe",
