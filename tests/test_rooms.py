@@ -16,7 +16,7 @@ import pytest
 from tests.source_trees import nodes_of
 
 ROOT = Path(__file__).parents[1]
-FACADE = ("varuna_capslog",)
+FACADE = ("varuna_capslog", "varuna_capslog.__main__")
 """Stands above all rooms: users import from it."""
 AT_MOST = 22
 """Files at one level of a room, `__init__.py` included."""

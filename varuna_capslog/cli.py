@@ -21,6 +21,7 @@ from varuna_capslog.commands.check import check
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.export import export
 from varuna_capslog.commands.front import front
+from varuna_capslog.commands.help import FIRST_STEPS, SUMMARIES, HelpCommand
 from varuna_capslog.commands.init import init
 from varuna_capslog.commands.largest import largest
 from varuna_capslog.commands.plan import plan
@@ -37,18 +38,22 @@ __all__ = ["app", "main", "program"]
 app = typer.Typer(
     name="capslog",
     help="Find where to cut a network into pipeline stages that fit the memory there is, and train it that way.",
-    no_args_is_help=True,
+    epilog=FIRST_STEPS,
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of `capslog --help`, which is that in which a new user needs them
 for _command in (init, profile, variants, plan, front, largest, compare, simulate, export, check, train, host):
-    app.command()(_command)
+    app.command(cls=HelpCommand, short_help=SUMMARIES[_command.__name__])(_command)
 # what follows FILE is its own
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(script)
+app.command(
+    cls=HelpCommand,
+    short_help=SUMMARIES["script"],
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)(script)
 for _command in (morph, notice, evaluate, predict, report):
-    app.command()(_command)
+    app.command(cls=HelpCommand, short_help=SUMMARIES[_command.__name__])(_command)
 
 
 @app.command(
@@ -110,7 +115,7 @@ def _status_of(arguments: list[str], commands: typer.Typer | None, name: str) ->
     log_to(sys.stderr)
     try:
         with needed("this command"):
-            status = (commands or app)(arguments, standalone_mode=False, prog_name=name)
+            status = (commands or app)(arguments or ["--help"], standalone_mode=False, prog_name=name)
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     except CapslogError as error:

@@ -34,7 +34,7 @@ class CheckFlags:
 
 @shared.options_of(CheckFlags)
 def check(flags: CheckFlags) -> None:
-    """Tell what would stop a run or teach it wrong things (exit status 2), or does not fit (3); train nothing."""
+    """Find what would stop a run or spoil its training (exit status 2), or does not fit (3); train nothing."""
     findings: list[RunFinding] = []
     with contextlib.redirect_stdout(sys.stderr) if flags.as_json else contextlib.nullcontext():
         for finding in _findings(flags):

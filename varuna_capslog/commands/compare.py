@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.help import SEARCH
 from varuna_capslog.commands.questions import QuestionFlags, costs_of, question_of, read_profiles, settled
 from varuna_capslog.commands.shared import option
 
@@ -29,8 +30,9 @@ class CompareFlags(QuestionFlags):
     planners: Annotated[
         str | None,
         option(
-            "Only these, such as varuna,exact. mcap-bo, which searches for up to a minute, is asked only here.",
+            "Planners to ask, such as varuna,exact; mcap-bo searches for up to a minute and is asked only here.",
             "every planner but mcap-bo",
+            panel=SEARCH,
         ),
     ] = None
     output: Annotated[Path | None, shared.output_option("Folder for the picture and JSON.")] = None
@@ -38,7 +40,7 @@ class CompareFlags(QuestionFlags):
 
 @shared.options_of(CompareFlags)
 def compare(flags: CompareFlags) -> None:
-    """Ask every planner but mcap-bo: peak, margin to the capacity, simulated step time and search time of each."""
+    """Show all planners side by side: peak, margin to the capacity, simulated step time, search time."""
     from varuna_capslog.planners import BUDGET
 
     flags = settled(flags)

@@ -11,6 +11,7 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.help import MODEL, OUTPUT
 from varuna_capslog.commands.questions import (
     ModelArguments,
     ModelCutPoints,
@@ -40,17 +41,20 @@ class ExportFlags:
     to: Annotated[
         str,
         option(
-            "megatron, torchtitan, automodel, deepspeed, device-map, vllm or sglang: the stages; torch-csv: the order "
-            "of work, for torch.distributed.pipelining.",
+            "Form: megatron, torchtitan, automodel, deepspeed, device-map, vllm or sglang for the stages; torch-csv "
+            "for the order of work, for torch.distributed.pipelining.",
             "torch-csv",
+            panel=OUTPUT,
         ),
     ] = "torch-csv"
-    output: Annotated[Path | None, shared.output_option("Write the file here.", "standard output")] = None
+    output: Annotated[Path | None, shared.output_option("File to write.", "standard output")] = None
     profile: Annotated[
-        Path | None, option("Says what the layers are called, and which of them read which.", "the run's, or none")
+        Path | None,
+        option("Profile with the names of the layers and what they read.", "the run's, or none", panel=MODEL),
     ] = None
     config: Annotated[
-        Path | None, option("The config whose model the plan is for; its modules are named.", "the run's, or none")
+        Path | None,
+        option("Config of the plan's model, for the names of its modules.", "the run's, or none", panel=MODEL),
     ] = None
     model: ModelFunction = None
     folder: ModelFolder = None
@@ -59,33 +63,38 @@ class ExportFlags:
     cut_points: ModelCutPoints = None
     block_names: Annotated[
         str | None,
-        option("What the repeated blocks are called, such as 'transformer.h.*'.", "the names of the layers tell it"),
+        option("Name of the repeated blocks, such as 'transformer.h.*'.", "from the names of the layers", panel=MODEL),
     ] = None
     recompute: Annotated[
         bool | None,
-        typer.Option("--recompute/--no-recompute", help="For stages whose memory the plan leaves open."),
+        option(
+            "Activation checkpointing for stages whose memory the plan leaves open.",
+            True,
+            "--recompute/--no-recompute",
+            panel=MODEL,
+        ),
     ] = None
     weights: Annotated[
         Path | None,
-        option("Instead of the plan, write the weights of the run's best checkpoint here.", "the plan is written"),
+        option("File for the weights of the run's best checkpoint, instead of the plan.", "the plan", panel=OUTPUT),
     ] = None
     form: Annotated[
         str,
-        typer.Option(
+        option(
+            "Format of the weights: safetensors, torch, detr (the original DETR's file), hf (a folder that "
+            "transformers reads), dcp (a folder of torch.distributed.checkpoint) or onnx (the whole model).",
+            True,
             "--format",
-            help="Of the weights: safetensors, torch, detr (the original DETR's file), hf (a folder that transformers "
-            "reads), dcp (a folder of torch.distributed.checkpoint) or onnx (the whole model).",
+            panel=OUTPUT,
         ),
     ] = "safetensors"
     trust: shared.Trust = False
-    k: Annotated[int | None, option("Microbatches of a group of the schedule kfkb.", "the run's, or 2")] = None
+    k: Annotated[int | None, option("Microbatches of a group of schedule kfkb.", "the run's, or 2", panel=MODEL)] = None
 
 
 @shared.options_of(ExportFlags)
 def export(flags: ExportFlags) -> None:
-    """Write a plan, or with --weights a run's weights, in the form of another system. What that form leaves unsaid is
-    told on standard error.
-    """
+    """Write a plan, or a run's weights, in the form of another system. What that form cannot express is a warning."""
     from varuna_capslog.base import fields, files
     from varuna_capslog.planning.export import TARGETS, Request, notes, written
     from varuna_capslog.plans.plan import latest_plan, read_plan

@@ -40,7 +40,7 @@ class FrontFlags(PlannerFlags):
 
 @shared.options_of(FrontFlags)
 def front(flags: FrontFlags) -> None:
-    """Print memory against step time: what less memory costs. Exit status 3 when nothing fits."""
+    """Show the step time for every amount of memory. Exit status 3 when nothing fits."""
     from varuna_capslog.planning.registry import planner_named
     from varuna_capslog.profiles.conditions import why_few
     from varuna_capslog.schedules import RunShape

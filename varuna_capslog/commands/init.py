@@ -20,10 +20,10 @@ _OF_CLONES = ("chaos.sh", "install.sh", "quickstart.sh", "test.sh")
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Where they are to lie; made where it is missing.")
+        Path, typer.Argument(metavar="[DIR]", help="Folder for the copies; created if it is missing.")
     ] = (Path(".")),
 ) -> None:
-    """Copy the configs, examples and launchers that come with the package into a folder, to run and to change."""
+    """Copy the package's configs, examples and launchers into a folder, to run and to change."""
     source = _source()
     copies = {
         path: folder / path.relative_to(source)

@@ -101,7 +101,7 @@ class LargestFlags(PlannerFlags):
         list[str] | None,
         typer.Argument(
             metavar="WORD [KEY=VALUE]",
-            help=f"What grows: {', '.join(KEYS)} (of --hf); and config keys to change, such as train.max_steps=10.",
+            help=f"Size to enlarge: {', '.join(KEYS)} (of --hf); and config keys to change, such as train.epochs=10.",
         ),
     ] = None
     output: Annotated[Path | None, shared.output_option("File for the plan of the largest value.")] = None
@@ -109,7 +109,7 @@ class LargestFlags(PlannerFlags):
 
 @shared.options_of(LargestFlags)
 def largest(flags: LargestFlags) -> None:
-    """Find the largest microbatch, minibatch, image-size or sequence that fits the capacity, by estimates."""
+    """Find the largest microbatch, minibatch, image size or sequence that fits, by estimates."""
     word, flags = _word_of(flags)
     flags = settled(flags)
     if flags.config is None and flags.model is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.help import INFERENCE, MODEL, SEARCH
 from varuna_capslog.commands.questions import (
     PlannerFlags,
     Profiles,
@@ -211,29 +212,34 @@ class PlanFlags(PlannerFlags):
     numerics: Annotated[
         str | None,
         option(
-            "How far the results of layers may be from those as configured, for variants that budget chooses: same "
-            "(bits), close (1e-5) or loose (1e-2). By estimates.",
+            "Tolerance of the kernels that budget may choose for a layer: same (equal bits), close (1e-5) or loose "
+            "(1e-2). By estimates.",
             "numerics of CONFIG, or same",
             metavar="[same|close|loose]",
+            panel=SEARCH,
         ),
     ] = None
     purpose: Annotated[
         str,
         option(
-            "What the plan is for: training, or inference, of --model or --hf.", "training", "--for", metavar="PURPOSE"
+            "Purpose of the plan: training, or inference of --model or --hf.",
+            "training",
+            "--for",
+            metavar="PURPOSE",
+            panel=MODEL,
         ),
     ] = "training"
-    batch: Annotated[int | None, option("Inference: sequences that are served together.", "1", min=1)] = None
+    batch: Annotated[int | None, option("Sequences that are served together.", "1", min=1, panel=INFERENCE)] = None
     dtype: Annotated[
         str | None,
-        option("Inference: of weights and caches: float32, bfloat16 or float16.", "the model's own"),
+        option("Type of weights and caches: float32, bfloat16 or float16.", "the model's own", panel=INFERENCE),
     ] = None
     cache: Annotated[
         str | None,
         option(
-            "Inference: what every layer that attends caches for one token, such as 4KiB; a Hugging Face model says it "
-            "itself.",
+            "Bytes that every attention layer caches for one token, such as 4KiB; known for a Hugging Face model.",
             "nothing",
+            panel=INFERENCE,
         ),
     ] = None
     output: Annotated[
@@ -243,7 +249,7 @@ class PlanFlags(PlannerFlags):
 
 @shared.options_of(PlanFlags)
 def plan(flags: PlanFlags) -> None:
-    """Choose the cuts. Exit status 3 when nothing fits (the plan is written all the same)."""
+    """Find where to cut a model into stages that fit. Exit status 3 when nothing fits; the plan is still written."""
     flags = settled(flags)
     if check_purpose(flags):
         chosen_plan, config, profile = plan_for_inference(flags)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.help import SEARCH
 from varuna_capslog.commands.questions import (
     ModelFlags,
     announced,
@@ -35,8 +36,9 @@ class ProfileFlags(ModelFlags):
     order: Annotated[
         str | None,
         option(
-            "Launches of the runs: packed (one), capslog (trimmed pipelines) or mcap (whole pipelines).",
+            "Order of the runs: packed (one launch), capslog (trimmed pipelines) or mcap (whole pipelines).",
             "profile.order, or packed",
+            panel=SEARCH,
         ),
     ] = None
     as_json: shared.AsJson = False
@@ -45,7 +47,7 @@ class ProfileFlags(ModelFlags):
 
 @shared.options_of(ProfileFlags)
 def profile(flags: ProfileFlags) -> None:
-    """Measure memory and seconds of every layer with real runs of one- and two-layer stages, or estimate them."""
+    """Measure memory and seconds of every layer by real runs of one and two layers, or estimate them."""
     from varuna_capslog.profiles.record import write_profile
     from varuna_capslog.start.prepare import profile_run
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import NamedDevices, parse_devices
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.help import BATCH, DEVICES, MODEL, SEARCH
 from varuna_capslog.commands.shared import option
 from varuna_capslog.planning.registry import REGISTRY
 
@@ -62,39 +63,45 @@ _STEPS = 3
 ModelFunction = Annotated[
     str | None,
     option(
-        "The ordinary module that this function returns; needs no CONFIG.", False, metavar="PACKAGE.MODULE:FUNCTION"
+        "Function that returns the model, any nn.Module; needs no CONFIG.",
+        False,
+        metavar="PACKAGE.MODULE:FUNCTION",
+        panel=MODEL,
     ),
 ]
 ModelFolder = Annotated[
     Path | None,
     option(
-        "The Hugging Face model of this local folder, of which config.json is enough; its keys are changed with "
-        "--model-arg.",
+        "Local folder of a Hugging Face model; config.json is enough. --model-arg changes its keys.",
         False,
         "--hf",
         metavar="FOLDER",
+        panel=MODEL,
     ),
 ]
 ModelArguments = Annotated[
     list[str] | None,
     option(
-        "One argument of the function of --model, such as depth=12; may be repeated.",
+        "Argument of the function of --model, such as depth=12; may be repeated.",
         False,
         "--model-arg",
         metavar="NAME=VALUE",
+        panel=MODEL,
     ),
 ]
 ModelInputs = Annotated[
     list[str] | None,
     option(
-        "One input of --model, batch first, such as x=float32[1,3,224,224]; may be repeated.",
+        "Input of --model, batch first, such as x=float32[1,3,224,224]; may be repeated.",
         "the example inputs that the function returns",
         "--input",
         metavar="NAME=DTYPE[SIZE,...]",
+        panel=MODEL,
     ),
 ]
 ModelCutPoints = Annotated[
-    str | None, option("Submodules of --model to cut before, such as layer2,layer3.", "every repeated block")
+    str | None,
+    option("Submodules of --model to cut before, such as layer2,layer3.", "every repeated block", panel=MODEL),
 ]
 
 
@@ -111,23 +118,24 @@ class ModelFlags:
     cut_points: ModelCutPoints = None
     sequence: Annotated[
         int | None,
-        option("Tokens of a sequence in the inputs of --hf.", "1024, or as many as it takes", min=1),
+        option("Tokens of a sequence in the inputs of --hf.", "1024, or as many as it takes", min=1, panel=MODEL),
     ] = None
     device: Annotated[
         str | None,
         option(
-            "Device that the costs are for: cpu, cuda, or cuda:KIND, such as cuda:a100-80gb (an unknown kind names the "
-            "nearest). A kind's memory is the capacity, where none is given.",
+            "Device that the costs are for: cpu, cuda, or cuda:KIND such as cuda:a100-80gb, whose memory is then the "
+            "capacity.",
             "CONFIG's; with --model the GPU of this machine, or its cpu",
+            panel=DEVICES,
         ),
     ] = None
     estimate: Annotated[
         bool | None,
         option(
-            "Estimate the costs without the device and without any run, in seconds; or measure them with real runs on "
-            "this machine, in minutes.",
+            "Costs estimated without the device, in seconds; or measured by runs on this machine, in minutes.",
             "CONFIG's profile.source; with --model --estimate",
             "--estimate/--measure",
+            panel=MODEL,
         ),
     ] = None
 
@@ -285,9 +293,10 @@ def _announce_runs(config: Config) -> None:
 Profiles = Annotated[
     list[Path] | None,
     option(
-        "Plan for this profile instead of measuring; for planner joint one per microbatch size to choose from.",
+        "Profile to plan for; for planner joint one for each microbatch size to choose from.",
         False,
         "--profile",
+        panel=MODEL,
     ),
 ]
 
@@ -302,18 +311,28 @@ class QuestionFlags(ModelFlags):
     devices: shared.Devices = None
     memory: Annotated[
         str | None,
-        option("Memory model: additive, composition, gpipe, 1f1b, varuna, ranks, or auto.", "pipeline.memory, or auto"),
+        option(
+            "Memory model: additive, composition, gpipe, 1f1b, varuna, ranks, or auto.",
+            "pipeline.memory, or auto",
+            panel=SEARCH,
+        ),
     ] = None
     capacity: Annotated[
         str | None,
         option(
             "Memory of each device: 16GiB, or one size per device: 16GiB,16GiB,8GiB or 16GiB*2,8GiB.",
             "pipeline.capacity, or that of the kind of GPU, or no limit",
+            panel=DEVICES,
         ),
     ] = None
     minibatch: Annotated[
         int | None,
-        option("Samples of one step, where time counts.", "CONFIG's; else 4 microbatches per device", min=1),
+        option(
+            "Global batch size: samples of one optimizer step.",
+            "CONFIG's; else 4 microbatches per device",
+            min=1,
+            panel=BATCH,
+        ),
     ] = None
     as_json: shared.AsJson = False
     trust: shared.Trust = False
@@ -326,9 +345,10 @@ class PlannerFlags(QuestionFlags):
     planner: Annotated[
         str | None,
         option(
-            f"{', '.join(REGISTRY)}; auto is another word for budget. See docs/planners.md; compare asks all.",
+            f"Planner: {', '.join(REGISTRY)}. docs/planners.md describes them; capslog compare asks all.",
             "pipeline.planner, or budget where it can plan the run, else exact",
             metavar="NAME",
+            panel=SEARCH,
         ),
     ] = None
 

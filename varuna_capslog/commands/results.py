@@ -17,7 +17,7 @@ __all__ = ["evaluate", "predict", "report"]
 
 
 def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust: shared.Trust = False) -> None:
-    """Score the best checkpoint of a run; the scores are also written to RUN_DIR/evaluation.json."""
+    """Score the best checkpoint of a run; RUN_DIR/evaluation.json gets the scores."""
     from varuna_capslog.base import files
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.start.local_run import run_workers, worker_starter
@@ -58,7 +58,7 @@ def predict(
     as_json: shared.AsJson = False,
     trust: shared.Trust = False,
 ) -> None:
-    """Draw what a run's best checkpoint (the newest one, if it was never evaluated) sees on images."""
+    """Draw the predictions of a run's best checkpoint on images; of the newest one if none was evaluated."""
     from varuna_capslog.api.reporting import draw_predictions
 
     for image in images:
@@ -74,7 +74,7 @@ def predict(
 
 
 def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust: shared.Trust = False) -> None:
-    """Write RUN_DIR/report: where the time went, peaks predicted and measured, the schedule, curves and samples.
+    """Write a page on a run: time, peaks predicted and measured, schedule, curves, samples. It lies in RUN_DIR/report.
     Without --trust, the page of a run that somebody else started is made of its data alone.
     """
     settings = shared.run_config(run_dir)  # says so in one sentence where this is no run

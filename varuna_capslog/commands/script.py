@@ -36,18 +36,18 @@ class ScriptOptions:
     """The command line of `script`."""
 
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A program that calls elastic.script.train.", show_default=False)
+        Path, typer.Argument(metavar="FILE", help="Program that calls elastic.script.train.", show_default=False)
     ]
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="All that follows is its own.")] = None
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the program.")] = None
     nproc: Annotated[int, typer.Option("--nproc", "--devices", min=1, help="Workers of this machine.")] = 2
-    run_dir: Annotated[Path | None, option("Of checkpoints, metrics and logs.", "runs/<name of FILE>")] = None
+    run_dir: Annotated[Path | None, option("Folder for checkpoints, metrics and logs.", "runs/<name of FILE>")] = None
     elastic: Annotated[
-        list[str] | None, option("A key of a config's section elastic; may be repeated.", metavar="KEY=VALUE")
+        list[str] | None, option("Key of a config's section elastic; may be repeated.", metavar="KEY=VALUE")
     ] = None
     serve: Annotated[
         str | None,
         option(
-            "Serve the run's store at HOST:PORT for other machines, or keep it at etcd://HOST:PORT[,...]/PREFIX.",
+            "Address HOST:PORT at which other machines reach the run's store, or etcd://HOST:PORT[,...]/PREFIX.",
             False,
             metavar="ADDRESS",
         ),
@@ -64,7 +64,10 @@ class ScriptOptions:
 
 @options_of(ScriptOptions)
 def script(options: ScriptOptions) -> None:
-    """Run a data-parallel program on workers that may come and go. Ctrl-C stops after the step; the same continues."""
+    """Run a data-parallel program on workers that may come and go.
+
+    Ctrl-C stops after the step; the same command continues.
+    """
     if options.serve is not None and options.store is not None:
         raise CapslogError("--serve and --store exclude each other; one machine serves, all others join")
     if options.store is None and options.serve is None and options.nnodes > 1:

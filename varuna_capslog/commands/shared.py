@@ -13,6 +13,7 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import printable
+from varuna_capslog.commands.help import DEVICES, MODEL, OUTPUT
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -59,9 +60,12 @@ SEARCHED = ("pipeline.cuts=null", "pipeline.plan=null")
 """Overrides of a command that searches: cuts, or a plan, that the config fixes are set aside."""
 
 
-def option(text: str, shown: bool | str = True, *names: str, **rules: Any) -> Any:
-    """Return an option with help `text` and `shown` as its default in the help; names: where not the field's."""
-    return typer.Option(*names, help=text, show_default=shown, **rules)
+def option(text: str, shown: bool | str = True, *names: str, panel: str | None = None, **rules: Any) -> Any:
+    """Return an option with help `text` and `shown` as its default in the help.
+
+    names: where not the field's. panel: of the help, a name of `commands.help`.
+    """
+    return typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel, **rules)
 
 
 _CONFIG = typer.Argument(
@@ -75,33 +79,36 @@ Overrides = Annotated[
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="A config is code: run what it names, though you did not start the run it is of."),
+    typer.Option("--trust", help="Run the code that a config names, although somebody else started its run."),
 ]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)]
-ProfileFile = Annotated[Path | None, option("Profile of the model.", "that of CONFIG, taken now", "--profile")]
+ProfileFile = Annotated[
+    Path | None, option("Profile of the model.", "that of CONFIG, taken now", "--profile", panel=MODEL)
+]
 Devices = Annotated[
     str | None,
     option(
         "A number, or kinds of GPUs with their memory and speed: 4, '2x a100-80gb' or '2x rtx4090, rtx3090'.",
         "pipeline.devices of CONFIG",
+        panel=DEVICES,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
+AsJson = Annotated[bool, option("Print JSON for programs instead of a table.", True, "--json", panel=OUTPUT)]
 StoreAddress = Annotated[
     str | None,
     option(
-        "Join the run whose store is there: what --serve says on the machine that begins it.", False, metavar="ADDRESS"
+        "Address of the store of the run to join, as --serve says it on the first machine.", False, metavar="ADDRESS"
     ),
 ]
-Machines = Annotated[int, option("Machines that begin together; more may join.", min=1)]
-HostName = Annotated[str | None, option("Of this machine.", "the system's")]
+Machines = Annotated[int, option("Number of machines that begin together; more may join.", min=1)]
+HostName = Annotated[str | None, option("Name of this machine.", "the system's")]
 Wait = Annotated[float, option("Longest wait for the store, in seconds.", min=0)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")]
 
 
 def output_option(text: str, shown: bool | str = False) -> Any:
     """The option -o."""
-    return option(text, shown, "-o", "--output")
+    return option(text, shown, "-o", "--output", panel=OUTPUT)
 
 
 def options_of(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:

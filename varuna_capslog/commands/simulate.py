@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import parse_devices
 from varuna_capslog.base.units import parse_rate
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.help import DEVICES, MODEL, TRACE
 from varuna_capslog.commands.questions import config_of_keys, keys_of
 from varuna_capslog.commands.shared import option
 
@@ -36,27 +35,31 @@ class StepFlags:
     config: shared.OptionalConfigFile = None
     overrides: shared.Overrides = None
     profile: shared.ProfileFile = None
-    plan: Annotated[Path | None, option("Plan to play.", "that of CONFIG's planner")] = None
+    plan: Annotated[Path | None, option("Plan to simulate.", "that of CONFIG's planner", panel=MODEL)] = None
     copy_bandwidth: Annotated[
         str | None,
         option(
-            "At which a rank copies its messages itself, as over gloo, instead of computing.",
+            "Bandwidth at which a rank copies its messages instead of computing, as over gloo.",
             "sending costs a rank nothing",
+            panel=DEVICES,
         ),
     ] = None
     shared_links: Annotated[
         bool,
-        typer.Option("--shared-links", help="Both directions between two ranks share one link, in turn."),
+        option("One link for both directions between two ranks.", True, "--shared-links", panel=DEVICES),
     ] = False
     copies_beside: Annotated[
         bool | None,
         option(
-            "Copies run beside the computation, or take their rank's time.",
+            "Copies to the host beside the computation, or in the rank's own time.",
             "beside, but not on a CPU",
             "--copies-beside/--copies-block",
+            panel=DEVICES,
         ),
     ] = None
-    cores: Annotated[int | None, option("Cores that all ranks share.", "one for each rank", min=1)] = None
+    cores: Annotated[int | None, option("Cores that all ranks share.", "one for each rank", min=1, panel=DEVICES)] = (
+        None
+    )
     output: Annotated[Path | None, shared.output_option("Folder for pictures, traces and JSON.")] = None
 
 
@@ -66,32 +69,43 @@ class SimulateFlags(StepFlags):
 
     trace: Annotated[
         Path | None,
-        option("Replay these preemptions instead of one step; lines of milliseconds,add|remove,node.", False),
+        option(
+            "Recorded preemptions to replay instead of one step; lines of milliseconds,add|remove,node.",
+            False,
+            panel=TRACE,
+        ),
     ] = None
     devices: Annotated[
-        str | None, option("--trace: most devices to rent, of one kind: 32 or '32x v100-16gb'.", "as the trace has")
+        str | None,
+        option("Most devices to rent, of one kind: 32 or '32x v100-16gb'.", "as the trace has", panel=TRACE),
     ] = None
-    planner: Annotated[str | None, option("--trace: joint, or a planner of one pipeline.", "joint")] = None
+    planner: Annotated[str | None, option("Planner: joint, or one of a single pipeline.", "joint", panel=TRACE)] = None
     minibatch: Annotated[
-        int | None, option("--trace: samples of a step.", "CONFIG's, or 4 microbatches a device", min=1)
+        int | None,
+        option("Global batch size.", "CONFIG's, or 4 microbatches a device", min=1, panel=TRACE),
     ] = None
     capacity: Annotated[
-        str | None, option("--trace: memory of every device, such as 16GiB.", "CONFIG's, the kind's, or no limit")
+        str | None,
+        option("Memory of every device, such as 16GiB.", "CONFIG's, the kind's, or no limit", panel=TRACE),
     ] = None
-    duration: Annotated[str | None, option("--trace: until when, such as 8h.", "the trace's last event")] = None
-    notice: Annotated[str, option("--trace: how long before a leave it is announced; AWS's 2 min.")] = "120s"
-    planned_pause: Annotated[str, option("--trace: of a join or announced leave; assumed.")] = "1s"
-    crash_pause: Annotated[str, option("--trace: of a leave without notice; assumed.")] = "10s"
-    restart_pause: Annotated[str, option("--trace: from too few devices on; torchrun's, measured.")] = "45s"
-    spot_price: Annotated[float, option("--trace: dollars per device and hour; assumed.")] = 0.918
-    on_demand_price: Annotated[float, option("--trace: the same on demand; AWS p3.2xlarge.")] = 3.06
+    duration: Annotated[
+        str | None, option("Time to replay, such as 8h.", "until the trace's last event", panel=TRACE)
+    ] = None
+    notice: Annotated[str, option("Time from a preemption notice to the leave, as AWS gives.", panel=TRACE)] = "120s"
+    planned_pause: Annotated[str, option("Pause for a join or an announced leave; assumed.", panel=TRACE)] = "1s"
+    crash_pause: Annotated[str, option("Pause for a leave without notice; assumed.", panel=TRACE)] = "10s"
+    restart_pause: Annotated[str, option("Restart after too few devices; torchrun's, measured.", panel=TRACE)] = "45s"
+    spot_price: Annotated[float, option("Dollars per spot device and hour; assumed.", panel=TRACE)] = 0.918
+    on_demand_price: Annotated[float, option("Dollars per device and hour on demand; AWS p3.2xlarge.", panel=TRACE)] = (
+        3.06
+    )
     as_json: shared.AsJson = False
     trust: shared.Trust = False
 
 
 @shared.options_of(SimulateFlags)
 def simulate(flags: SimulateFlags) -> None:
-    """Play one step of a plan: step time, bubbles, memory over time; with --trace, goodput and cost on spot nodes."""
+    """Simulate a step of a plan: time, bubbles, memory; with --trace, goodput and cost on spot machines."""
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.simulation import simulate_plan
     from varuna_capslog.schedules import RunShape

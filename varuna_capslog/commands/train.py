@@ -32,7 +32,7 @@ def train(
     nproc: Annotated[
         int | None,
         option(
-            "Workers to start here; the pipeline gets as many devices as replicas leave.",
+            "Workers to start here, all replicas together.",
             "pipeline.devices x pipeline.replicas",
             "--nproc",
             min=1,
@@ -40,7 +40,7 @@ def train(
     ] = None,
     trust: shared.Trust = False,
 ) -> None:
-    """Train over the planned pipeline. Ctrl-C stops after the step; the same command continues."""
+    """Train with the planned pipeline. Ctrl-C stops after the step; the same command continues."""
     from varuna_capslog.start.local_run import train_here
 
     settings = shared.load(config, overrides, trust=trust)
@@ -58,8 +58,8 @@ class HostFlags:
     serve: Annotated[
         str | None,
         option(
-            "Begin the run: profile and plan it here, and serve its store at HOST:PORT, as the others reach it; "
-            "etcd://HOST:PORT[,HOST:PORT...]/PREFIX: keep the store in etcd.",
+            "Address HOST:PORT at which this machine begins the run and serves its store to the others; "
+            "etcd://HOST:PORT[,HOST:PORT...]/PREFIX keeps the store in etcd.",
             False,
             metavar="ADDRESS",
         ),
@@ -77,7 +77,7 @@ class HostFlags:
 
 @shared.options_of(HostFlags)
 def host(flags: HostFlags) -> None:
-    """Train on several machines that may come and go: the same command on each, one with --serve."""
+    """Train on several machines that may come and go. Run it on each machine, on one of them with --serve."""
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.start.elastic_host import check_elastic, join_run, server_of
@@ -183,9 +183,9 @@ def check_address(address: str) -> None:
 
 def morph(
     run_dir: shared.RunDirectory,
-    devices: Annotated[int, option("Workers that the run is to have.", False, min=1)],
+    devices: Annotated[int, option("New number of workers.", False, min=1)],
 ) -> None:
-    """Let a running elastic training go on with another number of devices."""
+    """Change the number of devices of a running elastic training."""
     from varuna_capslog.elastic import request_morph
     from varuna_capslog.elastic.host.hooks import outlook
 
@@ -196,13 +196,17 @@ def morph(
 
 def notice(
     run_dir: shared.RunDirectory,
-    host: Annotated[str | None, option("The host that is to leave.", "the only one")] = None,
-    member: Annotated[str | None, option("One worker instead of a whole host.", False)] = None,
-    seconds: Annotated[float | None, option("Seconds that are left.", "no deadline", min=0)] = None,
-    urgent: Annotated[bool, typer.Option("--urgent", help="Leave at the next step, whatever has been copied.")] = False,
-    hint: Annotated[bool, typer.Option("--hint", help="It may have to leave soon: copy ahead, nobody leaves.")] = False,
+    host: Annotated[str | None, option("Host that will leave.", "the only one")] = None,
+    member: Annotated[str | None, option("Worker that will leave, instead of a whole host.", False)] = None,
+    seconds: Annotated[float | None, option("Seconds until then.", "no deadline", min=0)] = None,
+    urgent: Annotated[
+        bool, typer.Option("--urgent", help="Leave at the next step, without waiting for copies.")
+    ] = False,
+    hint: Annotated[
+        bool, typer.Option("--hint", help="A warning alone: state is copied ahead, nobody leaves yet.")
+    ] = False,
 ) -> None:
-    """Tell a running elastic training that a host, or one worker, is to leave."""
+    """Announce to a running elastic training that a host or a worker will leave."""
     from varuna_capslog.elastic.host.hooks import give_notice
 
     if urgent and hint:

@@ -20,21 +20,23 @@ class VariantFlags:
     config: shared.ConfigFile
     overrides: shared.Overrides = None
     numerics: Annotated[
-        str | None, option("How far results may be from those as configured: close or loose.", "numerics of CONFIG")
+        str | None, option("Tolerance for results: close (1e-5) or loose (1e-2).", "numerics of CONFIG")
     ] = None
     output: Annotated[
         Path | None, shared.output_option("File for CONFIG with the variants that were chosen.", "not written")
     ] = None
     rounds: Annotated[int, option("Runs of the whole model for each candidate, interleaved.", min=1)] = 5
-    generations: Annotated[int, option("Of level 2, the search that measures whole models; 0: none.", min=0)] = 4
-    seed: Annotated[int, option("Of level 2.")] = 0
+    generations: Annotated[
+        int, option("Generations of level 2, the search that measures whole models; 0: none.", min=0)
+    ] = 4
+    seed: Annotated[int, option("Random seed of level 2.")] = 0
     as_json: shared.AsJson = False
     trust: shared.Trust = False
 
 
 @shared.options_of(VariantFlags)
 def variants(flags: VariantFlags) -> None:
-    """Measure every layer in every way that numerics allows, and find the fastest choice, as Collage does."""
+    """Measure the kernels that each layer may use, and find the fastest choice, as Collage does."""
     from varuna_capslog.base import files
     from varuna_capslog.config.reading import dump_config
     from varuna_capslog.profiles.variants import compile_seconds
