@@ -5,8 +5,8 @@
     plan = capslog.plan(model, sample, devices=4, capacity="16GiB")
     print(plan)
 
-What a program needs is had from here. Each name is loaded from its room when it is first used, so importing this
-package imports no torch. No room imports this module.
+The names of this package load their modules at first use, so importing it imports no torch. No module of the package
+imports this one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, loaded from its room. Raises AttributeError for any other name, as for every module."""
+    """Public name, loaded from its module. Raises AttributeError for any other name, as every module does."""
     for module, names in _NAMES.items():
         if name in names:
             value = getattr(importlib.import_module(f"{__name__}.{module}"), name)

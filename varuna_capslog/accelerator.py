@@ -1,8 +1,7 @@
-"""What a device can be asked, through torch's device-neutral API: CUDA, ROCm, XPU and the like are one case here.
+"""Queries and settings of a device, through torch's device-neutral API: CUDA, ROCm, XPU and the like are one case here.
 
-Every room that imports torch asks here, and no other module says `torch.cuda` or `torch.accelerator`. On a CPU there is
-nothing to select, to wait for or to pin, so that callers need not ask for its type first. What only CUDA has is listed
-in docs/gpu.md.
+Every module that needs a device calls this one, and no other uses `torch.cuda` or `torch.accelerator`. On a CPU nothing
+is selected, awaited or pinned, so callers need not ask for its type first. docs/gpu.md lists what only CUDA has.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _UNFIT = {"mps": "it has no float64, in which the norms of gradients are added"}
 
 
 def auto_type() -> str:
-    """The type of device that `device: auto` takes: of the accelerator that torch can use here, else cpu."""
+    """Device type of `device: auto`: that of the accelerator that torch can use here, else cpu."""
     usable = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if usable is None or usable.type in _UNFIT else usable.type
 
 
 def why_unusable(kind: str) -> str | None:
-    """Torch's own reason why no device of a type can be used here; None where one can."""
+    """Reason why no device of a type can be used here, from torch; None where one can."""
     if kind in ("cpu", auto_type()):
         return None
     if kind in _UNFIT:
@@ -60,7 +59,7 @@ def why_unusable(kind: str) -> str | None:
 
 
 def all_devices(kind: str) -> list[torch.device]:
-    """The devices of a type that can be used here: the CPU, or accelerators by number; [] where there are none."""
+    """Devices of a type that can be used here: the CPU, or accelerators by number; [] where there are none."""
     if kind == "cpu":
         return [torch.device("cpu")]
     count = torch.accelerator.device_count() if kind == auto_type() else 0
@@ -68,13 +67,13 @@ def all_devices(kind: str) -> list[torch.device]:
 
 
 def select(device: torch.device) -> None:
-    """Makes a device the one on which this thread's work lies that names no number."""
+    """Make a device the default of this thread for work that names no device number."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
 
 def device_name(kind: str) -> str:
-    """The maker's name of the accelerator of this type; the type itself where torch does not know it."""
+    """Manufacturer's name of the accelerator of this type; the type itself where torch does not know it."""
     return str(_asked(kind, "get_device_name") or kind)
 
 
@@ -82,7 +81,7 @@ def device_name(kind: str) -> str:
 
 
 def total_bytes(device: torch.device) -> int:
-    """All memory of an accelerator; asked for where nothing runs on it, so that this takes none of it."""
+    """Total bytes of an accelerator. The call takes no memory there, since its callers run nothing on it."""
     properties = _asked(device.type, "get_device_properties", device.index)
     return int(getattr(properties, "total_memory", None) or memory_info(device)[1])
 
@@ -93,7 +92,7 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Whether the bytes of tensors on a device can be counted; torch's own accelerators all count them."""
+    """True where the bytes of tensors on a device can be counted; torch's own accelerators all count them."""
     if device.type == "cpu":
         return True
     try:
@@ -109,19 +108,19 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that they had at once since `reset_peak`."""
+    """Most bytes of this process's tensors at once since `reset_peak`."""
     return torch.accelerator.max_memory_allocated(device)
 
 
 def reset_peak(device: torch.device) -> None:
-    """From now on `peak_bytes` counts anew."""
+    """Restart the count of `peak_bytes`."""
     if torch.accelerator.memory_stats(device):  # torch 2.11 refuses it before the first tensor
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 @functools.cache
 def pins_memory(kind: str) -> bool:
-    """Whether host memory can be pinned for devices of a type, so that copies to and from it need no one to wait."""
+    """True where host memory can be pinned for devices of a type, so that copies to and from it are asynchronous."""
     if kind == "cpu":
         return False
     try:
@@ -134,13 +133,13 @@ def pins_memory(kind: str) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns when a device has done all that it was asked for; a CPU has."""
+    """Wait until a device has done all its work; a CPU has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream to which this thread gives its work on an accelerator."""
+    """Stream to which this thread gives its work on an accelerator."""
     return torch.accelerator.current_stream(device)
 
 
@@ -148,7 +147,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def seed(device: torch.device, value: int) -> None:
-    """Seeds the default generator of a device, and of no other: `torch.manual_seed` visits them all."""
+    """Seed the default generator of a device, and of no other: `torch.manual_seed` seeds them all."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(value)
         return
@@ -160,13 +159,13 @@ def seed(device: torch.device, value: int) -> None:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of a device's default generator."""
+    """State of a device's default generator."""
     state: Tensor = torch.get_rng_state() if device.type == "cpu" else _asked(device.type, "get_rng_state", device)
     return state
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Takes back a `random_state` of that device."""
+    """Restore a `random_state` of that device."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -174,8 +173,8 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def _asked(kind: str, function: str, *arguments: Any) -> Any:
-    """What a function of torch's module for a type, such as `torch.xpu`, returns; None where it has no such function.
-    For the few questions that have no neutral name.
+    """Result of a function of torch's module for a type, such as `torch.xpu`, where no neutral one exists; None where
+    the module has no such function.
     """
     ask = getattr(torch.get_device_module(kind), function, None)
     return None if ask is None else ask(*arguments)

@@ -1,6 +1,6 @@
 """The `capslog` command: the sub-commands of `varuna_capslog.commands`, and one way to end for all of them.
 
-What a user did wrong ends in one sentence on standard error and the error's exit status; a traceback appears only with
+A user's mistake ends in one sentence on standard error and the error's exit status; a traceback appears only with
 CAPSLOG_DEBUG=1. Nothing here or in the commands imports torch before a command runs, so that `--help` is instant.
 """
 
@@ -83,15 +83,14 @@ def _options(
 def main(
     arguments: Sequence[str] | None = None, commands: typer.Typer | None = None, name: str = "capslog"
 ) -> NoReturn:
-    """Runs the command line; raises SystemExit with its exit status: 0 only when it did what was asked.
-
-    commands, name: those of another program that is to end in the same way.
+    """Run the command line; raise SystemExit with its exit status: 0 only when it did what was asked. `commands`,
+    `name`: of another program that is to end in the same way.
     """
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments), commands, name))
 
 
 def program() -> NoReturn:
-    """The process `capslog`: runs the command line of its arguments and ends."""
+    """Run the process `capslog` with its command-line arguments, and exit."""
     sys.exit(_run(sys.argv[1:]))
 
 

@@ -1,8 +1,7 @@
-"""All communication between the ranks of one generation; the only code that touches `torch.distributed`.
+"""All communication between the ranks of one generation, over `torch.distributed`.
 
-One `Communicator` owns every process group of its generation: it is created with them, aborts and closes them together,
-and several may live in one process. Votes and small sums run over gloo even when tensors travel over NCCL. Timeouts are
-explicit; a lost peer is named.
+A `Communicator` creates, aborts and closes all process groups of its generation; a process may have several. Votes and
+small sums run over gloo even when tensors travel over NCCL. Every wait has a timeout, and errors name the lost peer.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from varuna_capslog.model.chain import TensorSpec
 __all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "connected", "pack", "unpack", "why_lost"]
 
 
-# -- Converts values to bytes and back, for messages between ranks beside the tensors of a step.
+# -- Converts values to bytes and back, for `Communicator.gather`.
 #
-# `Communicator.gather` uses it. The sockets of gloo know no secret, so nothing that they carry is unpickled: only
-# plain values can be sent, and reading them runs no code that arrived.
+# The sockets of gloo have no authentication, so nothing that they carry is unpickled: only plain values can be sent,
+# and reading them runs no code that arrived.
 
 
 _LENGTH = struct.Struct("!Q")
@@ -48,11 +47,8 @@ _ROWS: dict[str, tuple[type[Collection[Any]], Callable[[Iterable[Any]], Any]]] =
 
 
 def pack(value: Any) -> bytes:
-    """A value of None, booleans, numbers, text, bytes, tensors, NumPy's arrays and scalars, and of lists, tuples, sets
-    and dicts of these.
-
-    Raises:
-        CapslogError: another type is in it.
+    """Return a value as bytes: None, booleans, numbers, text, bytes, tensors, NumPy arrays and scalars, and lists,
+    tuples, sets and dicts of these. Raises CapslogError for other types.
     """
     blobs: list[bytes] = []
     text = json.dumps([_told(value, blobs), [len(blob) for blob in blobs]]).encode()
@@ -60,7 +56,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value from which `pack` made these bytes; tensors are on the CPU. Raises CapslogError for other bytes."""
+    """Return the value from which `pack` made `data`, tensors on the CPU. Raises CapslogError for other bytes."""
     try:
         (size,) = _LENGTH.unpack_from(data)
         at = _LENGTH.size + size
@@ -75,7 +71,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _told(value: Any, blobs: list[bytes]) -> Any:
-    """The value as JSON: plain values as they are, all others as [tag, ...]. Bytes go into `blobs`."""
+    """Return the value as JSON: plain values as they are, others as [tag, ...]. Bytes go into `blobs`."""
     if isinstance(value, np.generic):
         return ["scalar", value.dtype.str, _kept(value.tobytes(), blobs)]
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -133,7 +129,7 @@ def _dtype(text: str) -> np.dtype[Any]:
     return dtype
 
 
-# -- All communication between the ranks of one generation
+# -- the communicator
 
 
 Value = TypeVar("Value")
@@ -143,15 +139,11 @@ _ENDING_TAG = (1 << 30) + 1
 
 
 _OF_OTHERS = re.compile("timed? ?out|connect|closed|reset|broken pipe|refused", re.IGNORECASE)
-"""In the errors of a meeting, of torch or gloo: another rank did not come, or went away."""
+"""In the errors of a rendezvous, of torch or gloo: another rank did not come, or went away."""
 
 
 def why_lost(error: RuntimeError, silence: str) -> str:
-    """The cause in an error of gloo's, as the end of a sentence.
-
-    Args:
-        silence: what to say where the peer did not answer in time.
-    """
+    """Cause in an error of gloo, as the end of a sentence; `silence` where the peer did not answer in time."""
     # gloo's text begins with its source file and ends with advice; what lies between is the cause
     text = re.sub(r"^\[\S*\]\s*", "", str(error).splitlines()[0]).split(". ")[0]
     return silence if "imed out" in text else f"connection lost ({text})"
@@ -166,15 +158,13 @@ def connect(
     timeout_seconds: float = 30.0,
     host_store: bool = False,
 ) -> Communicator:
-    """Joins the ranks of `generation` through the store at `address:port`.
+    """Join the ranks of `generation` through the store at `address:port`.
 
     Args:
         timeout_seconds: longest wait for any message of a peer.
         host_store: this rank serves the store; False where another process does (torchrun's agent, a test's parent).
 
-    Raises:
-        PeerLost: not all ranks arrived within the timeout.
-        CapslogError: this rank cannot meet others here.
+    Raises PeerLost where not all ranks arrive in time, CapslogError where this rank cannot meet others here.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     try:
@@ -199,15 +189,14 @@ def connect(
 def connect_group(
     store: dist.Store, prefix: str, rank: int, world_size: int, timeout_seconds: float = 30.0
 ) -> Communicator:
-    """Joins ranks that share a store, without any state of the process: the next group may open while one is closing.
+    """Join ranks that share a store, without process-wide state: the next group may open while this one is closing.
 
     Args:
-        store: not used by others during the call, which waits in it; a client of the communicator's own is best.
-        prefix: names the group, and is the communicator's generation; never used twice in a store.
-        timeout_seconds: longest wait for the other ranks, and then for any message of theirs.
+        store: not used by others during the call, which waits in it; best a client of this communicator alone.
+        prefix: name of the group and generation of the communicator; never used twice in a store.
+        timeout_seconds: longest wait for the other ranks, and then for any message of them.
 
-    Raises:
-        PeerLost: not all ranks arrived within the timeout.
+    Raises PeerLost where not all ranks arrive in time.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     group = None
@@ -222,7 +211,7 @@ def connect_group(
 
 
 class Pending:
-    """A message under way, sent or received; it keeps its memory until `wait`."""
+    """Message under way, sent or received; it keeps its memory until `wait`."""
 
     def __init__(
         self,
@@ -237,10 +226,9 @@ class Pending:
         self._buffer, self._device = buffer, device
 
     def wait(self) -> Tensor:
-        """The received tensor, on the rank's device, or the sent one, which may be changed now. Raises PeerLost.
+        """Return the received tensor, on the rank's device, or the sent one, which may be changed now. Raises PeerLost.
 
-        Over a pair group no error says that the communicator was aborted meanwhile: what arrived is worthless then, and
-        `Communicator.check_open` raises.
+        Pair groups report no abort: what arrived is then worthless, and `Communicator.check_open` raises.
         """
         if self._work is not None:
             pairs = self._communicator._pairs
@@ -256,15 +244,9 @@ class Pending:
 class Communicator:
     """Point-to-point messages, small exact sums and gathers over the ranks of one generation.
 
-    Tensors of an accelerator are staged through host memory, pinned where it can be, so ranks may share one GPU, unless
-    `open_pair_groups` gave them NCCL. Built by `connect` or `connect_group`.
-
-    Args:
-        group: gloo, of all ranks; None where there is only one.
-        store: where its ranks meet; the rank that serves it keeps it alive with the group.
-
-    Attributes:
-        aborted: whether it was ended here.
+    Tensors of an accelerator are staged through host memory (pinned where possible), so ranks may share one GPU, unless
+    `open_pair_groups` opened groups of NCCL. `group` is of gloo, None for a single rank; the rank that serves `store`
+    keeps it alive with the group. Built by `connect` or `connect_group`.
     """
 
     def __init__(
@@ -289,12 +271,7 @@ class Communicator:
         self._beside: list[Callable[[], None]] = []
 
     def begin_pair_groups(self, pairs: Iterable[tuple[int, int]], opener: Opener, device: torch.device) -> None:
-        """Begins to open the group of each of these ordered pairs (source, destination) that this rank is in, without
-        waiting; see `open_pair_groups`.
-
-        Args:
-            device: of this rank's tensors.
-        """
+        """Begin to open the groups of those ordered pairs (source, destination) that include this rank; do not wait."""
         local_pairs = {pair for pair in pairs if self.rank in pair}
         if local_pairs and self._pairs is None:
             assert self._store is not None
@@ -310,15 +287,13 @@ class Communicator:
         return self._pairs is None or self._pairs.settled
 
     def open_pair_groups(self, pairs: Iterable[tuple[int, int]], opener: Opener, device: torch.device) -> None:
-        """From now on tensors travel over a group of its own per ordered pair (source, destination), as NCCL needs it.
+        """Open a group for each ordered pair (source, destination), over which its tensors travel from now on.
 
-        NCCL has no tags and matches by order, so each direction of each pair has a communicator and a stream of its
-        own; senders and receivers keep one order per pair anyway. Votes and gathers stay on gloo. Every rank calls this
-        with the same pairs, before its first message; groups that were begun before are only waited for.
+        NCCL needs this: it has no tags and matches by order, so each direction of each pair has its own communicator
+        and stream; both ends keep one order per pair. Votes and gathers stay on gloo. Every rank calls this with the
+        same pairs, before its first message; groups that were begun before are only waited for.
 
-        Raises:
-            NotOpened: a group cannot be opened.
-            PeerLost: this communicator was aborted meanwhile.
+        Raises NotOpened where a group cannot be opened, PeerLost where this communicator was aborted meanwhile.
         """
         local_pairs = sorted({pair for pair in pairs if self.rank in pair})
         self.begin_pair_groups(local_pairs, opener, device)
@@ -340,27 +315,27 @@ class Communicator:
         self.abort()
 
     def describe_ranks(self, names: dict[int, str]) -> None:
-        """Names used in errors, e.g. {2: "rank 2 (stage 2)"}."""
+        """Set the names of ranks in errors, e.g. {2: "rank 2 (stage 2)"}."""
         self._names = dict(names)
 
     def _name(self, peer: int) -> str:
         return self._names.get(peer, f"rank {peer}")
 
     def check_open(self, doing: str, peer: int | None = None) -> None:
-        """Raises PeerLost once it was aborted. doing: the operation, for the message."""
+        """Raise PeerLost if this communicator was aborted. `doing`: the operation, for the message."""
         if self.aborted:
             ended = f"{self._name(self.rank)} cannot be {doing}: its generation was ended here"
             raise PeerLost(self._overdue or ended, peer)
 
     def _route(self, source: int, destination: int) -> tuple[PairGroup | dist.ProcessGroup, int]:
-        """The group that carries messages from one rank to the other, and the other's number in it."""
+        """Group that carries messages from one rank to the other, and the other's number in it."""
         if self._pairs is not None:
             return self._pairs.route(source, destination)
         assert self._group is not None, "a communicator of one rank has no peers"
         return self._group, destination if source == self.rank else source
 
     def _lost(self, error: RuntimeError, doing: str, peer: int | None) -> PeerLost:
-        """The error to raise; ends the group, so that a rank which waits for this one gets an error, too."""
+        """Return the error to raise; abort, so that a rank that waits for this one gets an error, too."""
         if self.aborted:
             ended = f"{self._name(self.rank)} was {doing} when its generation was ended here"
             return PeerLost(self._overdue or ended, peer)
@@ -369,11 +344,8 @@ class Communicator:
         return PeerLost(f"{self._name(self.rank)} was {doing}: {reason}", peer)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Starts sending; the tensor must not change before `Pending.wait`.
-
-        Args:
-            tensor: dense, any dtype, on the CPU or an accelerator.
-            tag: matched by the receiver; unique among messages under way to `peer`.
+        """Begin to send a dense tensor of any dtype and device, which must not change before `Pending.wait`. The
+        receiver uses the same `tag`, unique among messages under way to `peer`.
         """
         doing = f"sending to {self._name(peer)}"
         self.check_open(doing, peer)
@@ -394,7 +366,7 @@ class Communicator:
         return Pending(self, work, peer, doing, host, host.device)
 
     def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Pending:
-        """Posts a receive of a tensor of `spec`; it lands on `device`."""
+        """Post a receive of a tensor of `spec`, onto `device`."""
         doing = f"waiting for {self._name(peer)}"
         self.check_open(doing, peer)
         staged = device.type != "cpu" and self._pairs is None
@@ -410,13 +382,13 @@ class Communicator:
         return Pending(self, work, peer, doing, buffer, device)
 
     def sum_(self, slots: Tensor) -> Tensor:
-        """Adds float64 vectors of all ranks, in place; exact in any order where one rank fills each slot."""
+        """Add float64 vectors of all ranks, in place; exact in any order where one rank fills each slot."""
         assert slots.dtype == torch.float64
         assert slots.device.type == "cpu"
         return self._add_up(slots, "in the vote of all ranks")
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Adds the tensors of all ranks, in place, in their own type: the same bits on every rank."""
+        """Add the tensors of all ranks, in place, in their own dtype: the same bits on every rank."""
         return self._add_up(tensor, "adding over all ranks")
 
     def _add_up(self, tensor: Tensor, doing: str) -> Tensor:
@@ -430,11 +402,7 @@ class Communicator:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank: any that `values.pack` takes. For results and reports, not for tensors.
-
-        Raises:
-            CapslogError: a value of another type.
-        """
+        """Values of all ranks, by rank; for results, not tensors. Raises CapslogError for types that `pack` refuses."""
         self.check_open("gathering from all ranks")
         if self.world_size == 1:
             return [value]
@@ -454,12 +422,10 @@ class Communicator:
         return [unpack(part[: int(size)].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
 
     def together(self, work: Callable[[], Value]) -> Value:
-        """Runs something slow on every rank (each its own `work`) and returns when all are done.
+        """Run slow work on every rank, which may differ between ranks; return its result when all ranks are done.
 
-        The ranks vote while they wait, so that a slow rank is not taken for a lost one, whatever the timeout.
-
-        Raises:
-            PeerLost: the work of another rank failed; its own message says why. A rank's own error is raised as it is.
+        The ranks vote while they wait, so a slow rank does not count as lost, whatever the timeout. Raises PeerLost
+        where the work of another rank failed, whose error says why; an error of this rank's work is raised as it is.
         """
         if self.world_size == 1:
             return work()
@@ -484,15 +450,7 @@ class Communicator:
     def exchange(
         self, outgoing: Mapping[int, Tensor], wanted: Mapping[int, TensorSpec], tag: int, device: torch.device
     ) -> dict[int, Tensor]:
-        """Sends tensors to some ranks and receives one from each of others; never to or from this rank itself.
-
-        Args:
-            outgoing: rank -> the tensor for it.
-            wanted: rank -> the spec of the tensor that it sends.
-
-        Returns:
-            The received tensors by rank, on `device`.
-        """
+        """Send tensors by rank; return those of the `wanted` specs by rank, on `device`. This rank is in neither."""
         receives = {peer: self.receive(spec, peer, tag, device) for peer, spec in wanted.items()}
         sends = [self.send(tensor, peer, tag) for peer, tensor in outgoing.items()]
         theirs = {peer: receive.wait() for peer, receive in receives.items()}
@@ -501,19 +459,19 @@ class Communicator:
         return theirs
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Wait for all ranks."""
         self.sum_(torch.zeros(1, dtype=torch.float64))
 
     def abort(self) -> None:
-        """Ends every pending and every later operation, here and at the peers, within some milliseconds.
+        """End every pending and every later operation, here and at the peers, within some milliseconds.
 
-        Callable from any thread, also while another one is blocked; pending operations raise PeerLost there, as do all
+        Any thread may call it, also while another one is blocked: pending operations raise PeerLost there, as do all
         later ones. The gloo group ends first: its peers then abort their groups, for which the end of a pair group may
         have to wait.
 
-        Nothing in torch interrupts a blocked wait of gloo, but gloo closes all connections of a group in which a wait
-        times out: so a receive for a message that no rank sends is given a millisecond. A peer that waits for another
-        peer gets its error when the latter aborts, which it does as soon as it loses a message.
+        Torch cannot interrupt a blocked wait of gloo, but gloo closes all connections of a group in which a wait times
+        out: so a receive for a message that no rank sends is given a millisecond. A peer that waits for another peer
+        gets its error when the latter aborts, which it does as soon as it loses a message.
         """
         self.aborted = True
         with self._aborting:
@@ -523,13 +481,13 @@ class Communicator:
             end()
 
     def abort_with(self, end: Callable[[], None]) -> None:
-        """Calls `end` whenever this communicator is aborted, from the thread that does it; at once, if it was."""
+        """Call `end` whenever this communicator is aborted, in the aborting thread; at once if it is already."""
         self._beside.append(end)
         if self.aborted:
             end()
 
     def close(self) -> None:
-        """Leaves the generation; no message may be under way, unless it was aborted."""
+        """Leave the generation; no message may be under way, unless it was aborted."""
         if self._pairs is not None:
             self._pairs.abort()
         group, self._group, self._store = self._group, None, None
@@ -538,7 +496,7 @@ class Communicator:
 
 
 def _end(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
-    """Makes gloo close all connections of a group."""
+    """Make gloo close all connections of a group."""
     for peer in peers:
         try:
             group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ENDING_TAG).wait(datetime.timedelta(milliseconds=1))
@@ -549,16 +507,16 @@ def _end(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor in memory order: one form for every dtype and memory format."""
+    """Bytes of a dense tensor in memory order: one form for every dtype and memory format."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-# -- Joins the ranks that torchrun, or a supervisor of ours, has started, by the variables that it gives them.
+# -- Joins the ranks that torchrun, or our supervisor, has started, by the environment variables that it sets.
 
 
 @contextlib.contextmanager
 def connected(generation: str, timeout_seconds: float = 60.0) -> Iterator[Communicator]:
-    """A communicator of all ranks while the block runs; of this process alone where no variables say otherwise.
+    """Open a communicator of all ranks for the block; of this process alone where torchrun's variables are not set.
 
     Args:
         generation: a name that no other group of these ranks has had.

@@ -1,8 +1,7 @@
 """Compiles one rank's layers, one by one (engine rule 4), before the first step that needs them.
 
-The engine calls it where `train.compile` names a backend, or some layers' variant compiles them. Every process that
-runs a layer compiles the same graph for the same shapes, whatever the cuts are, so that the bits stay those of one
-process. Nothing is compiled inside a step, where the other ranks would wait for it.
+Every process compiles the same graph for the same shapes, whatever the cuts, so the bits stay those of one process.
+Nothing is compiled inside a step, where the other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -29,20 +28,14 @@ Calls = Iterable[Mapping[Value, TensorSpec]]
 
 
 class LayerCompiler:
-    """The compiled layers of a rank.
-
-    A layer that keeps running statistics stays as it is, since these are collected by hooks around its modules.
+    """Compiled layers of a rank. A layer with running statistics stays as it is: hooks around its modules collect them.
 
     Args:
-        backend: for all layers; None: those whose variant compiles them alone, each with its own.
-        layers: of this rank; those that were compiled for an earlier engine stay so.
-        says: how long it took, on rank 0; False for a run whose observer asks.
+        backend: of `train.compile`; None: only layers whose variant compiles them are compiled, each with its backend.
+        layers: of this rank; layers that were compiled for an earlier engine stay so.
+        says: print on rank 0 how long compiling took.
 
-    Attributes:
-        seconds: that compiling has taken so far.
-
-    Raises:
-        CapslogError: an unknown backend.
+    `seconds`: duration of all compiling so far. Raises CapslogError for an unknown backend.
     """
 
     def __init__(
@@ -67,13 +60,10 @@ class LayerCompiler:
     def prepare(
         self, minibatch: Minibatch, stages: Callable[[], Iterable[tuple[Sequence[EngineLayer], Calls]]]
     ) -> None:
-        """Compiles the layers for this minibatch's sizes, before a step. All ranks of the communicator call it.
+        """Compile the layers for this minibatch's sizes, before a step; all ranks of the communicator call it.
 
-        Args:
-            stages: this rank's layers of each stage, with the calls of a step; asked where some size is new.
-
-        Raises:
-            CapslogError: a layer cannot be compiled. PeerLost: one of another rank cannot.
+        `stages` is called for new sizes only and gives this rank's layers of each stage, with the calls of a step.
+        Raises CapslogError where a layer cannot be compiled, PeerLost where a layer of another rank cannot.
         """
         sizes = {tuple(sorted(inputs.items())) for inputs in minibatch.inputs}
         if sizes <= self._met:  # the same on all ranks
@@ -102,7 +92,7 @@ class LayerCompiler:
             )
 
     def _try(self, layer: EngineLayer, reads: Mapping[str, TensorSpec]) -> None:
-        """Runs a forward and a backward on zeros, which leave no trace; torch compiles either when it first runs."""
+        """Run a forward and a backward on zeros, which leave no trace; torch compiles each when it first runs."""
         values = {name: spec.zeros(layer.device).requires_grad_(spec.requires_grad) for name, spec in reads.items()}
         try:
             written = layer.forward(values, 0, 0, graph=True, record=False)

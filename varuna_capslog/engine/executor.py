@@ -1,7 +1,7 @@
 """Runs one step's action list on one rank: moves tensors between stages and calls them, in the lowered order.
 
-The executor knows neither models nor optimizers. Receives are posted ahead in the sender's order; sends never block,
-and their memory is released as soon as a later message proves that the peer has received them.
+Receives are posted ahead in the sender's order. Sends never block; their memory is released as soon as a later message
+proves that the peer has received them. The executor knows neither models nor optimizers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from varuna_capslog.schedules.traffic import POSTED_AHEAD, POSTED_AHEAD_BYTES
 __all__ = ["Executor", "Observer", "Stopwatch"]
 
 
-# -- How long a rank works in a step, its waiting for messages and data left out.
+# -- Time that a rank works in a step, without its waits for messages and data.
 
 
 class Stopwatch:
-    """Adds up the seconds of the work on one device; entered around each piece of it.
+    """Sum of the seconds of work on one device; entered around each piece of work.
 
-    On a CPU they are of wall time, so that what other programs take from the device counts. On an accelerator they are
-    those between events on the current stream, and nothing waits for them before they are asked for.
+    On a CPU this is wall time, so that load by other programs counts. On an accelerator it is the time between events
+    on the current stream, for which nothing waits before `take`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Stopwatch:
         self._events.append(event)
 
     def take(self) -> float:
-        """Seconds of work since the last call; waits until the device has done it."""
+        """Return the seconds of work since the last call; waits until the device has done it."""
         for begun, ended in zip(self._events[::2], self._events[1::2], strict=False):
             ended.synchronize()
             self._seconds += begun.elapsed_time(ended) / 1000
@@ -72,7 +72,7 @@ class Stopwatch:
         return seconds
 
     def reset(self) -> None:
-        """Forgets what was measured; waits for nothing, also where the device has failed."""
+        """Drop the measurements; waits for nothing, also where the device has failed."""
         self._seconds = 0.0
         self._events.clear()
 
@@ -87,33 +87,19 @@ _UNOBSERVED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Observer:
-    """Sees the work of one engine, whose constructor takes it; every method does nothing here.
-
-    A profiler reads the work of a stage, and a test makes faults happen between two instructions. Both derive from this
-    class and override what they need. An observer must not change any tensor.
-    """
+    """Base class for observers of an engine; its methods do nothing. An observer must not change any tensor."""
 
     def instruction(self, position: int, instruction: Instruction) -> None:
-        """Called before each instruction of this rank's program, in a training step and in an evaluation.
-
-        Args:
-            position: of the instruction in its program, counted from 0.
-        """
+        """Called before each instruction of this rank's program, also in an evaluation; `position` counts from 0."""
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
-        """A context manager that is open while `stage` carries out one action of training.
-
-        Args:
-            kind: "F" (forward), "R" (recomputation), "B" (backward), "I" or "W" (its halves), as in the schedule.
-        """
+        """Context manager that is open during one training action of `stage`; `kind` is F, R, B, I or W."""
         return _UNOBSERVED
 
 
 def acknowledgements(lowered: Lowered, rank: int) -> dict[Message, int]:
-    """For each message that `rank` receives: how many of its own messages to that peer have surely arrived by then.
-
-    The peer's program says what it received before it sent this; a pure function of the schedule, so no acknowledgement
-    ever travels.
+    """Map each message that `rank` receives to the number of its messages to that peer that have arrived by then. The
+    peer's program shows what it received before it sent this, so no acknowledgement ever travels.
     """
     arrived: dict[Message, int] = {}
     for peer in range(len(lowered.programs)):
@@ -127,17 +113,7 @@ def acknowledgements(lowered: Lowered, rank: int) -> dict[Message, int]:
 
 
 class Executor:
-    """Runs one rank's part of a step.
-
-    Args:
-        stages: the stages that live here, by number.
-        routes: values and gradients that travel between the stages.
-        observer: sees every instruction and the work of the stages.
-        joining: joins and parts tensors between calls of different sizes, where there are some.
-
-    Attributes:
-        stopwatch: of the work of the stages.
-    """
+    """Executor of one rank's part of a step, on the rank's `stages` by number."""
 
     def __init__(
         self,
@@ -177,10 +153,9 @@ class Executor:
         after_backward: Callable[[Stage, int], None] | None = None,
         evaluate: Callable[[MicrobatchContext, dict[str, Tensor]], None] | None = None,
     ) -> None:
-        """Runs the program once.
+        """Run the program once.
 
         Args:
-            contexts: of the microbatches of a call.
             load: microbatch -> inputs of the chain.
             after_backward: called after each B or W with the stage and the last microbatch of the call.
             evaluate: makes this an evaluation: stages keep nothing, and the outputs of the chain go here.
@@ -265,7 +240,7 @@ class Executor:
     def _inputs(
         self, stage: Stage, context: MicrobatchContext, load: Callable[[int], dict[str, Tensor]]
     ) -> dict[Any, Tensor]:
-        """The inputs of the chain that a stage takes, on its device."""
+        """Inputs of the chain that a stage takes, on its device."""
         if not stage.ports.inputs:
             return {}
         rows = [load(microbatch) for microbatch in context.microbatches]
@@ -300,7 +275,7 @@ class Executor:
         made: Mapping[Any, Tensor],
         contexts: Contexts,
     ) -> None:
-        """Puts the tensors that a call made into its messages to the calls of other stages."""
+        """Put the tensors that a call made into its messages to the calls of other stages."""
         for message in messages:
             gradient = message.kind == "gradient"
             keys = self._routes.gradients[message.edge] if gradient else self._routes.activations[message.edge]
@@ -316,7 +291,7 @@ class Executor:
                 arrived[message] = tensors
 
     def microbatches_of(self, message: Message) -> tuple[int, ...]:
-        """The microbatches that a message carries: those of the smaller of the two calls."""
+        """Microbatches that a message carries: those of the smaller of the two calls."""
         calls = self._graph.calls
         return min((calls[stage][call] for stage, call in (message.upstream, message.downstream)), key=len)
 
@@ -330,7 +305,7 @@ class Executor:
 
 
 class _Transfers:
-    """The messages of one step on one rank."""
+    """Messages of one step on one rank."""
 
     def __init__(self, executor: Executor, contexts: Contexts) -> None:
         self._of = executor
@@ -343,7 +318,7 @@ class _Transfers:
         self._post()
 
     def _specs(self, message: Message) -> list[tuple[Any, TensorSpec]]:
-        """The content of a message, in order: values, or those gradients that exist, each with its spec."""
+        """Entries of a message, in order: values, or those gradients that exist, each with its spec."""
         routes, context = self._of._routes, self._contexts(self._of.microbatches_of(message))
         if message.kind == "activation":
             return [(value, context.specs[value]) for value in routes.activations[message.edge]]
@@ -379,7 +354,7 @@ class _Transfers:
         return tensors
 
     def _release(self, peer: int, count: int) -> None:
-        """Frees the first `count` messages sent to `peer`, which have arrived."""
+        """Free the first `count` messages sent to `peer`, which have arrived."""
         queue = self._under_way.get(peer)
         while queue and self._confirmed.get(peer, 0) < count:
             for send in queue.popleft():
@@ -404,6 +379,6 @@ class _Transfers:
         self._under_way.setdefault(instruction.peer, deque()).append(sends)
 
     def finish(self) -> None:
-        """Waits for all messages that are still under way."""
+        """Wait for all messages that are still under way."""
         for peer, queue in self._under_way.items():
             self._release(peer, self._confirmed.get(peer, 0) + len(queue))

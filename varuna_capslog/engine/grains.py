@@ -1,8 +1,8 @@
-"""Stages that take several microbatches in one call: which layers they may hold, and how tensors are joined and parted.
+"""Stages that take several microbatches in one call: which layers they may hold, and how tensors are joined and split.
 
-Between two stages a message carries the microbatches of the smaller call. The stage of the larger call joins arriving
-tensors along the dimension of the samples, and parts the tensors that it hands back. A value without such a dimension
-(it does not depend on the samples) is handed on as it is, and its gradients are added.
+A message between two stages carries the microbatches of the smaller call. The stage of the larger call joins arriving
+tensors along the sample dimension, and splits those that it sends. A value without one passes unchanged; its gradients
+are added.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ __all__ = ["Joining", "check_grains", "joined_inputs", "sample_dimensions"]
 
 
 def check_grains(chain: Chain, layout: Layout) -> None:
-    """Raises CapslogError where a stage takes several microbatches at once and holds a layer whose result depends on
-    which samples are together.
-    """
+    """Raise CapslogError where a stage takes several microbatches at once and has a layer that mixes their samples."""
     for number, stage in enumerate(layout.stages):
         for layer in stage.numbers if stage.grain > 1 else ():
             for module in chain.layers[layer].module.modules():
@@ -36,10 +34,7 @@ def check_grains(chain: Chain, layout: Layout) -> None:
 
 
 def joined_inputs(rows: Sequence[Mapping[str, TensorSpec]], microbatches: Sequence[int]) -> dict[str, TensorSpec]:
-    """The specs of the inputs of several microbatches, one behind the other in their first dimension.
-
-    Raises CapslogError where they are not alike.
-    """
+    """Specs of several microbatches' inputs, concatenated in dimension 0. Raises CapslogError where they differ."""
     first, count = dict(rows[0]), len(rows)
     for row, microbatch in zip(rows, microbatches, strict=True):
         if dict(row) != first:
@@ -66,14 +61,15 @@ def sample_dimensions(
     specs: tuple[Mapping[Value, TensorSpec], Mapping[Value, TensorSpec]],
     count: int,
 ) -> dict[Value, int | None]:
-    """value -> the dimension in which the samples of several microbatches stand; None: it has none.
+    """Sample dimension of each value for several microbatches; None: it has none.
 
-    layers: those that take several at once; only what they read and write is looked at. Number L is the loss.
-    passing: the other values that go through their stages.
-    specs: for one microbatch, and for `count` of them.
+    Args:
+        layers: those that take several at once; only values that they read or write are examined. Number L is the loss.
+        passing: the other values that go through their stages.
+        specs: for one microbatch, and for `count` of them.
 
-    Raises CapslogError for a value that grows in several dimensions, or that holds numbers of all samples but no
-    dimension of them: such layers give something else for several microbatches than for each.
+    Raises CapslogError for a value that grows in several dimensions, or that depends on all samples but has no
+    dimension of them: such layers compute something else for several microbatches than for each.
     """
     dimensions: dict[Value, int | None] = {}
     for value in sorted(chain.readers, key=lambda value: value.writer):
@@ -103,18 +99,14 @@ def _named(chain: Chain, value: Value) -> str:
 
 
 class Joining:
-    """Joins and parts the tensors that go over an edge.
-
-    dimensions: of the samples of every value that a stage of a larger grain reads or writes.
-    """
+    """Joining and splitting of the tensors between two stages, by the `sample_dimensions` of their values."""
 
     def __init__(self, dimensions: Mapping[Value, int | None]) -> None:
         self._dimensions = dimensions
 
     def part(self, key: Value | GradientKey, tensor: Tensor, place: int, spec: TensorSpec) -> Tensor:
-        """The part of a smaller call, in memory of its own and the layout of `spec`.
-
-        place: which of the smaller calls it is. The gradient of a value without samples goes to the first one.
+        """Part number `place` of a larger call, in new memory and the layout of `spec`. The gradient of a value without
+        samples goes to the first part, zeros to the others.
         """
         value = value_of(key)
         dimension = self._dimensions[value]
@@ -125,10 +117,7 @@ class Joining:
             return spec.empty(tensor.device).copy_(tensor.narrow(dimension, place * size, size))
 
     def join(self, key: Value | GradientKey, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
-        """The tensor of a larger call from those of the smaller ones, in the layout of `spec`.
-
-        The gradients of a value without samples are added in the order of the calls.
-        """
+        """Tensor of a larger call, in the layout of `spec`. Gradients of a value without samples add in call order."""
         value = value_of(key)
         dimension = self._dimensions[value]
         if dimension is not None:

@@ -1,14 +1,14 @@
 """A backward in two halves: first the gradients of what a graph reads, later those of its parameters.
 
-The first half differentiates only the paths from the outputs to the inputs. It records the gradient at every node from
-which a path to a parameter branches off; the second half differentiates from these nodes to the parameters. Each sum
+The first half differentiates only the paths from the outputs to the inputs, and records the gradient at every node from
+which a path to a parameter branches off. The second half differentiates from these nodes to the parameters. Each sum
 has the terms of a whole backward in the same order, so both ways give the same bits.
 
-The parts of a graph that lead to parameters only fall into groups that share no node. Where one use of a parameter lies
+The parts of a graph that lead only to parameters fall into groups that share no node. Where one use of a parameter lies
 on the path from another use to the inputs (a module that applies one weight twice), the gradients of the two uses could
-not be told apart: such a group is differentiated from the outputs once more. A graph with a part that torch refuses to
+not be told apart: such a group is differentiated from the outputs once more. A graph with a part that torch cannot
 differentiate for some inputs alone (`torch.utils.checkpoint` with `use_reentrant`) is differentiated as a whole in the
-first half, and nothing is left for the other.
+first half, and nothing is left for the second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Name = TypeVar("_Name")
 
 @dataclass
 class _Group:
-    """Parameters, and the nodes from which paths to them branch off; None: to be differentiated from the outputs."""
+    """Parameters, and the nodes from which paths to them branch off; None: differentiate from the outputs."""
 
     nodes: list[Node] | None
     parameters: list[Tensor]
@@ -38,11 +38,10 @@ class _Group:
 
 @dataclass
 class WeightHalf:
-    """The second half of a backward, which computes the gradients of the parameters. It holds the graph until `run`.
+    """Second half of a backward, for the gradients of the parameters. It holds the graph until `run`.
 
-    outputs: those of the graph that have a gradient, each with it, if a group must be differentiated from them.
-    noted: node -> the gradients of its outputs, by number.
-    seeds: the storages of the gradients with which the backward began, by identity.
+    outputs: of the graph, each with its gradient, if a group must be differentiated from them.
+    noted: node -> gradients of its outputs, by number. seeds: ids of the storages of the first gradients.
     """
 
     outputs: list[tuple[GradientEdge, Tensor]]
@@ -51,7 +50,7 @@ class WeightHalf:
     seeds: frozenset[int] = frozenset()
 
     def run(self) -> None:
-        """Adds the gradients of the parameters to theirs, and lets the graph go."""
+        """Add the gradients of the parameters to their `.grad`, and release the graph."""
         while self.groups:
             group = self.groups.pop()
             later = {node for remaining in self.groups for node in remaining.nodes or ()}
@@ -76,18 +75,16 @@ class WeightHalf:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients that it holds besides the graph."""
+        """Gradients that it holds besides the graph."""
         return [gradient for row in self.noted.values() for gradient in row.values()]
 
 
 def input_half(
     outputs: list[tuple[GradientEdge, Tensor]], leaves: Mapping[_Name, Tensor | GradientBox]
 ) -> tuple[dict[_Name, Tensor], WeightHalf]:
-    """Differentiates a graph with respect to its leaves; it stays for the other half.
+    """Differentiate a graph with respect to its leaves, and keep it for the other half.
 
-    outputs: those that have a gradient, each with it.
-
-    Returns the gradients of the leaves that have one, each in the layout of its tensor, and the other half.
+    Returns the gradients of the leaves that have one, each in the layout of its leaf, and the other half.
     """
     graph = _Graph(outputs, leaves.values())
     if graph.refuses_halves:
@@ -129,10 +126,9 @@ def input_half(
 
 
 class _Graph:
-    """The nodes behind some outputs.
+    """Nodes behind some outputs.
 
-    entries: id of a leaf -> the node at which its gradient arrives.
-    on_the_way: nodes from which a path leads to a leaf.
+    entries: id of a leaf -> node at which its gradient arrives. on_the_way: nodes from which a path leads to a leaf.
     """
 
     def __init__(self, outputs: Iterable[tuple[GradientEdge, Tensor]], leaves: Iterable[Any]) -> None:
@@ -168,7 +164,7 @@ class _Graph:
         return any(node.name() == "CheckpointFunctionBackward" for node in self.next)
 
     def groups(self) -> list[_Group]:
-        """The parameters in groups that are reached from the same nodes."""
+        """Parameters in groups that are reached from the same nodes."""
         first: dict[Node, Node] = {}  # a node that leads to parameters only -> the representative of its group
 
         def stands_for(node: Node) -> Node:

@@ -1,9 +1,8 @@
-"""The interface of an engine, and the table in which a run finds one by the name in its config.
+"""Interface of an engine, and the table in which a run finds an engine by the name in its config.
 
-An engine makes the training steps of one rank. Two exist: `PipelineEngine`, our own, and `varuna_plugin.VarunaEngine`,
-which has Varuna compute the step. They share no base class: training loop, journal and evaluation know this protocol
-only. The start-up names the existing engines in one `Engines` object and hands it down, so that nothing here imports
-an engine.
+Two engines exist: `PipelineEngine`, our own, and `varuna_plugin.VarunaEngine`, which has Varuna compute the step. They
+share no base class: callers know only this protocol. The start-up passes down an `Engines` object, so nothing here
+imports one.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ __all__ = ["NO_REPORT", "Engine", "EngineKind", "EngineParts", "Engines", "Load"
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's report on a step: whether it could read the data, how long it waited for them, how long it worked.
+    """Report of a rank on the data and the work of a step.
 
-    Attributes:
-        waited_seconds: how long it computed nothing because inputs or targets were not read yet.
-        failure: why some of them could not be read, so that the step must be refused; None where all could.
-        busy_seconds: of its forwards, recomputations and backwards; the engine adds them.
+    waited_seconds: for inputs or targets. busy_seconds: of forwards, recomputations and backwards; the engine adds
+        them.
+    failure: why some data could not be read, so that the step must be refused; None where all could.
     """
 
     waited_seconds: float = 0.0
@@ -51,22 +49,18 @@ NO_REPORT = RankReport()
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a step's vote, the same on all ranks.
+    """Result of a step's vote, the same on all ranks.
 
     Attributes:
         parts: the loss and its parts, of the whole minibatch.
-        grad_norm: global norm of the gradients, before clipping and without the loss scale; infinite where the step is
-            skipped.
-        scale: what the update multiplies the gradients with, for clipping, against the loss scale, and where
-            `workload.COUNTED` targets are unequal; 0: the step is skipped, since its gradients overflowed.
-        finite: whether loss and gradients are finite.
-        refusal: why the step must not be applied; None for one that may. Where the loss itself refused outputs, its
-            words are known on the ranks of the last stage only.
-        stop: some rank wishes to stop after this step.
-        ballots: by rank, what each gave (empty: nothing); () where no rank gave any.
-        waited_seconds: by rank, how long each waited for data.
-        busy_seconds: by rank, how long each worked on forwards, recomputations and backwards; () where the engine does
-            not measure it.
+        grad_norm: global, before clipping and without the loss scale; infinite where the step is skipped.
+        scale: factor of the update on the gradients: it clips, undoes the loss scale, and corrects unequal counts of
+            targets (`workload.COUNTED`); 0: the step is skipped, since its gradients overflowed.
+        finite: loss and gradients are finite.
+        refusal: why the step must not be applied, or None. Where the loss itself refused outputs, only the ranks of the
+            last stage know its message.
+        stop: some rank wishes to stop after this step. ballots: by rank (empty: none); () where no rank gave any.
+        waited_seconds, busy_seconds: by rank, as in `RankReport`; the latter is () where the engine measures none.
         loss_scale: of the step's losses; None where they are not scaled.
     """
 
@@ -84,9 +78,7 @@ class Verdict:
 
     @property
     def skipped(self) -> bool:
-        """True where the step updates no parameter: its gradients were not finite, but its loss was, in a run whose
-        loss is scaled.
-        """
+        """True where no parameter is updated: a scaled loss was finite, but its gradients were not."""
         return self.scale == 0.0
 
 
@@ -100,9 +92,7 @@ Example: TypeAlias = "Callable[[], tuple[Mapping[str, Tensor], Any, Mapping[str,
 class Engine(Protocol):
     """Engine of one rank of a training run. A step is `compute`, `vote`, `apply`; `step.train_step` makes all three.
 
-    Attributes:
-        layers: those of this rank's stages, in layer order; what a checkpoint writes and loads.
-        optimizer: steps the parameters of `layers`.
+    layers: of this rank's stages, in layer order, for checkpoints. optimizer: steps their parameters.
     """
 
     chain: Chain
@@ -114,53 +104,44 @@ class Engine(Protocol):
 
     @property
     def loaded_microbatches(self) -> Sequence[int]:
-        """The microbatches of a step whose inputs this rank loads, rising; one that several of its stages take stands
-        there as often. None for most ranks.
-        """
+        """Microbatches of a step whose inputs this rank loads, rising, once per stage that takes them; often empty."""
 
     @property
     def judged_microbatches(self) -> Sequence[int]:
-        """The microbatches of a step whose loss this rank computes, rising. None for most ranks."""
+        """Microbatches of a step whose loss this rank computes, rising; empty for most ranks."""
 
     @property
     def doing(self) -> str:
-        """The action under way, for error messages."""
+        """Action under way, for error messages."""
 
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
-        """Forwards, backwards and sums: afterwards the minibatch's gradients lie in `.grad`, and nothing has changed.
+        """Run forwards, backwards and sums, which leave the minibatch's gradients in `.grad` and change nothing else.
 
-        Args:
-            step: counted from 1; with the run's seed it fixes all random numbers.
-
-        Raises:
-            CapslogError: a minibatch of another size than the run's.
-            PeerLost: another rank is gone.
+        `step` counts from 1; with the run's seed it fixes all random numbers. Raises CapslogError for a minibatch of
+        another size than the run's, PeerLost where another rank is gone.
         """
 
     def vote(
         self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"", data: RankReport = ...
     ) -> Verdict:
-        """After `compute`: all ranks learn whether the step may be applied, and the ballot of each of them.
+        """Tell all ranks, after `compute`, whether the step may be applied, and the ballot of each rank.
 
         Args:
-            stop: this rank wishes to stop after the step.
-            ballot: handed to all ranks together with the verdict.
-            data: how this rank came by the step's data; by default it waited for none.
+            stop: this rank wishes to stop after the step. ballot: for all ranks, together with the verdict.
+            data: this rank's report; by default it waited for no data.
 
-        Raises:
-            PeerLost: another rank is gone; the step is forgotten here.
+        Raises PeerLost where another rank is gone; the step is then dropped here.
         """
 
     def apply(self, verdict: Verdict) -> float:
-        """Makes the step that was voted for, or skips its update as the verdict says. Returns the learning rate.
+        """Make the step of the vote, or skip its update, as the verdict says; return the learning rate.
 
-        Raises:
-            PeerLost: another rank is gone that was to hand on what it updated for this one (`replicated`), and the
-                layers here are of no boundary. Nothing is sent where every rank keeps the moments of its own layers.
+        Raises PeerLost where a rank is gone that should send values that it updated for this one (`replicated`); some
+        layers here are then updated and some not. Nothing is sent where every rank keeps the moments of its own layers.
         """
 
     def forget(self) -> None:
-        """Drops all traces of a step that was broken off or refused."""
+        """Drop all traces of a step that was broken off or refused."""
 
     def evaluate(
         self,
@@ -168,23 +149,17 @@ class Engine(Protocol):
         load: Callable[[int, int], dict[str, Tensor]],
         take: Callable[[int, int, dict[str, Tensor]], None],
     ) -> None:
-        """Runs minibatches forward, in evaluation mode: number w over `layout.ways[w]`. Every rank calls it alike.
+        """Run minibatches forward, in evaluation mode: number w over `layout.ways[w]`. Every rank calls it alike.
 
         Args:
-            load: (way, microbatch) -> the chain's inputs; called on the ranks whose stages take some.
-            take: called with (way, microbatch, outputs) on the ranks that hold the last layer.
+            load: (way, microbatch) -> inputs of the chain; called on the ranks whose stages take some.
+            take: called with (way, microbatch, outputs) on the ranks of the last layer.
         """
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Everything from which an engine is built.
-
-    Attributes:
-        chain: whole, on the CPU, initialised alike on every rank.
-        example: a microbatch of the run.
-        timeout_seconds: longest wait for a message.
-    """
+    """Parts of an engine. chain: whole, on the CPU, equal on every rank. timeout_seconds: longest wait for messages."""
 
     chain: Chain
     loss: LossFunction
@@ -198,11 +173,10 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """An engine that a config may name.
+    """Engine that a config may name.
 
-    Attributes:
-        build: makes a rank's engine; raises CapslogError for parts that it cannot run.
-        check: raises CapslogError where what the engine needs is not installed; called before any worker starts.
+    build: makes a rank's engine; raises CapslogError for parts that it cannot run.
+    check: raises CapslogError where something that it needs is not installed; called before any worker starts.
     """
 
     build: Callable[[EngineParts], Engine]
@@ -210,7 +184,7 @@ class EngineKind:
 
 
 class Engines(dict[str, EngineKind]):
-    """The existing engines, by the name that `engine` has in a config."""
+    """Existing engines, by the value of `engine` in a config."""
 
     def __missing__(self, name: str) -> EngineKind:
         raise CapslogError(f"engine={name!r} is unknown here; choose one of {', '.join(sorted(self))}")

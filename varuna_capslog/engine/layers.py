@@ -1,8 +1,8 @@
-"""One layer as the engine runs it, its own parameter leaves, its own random numbers; and autograd graphs of layers.
+"""A layer as the engine runs it, with parameter leaves and random numbers of its own; and autograd graphs of layers.
 
-Layers share a graph only where their gradients flow from one layer to the next: a tensor read by several layers ends
-it, so that it collects their gradients one by one, last reader first; each use of a shared parameter accumulates apart
-from the others. That makes every sum of gradients the same for any cut list (engine rule 1).
+Every sum of gradients is the same for any cut list (engine rule 1): layers share a graph only where gradients flow from
+one layer to the next. A tensor read by several layers ends it, to collect their gradients one by one, last reader
+first; each use of a shared parameter accumulates separately.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ __all__ = [
 ]
 
 
-# -- One layer as torch.compile makes it, with code that does not depend on what else its process has run before.
-#
-# `compiling` makes it, and `EngineLayer` calls it in training; so does the check of a variant that compiles
-# (`profiling/variant_check`).
+# -- A layer compiled by torch.compile, with code that does not depend on what its process has run before.
 
 
 _MOST_VERSIONS = 100_000
@@ -59,7 +56,7 @@ Which process meets how many depends on the cuts."""
 
 
 def check_backend(backend: str) -> None:
-    """Raises CapslogError for a backend that this torch does not know."""
+    """Raise CapslogError for a backend that this torch does not know."""
     backends = torch._dynamo.list_backends(exclude_tags=())
     if backend not in backends:
         raise CapslogError(
@@ -69,10 +66,10 @@ def check_backend(backend: str) -> None:
 
 
 class CompiledForward:
-    """A layer's module as torch.compile makes it; the module, and its state, stay as they are.
+    """Layer's module as torch.compile makes it; the module and its state stay as they are.
 
-    Sizes are fixed in the code, each with a code of its own: torch would otherwise leave sizes open once it has met
-    two, and another process, which has met one, would compute with other code.
+    Sizes are fixed in the code, each in code of its own: torch would leave sizes open once it has met two, and another
+    process, which has met one, would compute with other code.
     """
 
     def __init__(self, module: torch.nn.Module, backend: str) -> None:
@@ -100,10 +97,7 @@ _TAG = 3 << 28
 
 
 class BatchStatistics(NamedTuple):
-    """Batch statistics of one call of a module.
-
-    module: its number among the layer's. values: mean and variance, [2, features].
-    """
+    """Batch statistics of one call of module number `module` of a layer: mean and variance, [2, features]."""
 
     module: int
     values: Tensor
@@ -113,7 +107,7 @@ _Norm = nn.modules.batchnorm._NormBase
 
 
 def tracking_modules(module: nn.Module) -> Iterator[tuple[str, _Norm]]:
-    """The normalisation modules inside `module` that keep running statistics, with their names."""
+    """Normalisation modules inside `module` that keep running statistics, with their names."""
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise CapslogError(
@@ -124,7 +118,7 @@ def tracking_modules(module: nn.Module) -> Iterator[tuple[str, _Norm]]:
 
 
 class RunningStatistics:
-    """Intercepts the running statistics of one layer's modules; those that are frozen (in eval mode) have none.
+    """Interceptor of the running statistics of one layer's modules; frozen modules (in eval mode) have none.
 
     Between `begin(microbatch)` and `end()` the modules write their batch mean and variance aside; with
     `microbatch=None` (recomputation) they are dropped. Memory: two vectors per module and microbatch until `commit`.
@@ -146,12 +140,12 @@ class RunningStatistics:
         return bool(self._modules)
 
     def begin(self, microbatch: int | None) -> None:
-        """From now on forwards belong to `microbatch` (None: a recomputation, whose statistics are dropped)."""
+        """Record the next forwards for `microbatch` (None: a recomputation, whose statistics are dropped)."""
         self._active = True
         self._recording = None if microbatch is None else self._seen.setdefault(microbatch, [])
 
     def end(self) -> None:
-        """Forwards are no longer part of a step."""
+        """Stop recording forwards."""
         self._active = False
         self._recording = None
 
@@ -181,11 +175,9 @@ class RunningStatistics:
         module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = kept
 
     def arrange(self, microbatch: int) -> None:
-        """Sorts the statistics of a microbatch after its forward: by module, repeated calls behind all first ones, so
-        that all holders of the layer have the same order.
-
-        Raises:
-            CapslogError: the layer calls other modules than it did for an earlier microbatch.
+        """Sort the statistics of a microbatch after its forward: by module, repeated calls behind all first ones, so
+        that all holders of the layer have the same order. Raises CapslogError where the layer calls other modules than
+        before.
         """
         seen = self._seen[microbatch]
         again = [[earlier.module for earlier in seen[:call]].count(batch.module) for call, batch in enumerate(seen)]
@@ -205,16 +197,12 @@ class RunningStatistics:
         return [batch.values for batch in self._seen.get(microbatch, ())]
 
     def take(self) -> dict[int, list[BatchStatistics]]:
-        """The statistics of this step by microbatch; forgets them."""
+        """Return the statistics of this step by microbatch, and forget them."""
         seen, self._seen = self._seen, {}
         return seen
 
     def commit(self, statistics: Mapping[int, Sequence[BatchStatistics]]) -> None:
-        """Folds statistics into the running buffers in microbatch order, as one process would have.
-
-        Args:
-            statistics: of all microbatches of the step, also those that other replicas computed.
-        """
+        """Fold all replicas' statistics into the running buffers in microbatch order, as one process would have."""
         for microbatch in sorted(statistics):
             for number, (mean, variance) in statistics[microbatch]:
                 module = self._modules[number]
@@ -232,7 +220,7 @@ class RunningStatistics:
 
 
 class StatisticsBook:
-    """The running statistics of one rank's layers during a step, those of the layers' other holders included."""
+    """Running statistics of one rank's layers during a step, including those of the layers' other holders."""
 
     def __init__(
         self, layers: Sequence[EngineLayer], communicator: Communicator, layout: Layout, num_microbatches: int
@@ -251,29 +239,29 @@ class StatisticsBook:
         self._found: dict[int, dict[int, list[BatchStatistics]]] = {}
 
     def collect(self) -> None:
-        """Takes the statistics of all microbatches of the step from the layers and from their other holders."""
+        """Take the statistics of all microbatches of the step from the layers and from their other holders."""
         for index, layer in self._layers.items():
             statistics, others = layer.statistics.take(), self._others[index]
             self._found[index] = statistics | self._ask(index, statistics, others) if others else statistics
 
     def of(self, index: int) -> Mapping[int, list[BatchStatistics]]:
-        """After `collect`: a layer's statistics by microbatch; empty without any."""
+        """Statistics of a layer by microbatch, after `collect`; empty without any."""
         return self._found.get(index, {})
 
     def commit(self) -> None:
-        """Folds them into the layers' buffers."""
+        """Fold the statistics into the layers' buffers."""
         for index, statistics in self._found.items():
             self._layers[index].statistics.commit(statistics)
         self._found = {}
 
     def forget(self) -> None:
-        """Drops the statistics of a broken-off step."""
+        """Drop the statistics of a broken-off step."""
         self._found = {}
 
     def _ask(
         self, index: int, mine: Mapping[int, list[BatchStatistics]], others: Mapping[int, Sequence[int]]
     ) -> dict[int, list[BatchStatistics]]:
-        """The statistics that the other holders of a layer have, by microbatch."""
+        """Statistics of the other holders of a layer, by microbatch."""
         order = sorted(mine)
         calls = mine[order[0]]
         sizes = [batch.values.numel() for batch in calls]
@@ -291,18 +279,15 @@ class StatisticsBook:
         return statistics
 
 
-# -- one layer as the engine runs it
+# -- a layer as the engine runs it
 
 
 @dataclass
 class LayerGraph:
-    """The autograd graph of one forward of some consecutive layers.
+    """Autograd graph of one forward of consecutive layers, from layer `first` on.
 
-    Attributes:
-        first: the first of them.
-        leaves: what the first of them reads and wants a gradient for, or where that gradient arrives.
-        writes: what the last of them writes.
-        edges: of those of `writes` that carry a gradient.
+    leaves: tensors that the first layer reads and wants a gradient for, or boxes in which the gradient arrives.
+    writes: values of the last layer. edges: of those that carry a gradient.
     """
 
     first: int
@@ -311,16 +296,14 @@ class LayerGraph:
     edges: dict[Value, GradientEdge] = field(default_factory=dict)
 
     def close(self, written: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
-        """Ends the graph after the layer that wrote these tensors; returns them detached."""
+        """End the graph after the layer that wrote these tensors; return them detached."""
         self.writes = tuple(written)
         self.edges = {value: get_gradient_edge(tensor) for value, tensor in written.items() if tensor.requires_grad}
         return {value: tensor.detach() for value, tensor in written.items()}
 
     def backward(self, gradients: Gradients) -> None:
-        """Differentiates the layers; gradients of parameters accumulate in `.grad`. Consumes the graph.
-
-        Args:
-            gradients: gives those of what the last layer wrote, and takes those of what the first one read.
+        """Differentiate the layers, consuming the graph; gradients of parameters accumulate in `.grad`. `gradients`
+        gives those of the last layer's outputs, and takes those of the first layer's inputs.
         """
         outputs = self._take_outputs(gradients)
         if outputs:
@@ -332,9 +315,7 @@ class LayerGraph:
         self.edges.clear()
 
     def backward_inputs(self, gradients: Gradients) -> WeightHalf:
-        """Differentiates with respect to the inputs only; the returned half computes the gradients of the parameters.
-        Otherwise as `backward`.
-        """
+        """As `backward`, but for the inputs only; the returned half computes the gradients of the parameters."""
         leaf_gradients, weight_half = input_half(self._take_outputs(gradients), self.leaves)
         for value, gradient in leaf_gradients.items():
             gradients.add(value, self.first, gradient)
@@ -352,7 +333,7 @@ class LayerGraph:
 
 
 def keep_layout(tensor: Tensor) -> None:
-    """Gives the tensor's gradient the tensor's own layout, as it would have if it crossed a cut there."""
+    """Give the tensor's gradient the tensor's own layout, as it would have if it crossed a cut there."""
     stride, node, place = tensor.stride(), tensor.grad_fn, tensor.output_nr
     if node is None:  # the layer handed on a leaf
         tensor.register_hook(lambda gradient: laid_out(gradient, stride))
@@ -369,24 +350,21 @@ def keep_layout(tensor: Tensor) -> None:
 
 
 def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, layer: int) -> None:
-    """Seeds the device's default generator for one layer on one microbatch (engine rule 1).
-
-    Random numbers depend on what is computed, never on where or when: dropout is the same under any cut list, schedule,
-    recomputation or number of replicas.
+    """Seed the device's default generator for one layer and microbatch (engine rule 1): dropout is the same under any
+    cut list, schedule, recomputation or number of replicas.
     """
     accelerator.seed(device, mix(seed, step, microbatch, layer))
 
 
 class EngineLayer:
-    """A layer on its device. Built by `take_layers`.
+    """Layer on its device. Built by `take_layers`.
 
     Attributes:
-        index: position in the chain.
+        index: position in the chain. compiled: runs in training in the module's place, unless None.
         parameters: name inside the layer -> this layer's own leaf (a shared parameter's leaves share one storage).
-        masters: name -> the float32 master of a parameter that is trained and kept in 16 bits; the optimizer steps it,
+        masters: name -> float32 master of a trained parameter that is kept in 16 bits; the optimizer steps the master,
             and the parameter is its rounding. The uses of a shared parameter have one master.
-        shared: name inside the layer -> address of the shared parameter, for those that are shared.
-        compiled: what runs in training in the module's place. None: the module itself runs.
+        shared: name inside the layer -> address, for shared parameters.
     """
 
     def __init__(
@@ -418,29 +396,29 @@ class EngineLayer:
         """Generators beside torch's from which its Python code draws; None until its first forward in training."""
 
     def reset(self) -> None:
-        """Forgets the step it was in: gradients and statistics."""
+        """Drop the gradients and statistics of the current step, and return to training mode."""
         self.train()
         self.statistics.take()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def train(self) -> None:
-        """Puts it back into training mode, but for what was in eval mode when it was taken."""
+        """Set training mode, except for parts that were in eval mode when the layer was taken."""
         self.layer.module.train()
         for part in self._frozen:
             part.training = False
 
     def address(self, name: str) -> str:
-        """The address of one of its parameters: its own, or that of the shared parameter which it is."""
+        """Address of a parameter: its own, or that of the shared parameter."""
         return self.shared.get(name, f"{self.name}.{name}")
 
     @property
     def values(self) -> dict[str, nn.Parameter]:
-        """Its parameters as its state has them, by name: masters, where there are some."""
+        """Parameters as the layer's state has them, by name: masters, where there are some."""
         return self.parameters | self.masters
 
     def round_masters(self) -> None:
-        """Makes its parameters of 16 bits the roundings of their masters."""
+        """Set the 16-bit parameters to the roundings of their masters."""
         if self.masters:
             with torch.no_grad():
                 low: list[Tensor] = [self.parameters[name] for name in self.masters]
@@ -448,14 +426,12 @@ class EngineLayer:
 
     @property
     def compiles(self) -> bool:
-        """True where `compiled` runs: evaluations run the module itself."""
+        """True where `compiled` runs; evaluations run the module itself."""
         return self.compiled is not None and self.layer.module.training
 
     @property
     def builds_graph(self) -> bool:
-        """True where it builds a graph in every forward: compiled code is made with one, and Python code that runs as a
-        whole may differentiate in its forward.
-        """
+        """True where every forward builds a graph: compiled code needs one, whole Python code may differentiate."""
         return self._python or self.compiles
 
     @property
@@ -466,14 +442,13 @@ class EngineLayer:
     def forward(
         self, values: Mapping[str, Tensor], microbatch: int, seeds: int, graph: bool, record: bool
     ) -> dict[str, Tensor]:
-        """Runs the layer; returns what it writes.
+        """Run the layer; return what it writes.
 
         Args:
             values: at least the tensors it reads; where it `builds_graph`, with a gradient wherever their specs want
-                one, also without a graph.
+                one, also without `graph`.
             seeds: `seeds.mixed` of (run seed, step, microbatch), for the random numbers.
-            graph: keep the autograd graph.
-            record: count running statistics (False in a recomputation).
+            graph: keep the autograd graph. record: count running statistics (False in a recomputation).
         """
         seed = mix(self.index, after=seeds)
         accelerator.seed(self.device, seed)
@@ -504,11 +479,8 @@ class EngineLayer:
 
     @contextmanager
     def _drawing(self, seed: int, fake: bool) -> Iterator[None]:
-        """Context in which the random numbers that the layer's Python code draws follow from the seed.
-
-        Args:
-            fake: the run is an estimate: draws are the highest ones, by which code that leaves something out at random
-                leaves nothing out.
+        """Context in which the random numbers of the layer's Python code follow from the seed. With `fake` (an
+        estimate) they are the highest ones, by which code that leaves something out at random leaves nothing out.
         """
         if fake:
             with crafted_draws(high=True):
@@ -528,7 +500,7 @@ class EngineLayer:
             before.put_back()
 
     def _check_state(self, versions: Mapping[str, int]) -> None:
-        """After the first forward: refuses modules that change buffers while they run (engine rule 1)."""
+        """Refuse, after the first forward, modules that change buffers while they run (engine rule 1)."""
         for name, tensor in self.layer.module.named_buffers():
             if tensor._version != versions.get(name, tensor._version):
                 raise CapslogError(
@@ -541,7 +513,7 @@ class EngineLayer:
 
 
 def persistent_buffers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The buffers of a module that its state has besides these parameters, by name."""
+    """Buffers of a module's state besides these parameters, by name."""
     return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters}
 
 
@@ -553,19 +525,18 @@ def take_layers(
     ready: Mapping[int, EngineLayer] | None = None,
     weights: str = "float32",
 ) -> list[EngineLayer]:
-    """The engine's own layers, of a chain's, on `device`, in training mode but for what is frozen.
+    """Engine's own layers of a chain, on `device`, in training mode except for frozen parts.
 
     A parameter used by several layers gets one storage on this device and one leaf per using layer.
 
     Args:
-        weights: the type in which parameters are kept (`low_parameters`).
+        weights: dtype in which parameters are kept (`low_parameters`).
         ready: layers of an earlier engine of this process, by index: they are taken as they are, except those with
-            shared parameters, whose storage depends on which layers live together. Whatever is not among them is
-            made anew, for a state that is put into it, and the chain stays as it is. None: the first engine of a
-            process takes the chain's own modules; layers of factories are built first.
+            shared parameters, whose storage depends on which layers live together. All others are made anew, for a
+            state that is loaded later, and the chain stays as it is. None: the first engine of a process takes the
+            chain's own modules; layers of factories are built first.
 
-    Raises:
-        CapslogError: layers share a module that keeps running statistics.
+    Raises CapslogError where layers share a module that keeps running statistics.
     """
     if ready is None:
         chain.check_unchanged()
@@ -618,7 +589,7 @@ def take_layers(
 
 
 def _keep_hooks(module: nn.Module, made: nn.Module) -> None:
-    """Gives the parameters of a module that was made anew the hooks that those of the first one have."""
+    """Copy gradient hooks from the parameters of a module to those of its new copy."""
     others = dict(made.named_parameters())
     for name, parameter in module.named_parameters():
         for hook in (parameter._backward_hooks or {}).values():
@@ -631,11 +602,10 @@ _Masters = dict[tuple[int, int], tuple[nn.Parameter, Tensor]]
 
 
 def _lower(module: nn.Module, weights: str, by_place: _Masters) -> dict[str, nn.Parameter]:
-    """Puts leaves of 16 bits in the place of a module's parameters; returns the masters of those that are trained.
+    """Replace a module's parameters by 16-bit leaves; return the masters of those that are trained.
 
-    A gradient of 16 bits becomes one of float32 where it reaches its leaf, so that microbatches are added in float32.
-
-    by_place: masters of the layers before, with which parameters may share a storage.
+    A 16-bit gradient becomes float32 where it reaches its leaf, so that microbatches are added in float32. `by_place`:
+    masters of earlier layers, with which parameters may share a storage.
     """
     lowered = low_parameters(module, weights)
     if not lowered:

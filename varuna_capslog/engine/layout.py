@@ -1,4 +1,4 @@
-"""The stages of a step, the rank of each, the blocks that it serves, and the tensors that travel between stages."""
+"""Stages of a step, the rank of each, the blocks that it serves, and the tensors that travel between stages."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ if TYPE_CHECKING:
 __all__ = ["GradientKey", "Gradients", "Layout", "Ports", "Reach", "Routes", "layout_of", "ports_of", "value_of"]
 
 
-# -- The stages of a step, the rank of each, the blocks that it serves, and the tensors that travel between stages.
+# -- the stages of a step
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The stages of a step, numbered by their place, each some layers on one rank.
+    """Stages of a step, numbered by their place, each some layers on one rank.
 
-    num_blocks: accumulation blocks of a step.
-    replicas: how often the same pipeline stands in `stages`, one after the other; it follows from them.
-    direct: whether tensors go straight from the stage that writes them to those that read them; else through all
-        stages between, which are one range of layers each.
+    num_blocks: accumulation blocks of a step. replicas: equal pipelines in `stages`, one after the other.
+    direct: tensors go straight from the stage that writes them to those that read them; else through all stages
+        between, each of which is one range of layers.
 
     Raises CapslogError unless every block finds every layer once, and no rank holds a layer twice.
     """
@@ -56,10 +55,7 @@ class Layout:
         replicas: int = 1,
         num_blocks: int | None = None,
     ) -> Layout:
-        """Equal pipelines; see `plans.pipelines.stages_of_pipelines`.
-
-        num_blocks: default: one per replica.
-        """
+        """Equal pipelines; see `plans.plan.stages_of_pipelines`. `num_blocks` defaults to one per replica."""
         num_blocks = num_blocks or replicas
         if num_blocks % replicas:
             raise CapslogError(
@@ -70,32 +66,32 @@ class Layout:
 
     @cached_property
     def num_layers(self) -> int:
-        """Layers of the chain."""
+        """Number of layers of the chain."""
         return max(stage.end for stage in self.stages)
 
     @cached_property
     def world_size(self) -> int:
-        """All ranks that have stages; more may be connected, which are idle."""
+        """Number of ranks that have stages; more may be connected, which are idle."""
         return max(stage.rank for stage in self.stages) + 1
 
     @cached_property
     def paths(self) -> list[Path]:
-        """block -> the stages that serve it, by their first layer."""
+        """Stages that serve each block, by their first layer."""
         return paths_of(self.stages, self.num_blocks)
 
     @cached_property
     def ways(self) -> list[Path]:
-        """The different ways through the stages, in the order of the first block that takes each."""
+        """Different ways through the stages, in the order of the first block that takes each."""
         return list(dict.fromkeys(self.paths))
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The first layer of each stage of the first way."""
+        """First layer of each stage of the first way."""
         return tuple(self.stages[stage].first for stage in self.paths[0])
 
     @property
     def layers_of_ways(self) -> list[list[Any]]:
-        """Way -> the first layer of each of its stages; of a stage of several pieces of the chain all pieces."""
+        """First layer of each stage, by way; of a stage of several pieces of the chain all pieces."""
         rows = [[self.stages[number] for number in way] for way in self.ways]
         return [
             [stage.first if len(stage.layers) == 1 else [list(piece) for piece in stage.layers] for stage in row]
@@ -104,29 +100,26 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Ranks of one of the equal pipelines."""
+        """Number of ranks of one of the equal pipelines."""
         return self.world_size // self.replicas
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """stage -> rank."""
+        """Rank of each stage."""
         return tuple(stage.rank for stage in self.stages)
 
     @property
     def first_replica(self) -> tuple[int, ...]:
-        """stage -> rank, for the stages of the first of the equal pipelines; for all stages where there is one."""
+        """Rank of each stage of the first of the equal pipelines; of all stages where there is one."""
         return self.ranks[: len(self.ranks) // self.replicas]
 
     def graph(self, num_microbatches: int, edges: Iterable[tuple[int, int]] | None = None) -> StageGraph:
-        """The stages and the way of every microbatch of a step through them.
-
-        edges: of the chain's graph, which direct routes follow; see `Chain.edges`.
-        """
+        """Stages and way of every microbatch of a step. Direct routes follow `edges`, those of `Chain.edges`."""
         units = Units(num_microbatches, None, self.num_blocks)
         return stage_graph(self.stages, units, "direct" if self.direct else "relay", edges)
 
     def microbatches_of(self, rank: int, layer: int, num_microbatches: int) -> list[int]:
-        """The microbatches of a step for which a rank runs a layer, rising."""
+        """Microbatches of a step for which a rank runs a layer, rising."""
         of_block = num_microbatches // self.num_blocks
         return [
             microbatch
@@ -135,36 +128,33 @@ class Layout:
         ]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank runs; none for an idle one."""
+        """Stages that a rank runs; none for an idle one."""
         return [number for number, stage in enumerate(self.stages) if stage.rank == rank]
 
     def layers_of(self, rank: int) -> list[int]:
-        """The layers that a rank holds, rising."""
+        """Layers that a rank holds, rising."""
         stages = (self.stages[number] for number in self.stages_of(rank))
         return sorted(layer for stage in stages for layer in stage.numbers)
 
     def moments_away(self, rank: int) -> frozenset[int]:
-        """The layers whose optimizer's moments wait in the rank's host tier."""
+        """Layers whose optimizer moments wait in the rank's host tier."""
         return frozenset().union(*(self.stages[number].moments_away for number in self.stages_of(rank)))
 
     def moments_elsewhere(self, rank: int) -> frozenset[int]:
-        """The layers of a rank whose optimizer's moments another rank keeps, which hands the updated values on."""
+        """Layers of a rank whose optimizer moments another rank keeps, which sends the updated values."""
         return frozenset().union(*(self.stages[number].moments_elsewhere for number in self.stages_of(rank)))
 
     def blocks_of(self, rank: int, layer: int) -> Sequence[int]:
-        """The blocks for which a rank holds a layer, rising."""
+        """Blocks for which a rank holds a layer, rising."""
         return [block for block, owner in enumerate(self._ranks_of_layer[layer]) if owner == rank]
 
     def owner(self, layer: int, block: int) -> int:
-        """The rank that runs a layer for a block."""
+        """Rank that runs a layer for a block."""
         return self._ranks_of_layer[layer][block]
 
     def pairs(self, edges: Iterable[tuple[int, int]], shared: Iterable[Sequence[int]]) -> set[tuple[int, int]]:
-        """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas.
-
-        Args:
-            edges: of the graph of the stages; see `graph`.
-            shared: the layers of each shared parameter.
+        """Ordered pairs of ranks between which tensors travel: over cuts (`edges` of `graph`), shared parameters
+        (`shared`: the layers of each) and replicas.
         """
         groups = [{self.ranks[source], self.ranks[target]} for source, target in edges]
         groups += [set(self.holders(layer)) for layer in range(self.num_layers)]
@@ -173,17 +163,16 @@ class Layout:
         return {(a, b) for group in groups for a in group for b in group if a != b}
 
     def holders(self, layer: int) -> list[int]:
-        """The ranks that hold a layer, in the order of their first block."""
+        """Ranks that hold a layer, in the order of their first block."""
         return list(dict.fromkeys(self._ranks_of_layer[layer]))
 
     def reporter(self, layer: int) -> int:
-        """The one of its holders that reports and stores a layer: the first one that keeps the moments."""
+        """Holder that reports and stores a layer: the first one that keeps its moments."""
         return next(rank for rank in self._ranks_of_layer[layer] if layer not in self.moments_elsewhere(rank))
 
     def uses_from(self, layers: Sequence[int]) -> dict[int, dict[int, int]]:
-        """rank -> for each of these layers that it does not hold, the rank from which it learns of the layer.
-
-        Only ranks that hold one of the layers are named. Each asks the ranks of the first block that it serves.
+        """For each rank that holds one of these layers, the source rank of each of them that it lacks: the rank that
+        runs the layer for the first block that the asking rank serves.
         """
         sources: dict[int, dict[int, int]] = {}
         for rank in dict.fromkeys(rank for layer in layers for rank in self.holders(layer)):
@@ -194,7 +183,7 @@ class Layout:
         return sources
 
     def describe(self, rank: int) -> str:
-        """A rank's name in errors: rank, stages and, where its pipeline is one of several, the number of that."""
+        """Name of a rank in errors: rank, stages and, where there are several pipelines, the number of its replica."""
         stages, pipeline = self.stages_of(rank), ""
         if not stages:
             return f"rank {rank} (idle)"
@@ -217,10 +206,8 @@ class Layout:
 
 
 def layout_of(plan: Plan, config: Config) -> Layout:
-    """The engine's layout of a plan; a plan of the short form is one pipeline, which stands in the config's replicas.
-
-    Raises:
-        CapslogError: the plan says something that the engine cannot run, or would run otherwise; it names the field.
+    """Engine's layout of a plan; a plan of the short form is one pipeline, repeated for the config's replicas. Raises
+    CapslogError, with the field's name, where the engine cannot run the plan, or would run it otherwise.
     """
     pipeline, train = config.pipeline, config.train
     if plan.variants and config.variants != (named := {f"#{layer}": name for layer, name in plan.variants.items()}):
@@ -254,8 +241,7 @@ def layout_of(plan: Plan, config: Config) -> Layout:
     return Layout(stages, config.num_blocks, direct=plan.routes == "direct")
 
 
-# -- Values and gradients that each stage takes and hands on, and those that travel over each edge between two
-#    stages.
+# -- Values and gradients that each stage takes and sends, and those that travel over each edge between two stages.
 #
 # With routes "relay" everything that a later layer reads goes through all stages between. With "direct" a value goes
 # from the stage that writes it to each stage that reads it, once, and one gradient per reading layer comes back, so
@@ -267,7 +253,7 @@ GradientKey: TypeAlias = "tuple[Value, int | None]"
 
 
 def value_of(key: Value | GradientKey) -> Value:
-    """The value of a message's entry: the key itself, or the value of a gradient's key."""
+    """Value of a message's entry: the key itself, or the value of a gradient's key."""
     return key if isinstance(key, Value) else key[0]
 
 
@@ -275,10 +261,9 @@ def value_of(key: Value | GradientKey) -> Value:
 class Ports:
     """Values and gradients that enter and leave a stage.
 
-    enters: the values that a forward takes. inputs: those of them that are inputs of the chain and come from the data.
-    leaves: the values that it hands on.
-    wanted: the gradients that a backward hands back, as far as their values carry one.
-    passing: whether values enter and leave that no layer of the stage reads or writes.
+    enters: values that a forward takes. inputs: those of them that are inputs of the chain and come from the data.
+    leaves: values that it sends. wanted: gradients that a backward sends back, as far as their values carry one.
+    passing: values enter and leave that no layer of the stage reads or writes.
     """
 
     enters: tuple[Value, ...]
@@ -289,15 +274,12 @@ class Ports:
 
     @property
     def apart(self) -> frozenset[Value]:
-        """Values of which the gradient of every reading layer travels by itself."""
+        """Values whose gradients travel separately for each reading layer."""
         return frozenset(value for value, reader in self.wanted if reader is not None)
 
 
 def ports_of(chain: Chain, layers: Sequence[int], direct: bool = False) -> Ports:
-    """The ports of a stage of these layers.
-
-    layers: rising; consecutive ones unless `direct`.
-    """
+    """Ports of a stage of these layers, which are rising, and consecutive unless `direct`."""
     inside = with_loss(layers, len(chain))
     if not direct:
         enters = chain.values_at(layers[0])
@@ -317,13 +299,9 @@ def ports_of(chain: Chain, layers: Sequence[int], direct: bool = False) -> Ports
 
 
 class Reach:
-    """Over which values gradients come back: those from which the loss can be reached through layers that carry one.
+    """Values over which gradients come back: the loss can be reached from them through layers that carry one.
 
-    Args:
-        specs: of all values; they say which values carry a gradient.
-
-    Attributes:
-        pairs: (value, layer that has a gradient for it); the loss is layer L.
+    specs: of all values; they say which carry a gradient. pairs: (value, layer with a gradient for it), L for the loss.
     """
 
     def __init__(self, chain: Chain, specs: Mapping[Value, TensorSpec]) -> None:
@@ -345,9 +323,7 @@ class Reach:
 class Routes:
     """Values and gradients that travel between the stages of a layout.
 
-    ports: of every stage.
-    activations, gradients: of every edge, in the order in which they are sent.
-    most: entries of a message.
+    activations, gradients: of every edge, in sending order. most: largest number of entries of a message.
     """
 
     def __init__(self, chain: Chain, layout: Layout, edges: Sequence[Edge]) -> None:
@@ -362,19 +338,15 @@ class Routes:
         self.most = max(map(len, (*self.activations.values(), *self.gradients.values())), default=0)
 
     def carried(self, edge: Edge, reach: Reach) -> list[GradientKey]:
-        """The gradients that travel over an edge, in the order in which they are sent."""
+        """Gradients that travel over an edge, in sending order."""
         return [key for key in self.gradients[edge] if reach.has(key, self._cuts[edge[1]])]
 
 
 class Gradients:
-    """The gradients of values in one call of a stage, while its layers are differentiated from the last to the first.
+    """Gradients of values in one call of a stage, while its layers are differentiated from the last to the first.
 
-    Args:
-        arrived: from the stages behind; taken out, so that no tensor lives longer than it must.
-        apart: as in `Ports`.
-
-    Attributes:
-        handed_back: those for the stages before, where they travel one by one.
+    arrived: from the stages behind; taken out, so that no tensor lives longer than it must.
+    handed_back: for the stages before, where they travel separately (`Ports.apart`).
     """
 
     def __init__(self, arrived: dict[GradientKey, Tensor], apart: frozenset[Value] = frozenset()) -> None:
@@ -390,7 +362,7 @@ class Gradients:
                 self._waiting.setdefault(value, []).append((reader, gradient))
 
     def add(self, value: Value, reader: int, gradient: Tensor) -> None:
-        """The gradient that a layer of this stage, or the loss, has for what it reads."""
+        """Add the gradient that a layer of this stage, or the loss, has for what it reads."""
         if value in self._apart:
             self.handed_back[value, reader] = gradient
             return
@@ -398,7 +370,7 @@ class Gradients:
         self._sum(value, gradient)
 
     def take(self, value: Value) -> Tensor | None:
-        """The sum over all readers of a value, for the layer that wrote it."""
+        """Take the sum over all readers of a value, for the layer that wrote it."""
         self._add_later_ones(value, value.writer)
         return self._sums.pop(value, None)
 
@@ -412,5 +384,5 @@ class Gradients:
         self._sums[value] = gradient if total is None else total + gradient
 
     def of(self, key: GradientKey) -> Tensor | None:
-        """The gradient that goes to the stage before under this key; None where nothing depends on the value."""
+        """Gradient that goes to the stage before under this key; None where nothing depends on the value."""
         return self._sums.get(key[0]) if key[1] is None else self.handed_back.get(key)

@@ -1,4 +1,4 @@
-"""The host tier: memory beside the device's own, for tensors between forward and backward, and moments."""
+"""Host tier: memory beside the device's own, for tensors between forward and backward, and for moments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-# -- The host tier: memory beside the device's own, where tensors wait between a forward and its backward.
+# -- The host tier.
 #
 # It is the memory of the host, pinned where it can be, or files in a folder that are mapped into memory: torch's
 # allocator counts neither. Copies run beside the computation, in a thread on a CPU and on a stream of their own on an
@@ -54,10 +54,8 @@ Wait = Callable[[], None]
 class TierOptions:
     """Place and limits of the host tier.
 
-    place: "memory", or a folder for the files, best on a disk of this machine.
-    capacity: most bytes of one rank; None: no limit.
-    bandwidth: bytes in a second, of all copies together; None: as many as the machine can do.
-    timeout_seconds: longest wait for one copy.
+    place: "memory", or a folder for files, best on a local disk. capacity: most bytes of one rank; None: no limit.
+    bandwidth: bytes per second, of all copies together; None: no limit. timeout_seconds: longest wait for one copy.
     """
 
     place: str = "memory"
@@ -68,18 +66,14 @@ class TierOptions:
 
 @dataclass(eq=False)
 class HostRegion:
-    """A region of the tier's memory: its size in bytes, and the bytes, [size] of uint8 (None in an estimate)."""
+    """Region of the tier's memory: its size in bytes, and the bytes, [size] of uint8 (None in an estimate)."""
 
     size: int
     data: Tensor | None = None
 
 
 class HostTier:
-    """The host tier of one rank. Memory that was given back is kept for the next tensor of the same size.
-
-    Attributes:
-        bytes, peak_bytes: in use now, and the most so far.
-    """
+    """Host tier of one rank; released memory is kept for the next tensor of the same size. Counts bytes in use."""
 
     def __init__(self, device: torch.device, options: TierOptions | None = None) -> None:
         self.device, self.options = device, options or TierOptions()
@@ -90,47 +84,39 @@ class HostTier:
         self._stream: torch.Stream | None = None
 
     def leave(self, tensor: Tensor, beside: bool) -> tuple[HostRegion, Wait]:
-        """Begins to copy the storage of a tensor to the tier; its memory must stay until the copy has ended.
+        """Begin to copy the storage of a tensor to the tier; its memory must stay until the copy has ended.
 
-        Args:
-            beside: let the copy run beside the caller's next work; else it is a part of that work.
-
-        Returns:
-            The region that it takes, for `come_back` and `give_back`, and the wait for the copy.
-
-        Raises:
-            CapslogError: the tier is full.
+        Returns the region, for `come_back` and `give_back`, and the wait for the copy, which runs beside the caller's
+        next work, or else (`beside=False`) is a part of it. Raises CapslogError where the tier is full.
         """
         region = self.hold(tensor.untyped_storage().nbytes())
         return region, self.copy_out(tensor, region, beside)
 
     def copy_out(self, tensor: Tensor, region: HostRegion, beside: bool) -> Wait:
-        """Copies as `leave` does, into a region of the size of the tensor's storage."""
+        """Copy as `leave` does, into a region of the size of the tensor's storage."""
         assert region.data is not None
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         return self._copy(source, region.data, beside)
 
     def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
-        """Begins to copy a region into new memory of the device, [size] of uint8, which must not be read earlier."""
+        """Begin to copy a region into new device memory, [size] of uint8, which must not be read before the wait."""
         assert region.data is not None
         target = torch.empty(region.size, dtype=torch.uint8, device=self.device)
         return target, self._copy(region.data, target, beside)
 
     def finish(self) -> None:
-        """Returns when all copies have ended. Needed before reading the tier's memory directly: the waits of copies
-        hold up an accelerator and not the caller.
-        """
+        """Wait for all copies before the tier's memory is read: their waits hold up an accelerator, not the caller."""
         accelerator.synchronize(self.device)
 
     def give_back(self, region: HostRegion) -> None:
-        """Gives back a region that is needed no more; no copy of it may be under way."""
+        """Release a region; no copy of it may be under way."""
         self.bytes -= region.size
         self._free[region.size].append(region)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def hold(self, size: int) -> HostRegion:
-        """A region of the tier, until it is given back. Raises CapslogError where the tier is full."""
+        """Reserve a region until `give_back`. Raises CapslogError where the tier is full."""
         limit = self.options.capacity
         if limit is not None and self.bytes + size > limit:
             raise CapslogError(
@@ -150,7 +136,7 @@ class HostTier:
         return region
 
     def _map(self, size: int) -> Tensor | None:
-        """New memory that torch's allocator for the device does not count."""
+        """New memory that torch's device allocator does not count."""
         if self.options.place == "memory":
             if accelerator.pins_memory(self.device.type):
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -181,7 +167,7 @@ class HostTier:
         return lambda: self._settle(under_way)
 
     def carry(self, source: Tensor, target: Tensor) -> None:
-        """Makes one copy on a CPU, in the thread of the copies."""
+        """Make one copy on a CPU, in the thread of the copies."""
         begin = time.monotonic()
         target.copy_(source)
         if self.options.bandwidth is not None:
@@ -222,22 +208,18 @@ class HostTier:
 
 
 def _nothing() -> None:
-    """Does nothing: the copy is a part of the caller's work."""
+    """Do nothing: the copy is a part of the caller's work."""
 
 
-# -- Offloads the tensors of one call of a stage to the host tier: every storage once, and every tensor on it back
-#    as it was.
+# -- Offloads the tensors of one call of a stage to the host tier, every storage once.
 #
 # `torch.autograd.graph.saved_tensors_hooks` takes the tensors that autograd saves. They stay where they are until
-# `leave` has copied their storages and `settle` has let go of them. `come_back` brings the storages back to the
+# `leave` has copied their storages and `settle` has released them. `come_back` brings the storages back to the
 # device; a tensor that is asked for before its copy has ended waits for it.
 
 
 class _Storage:
-    """A storage that is offloaded.
-
-    tensors: those on it, by number, as long as they are on the device. forms: (dtype, size, stride, offset) of all.
-    """
+    """Offloaded storage. tensors: by number, while on the device. forms: (dtype, size, stride, offset) of all."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -268,7 +250,7 @@ class _Storage:
 
 
 class OffloadedTensor:
-    """A tensor that an `OffloadedCall` has taken; it keeps its storage's memory, and nothing else does."""
+    """Tensor that an `OffloadedCall` has taken; it keeps its storage's memory, and nothing else does."""
 
     __slots__ = ("number", "storage")
 
@@ -276,12 +258,12 @@ class OffloadedTensor:
         self.storage, self.number = storage, number
 
     def get(self) -> Tensor:
-        """The tensor, on the device."""
+        """Return the tensor, on the device."""
         return self.storage.get(self.number)
 
 
 class OffloadedCall:
-    """The storages of one call of a stage."""
+    """Storages of one call of a stage."""
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
@@ -294,7 +276,7 @@ class OffloadedCall:
         self._copies: list[Wait] = []
 
     def take(self, tensor: Tensor) -> OffloadedTensor:
-        """Takes a tensor, whose storage leaves with the call."""
+        """Take a tensor, whose storage leaves with the call."""
         key = tensor.untyped_storage()._cdata
         storage = self._here.get(key)
         if storage is None:
@@ -302,7 +284,7 @@ class OffloadedCall:
         return OffloadedTensor(storage, storage.add(tensor))
 
     def taking_what_is_saved(self, apart_from: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Context in which tensors that autograd saves are taken, but for those on the storages of `apart_from`."""
+        """Context in which tensors that autograd saves are taken, except those on the storages of `apart_from`."""
         stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
 
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
@@ -314,7 +296,7 @@ class OffloadedCall:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def leave(self, beside: bool) -> None:
-        """Begins to copy all storages that something still needs; see `HostTier.leave`."""
+        """Begin to copy all storages that are still needed to the tier; see `HostTier.leave`."""
         for storage in list(self._here.values()):
             tensor = next(iter(storage.tensors.values()))
             if storage.region is None and tensor.untyped_storage().nbytes():
@@ -323,7 +305,7 @@ class OffloadedCall:
                 self._copies.append(storage.wait)
 
     def settle(self) -> None:
-        """Waits until all have left, and lets go of the device's memory."""
+        """Wait until all have left, and release the device's memory."""
         for key, storage in list(self._here.items()):
             if storage.region is not None:
                 storage.arrive()
@@ -332,7 +314,7 @@ class OffloadedCall:
                 del self._here[key]
 
     def come_back(self, beside: bool) -> None:
-        """Begins to bring all storages back that have left and that something still needs."""
+        """Begin to bring back all storages that have left and are still needed."""
         self.settle()
         for storage in list(self._away.values()):
             if storage.returned is None:
@@ -341,7 +323,7 @@ class OffloadedCall:
                 self._copies.append(storage.wait)
 
     def end(self) -> None:
-        """Gives the host's memory back: all tensors that were taken have been read, or are not wanted any more."""
+        """Release the host's memory: all tensors that were taken have been read, or are not wanted any more."""
         for wait in self._copies:
             with contextlib.suppress(Exception):  # the reader of that copy has had the error
                 wait()
@@ -351,9 +333,7 @@ class OffloadedCall:
 
 
 def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
-    """The tensor in this memory layout; itself where it has it. Contiguous where several elements would lie in one
-    place, as in a tensor made by `expand`.
-    """
+    """Tensor in this memory layout; contiguous where several elements would share a place, as after `expand`."""
     if tensor.stride() == tuple(stride):
         return tensor
     if any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
@@ -362,19 +342,19 @@ def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 class GradientBox:
-    """Receives the gradient of a tensor that a graph reads and nothing holds; like a leaf's, in `grad`."""
+    """Receiver of the gradient of a tensor that a graph reads and nothing holds; in `grad`, as a leaf's."""
 
     def __init__(self, stride: tuple[int, ...]) -> None:
         self.grad: Tensor | None = None
         self._stride = stride
 
     def stride(self) -> tuple[int, ...]:
-        """The stride of the tensor, which its gradient gets as well."""
+        """Stride of the tensor, which its gradient gets as well."""
         return self._stride
 
 
 class _Entry(torch.autograd.Function):
-    """The beginning of a graph, which a leaf would be if autograd did not hold every leaf."""
+    """Beginning of a graph, in place of a leaf, since autograd holds every leaf."""
 
     @staticmethod
     def forward(context: Any, anchor: Tensor, tensor: Tensor, box: GradientBox) -> Tensor:
@@ -388,7 +368,7 @@ class _Entry(torch.autograd.Function):
 
 
 def entered(tensor: Tensor) -> tuple[Tensor, GradientBox]:
-    """A tensor that a graph can read without holding it, and the box in which its gradient arrives."""
+    """Tensor that a graph can read without holding it, and the box in which its gradient arrives."""
     box = GradientBox(tensor.stride())
     with torch.enable_grad():
         return _Entry.apply(torch.empty(0, requires_grad=True), tensor, box), box
@@ -407,7 +387,7 @@ def leaves(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Form:
-    """The layout of a tensor on its region."""
+    """Layout of a tensor on its region."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -418,14 +398,10 @@ class _Form:
 
 
 class HostMoments:
-    """The moments of the trained parameters of some layers.
+    """Moments of the trained parameters of some layers.
 
-    Args:
-        tier: gives the memory, all of it now, so that no later update can fail for want of it.
-        sizes: parameter -> bytes of its optimizer state by key (`Recipe.kept`).
-
-    Raises:
-        CapslogError: the tier is full.
+    tier: gives all memory now, so that no later update can fail for want of it. sizes: parameter -> bytes of its
+    optimizer state by key (`Recipe.kept`). Raises CapslogError where the tier is full.
     """
 
     def __init__(self, tier: HostTier, sizes: Mapping[nn.Parameter, Mapping[str, int]]) -> None:
@@ -444,11 +420,11 @@ class HostMoments:
         return parameter in self._regions
 
     def staying(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state of a parameter that is not offloaded, by key."""
+        """State of a parameter that is not offloaded, by key."""
         return self._others[parameter]
 
     def live(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state of a parameter that waits here, by key, without a copy: tensors on the host's memory."""
+        """State of a parameter that waits here, by key, without a copy: tensors on the host's memory."""
         self.settle()
         self._tier.finish()
         moments = dict(self._others[parameter])
@@ -459,7 +435,7 @@ class HostMoments:
         return moments
 
     def leave(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
-        """Begins to copy the state of a parameter to the tier ({}: it has none), until `settle`."""
+        """Begin to copy the state of a parameter to the tier ({}: it has none), until `settle`."""
         regions, forms = self._regions[parameter], self._forms[parameter]
         forms.clear()
         self._others[parameter] = {key: value for key, value in moments.items() if not leaves(value)}
@@ -477,13 +453,13 @@ class HostMoments:
             self._leaving.append((self._tier.copy_out(value, region, beside=True), value))
 
     def settle(self) -> None:
-        """Waits until all copies to the tier have ended, and frees their sources."""
+        """Wait until all copies to the tier have ended, and free their sources."""
         while self._leaving:
             wait, _ = self._leaving.pop(0)
             wait()
 
     def call(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begins to copy the moments of these parameters back, for `take`."""
+        """Begin to copy the moments of these parameters back, for `take`."""
         for parameter in parameters:
             regions = self._regions[parameter]
             copies = {key: self._tier.come_back(regions[key], beside=True) for key in self._forms[parameter]}
@@ -491,7 +467,7 @@ class HostMoments:
             self._on_their_way[parameter] = tensors, [wait for _, wait in copies.values()]
 
     def take(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The state of a parameter that was called, on the device."""
+        """State of a parameter that was called, on the device."""
         tensors, waits = self._on_their_way.pop(parameter)
         for wait in waits:
             wait()

@@ -1,8 +1,7 @@
-"""The optimizer over one rank's layers, its state addressed by layer and parameter name.
+"""Optimizer over one rank's layers, its state addressed by layer and parameter name.
 
-Every rank steps its own parameters as the run's `Recipe` says; the learning rate is a function of the step, so nothing
-else needs to be remembered but, in float16, the loss scale. A shared parameter is stepped once per rank, with the same
-gradient everywhere.
+Every rank steps its own parameters by the run's `Recipe`. The learning rate is a function of the step, so the only
+other state is float16's loss scale. Each rank steps a shared parameter once, with the same gradient everywhere.
 """
 
 from __future__ import annotations
@@ -24,22 +23,19 @@ __all__ = ["StageOptimizer", "step_alike"]
 
 
 class StageOptimizer:
-    """Steps the trained parameters of some layers, or in their place the float32 masters of those that have some.
+    """Optimizer of the trained parameters of some layers, or of their float32 masters where they have some.
 
     Args:
-        away: numbers of the layers whose moments, and averages, wait in the host tier between the updates.
-        tier: that tier, where there are such layers.
+        away: numbers of the layers whose moments, and averages, wait in the host tier `tier` between the updates.
         updates: with the other holders of the layers, where one of them updates some for all; the gradients of layers
             that another one updates are dropped here.
-        loss_scale: that of the first step; None: the loss is not scaled.
+        loss_scale: of the first step (the attribute: of the next step); None: the loss is not scaled.
 
     Attributes:
         parameters: all that are trained, by address, with their gradients; of a shared parameter the first leaf here.
         values: what is stepped, by address: each parameter, or its master.
-        loss_scale: that of the next step.
 
-    Raises:
-        CapslogError: the tier is full.
+    Raises CapslogError where the tier is full.
     """
 
     def __init__(
@@ -93,13 +89,10 @@ class StageOptimizer:
             self._keep(value, recipe.rounded(value, self._kept(value)))
 
     def step(self, step: int, scale: float) -> float:
-        """Applies the gradients times `scale` (the verdict's) and drops them; returns the learning rate.
+        """Apply the gradients times `scale` (the verdict's) and drop them; return the learning rate.
 
-        Args:
-            scale: 0: the step is skipped; neither parameters nor averages change, and the optimizer counts no step.
-
-        Raises:
-            PeerLost: a rank is gone from which updated values were to come.
+        Scale 0 skips the step: neither parameters nor averages change, and the optimizer counts no step. Raises
+        PeerLost where a rank is gone from which updated values were to come.
         """
         rate = self._begin(step, scale)
         if not scale:
@@ -127,7 +120,7 @@ class StageOptimizer:
         return rate
 
     def _hand_to_masters(self) -> None:
-        """Gradients go from parameters of 16 bits to their masters, whose type they have."""
+        """Move gradients from 16-bit parameters to their masters, whose type they have."""
         for address, value in self.values.items() if self._rounded else ():
             parameter = self.parameters[address]
             if value is not parameter:
@@ -149,7 +142,7 @@ class StageOptimizer:
         return rate
 
     def _bring_back(self, number: int) -> None:
-        """Puts one layer's moments on the device, as they are stepped; begins to bring back those of the next layer."""
+        """Put one layer's moments on the device, as they are stepped; begin to bring back those of the next layer."""
         if number == 0:
             self._call(0)
         for parameter in self._in_turn[number]:
@@ -202,17 +195,17 @@ class StageOptimizer:
 
     @property
     def _steps_in_one_call(self) -> bool:
-        """True where its step is one call of torch's fused AdamW, and nothing besides."""
+        """True where its step is one call of torch's fused AdamW, and nothing else."""
         beside = self._recipe.ema is not None or self._updates is not None or self._in_turn
         trained = [self.values[address] for address, parameter in self.parameters.items() if parameter.grad is not None]
         return self._is_plain and not beside and self._have_moments(trained)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it the parameters have the values of their averages; without averages nothing changes.
+        """Give the parameters the values of their averages for the block; without averages nothing changes.
 
-        The values are exchanged in place, since each use of a shared parameter is a leaf of its own on one storage.
-        Where ranks update some layers for others, all of them enter and leave together. Raises PeerLost as `step`.
+        Values are exchanged in place, since all uses of a shared parameter are leaves on one storage. Where ranks
+        update some layers for others, all of them enter and leave together. Raises PeerLost as `step`.
         """
         handed = self._updates if self._recipe.ema is not None else None
         self._exchange()
@@ -243,14 +236,14 @@ class StageOptimizer:
                 average.copy_(value)
 
     def step_together(self) -> None:
-        """Steps all parameters together, as CUDA's default does, also where they seem to be on the CPU."""
+        """Step all parameters together, as CUDA's default does, also where they seem to be on the CPU."""
         for group in self._torch.param_groups:
             if "foreach" in group:
                 group["foreach"], group["fused"] = True, None
         self._is_plain = False
 
     def moments(self, address: str) -> dict[str, Any]:
-        """The state kept of an address, by key, such as {"exp_avg", "exp_avg_sq", "step"} and, with an average, "ema".
+        """State kept of an address, by key, such as {"exp_avg", "exp_avg_sq", "step"} and, with an average, "ema".
 
         Tensors are live, not copies; an optimizer may also keep plain numbers. {} before its first step, and for
         parameters that are not trained here.
@@ -276,7 +269,7 @@ class StageOptimizer:
         return {**in_parts(self._torch.state.get(parameter, {})), **({} if average is None else {AVERAGE: average})}
 
     def _keep(self, parameter: nn.Parameter, moments: Mapping[str, Any]) -> None:
-        """Replaces the state kept of a parameter on the device ({}: none)."""
+        """Replace the state kept of a parameter on the device ({}: none)."""
         self._averages.pop(parameter, None)
         self._torch.state.pop(parameter, None)
         taken = dict(moments)
@@ -287,13 +280,8 @@ class StageOptimizer:
             self._torch.state[parameter] = self._recipe.joined(parameter, taken)
 
     def take_moments(self, address: str, moments: Mapping[str, Any], copy: bool) -> None:
-        """Takes over the state kept of an address ({}: it starts afresh); one that is not updated here is ignored.
-
-        Args:
-            copy: False takes the tensors themselves.
-
-        Raises:
-            CapslogError: another optimizer kept it.
+        """Take over the state kept of an address ({}: start afresh); an address that is not updated here is ignored.
+        `copy=False` takes the tensors themselves. Raises CapslogError where another optimizer kept the state.
         """
         parameter = self.values.get(address)
         if parameter is None or address in self._elsewhere:
@@ -317,7 +305,7 @@ class StageOptimizer:
 
 
 def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) -> None:
-    """Steps optimizers of one recipe over different parameters, in one call where they can: to the same bits, since a
+    """Step optimizers of one recipe over different parameters, in one call where possible: to the same bits, since a
     recipe's optimizer treats every parameter by itself.
     """
     together = [optimizer for optimizer in optimizers if optimizer._steps_in_one_call] if scale else []
@@ -336,8 +324,8 @@ def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) ->
 
 
 def _step_plainly(optimizers: Sequence[StageOptimizer], scale: float) -> None:
-    """Does the same as `AdamW.step`, for all groups with equal settings at once, and without its search for hooks,
-    profilers and gradients: for layers of some thousand parameters that takes longer than the step.
+    """Do the same as `AdamW.step`, for all groups with equal settings at once, without its search for hooks, profilers
+    and gradients, which takes longer than the step for layers of some thousand parameters.
     """
     alike: dict[tuple[float, float], list[tuple[nn.Parameter, Tensor, Mapping[str, Tensor]]]] = {}
     for optimizer in optimizers:

@@ -1,7 +1,7 @@
 """Groups of two ranks that carry tensors one way: NCCL's, or others that behave like it.
 
-Such a group has no tags: the n-th send meets the n-th receive. Its operations may wait for ever for a peer that is
-gone, until another thread aborts the group; the received tensor is worthless then, and no error says so.
+Such a group has no tags: the n-th send meets the n-th receive. Its operations may wait for ever for a lost peer, until
+another thread aborts the group; the received tensor is then worthless, and no error says so.
 """
 
 from __future__ import annotations
@@ -32,29 +32,27 @@ _LOOK_SECONDS = 0.005
 
 
 class NotOpened(PeerLost):
-    """A group of two ranks could not be opened, for a reason of its own."""
+    """Failure to open a group of two ranks."""
 
 
 class Waiting(Protocol):
-    """A message under way, as torch's `Work`."""
+    """Message under way, as torch's `Work`."""
 
     def wait(self) -> Any:
-        """Waits until later work on this device may use the tensor; raises RuntimeError."""
+        """Wait until later work on this device may use the tensor; raises RuntimeError."""
 
 
 class PairGroup(Protocol):
-    """A group of two ranks; number 0 sends, number 1 receives. The used part of the interface of torch's groups."""
+    """Group of two ranks (number 0 sends, number 1 receives): the used part of the interface of torch's groups."""
 
     def send(self, tensors: list[Tensor], number: int, tag: int) -> Waiting:
-        """Begins to send one tensor of bytes to the rank of this number."""
+        """Begin to send one tensor of bytes to the rank of this number."""
 
     def recv(self, tensors: list[Tensor], number: int, tag: int) -> Waiting:
-        """Begins to receive one."""
+        """Begin to receive one tensor of bytes from the rank of this number."""
 
     def abort(self) -> None:
-        """Ends all operations under way on this side; no tensor is written to afterwards. Any thread may call it, and
-        more than once.
-        """
+        """End all operations on this side; no tensor is written to afterwards. Callable from any thread, repeatedly."""
 
 
 Opener: TypeAlias = "Callable[[dist.Store, int, datetime.timedelta], PairGroup]"
@@ -63,11 +61,7 @@ other one; it may return before the two have met. Raises RuntimeError."""
 
 
 def opener_of(transport: str) -> Opener | None:
-    """The function that opens the groups of `pipeline.transport`; None for gloo, which needs none.
-
-    Raises:
-        CapslogError: a function of the user's that cannot be imported.
-    """
+    """Opener for `pipeline.transport`, None for gloo. Raises CapslogError where a user's function cannot load."""
     if transport == "gloo":
         return None
     if transport == "nccl":
@@ -88,17 +82,11 @@ def _open_nccl(store: dist.Store, number: int, timeout: datetime.timedelta) -> P
 
 
 class PairGroups:
-    """The groups of one rank in one generation.
+    """Groups of one rank in one generation.
 
     Args:
-        store: of the generation.
         timeout: longest wait for a peer.
-        device: of this rank's tensors.
-        late: called once, from another thread, where a peer does not answer in time, with the operation and the reason
-            why it ended.
-
-    Attributes:
-        progress: around every wait for a message.
+        late: called once, from another thread, where a peer does not answer in time, with the operation and the reason.
     """
 
     def __init__(
@@ -117,7 +105,7 @@ class PairGroups:
         self.progress = Progress(timeout.total_seconds(), device, late)
 
     def begin(self, pairs: Iterable[tuple[int, int]], opener: Opener) -> None:
-        """Begins to open the groups of those of these ordered pairs that this rank is in, once each."""
+        """Begin to open the groups of those of these ordered pairs that include this rank, once each."""
         begun = {pair: Future[None]() for pair in sorted(pairs) if self._rank in pair and pair not in self._begun}
         self._begun |= begun
 
@@ -143,11 +131,7 @@ class PairGroups:
         return all(future.done() for future in [*self._begun.values()])
 
     def wait(self, pair: tuple[int, int]) -> None:
-        """Waits until the group of a pair that was begun is open; returns at once where all are aborted meanwhile.
-
-        Raises:
-            RuntimeError: it cannot be opened.
-        """
+        """Wait until a begun pair's group is open, or all are aborted. Raises RuntimeError where it cannot open."""
         while not self._aborted.is_set():
             if wait([self._begun[pair]], _LOOK_SECONDS).done:
                 self._begun[pair].result()
@@ -170,7 +154,7 @@ class PairGroups:
                 self._end(group)
 
     def _meet(self, group: PairGroup, peer: int, sends: bool) -> None:
-        """Sends or receives a first message: only with it does NCCL connect."""
+        """Send or receive a first message: only with it does NCCL connect."""
         with contextlib.ExitStack() as stack:
             if self._device.type != "cpu":
                 # a stream of its own: the stream of a training beside this must not wait for a peer that is yet to come
@@ -182,11 +166,7 @@ class PairGroups:
                 work.wait()
 
     def route(self, source: int, destination: int) -> tuple[PairGroup, int]:
-        """The group that carries messages from one rank to the other, and the other's number in it.
-
-        Raises:
-            RuntimeError: all groups were aborted.
-        """
+        """Group from one rank to the other, and the other's number in it. Raises RuntimeError after an abort."""
         group = self._groups.get((source, destination))
         if group is None and self._aborted.is_set():
             raise RuntimeError("the groups of this generation were aborted")
@@ -194,10 +174,10 @@ class PairGroups:
         return group, 1 if source == self._rank else 0
 
     def abort(self) -> None:
-        """Ends everything that is open or being opened; from any thread, also once more: every call waits for the end.
+        """End everything that is open or being opened, and wait for it; callable from any thread, repeatedly.
 
-        All groups at a time: some versions of NCCL wait until the peer has aborted its side, too, and some never
-        return, which are left alone after some seconds. A group that has ended is kept by nothing here.
+        All groups end at a time: some versions of NCCL wait until the peer has aborted its side, too, and some never
+        return, which are left alone after some seconds. Nothing here keeps an ended group.
         """
         self.progress.close()
         with self._lock:
@@ -219,14 +199,13 @@ class PairGroups:
 
 
 class Progress:
-    """Sees to it that no message over pair groups is waited for longer than a limit, as no such group does itself.
+    """Watchdog over the waits for messages of pair groups, which have no time limit.
 
     On an accelerator a wait holds back the device's stream, not the caller: what counts there is that the stream gets
     past one wait after the other.
 
-    Args:
-        limit: seconds without any progress while something is waited for.
-        end: called once, from a thread of this object, with the operation and the reason why it ended.
+    limit: seconds without any progress while something is waited for. end: called once, from a thread of this object,
+    with the operation and the reason why it ended.
     """
 
     def __init__(self, limit: float, device: torch.device, end: Callable[[str], None]) -> None:
@@ -239,7 +218,7 @@ class Progress:
 
     @contextlib.contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Context around the wait for a message. doing: the operation, for the error message."""
+        """Context around the wait for a message. `doing`: the operation, for the error message."""
         message: list[Any] = [doing, None]
         with self._lock:
             if not self._waits:
@@ -256,7 +235,7 @@ class Progress:
                     message[1] = accelerator.current_stream(self._device).record_event()
 
     def close(self) -> None:
-        """Nothing is waited for any more."""
+        """End the watch."""
         self._closed.set()
 
     def _look(self) -> None:

@@ -1,8 +1,7 @@
 """A training step of one rank: run the schedule, add the gradients, vote, apply.
 
-`PipelineEngine` ties stages, executor, gradients and optimizer together under the commit rule: nothing of the model
-changes before every rank knows that the whole step is finite, and no message is sent after that. It knows plans, not
-planners, and no files.
+Commit rule: nothing of the model changes before every rank knows that the whole step is finite, and no message is sent
+after that. The engine knows plans, not planners, and no files.
 """
 
 from __future__ import annotations
@@ -56,12 +55,10 @@ class Ready:
     """Parts that the process has already, so that a new engine need not make them.
 
     Attributes:
-        table: the shapes of this chain.
-        layers: of an earlier engine of this process, by index; see `take_layers`. Their optimizer's moments do not come
-            with them: `layer_state.install` brings them.
-        part_names: names of the loss and its parts, where all ranks know them from an earlier engine (its
-            `part_names`); they spare the first vote a gather.
-        tier: where stages offload to; None: a host tier as the options say.
+        table: shapes of this chain. tier: for offloading; None: a new one, as the options say.
+        layers: of an earlier engine of this process, by index (see `take_layers`), without their optimizer moments,
+            which `layer_state.install` brings.
+        part_names: of an earlier engine, where all ranks know them; they spare the first vote a gather.
         device_type: of the device that a run on fake tensors is for; None: of the engine's device.
     """
 
@@ -77,13 +74,9 @@ class PipelineEngine:
 
     Args:
         chain, loss: as for `EngineParts`; the engine takes the layers it needs.
-        communicator: connects `layout.world_size` ranks or more. Those beyond it are idle: they have no stages,
-            compute nothing, and vote.
-        ready: parts that need not be made anew.
-        observer: sees every instruction and the work of the stages; None costs nothing.
+        communicator: connects at least `layout.world_size` ranks. Ranks beyond it are idle: they only vote.
 
-    Raises:
-        CapslogError: cuts that do not fit the chain, a schedule that cannot run, a module with state of its own.
+    Raises CapslogError for cuts that do not fit the chain, a schedule that cannot run, a module with state of its own.
     """
 
     def __init__(
@@ -169,11 +162,11 @@ class PipelineEngine:
         return sorted(index for stage in ends for index in self._graph.microbatches[stage])
 
     def pairs(self) -> set[tuple[int, int]]:
-        """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas."""
+        """Ordered pairs of ranks between which tensors travel; see `Layout.pairs`."""
         return self.layout.pairs(self._graph.edges, [shared.layers for shared in self.chain.shared])
 
     def _made_compiler(self) -> LayerCompiler | None:
-        """The compiler of this rank's layers; None where nothing is compiled."""
+        """Compiler of this rank's layers; None where nothing is compiled."""
         backend = self.options.compile
         if backend is None and not any(backend_of(layer.module) for layer in self.chain.layers):
             return None
@@ -193,7 +186,7 @@ class PipelineEngine:
     # -- microbatches ------------------------------------------------------------------------------------------------
 
     def _contexts(self, minibatch: Minibatch, step: int) -> Contexts:
-        """The context of each call's microbatches, made once per call."""
+        """Context of each call's microbatches, made once per call."""
         loss_scale = self.optimizer.loss_scale
         scale = 1.0 if loss_scale is None else loss_scale.scale
 
@@ -209,7 +202,7 @@ class PipelineEngine:
         return context
 
     def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> tuple[dict[Value, TensorSpec], Reach]:
-        """The specs of all values for these inputs, and the gradients that come back."""
+        """Specs of all values for these inputs, and the gradients that come back."""
         cuts = self.table.boundaries(inputs)
         cached = self._specs.get(id(cuts))
         if cached is None or cached[0] is not cuts:
@@ -222,7 +215,7 @@ class PipelineEngine:
         return Executor(self.communicator, lowered, self.stages, self._routes, self._observer, joining)
 
     def _joining(self, contexts: Contexts) -> Joining | None:
-        """The object that joins and parts calls of different sizes; None where all take one microbatch."""
+        """Object that joins and splits calls of different sizes; None where all take one microbatch."""
         large = [number for number, grain in enumerate(self._graph.grains) if grain > 1]
         if not large:
             return None
@@ -304,13 +297,12 @@ class PipelineEngine:
             raise
 
     def update_of(self, index: int) -> dict[str, Tensor]:
-        """After `compute`: the update that `apply` will make to a layer of this rank, for ranks that hold a copy of it.
+        """Update of a layer that `apply` will make after `compute`, for ranks that hold a copy of the layer.
 
-        Returns:
-            "gradients/<name>": of the whole minibatch, times the loss scale; a shared parameter's is the sum over all
-                its uses.
+        Returns references, which change with `apply`:
+            "gradients/<name>": of the whole minibatch, times the loss scale; the sum over all uses of a shared
+                parameter.
             "statistics/<microbatch>/<k>/<module>": of the k-th module call, [2, features]; the module's number.
-            References: they change with `apply`.
         """
         layer = next(layer for layer in self.layers if layer.index == index)
         update: dict[str, Tensor] = {}
@@ -331,23 +323,21 @@ class PipelineEngine:
 
     @property
     def part_names(self) -> list[str] | None:
-        """The loss and its parts by name; None before the first vote."""
+        """Names of the loss and its parts; None before the first vote."""
         return self._poll.part_names
 
     @property
     def doing(self) -> str:
-        """The action under way, for error messages."""
+        """See `Engine.doing`."""
         return self._executor.doing if self._executor else "starting"
 
     def _explain(self, error: BaseException, doing: str) -> None:
-        """Raises PeerLost where the communicator was aborted: tensors that arrive after that are worthless, and so is
-        an error that a model or a loss raises about them.
-        """
+        """Raise PeerLost after an abort: tensors that arrive then are worthless, and so are errors about them."""
         if isinstance(error, Exception) and not isinstance(error, PeerLost):
             self.communicator.check_open(doing)
 
     def forget(self) -> None:
-        """Drops all traces of a broken-off step."""
+        """Drop all traces of a broken-off step."""
         if self.communicator.aborted:
             accelerator.synchronize(self.device)  # operations under way still write into tensors of this step
         if self._executor is not None:
@@ -408,7 +398,7 @@ class PipelineEngine:
 
 
 def build(parts: EngineParts) -> PipelineEngine:
-    """The `EngineKind.build` of `engine: capslog`. The chain's other layers are freed: a rank holds only its own."""
+    """Build the engine of `engine: capslog`, and free the chain's other layers: a rank holds only its own."""
     engine = PipelineEngine(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device)
     parts.chain.release(parameter for layer in engine.layers for parameter in layer.parameters.values())
     return engine
@@ -424,13 +414,11 @@ def _lowered(
     offload: tuple[bool, ...],
     carrying: frozenset[Edge],
 ) -> Lowered:
-    """The checked program of every rank.
+    """Checked program of every rank.
 
-    Args:
-        schedule, k: its name and the microbatches of its groups (`RunShape`), or the actions of every rank.
-        in_flight: stage -> its own limit.
-        recompute, offload: stage -> whether a part of it runs again, or goes to the host tier in actions of its own.
-        carrying: the edges over which gradients travel.
+    schedule, k: its name and the microbatches of its groups (`RunShape`), or the actions of every rank.
+    in_flight, recompute, offload: per stage, its limit, and whether a part of it runs again, or goes to the host tier
+        in actions of its own. carrying: edges over which gradients travel.
     """
     if isinstance(schedule, str):
         rows = schedule_of(schedule, graph, recompute, in_flight, offload, k)

@@ -1,7 +1,7 @@
-"""Measures the costs of one rank's stage: bytes that are live at once on its device, and seconds of its work.
+"""Measures one rank's stage: bytes that are live at once on its device, and seconds of its work.
 
-The profilers of both engines measure steps with it and the trainer one step of a run, so that predicted and measured
-bytes come from one meter. The bytes are allocator statistics; resident set size never stands in for them.
+The profilers of both engines and the trainer use it, so that predicted and measured bytes come from one meter. The
+bytes are allocator statistics; resident set size never stands in for them.
 """
 
 from __future__ import annotations
@@ -38,33 +38,23 @@ CPU_SOURCE = "cpu allocator events"
 
 
 def peak_source(device_type: str) -> str:
-    """The source of peaks on devices of a type, such as "cuda allocator"."""
+    """Source of peaks on devices of a type, such as "cuda allocator"."""
     return CPU_SOURCE if device_type == "cpu" else f"{device_type} allocator"
 
 
 class PeakProbe:
-    """Measures the peak of a `with` block; not reusable, not nested in itself or in another torch profiler.
+    """Peak of a `with` block, in bytes; not reusable, not nested in itself or in another torch profiler.
 
-    On an accelerator: the allocator's own maximum of allocated (not reserved) bytes, which counts every thread and
-    everything live.
+    On an accelerator: the allocator's own maximum of allocated (not reserved) bytes, of every thread.
 
     On the CPU, which keeps no such statistics: torch's allocator reports each allocation and release to the profiler,
-    and the peak is the running maximum of live bytes, beginning with those of `held`. The profiler sees what the
-    calling thread and the threads of autograd allocate. It sees neither what another Python thread allocates (a
-    prefetching loader) nor its release, so load in the calling thread during a probed step. Memory from before the
-    block that is not in `held` does not count.
+    and the peak is the running maximum of live bytes. It begins with `held`: tensors of the measured code that are live
+    when the block begins (see `resident_tensors`), each storage once; other memory from before does not count. The
+    profiler sees the calling thread and the threads of autograd, but neither allocations nor releases of another Python
+    thread (a prefetching loader), so load in the calling thread during a probed step.
 
-    Args:
-        device: whose memory.
-        held: CPU only: tensors that are live when the block begins and are the measured code's own (see
-            `resident_tensors`); a storage counts once.
-
-    Attributes:
-        peak_bytes: set when the block has ended, also by an exception.
-        peak_source: `peak_source` of the device.
-
-    Raises:
-        CapslogError: torch counts no bytes on this accelerator.
+    `peak_bytes` is set when the block has ended, also by an exception. Raises CapslogError where torch counts no bytes
+    on this accelerator.
     """
 
     def __init__(self, device: torch.device, held: Iterable[Tensor] = ()) -> None:
@@ -104,11 +94,7 @@ class PeakProbe:
 
 
 class StageMeter:
-    """Reads one stage from outside.
-
-    Args:
-        device: of the stage.
-        resident: gives the tensors that the stage holds between two steps: parameters, gradients, buffers, moments.
+    """Meter of one stage's bytes and seconds. `resident` returns the tensors that the stage holds between two steps.
 
     Attributes:
         peak_bytes, peak_source: the largest of the peaks, and how they were measured; None before the first.
@@ -128,18 +114,14 @@ class StageMeter:
 
     @contextlib.contextmanager
     def peak(self, more: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Context that measures the most bytes that are live at once inside the block.
-
-        Args:
-            more: tensors besides the resident ones that are there when the block begins.
-        """
+        """Context that measures the most bytes live at once. `more`: tensors there before, beside the resident ones."""
         with PeakProbe(self._device, [*self._resident(), *more]) as probe:
             yield
         self.peak_bytes = max(self.peak_bytes or 0, probe.peak_bytes)
         self.peak_source = probe.peak_source
 
     def count_static(self) -> None:
-        """Counts the bytes that are resident now."""
+        """Count the bytes that are resident now."""
         self.static_bytes = storage_bytes(self._resident())
 
     @contextlib.contextmanager
@@ -150,14 +132,13 @@ class StageMeter:
         entries: Callable[[], Iterable[Tensor]] = tuple,
         in_loss: Callable[[], bool] = bool,
     ) -> Iterator[None]:
-        """Context around one forward, or one recomputation: measures the bytes that it saves.
+        """Context around one forward, or one recomputation, that measures the bytes that it saves.
 
         Args:
-            own: the storages (`storages_of`) that were resident before; they are not saved by the forward.
+            own: storages (`storages_of`) that were resident before; they are not saved by the forward.
             kept: called at the end; returns the tensors that wait for the backward besides those that autograd saved,
                 or None where this forward leaves nothing behind.
-            entries: asked then for those of them that graphs begin with.
-            in_loss: whether autograd is saving for the loss.
+            entries: asked then for those with which graphs begin. in_loss: True while autograd saves for the loss.
         """
         saved: dict[int, int] = {}
         moved: dict[int, int] = {}
@@ -195,15 +176,13 @@ class StageMeter:
 
 
 def held_inputs(load: Load, local: Sequence[int]) -> Load:
-    """The same inputs, loaded now: a measured step counts the bytes that a device would hold, not those of loading."""
+    """Inputs, loaded now: a measured step counts the bytes that a device would hold, not those of loading."""
     held = {index: load(index) for index in local}
     return lambda microbatch: {name: tensor.clone() for name, tensor in held[microbatch].items()}
 
 
 def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> list[Tensor]:
-    """Tensors that a rank holds on its device between two steps: parameters, their masters and gradients, buffers and
-    the optimizer's moments, but for those that wait in the host tier.
-    """
+    """Tensors on the device between steps: parameters, masters, gradients, buffers, moments not in the host tier."""
     tensors: list[Tensor] = []
     for layer in layers:
         tensors += [master.detach() for master in layer.masters.values()]
@@ -250,7 +229,7 @@ def _allocations(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
 
 
 def _running_maximum(allocations: Iterable[tuple[int, int, int]], held: dict[int, int]) -> int:
-    """The largest sum of live bytes, beginning with `held`; a release of what we never counted changes nothing."""
+    """Largest sum of live bytes, beginning with `held`; a release of memory that was never counted changes nothing."""
     live = dict(held)
     current = peak = sum(live.values())
     for _, address, size in allocations:

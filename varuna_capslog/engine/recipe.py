@@ -1,4 +1,4 @@
-"""The constants of a run, and how it steps its parameters: what a step depends on beside model and data."""
+"""Constants of a run, and how it steps its parameters: what a step depends on besides model, data and layout."""
 
 from __future__ import annotations
 
@@ -29,29 +29,23 @@ if TYPE_CHECKING:
 __all__ = ["AVERAGE", "EngineOptions", "LearningRate", "LossScale", "Recipe", "in_parts"]
 
 
-# -- The constants of a run, and how it steps its parameters: what a step depends on beside model and data.
-#
 # A recipe is plain values, the same on every rank. Each rank makes an optimizer of it for its own parameters, and so
 # does each copy of a layer. Therefore an optimizer must treat every parameter by itself; `check` tries whether it
 # does.
 
 
-# -- The learning rate as a function of the step alone, so that nothing needs to be remembered of it.
+# -- The learning rate: a function of the step alone, so that no state of it is kept.
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Step size by optimizer step: linear warm-up, then `decay`, times `drop_factor` every `drop_steps` steps.
+    """Learning rate by optimizer step: linear warm-up, then `decay`, times `drop_factor` every `drop_steps` steps.
 
     Attributes:
-        base: learning rate after the warm-up.
-        warmup_steps: steps of the linear rise, 0 = none.
-        drop_steps: length of one plateau in steps, None = no drop (DETR: 200 epochs).
-        drop_factor: factor of each drop.
-        decay: what follows the warm-up: "constant", "linear" (a straight line) or "cosine" (half a wave; Loshchilov &
-            Hutter 2017, eq. 5, without restarts), both from `base` down to `final_factor * base`.
-        decay_steps: the step at which a linear or cosine decay ends; the rate stays there afterwards.
-        final_factor: what is left at the end of the decay, as a factor of `base`.
+        base: learning rate after the warm-up. warmup_steps: steps of the linear rise, 0 = none.
+        drop_steps: length of one plateau in steps, None = no drop (DETR: 200 epochs). drop_factor: factor of each drop.
+        decay: "constant", "linear" (a straight line) or "cosine" (half a wave; Loshchilov & Hutter 2017, eq. 5, without
+            restarts), both from `base` down to `final_factor * base`, which is kept from step `decay_steps` on.
     """
 
     base: float
@@ -63,7 +57,7 @@ class LearningRate:
     final_factor: float = 0.0
 
     def at(self, step: int) -> float:
-        """The learning rate of optimizer step `step`, counted from 1."""
+        """Learning rate of optimizer step `step`, counted from 1."""
         rate = self.base
         if self.drop_steps:
             rate *= self.drop_factor ** ((step - 1) // self.drop_steps)
@@ -74,7 +68,7 @@ class LearningRate:
         return rate
 
     def _left(self, step: int) -> float:
-        """The share of the decay that is left at this step: 1 at its beginning, 0 at its end."""
+        """Share of the decay still to come: 1 at its beginning, 0 at its end."""
         done = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
         return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
@@ -91,16 +85,15 @@ _FUSED = ("adamw", "adam", "sgd", "adagrad")
 
 @dataclass(frozen=True)
 class Recipe:
-    """See the keys of the same names in the config's `train` section.
+    """Optimizer and its settings; see the keys of the same names in the config's `train` section.
 
     Attributes:
         optimizer: name of a class in `torch.optim` in any case, or `package.module:Class` of one with its interface.
-        arguments: further arguments of that class.
-        weight_decay: what parameters have where no group says another.
+        arguments: further arguments of that class. weight_decay: of parameters for which no group sets another.
         groups: of several that hold for a parameter, the first one that sets a value counts.
         ema: decay of the average of each parameter over the steps, None = no average.
         ema_warmup_steps: the decay of step t is `ema * (1 - exp(-t / ema_warmup_steps))`; 0: `ema` from the beginning.
-        moments: "bfloat16": what the optimizer keeps between two steps of its parameter's shape is rounded to it.
+        moments: "bfloat16": kept optimizer state of its parameter's shape is rounded to it between two steps.
     """
 
     rate: LearningRate = field(default_factory=lambda: LearningRate(1e-4))
@@ -114,9 +107,7 @@ class Recipe:
 
     @classmethod
     def of_config(cls, train: Train, rate: LearningRate | None = None) -> Recipe:
-        """The recipe of the config's `train` section. rate: None takes the section's lr, which suffices to ask what the
-        optimizer keeps.
-        """
+        """Recipe of the config's `train` section. With `rate=None` the rate is its lr, enough to ask what is kept."""
         from varuna_capslog.config.settings import ParameterGroup
 
         factors = train.lr_multipliers.items()
@@ -133,22 +124,16 @@ class Recipe:
         )
 
     def __str__(self) -> str:
-        """The optimizer with its further arguments, such as `sgd(momentum=0.9)`; `+ema` where there is an average, and
-        `+bfloat16 moments` where they are rounded.
-        """
+        """Optimizer with its further arguments, such as `sgd(momentum=0.9)`, and `+bfloat16 moments` and `+ema`."""
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
         moments = f"+{self.moments} moments" if self.rounds_moments else ""
         return f"{self.optimizer}{f'({arguments})' if arguments else ''}{moments}{'' if self.ema is None else '+ema'}"
 
     def described(self, parameters: Iterable[Tensor]) -> dict[str, Any]:
-        """The recipe's entries in a profile's conditions.
+        """Recipe's entries in a profile's conditions.
 
-        Args:
-            parameters: of the model; those that are not trained do not count.
-
-        Returns:
-            "optimizer" and, where it is not twice the parameters as with AdamW, "optimizer_copies": the bytes that it
-            keeps in parts of those of the parameters; and "moments" where they are rounded.
+        "optimizer"; "optimizer_copies", the bytes that it keeps as a multiple of those of the trained `parameters`,
+        except for plain AdamW, which keeps 2; and "moments" where they are rounded.
         """
         if self.is_plain_adamw and self.ema is None and not self.rounds_moments:
             return {"optimizer": str(self)}
@@ -163,11 +148,7 @@ class Recipe:
 
     @functools.cached_property
     def kind(self) -> Any:
-        """The optimizer's class.
-
-        Raises:
-            ConfigError: no such class.
-        """
+        """Optimizer's class. Raises ConfigError where there is none."""
         if ":" in self.optimizer:
             return imported(self.optimizer, f"train.optimizer={self.optimizer!r}")
         kinds = {
@@ -180,7 +161,7 @@ class Recipe:
 
     @property
     def is_plain_adamw(self) -> bool:
-        """AdamW without further arguments than its betas and eps."""
+        """True for AdamW without further arguments than its betas and eps."""
         return self.kind is torch.optim.AdamW and set(self.arguments) <= {"betas", "eps"}
 
     @property
@@ -191,12 +172,8 @@ class Recipe:
     def rounded(
         self, parameter: Tensor, kept: Mapping[str, Any], places: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The state of a parameter as it is kept between two steps, by key: moments are rounded to the nearest bfloat16
-        where the recipe says so.
-
-        Args:
-            kept: the optimizer's state after a step.
-            places: tensors of earlier steps, by key, which take the rounded values.
+        """State of a parameter as it is kept between two steps, by key: moments are rounded to the nearest bfloat16
+        where the recipe says so, into the tensors `places` of earlier steps, where given.
         """
         rounded = dict(kept)
         for key, value in self._moments_in(parameter, kept).items():
@@ -205,14 +182,12 @@ class Recipe:
         return rounded
 
     def widened(self, parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """The kept state of a parameter as the optimizer steps it: its moments have the parameter's type."""
+        """Kept state of a parameter as the optimizer steps it: its moments have the parameter's type."""
         moments = self._moments_in(parameter, kept)
         return {**kept, **{key: value.to(parameter.dtype) for key, value in moments.items()}}
 
     def _moments_in(self, parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The part of a parameter's state that is rounded: floating-point tensors of its shape, but for step counts and
-        the average; nothing where the recipe rounds nothing.
-        """
+        """State that is rounded: floating-point tensors of the parameter's shape, except step counts and average."""
         tensors = (
             {key: value for key, value in kept.items() if isinstance(value, Tensor)} if self.rounds_moments else {}
         )
@@ -223,20 +198,17 @@ class Recipe:
         }
 
     def settings(self, address: str, dimensions: int) -> tuple[float, float]:
-        """Factor on the learning rate, and weight decay, of the parameter with this address and so many dimensions."""
+        """Learning-rate factor and weight decay of the parameter with this address and number of dimensions."""
         groups = [group for group in self.groups if group.holds(address, dimensions)]
         factor = next((group.lr_factor for group in groups if group.lr_factor is not None), 1.0)
         decay = next((group.weight_decay for group in groups if group.weight_decay is not None), self.weight_decay)
         return factor, decay
 
     def build(self, parameters: Mapping[str, nn.Parameter], on_cpu: bool) -> torch.optim.Optimizer:
-        """An optimizer over these parameters by address; every one of its groups has a key `lr_factor`.
+        """Optimizer over these parameters by address; every one of its groups has a key `lr_factor`.
 
-        Args:
-            on_cpu: they lie on the CPU, where torch's fused kernels take a third of the time.
-
-        Raises:
-            ConfigError: its class refuses the arguments, or one of the parameters.
+        `on_cpu`: the parameters are on the CPU, where torch's fused kernels take a third of the time. Raises
+        ConfigError where the class refuses the arguments, or one of the parameters.
         """
         shared: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
         for address, parameter in parameters.items():
@@ -268,15 +240,13 @@ class Recipe:
         return built
 
     def average_decay(self, step: int) -> float:
-        """The decay of the average at optimizer step `step`, counted from 1; 0 without one."""
+        """Decay of the average at optimizer step `step`, counted from 1; 0 without one."""
         decay = self.ema or 0.0
         return decay * (1 - math.exp(-step / self.ema_warmup_steps)) if self.ema_warmup_steps else decay
 
     def fresh(self, parameter: Tensor) -> dict[str, Any]:
-        """The state kept of a parameter after its first step, by key; only its tensors' shapes and types mean anything.
-
-        Args:
-            parameter: a fake one, inside its `FakeTensorMode`.
+        """State kept of a fake parameter after its first step, by key, inside its `FakeTensorMode`; only the shapes and
+        dtypes of its tensors mean anything.
         """
         if self.is_plain_adamw:  # as below, but quicker: estimates ask for thousands
             kept = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -289,9 +259,8 @@ class Recipe:
         return kept
 
     def _stepped(self, parameter: Tensor) -> dict[str, Any]:
-        """The optimizer's own state of a fake parameter after its first step.
-
-        Raises ConfigError where it cannot step tensors without memory, or has state that no checkpoint can keep.
+        """Optimizer's own state of a fake parameter after its first step. Raises ConfigError where it cannot step
+        tensors without memory, or has state that no checkpoint can keep.
         """
         stepped, name = nn.Parameter(parameter.detach()), f"train.optimizer={self.optimizer}"
         stepped.grad = torch.empty_like(stepped)
@@ -320,25 +289,23 @@ class Recipe:
         return state
 
     def uncompiled(self) -> contextlib.AbstractContextManager[object]:
-        """Within it an optimizer that compiles its step does not: nothing can be compiled for tensors without memory.
-        Torch's own compile nothing.
-        """
+        """Context in which a user's optimizer step is not compiled, as it cannot be for tensors without memory."""
         return torch.compiler.set_stance("force_eager") if ":" in self.optimizer else contextlib.nullcontext()
 
     def joined(self, parameter: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """The optimizer's own state of a parameter, from its parts: the reverse of `in_parts`."""
+        """Optimizer's own state of a parameter, from its parts: the reverse of `in_parts`."""
         if not any("." in key for key in parts):
             return dict(parts)
         shape, arguments = tuple(parameter.shape), _hashable(self.arguments)
         return _joined(parts, _example(self.optimizer, arguments, shape, parameter.dtype))
 
     def kept(self, parameter: Tensor) -> dict[str, int]:
-        """Bytes that are kept of a parameter beside itself and its gradient once it was stepped, by key."""
+        """Bytes kept of a parameter that was stepped, beside itself and its gradient, by key."""
         shape, arguments = tuple(parameter.shape), _hashable(self.arguments)
         return dict(_kept(self.optimizer, arguments, self.ema is not None, self.moments, shape, parameter.dtype))
 
     def check_kept(self, address: str, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-        """Raises CapslogError where `kept`, by key, is what another optimizer kept of this parameter."""
+        """Raise CapslogError where `kept`, by key, is the state of another optimizer for this parameter."""
         wanted = set(self.kept(parameter)) - {AVERAGE}
         present = {key for key, value in kept.items() if isinstance(value, Tensor)} - {AVERAGE}
         if wanted != present:
@@ -349,14 +316,8 @@ class Recipe:
             )
 
     def check(self, parameters: Mapping[str, int]) -> None:
-        """Checks that a run can follow the recipe.
-
-        Args:
-            parameters: dimensions by address, of all of the model's.
-
-        Raises:
-            ConfigError: no optimizer of this name, one that cannot step a part of the parameters by itself, or a group
-                that holds for no parameter.
+        """Check that a run can follow the recipe. `parameters`: dimensions by address, of the whole model. Raises
+        ConfigError as `check_optimizer`, or for a group that matches no parameter.
         """
         self.check_optimizer()
         for group in self.groups:
@@ -369,11 +330,7 @@ class Recipe:
                 )
 
     def check_optimizer(self) -> None:
-        """The part of `check` that needs no parameters.
-
-        Raises:
-            ConfigError: no optimizer of this name, or one that cannot step a part of the parameters by itself.
-        """
+        """Raise ConfigError for an unknown optimizer, or one that cannot step a part of the parameters by itself."""
         kind, name = self.kind, f"train.optimizer={self.optimizer}"
         if self.is_plain_adamw:
             return
@@ -399,10 +356,7 @@ class Recipe:
             raise ConfigError(f"{name} knows no weight decay, but train.parameter_groups sets one; leave it out there")
 
     def _tried(self, names: Iterable[str]) -> list[list[float]]:
-        """The values of small parameters after two steps together.
-
-        Raises ConfigError where the second step keeps more than the first.
-        """
+        """Values of small parameters after two joint steps. Raises ConfigError where the second keeps other state."""
         values = {"first": torch.linspace(-1, 1, 6).reshape(2, 3), "second": torch.linspace(2, -3, 12).reshape(4, 3)}
         parameters = {name: nn.Parameter(values[name].clone()) for name in names}
         optimizer, keys = self.build(parameters, on_cpu=True), []
@@ -421,10 +375,7 @@ class Recipe:
 
 
 def in_parts(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with every tensor that wraps others taken apart: `exp_avg.codes`, `exp_avg.scale`.
-
-    Parts are live: changing them changes the wrapping tensor.
-    """
+    """Optimizer's state with wrapper tensors taken apart: `exp_avg.codes`, `exp_avg.scale`. The parts are live."""
     parts: dict[str, Any] = {}
     for key, value in kept.items():
         if type(value) is not Tensor and is_traceable_wrapper_subclass(value):
@@ -436,7 +387,7 @@ def in_parts(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(parts: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `in_parts`; example: a state whose tensors say which parts belong together."""
+    """Reverse of `in_parts`; the tensors of the state `example` say which parts belong together."""
     joined = dict(parts)
     for key, template in example.items():
         if is_traceable_wrapper_subclass(template):
@@ -455,7 +406,7 @@ def _told(error: Exception) -> str:
 def _example(
     optimizer: str, arguments: tuple[tuple[str, Any], ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Mapping[str, Any]:
-    """The state of a fake parameter after its first step; equal shapes are tried once."""
+    """State of a fake parameter after its first step; equal shapes are tried once."""
     with FakeTensorMode():
         return Recipe(optimizer=optimizer, arguments=dict(arguments))._stepped(torch.empty(shape, dtype=dtype))
 
@@ -481,11 +432,6 @@ def _hashable(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in arguments.items())
 
 
-# -- The constants of a run: everything besides model, data and layout that a step depends on.
-#
-# Plain values, the same on every rank; `PipelineEngine` reads them, and a copy of a layer follows by them.
-
-
 # -- The loss scale of a float16 run at one boundary, and its change by each step.
 #
 # Small gradients of float16 activations would underflow to zero, so the loss of each microbatch, and with it every
@@ -507,12 +453,10 @@ overflow: a gradient that still does is the model's own fault."""
 
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of the next step's loss.
+    """Scale of the next step's loss, a power of two.
 
-    Attributes:
-        scale: a power of two.
-        streak: steps in a row without an overflow since the scale changed last; below 0: steps skipped in a row.
-        dynamic: whether steps change the scale; False: it stays as it is.
+    streak: steps in a row without an overflow since the scale changed last; below 0: steps skipped in a row.
+    dynamic: steps change the scale; False: it stays as it is.
     """
 
     scale: float = 65536.0
@@ -520,7 +464,7 @@ class LossScale:
     dynamic: bool = True
 
     def after(self, applied: bool) -> LossScale:
-        """The scale of the step after one that was applied, or else skipped."""
+        """Scale of the step after one that was applied, or else skipped."""
         if not applied:
             return replace(self, scale=self.scale / 2 if self.dynamic else self.scale, streak=min(self.streak, 0) - 1)
         streak = max(self.streak, 0) + 1
@@ -539,17 +483,14 @@ class LossScale:
 
 @dataclass(frozen=True)
 class EngineOptions(RunShape):
-    """The whole step's shape (the replicas divide its blocks) and all else that a step depends on besides model, layout
-    and data; the same on every rank, constant for a run.
+    """Constants of a run: all that a step depends on besides model, layout and data; the same on every rank. The shape
+    is the whole step's, whose blocks the replicas divide.
 
     Attributes:
-        transport: see the config's `pipeline` section.
-        clip_norm: largest global gradient norm, 0 = no clipping.
-        recipe: how parameters are stepped.
-        tier: where memory intervals offload to.
-        compile: backend of torch.compile for every layer, None = layers run as they are.
-        refuses: whether a step that is not finite is voted down; a profiler that feeds dummy values switches this off.
-        weights: type in which parameters are kept for forward and backward.
+        transport: see the config's `pipeline` section. clip_norm: largest global gradient norm, 0 = no clipping.
+        tier: for memory intervals that offload. compile: backend of torch.compile for every layer, None = none.
+        refuses: steps that are not finite are voted down; off for a profiler that feeds dummy values.
+        weights: dtype in which parameters are kept for forward and backward.
         loss_scale: that of step 1; None: the loss is not scaled, and a step whose gradients are not finite is refused.
     """
 

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of an ordinary run: torch's store of the processes of one machine."""
+"""Rendezvous of the ranks of an ordinary run: torch's store, for the processes of one machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch.distributed as dist
 __all__ = ["LOCAL", "local_store"]
 
 
-# -- Rendezvous store of the processes of an ordinary run on one machine: torch's store, for this machine alone.
-#
-# `communicator` and the profiler use it. A run on several machines under torchrun meets in torchrun's own store.
+# A run on several machines under torchrun meets in torchrun's own store.
 
 
 LOCAL = "127.0.0.1"
@@ -20,9 +18,8 @@ _TIMEOUT = datetime.timedelta(seconds=300)
 
 
 def local_store(port: int = 0, timeout: datetime.timedelta = _TIMEOUT) -> dist.TCPStore:
-    """torch's store, which has no access control, for the processes of this machine: torch would listen to all others.
-
-    Raises OSError where the port is taken.
+    """Store of torch for the processes of this machine alone: it has no access control, and torch would listen to all
+    machines. Raises OSError where the port is taken.
     """
     listener = socket.create_server((LOCAL, port), backlog=1024)
     return dist.TCPStore(

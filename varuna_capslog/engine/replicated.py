@@ -1,4 +1,4 @@
-"""Exchange between ranks that hold the same layers or parameters: gradients, and values that one updates."""
+"""Exchange between ranks that hold the same layers or parameters: gradients, and values that one rank updates."""
 
 from __future__ import annotations
 
@@ -23,22 +23,15 @@ __all__ = ["GradientBook", "SharedUpdates", "Slices", "check_shared_updates", "n
 
 
 def gradient_type(parameter: nn.Parameter) -> torch.dtype:
-    """The type of a parameter's gradient: the parameter's, or float32 for one of 16 bits that has a master."""
+    """Dtype of a parameter's gradient: the parameter's, or float32 for a 16-bit one that has a master."""
     return parameter.grad_dtype or parameter.dtype
 
 
 class Slices:
-    """Cuts the gradients of these parameters into slices.
-
-    Args:
-        parameters: by name; those that want a gradient.
-        count: of the slices, which are equally long; the last ones may end in padding.
+    """Gradients of these parameters, by name, cut into `count` equal slices; the last ones may end in padding.
 
     A slice of a block travels as a row: its elements, and behind them, per parameter, 1 if the block has its gradient,
-    else 0.
-
-    Raises:
-        CapslogError: gradients of several dtypes.
+    else 0. Raises CapslogError for gradients of several dtypes.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], count: int) -> None:
@@ -54,7 +47,7 @@ class Slices:
         self._width = math.ceil(self._size / count)
 
     def pack(self, blocks: dict[int, dict[str, Tensor]]) -> Tensor:
-        """[slices, blocks, row], of blocks in rising order; empties `blocks`."""
+        """Return [slices, blocks, row], of blocks in rising order; empties `blocks`."""
         first = next(iter(self._parameters.values()))
         rows = first.new_empty(self._count, len(blocks), self._width + len(self._parameters), dtype=self._dtype)
         for place, block in enumerate(sorted(blocks)):
@@ -65,9 +58,8 @@ class Slices:
         return rows
 
     def add(self, rows: Sequence[Tensor], place: int) -> tuple[Tensor, list[str]]:
-        """The sum of one slice over all blocks, in their order, and the names of the parameters that have a gradient.
-
-        A gradient that a block lacks is not added as zeros: -0.0 would become 0.0.
+        """Sum of one slice over all blocks, in their order, and the names of the parameters that have a gradient. A
+        gradient that a block lacks is not added as zeros: -0.0 would become 0.0.
         """
         flags = torch.stack([row[self._width :] for row in rows]).bool().tolist()
         present = [name for name, *row_flags in zip(self._parameters, *flags, strict=True) if any(row_flags)]
@@ -87,7 +79,7 @@ class Slices:
         return total, present
 
     def unpack(self, flat: Tensor, present: Sequence[str]) -> dict[str, Tensor]:
-        """The gradients by name, each in the layout of its parameter: parts of `flat`, which is all slices together."""
+        """Gradients by name, each in the layout of its parameter: parts of `flat`, which is all slices together."""
         gradients, at = {}, 0
         for name, parameter in self._parameters.items():
             if name in present:
@@ -108,7 +100,7 @@ class Slices:
 
 
 def _dense(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The strides of a gradient of this parameter: its own, or those without the gaps that it leaves in its memory."""
+    """Strides of a gradient of this parameter: its own, or those without the gaps that it leaves in its memory."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
@@ -117,7 +109,7 @@ def _dense(parameter: nn.Parameter) -> tuple[int, ...]:
 # Engine rule 1: block v sums its microbatches in order; the blocks are added in index order; the uses of a shared
 # parameter are added in layer order. Neither the cut list nor the number of replicas changes an addition, so nothing
 # here is a ring: of a layer that several ranks hold, each of them gets all blocks of one slice, adds these in order,
-# and tells the others the sum.
+# and sends the others the sum.
 
 
 _BLOCK_TAG = 1 << 28
@@ -131,12 +123,10 @@ memory, which costs five times as much as the norm."""
 
 @dataclass(frozen=True)
 class _SharedUses:
-    """The uses of a shared parameter, as one of its owners sees them.
+    """Uses of a shared parameter, as one of its owners sees them.
 
-    leaves: of the uses on this rank, by layer.
-    sources: for each layer that this rank does not hold, the rank that sends its gradient.
-    held: the layers whose gradients each of these ranks sends.
-    receivers: the ranks to which this one sends.
+    leaves: of the uses on this rank, by layer. sources: the rank that sends its gradient, for each other layer.
+    held: layers whose gradients each of these ranks sends. receivers: ranks to which this one sends.
     """
 
     number: int
@@ -148,11 +138,7 @@ class _SharedUses:
 
 
 class GradientBook:
-    """The gradients of one rank's layers during a step.
-
-    Args:
-        layers: all layers of this rank, in layer order.
-    """
+    """Gradients of one rank's layers during a step. `layers`: all layers of this rank, in layer order."""
 
     def __init__(self, chain: Chain, layers: Sequence[EngineLayer], communicator: Communicator, layout: Layout) -> None:
         self._layers = list(layers)
@@ -168,7 +154,7 @@ class GradientBook:
         self._blocks: dict[int, dict[int, dict[str, Tensor]]] = {layer.index: {} for layer in layers}
 
     def close_block(self, block: int, layers: Sequence[EngineLayer]) -> None:
-        """Ends an accumulation block on these layers: the gradients in `.grad` become the block's sum."""
+        """End an accumulation block on these layers: the gradients in `.grad` become the block's sum."""
         for layer in layers:
             gradients = {}
             for name, parameter in layer.parameters.items():
@@ -182,7 +168,7 @@ class GradientBook:
                 _add_block(next(iter(kept.values())), gradients)
 
     def finish(self) -> None:
-        """Leaves the minibatch's gradient in `.grad` of each trainable parameter (shared: of its first local leaf)."""
+        """Leave the minibatch's gradient in `.grad` of each trainable parameter (shared: of its first local leaf)."""
         for layer in self._layers:
             blocks, self._blocks[layer.index] = self._blocks[layer.index], {}
             if len(self._owned[layer.index]) > 1:
@@ -194,9 +180,8 @@ class GradientBook:
         self._add_uses()
 
     def squared_norms(self, layers: Sequence[int]) -> dict[int, Tensor]:
-        """Sum of squares of the gradients of each of these layers, in float64, by layer; on the host.
-
-        A shared parameter counts under its first layer only (engine rule 1).
+        """Sum of squares of each layer's gradients, float64, on the host; a shared parameter counts under its first
+        layer only (engine rule 1).
         """
         squares = []
         for layer in map(self._by_index.__getitem__, layers):
@@ -213,12 +198,12 @@ class GradientBook:
         return dict(zip(layers, torch.stack(squares).cpu(), strict=True))
 
     def forget(self) -> None:
-        """Drops the blocks of a broken-off step."""
+        """Drop the blocks of a broken-off step."""
         for blocks in self._blocks.values():
             blocks.clear()
 
     def _added_by_all(self, layer: EngineLayer, blocks: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The sum of all blocks of a layer that several ranks hold; empties `blocks`, which are this rank's."""
+        """Sum of all blocks of a layer that several ranks hold; empties `blocks`, which are this rank's."""
         trainable = {name: p for name, p in layer.parameters.items() if p.requires_grad}
         if not trainable:
             return {}
@@ -242,7 +227,7 @@ class GradientBook:
         return sliced.unpack(torch.cat([parts[holder] for holder in ranks]), present)
 
     def _add_uses(self) -> None:
-        """Adds all uses of each shared parameter in layer order; every owner does so."""
+        """Add all uses of each shared parameter in layer order; every owner does so."""
         for shared in self._shared:
             uses: dict[int, Tensor | None] = {index: leaf.grad for index, leaf in shared.leaves.items()}
             if shared.sources or shared.receivers:
@@ -257,7 +242,7 @@ class GradientBook:
             next(iter(shared.leaves.values())).grad = total
 
     def _remote_uses(self, shared: _SharedUses) -> dict[int, Tensor | None]:
-        """The gradients of the uses in layers that this rank does not hold, by layer; see `Layout.uses_from`."""
+        """Gradients of the uses in layers that this rank does not hold, by layer; see `Layout.uses_from`."""
         leaves = {str(index): leaf for index, leaf in shared.leaves.items()}
         template = next(iter(leaves.values()))
         packed = _pack({index: leaf.grad for index, leaf in leaves.items() if leaf.grad is not None}, leaves)
@@ -277,7 +262,7 @@ class GradientBook:
         return gradients
 
     def _shared_here(self, chain: Chain, layout: Layout) -> Iterator[_SharedUses]:
-        """The trainable shared parameters that this rank holds."""
+        """Trainable shared parameters that this rank holds."""
         own_rank = self._communicator.rank
         for number, shared in enumerate(chain.shared):
             leaves = {
@@ -306,7 +291,7 @@ def _add_block(total: dict[str, Tensor], block: dict[str, Tensor]) -> None:
 
 
 def _pack(gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    """The gradients as a flat tensor, in the order of `parameters`; then per parameter 1 if it has one, else 0."""
+    """Gradients as a flat tensor, in the order of `parameters`; then per parameter 1 if it has one, else 0."""
     flat = [
         gradients[name].reshape(-1)
         if name in gradients
@@ -330,7 +315,7 @@ def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, T
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """The norm in float64, added in one order for each shape; of a complex gradient, over both parts."""
+    """Norm in float64, added in one order for each shape; of a complex gradient, over both parts."""
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
     if gradient.device.type != "cpu" or gradient.numel() <= _ONE_PIECE:
@@ -341,7 +326,7 @@ def norm_of(gradient: Tensor) -> Tensor:
     )
 
 
-# -- Layers whose optimizer's moments only one of their holders keeps: it makes the update and hands the values on.
+# -- Layers whose optimizer moments only one of their holders keeps: it makes the update and sends the values.
 #
 # A replica that keeps no moments of a layer drops the layer's gradients once the step was voted for, and takes the
 # bits of the parameters from the replica that does: the only thing that a step sends after its vote. Where a rank is
@@ -353,7 +338,7 @@ _TAG = 5 << 28
 
 
 def check_shared_updates(chain: Chain, layout: Layout) -> None:
-    """Raises CapslogError where the moments of a parameter that several layers use are left to another replica."""
+    """Raise CapslogError where the moments of a parameter that several layers use are left to another replica."""
     for shared in chain.shared:
         for number, stage in enumerate(layout.stages):
             for layer in sorted(stage.moments_elsewhere & frozenset(shared.layers)):
@@ -366,10 +351,10 @@ def check_shared_updates(chain: Chain, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """A layer of this rank: its trained parameters (masters, of those that have some), the rank that updates them and
-    the ranks that take their values.
+    """Layer of this rank: its trained parameters (or their masters), the rank that updates them, and those that take
+    them.
 
-    parameters: those with the larger elements first, so that each begins at a multiple of its own.
+    parameters: those with the larger elements first, so that each begins at a multiple of its own element size.
     """
 
     layer: int
@@ -383,14 +368,7 @@ class _Row:
 
 
 class SharedUpdates:
-    """The exchange of updated parameters among the holders of one rank's layers.
-
-    Args:
-        layers: all layers of this rank, in layer order.
-
-    Attributes:
-        taken: the layers of this rank that another one updates.
-    """
+    """Exchange of updated parameters among holders of one rank's layers. `taken`: layers that another rank updates."""
 
     def __init__(self, layers: Sequence[EngineLayer], communicator: Communicator, layout: Layout) -> None:
         self._communicator = communicator
@@ -405,12 +383,10 @@ class SharedUpdates:
                 self._rows.append(_Row(layer.index, ordered, keeper, takers))
 
     def hand_on(self) -> None:
-        """Sends the values of one layer after the other from its keeper to the ranks that take them, as bits.
+        """Send the values of one layer after the other from its keeper to the ranks that take them, as bits.
 
-        A rank holds one layer's parameters a second time meanwhile.
-
-        Raises:
-            PeerLost: another rank is gone; some layers here have the new values and some the old ones.
+        A rank holds one layer's parameters a second time meanwhile. Raises PeerLost where another rank is gone; some
+        layers here then have the new values and some the old ones.
         """
         rank = self._communicator.rank
         for row in self._rows:
@@ -430,5 +406,5 @@ class SharedUpdates:
 
 
 def _bits(parameter: nn.Parameter) -> Tensor:
-    """The values in the order of the dimensions, [bytes] of uint8."""
+    """Values in the order of the dimensions, [bytes] of uint8."""
     return parameter.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -38,11 +38,9 @@ class MicrobatchContext:
     """Data and settings of the microbatches of one call of a stage; most calls have one microbatch.
 
     Attributes:
-        microbatches: their global indices in the minibatch, rising.
+        microbatches: their global indices in the minibatch, rising. targets: of each. normalisers: for the loss.
         specs: of every value of the chain, for all of them together. reach: the gradients that come back.
-        targets: of each; normalisers: for the loss.
-        key: (run seed, step) of the random numbers.
-        loss_scale: the loss is multiplied by it before it is differentiated.
+        key: (run seed, step) of the random numbers. loss_scale: factor on the loss before it is differentiated.
     """
 
     microbatches: tuple[int, ...]
@@ -55,7 +53,7 @@ class MicrobatchContext:
 
     @property
     def index(self) -> int:
-        """The first of them, by which the call is known."""
+        """First microbatch, which identifies the call."""
         return self.microbatches[0]
 
 
@@ -86,9 +84,8 @@ class StageSegment:
     """Layers [first, end) of a stage.
 
     piece: these layers and the kind of their memory interval, or KEEP.
-    enters: the values that it needs to run, of those that are alive before it.
-    alive: the values that are alive in the stage before the first layer, and behind each.
-    ends_in_loss: whether the last of these layers is the chain's last.
+    enters: values that it needs to run, of those alive before it. ends_in_loss: its last layer is the chain's last.
+    alive: values that are alive in the stage before the first layer, and behind each.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class StageSegment:
         return self.ends_in_loss or any(context.specs[value].requires_grad for value in self._outputs)
 
     def keep_inputs(self, state: SegmentState, values: Mapping[Value, Tensor], call: OffloadedCall | None) -> None:
-        """Keeps the values from which `run` can begin once more."""
+        """Keep the values from which `run` can begin once more."""
         kept = {value: values[value] for value in self.enters}
         if call is not None and self.offloads:
             state.inputs = {value: call.take(tensor) for value, tensor in kept.items()}
@@ -145,16 +142,12 @@ class StageSegment:
         record: bool,
         call: OffloadedCall | None = None,
     ) -> dict[Value, Tensor]:
-        """Runs the layers.
+        """Run the layers; return the values that are alive behind them.
 
         Args:
             values: those alive before the segment; taken out, so that no tensor lives longer than it must.
-            graph: build the graphs, into `state`.
-            record: count running statistics.
+            graph: build the graphs, into `state`. record: count running statistics.
             call: takes the tensors that the graphs save; None: they stay on the device.
-
-        Returns:
-            The values that are alive behind it.
         """
         live = dict(values)
         # The callers' frames last as long as this one; a frozen first layer's input would too.
@@ -195,9 +188,7 @@ class StageSegment:
         return live
 
     def _ends(self, specs: Mapping[Value, TensorSpec]) -> list[bool]:
-        """For each layer, whether a graph ends behind it: it does where another value that is alive there wants a
-        gradient, too.
-        """
+        """True for each layer behind which a graph ends, as another value alive there wants a gradient, too."""
         if self._decided[0] is not specs:
             self._decided = specs, [any(specs[value].requires_grad for value in work.beside) for work in self._works]
         return self._decided[1]
@@ -210,7 +201,7 @@ class StageSegment:
         live: dict[Value, Tensor],
         call: OffloadedCall | None,
     ) -> Mapping[str, Tensor]:
-        """The tensors that the first layer of a graph reads; those that want a gradient begin the graph."""
+        """Tensors that the first layer of a graph reads; those that want a gradient begin the graph."""
         wanted = [value for value in dict.fromkeys(read) if context.specs[value].requires_grad]
         if call is None:
             for value in wanted:
@@ -226,7 +217,7 @@ class StageSegment:
 def segments_of(
     chain: Chain, layers: Sequence[EngineLayer], intervals: Sequence[MemoryInterval], ports: Ports
 ) -> list[StageSegment]:
-    """The segments of a stage of these layers, in the order of the chain."""
+    """Segments of a stage of these layers, in the order of the chain."""
     places = {layer.index: place for place, layer in enumerate(layers)}
     segments, alive = [], _alive(chain, [layer.index for layer in layers], ports)
     for first, end in ranges_of(list(places)):
@@ -243,7 +234,7 @@ def segments_of(
 
 
 def _alive(chain: Chain, layers: Sequence[int], ports: Ports) -> list[frozenset[Value]]:
-    """The values that are alive in a stage before its first layer, and behind each."""
+    """Values that are alive in a stage before its first layer, and behind each."""
     after = set(ports.leaves)
     if layers[-1] == len(chain) - 1:
         after |= {*chain.reads[len(chain)]}
@@ -274,10 +265,8 @@ LossFunction = Callable[[Mapping[str, Tensor], Any, Mapping[str, float]], dict[s
 class _Held:
     """State kept of one microbatch between its actions.
 
-    states: of each segment.
-    call: the storages that go to the host tier; None: nothing does.
-    outputs, loss: of the chain, once they were computed with a graph.
-    rests: the weight halves of a backward whose input half is done.
+    states: of each segment. call: the storages that go to the host tier; None: nothing does.
+    outputs, loss: of the chain, once computed with a graph. rests: weight halves after their input half.
     """
 
     states: list[SegmentState]
@@ -288,18 +277,14 @@ class _Held:
 
 
 class Stage:
-    """A pipeline stage: some layers of a chain.
+    """Pipeline stage: some layers of a chain.
 
     Args:
-        layers: from `take_layers`, rising.
-        loss: the workload's loss, which the stage of the last layer computes.
+        layers: from `take_layers`, rising. loss: the workload's, which the stage of the last layer computes.
         ports: values that enter and leave it; None: all that cross its cuts, for consecutive layers.
-        memory: memory intervals, which recompute or offload; see `plans.parts.MemoryInterval`.
-        tier: where they offload to; None: tensors that they would offload stay.
+        memory: intervals that recompute or offload (`plans.parts`). tier: for these; None: tensors stay on the device.
 
-    Attributes:
-        in_loss: whether the loss is being computed.
-        samples: value -> the dimension of the samples, where a call has several microbatches; see `grains`.
+    in_loss: True while the loss is computed. samples: value -> sample dimension, where a call has several microbatches.
     """
 
     def __init__(
@@ -336,22 +321,19 @@ class Stage:
         self.after_step: list[Callable[[], None]] = []
 
     def wants_backward(self, context: MicrobatchContext) -> bool:
-        """False for a stage whose outputs get no gradient (frozen layers only, or no way to the loss): its R and B have
-        nothing to do.
-        """
+        """False where its outputs get no gradient (frozen layers only, or no way to the loss): R and B do nothing."""
         return self.ends_in_loss or not self._behind.isdisjoint(context.reach.pairs)
 
     def forward(
         self, context: MicrobatchContext, values: dict[Value, Tensor], whole: bool, later: bool = False
     ) -> dict[Value, Tensor]:
-        """F: runs the stage once.
+        """F: run the stage once.
 
         Args:
-            values: those that enter it, on its device; taken out, so that they live no longer than the stage needs
-                them.
+            values: those that enter it, on its device; taken out, so that they live no longer than needed.
             whole: the backward follows at once: nothing leaves, and the last segment keeps its graph. The others do as
                 their intervals say, and run again in the backward.
-            later: whether `offload` is called later; else offloading is a part of this action.
+            later: `offload` is called later; else offloading is a part of this action.
         """
         held = self._held[context.index] = _Held([SegmentState() for _ in self.segments])
         if self._tier is not None and not whole:
@@ -375,7 +357,7 @@ class Stage:
         return {value: values[value] for value in self.ports.leaves}
 
     def offload(self, context: MicrobatchContext) -> Callable[[], None]:
-        """O: begins to offload the microbatch's tensors to the host tier; returns the wait for it."""
+        """O: begin to offload the microbatch's tensors to the host tier; return the wait for it."""
         call = self._held[context.index].call
         if call is None:
             return _nothing
@@ -383,13 +365,13 @@ class Stage:
         return call.settle
 
     def load(self, context: MicrobatchContext) -> None:
-        """L: begins to bring these tensors back. A read of one waits for it."""
+        """L: begin to bring these tensors back. A read of one waits for it."""
         call = self._held[context.index].call
         if call is not None:
             call.come_back(beside=True)
 
     def recompute(self, context: MicrobatchContext) -> None:
-        """R: runs the last interval that recomputes once more, with the same random numbers, and keeps the graph."""
+        """R: run the last interval that recomputes once more, with the same random numbers, and keep the graph."""
         held = self._held[context.index]
         _bring_back(held)
         for place in reversed(range(len(self.segments))):
@@ -420,7 +402,7 @@ class Stage:
         held.outputs, held.loss = leaves, total
 
     def _samples(self, outputs: dict[str, Tensor], place: int, context: MicrobatchContext) -> dict[str, Tensor]:
-        """The part of the outputs that belongs to one of the call's microbatches."""
+        """Part of the outputs that belongs to one of the call's microbatches."""
         if len(context.microbatches) == 1:
             return outputs
         with torch.enable_grad():
@@ -450,14 +432,13 @@ class Stage:
     def backward(
         self, context: MicrobatchContext, gradients: dict[GradientKey, Tensor], inputs_only: bool = False
     ) -> dict[GradientKey, Tensor]:
-        """B: differentiates the stage.
+        """B: differentiate the stage.
 
         Args:
             gradients: from the stages behind it; taken out (empty on the last stage).
             inputs_only: I: the gradients of parameters come with `backward_weights`.
 
-        Returns:
-            The gradients that its ports name and whose values want one (zeros where nothing depends on a value).
+        Returns the gradients that its ports name and whose values want one (zeros where nothing depends on a value).
         """
         held = self._held[context.index]
         if not inputs_only:
@@ -482,7 +463,7 @@ class Stage:
         return {key: _as_spec(sums.of(key), context.specs[key[0]], self.device) for key in wanted}
 
     def _differentiate_loss(self, held: _Held, gradients: Gradients, scale: float) -> None:
-        """Begins the backward with the gradients of the loss's inputs."""
+        """Begin the backward with the gradients of the loss's inputs."""
         assert held.loss is not None
         assert held.outputs is not None
         if held.loss.requires_grad:
@@ -493,7 +474,7 @@ class Stage:
         held.loss = held.outputs = None
 
     def backward_weights(self, context: MicrobatchContext) -> None:
-        """W: the gradients of the parameters, after the input half."""
+        """W: compute the gradients of the parameters, after the input half."""
         held = self._held.pop(context.index)
         while held.rests:
             held.rests.pop(0).run()
@@ -508,24 +489,23 @@ class Stage:
         return [*self.entries(microbatch), *(tensor for tensor in more if isinstance(tensor, Tensor))]
 
     def rests(self, microbatch: int) -> list[WeightHalf]:
-        """The weight halves of its backward whose input half is done, the last graph first (for profiling)."""
+        """Weight halves of the microbatch's backward, the last graph first, after its input half (for profiling)."""
         return self._held[microbatch].rests
 
     def entries(self, microbatch: int) -> list[Tensor]:
-        """The part of `kept` with which graphs begin, and which is not held where they are offloaded."""
+        """Part of `kept` with which graphs begin, and which is not held where they are offloaded."""
         graphs = [graph for state in self._held[microbatch].states for graph in state.graphs]
         return [leaf for graph in graphs for leaf in graph.leaves.values() if isinstance(leaf, Tensor)]
 
     def statistics(self, microbatch: int) -> list[Tensor]:
-        """The running statistics that its forward has left until the end of the step (for profiling)."""
+        """Running statistics that the microbatch's forward has left until the end of the step (for profiling)."""
         return [tensor for layer in self.layers for tensor in layer.statistics.of(microbatch)]
 
     def evaluate(
         self, context: MicrobatchContext, values: dict[Value, Tensor]
     ) -> tuple[dict[Value, Tensor], dict[str, Tensor] | None]:
-        """Runs the stage without keeping anything (the caller has set evaluation mode).
-
-        Returns the values that leave it, and on the last stage the inputs of the loss, by name.
+        """Run the stage without keeping anything (the caller has set evaluation mode). Returns the values that leave
+        it, and on the last stage the inputs of the loss, by name.
         """
         for segment in self.segments:
             values = segment.run(context, values, SegmentState(), graph=False, record=False)
@@ -533,7 +513,7 @@ class Stage:
         return {value: values[value] for value in self.ports.leaves}, outputs
 
     def forget(self) -> None:
-        """Drops all traces of a broken-off step, gradients included."""
+        """Drop all traces of a broken-off step, gradients included."""
         for held in self._held.values():
             if held.call is not None:
                 held.call.end()
@@ -551,17 +531,17 @@ def _leave_at_once(held: _Held, later: bool) -> None:
 
 
 def _bring_back(held: _Held) -> None:
-    """Brings back offloaded tensors that were not loaded, as a part of the action that reads them."""
+    """Bring back offloaded tensors that were not loaded, as a part of the action that reads them."""
     if held.call is not None:
         held.call.come_back(beside=False)
 
 
 def _nothing() -> None:
-    """Does nothing: nothing was offloaded."""
+    """Do nothing: nothing was offloaded."""
 
 
 def _as_spec(gradient: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:
-    """A gradient in the layout the receiver expects."""
+    """Return a gradient in the layout that the receiver expects."""
     if gradient is None:
         return spec.zeros(device)
     if gradient.stride() == spec.stride and gradient.dtype == spec.dtype:

@@ -1,10 +1,9 @@
-"""The order of a training step and the vote that ends it, common to all engines.
+"""Order of a training step and the vote that ends it, common to all engines.
 
-The vote tells every rank in one exact sum what it must know of the step, before anything is changed. Loss parts by
-microbatch, squared gradient norms by layer, requests to stop, the ranks that give a ballot and, in float16, the loss
-scale are slots of one float64 vector. Every slot has one owner, so the sum has the same bits on all ranks and all
-reach the same verdict. No message follows it, but for updated values of layers whose moments only one replica keeps
-(`replicated`).
+The vote tells every rank in one exact sum what it must know of the step, before anything changes. The slots of one
+float64 vector are loss parts by microbatch, squared gradient norms by layer, requests to stop, the ranks that give a
+ballot and, in float16, the loss scale. Every slot has one owner, so all ranks get the same bits and reach the same
+verdict. No message follows it but updated values of layers whose moments only one replica keeps (`replicated`).
 """
 
 from __future__ import annotations
@@ -41,17 +40,14 @@ def train_step(
     load: Load,
     before_commit: Callable[[], None] | None = None,
 ) -> Verdict:
-    """Makes one optimizer step on all ranks under the commit rule: nothing of the model changes before all ranks know
+    """Make one optimizer step on all ranks under the commit rule: nothing of the model changes before all ranks know
     that the step is finite. After that a rank waits for others only where they update values for it.
 
     Args:
         step: counted from 1; with the run's seed it fixes all random numbers.
-        load: global microbatch -> inputs; called on the rank of stage 0.
         before_commit: called between the vote and the update, when all gradients are there.
 
-    Raises:
-        StepRefused: loss or gradients are not finite; the model is as before the step.
-        PeerLost: another rank is gone.
+    Raises StepRefused where loss or gradients are not finite, with the model as before, PeerLost where a rank is gone.
     """
     engine.compute(step, minibatch, load)
     verdict = engine.vote(step, minibatch)
@@ -65,7 +61,7 @@ def train_step(
 
 
 def check_minibatch(minibatch: Minibatch, options: EngineOptions) -> None:
-    """Raises CapslogError for another number of microbatches than the run's, which its sums are made for."""
+    """Raise CapslogError for another number of microbatches than the run's, which its sums are made for."""
     if len(minibatch.inputs) != options.num_microbatches:
         raise CapslogError(
             f"the minibatch has {len(minibatch.inputs)} microbatches, the run is set to {options.num_microbatches}"
@@ -73,17 +69,13 @@ def check_minibatch(minibatch: Minibatch, options: EngineOptions) -> None:
 
 
 def data_failure(step: int, failures: Sequence[str | None]) -> str | None:
-    """The reason to refuse the step where a rank could not read its data; None where all could."""
+    """Reason to refuse the step where a rank could not read its data; None where all could."""
     reason = next((failure for failure in failures if failure is not None), None)
     return None if reason is None else f"step {step}: {reason}; nothing was applied"
 
 
 class Poll:
-    """Holds the votes of one engine.
-
-    Args:
-        part_names: of the loss, where all ranks know them; otherwise the first vote tells.
-    """
+    """Votes of one engine. `part_names`: of the loss, where all ranks know them; otherwise the first vote tells."""
 
     def __init__(
         self, chain: Chain, communicator: Communicator, options: EngineOptions, part_names: Sequence[str] | None = None
@@ -102,17 +94,16 @@ class Poll:
         data: RankReport = NO_REPORT,
         loss_scale: LossScale | None = None,
     ) -> Verdict:
-        """Holds one vote; every rank calls it, also one without stages.
+        """Hold one vote; every rank calls it, also one without stages.
 
         Args:
             last: the stages here that evaluated the loss; their parts and refusals are taken out.
             squared_norms: by layer, on the rank that reports the layer.
-            ballot: handed to all ranks as it is, by a gather that takes place only if any rank's is not empty.
+            ballot: gathered from all ranks, only if any rank's is not empty.
             data: report of this rank; failures are gathered only if any rank had one.
             loss_scale: of the step, on the rank that reports layer 0; None elsewhere.
 
-        Raises:
-            PeerLost: another rank is gone; whether others know the verdict cannot be said.
+        Raises PeerLost where another rank is gone; whether others know the verdict cannot be said.
         """
         count, layers, world = len(minibatch.inputs), len(self._chain), self._communicator.world_size
         names = self._names(last)
@@ -171,7 +162,7 @@ class Poll:
         )
 
     def _names(self, last: Sequence[Stage]) -> list[str]:
-        """Names of the loss parts, told once by the ranks that compute the loss."""
+        """Names of the loss parts, sent once by the ranks that compute the loss."""
         if self.part_names is None:
             parts = [values for stage in last for values in stage.parts.values()]
             mine = next((list(values) for values in parts if len(values) > 1), None)
@@ -181,14 +172,14 @@ class Poll:
 
 
 def take_weight(parts: dict[str, float], count: int) -> float:
-    """Takes `COUNTED` out of the parts of a minibatch's loss; returns the mean weight of its `count` microbatches, by
-    which gradients and parts are divided: it makes of the sum of weighted means the mean over all targets.
+    """Take `COUNTED` out of the parts of a minibatch's loss; return the mean weight of its `count` microbatches.
+    Gradients and parts are divided by it, which makes of the sum of weighted means the mean over all targets.
     """
     return parts.pop(COUNTED, float(count)) / count
 
 
 def no_targets(step: int) -> str:
-    """The reason to refuse a step of weight 0."""
+    """Reason to refuse a step of weight 0."""
     return f"step {step}: none of its targets counts in the loss; nothing was applied"
 
 

@@ -1,4 +1,4 @@
-"""Trains a module within a number of bytes on one device, in a loop of its user's own."""
+"""Trains a module within a number of bytes on one device, in the user's own training loop."""
 
 from varuna_capslog.fitting.module import FittedModule, fit
 

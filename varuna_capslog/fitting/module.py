@@ -1,7 +1,7 @@
-"""`fit` makes an ordinary module train within a budget, in a loop of its user's own.
+"""Makes an ordinary module train within a budget of bytes, in the user's own training loop.
 
-The module is captured as a chain (`model/capture`), `search` chooses its memory intervals, and `segments` runs it with
-them. Outside training (eval mode, no gradients) the module's own forward runs.
+The module is captured as a chain (`model/capture`); `search` chooses its memory intervals and runs it with them.
+Outside training (eval mode, no gradients) the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ def fit(
         model: on the device on which it trains; its parameters, buffers and submodules are used, not copied.
         sample: one batch: a tensor, a tuple of positional or a dict of keyword arguments.
         budget: such as "8GB" or 8e9.
-        loss: takes the model's result and returns the scalar that is differentiated, so that its memory counts.
-            None: the model's output named `loss`, or the sum of its floating-point outputs.
+        loss: maps the model's result to the scalar that is differentiated, so that its memory counts. None: the model's
+            output named `loss`, or the sum of its floating-point outputs.
         cut_points: submodules before which a range may begin or end; None: every repeated block.
-        precision: "float32", or "bfloat16" or "float16" where the loop runs the model under autocast, for float16 with
-            a scaler of its own.
+        precision: "float32", or "bfloat16" or "float16" for a loop under autocast, which scales float16 losses itself.
         moments: tensors of its own size that the optimizer keeps for each parameter: 2 for Adam, 0 for plain SGD.
-        host_bandwidth: between the device and the host, such as "12GB/s": saved tensors may then be offloaded to the
-            host as well. None, or a model on the CPU: nothing is offloaded.
+        host_bandwidth: between device and host, such as "12GB/s": saved tensors may also be offloaded to the host.
+            None, or a model on the CPU: nothing is offloaded.
 
     Raises:
         DoesNotFit: no choice stays within the budget; the sentence gives the static floor and the smallest budget.
@@ -76,11 +75,8 @@ def fit(
 class FittedModule(nn.Module):
     """Module returned by `fit`: the model with its own parameters, buffers and submodules under their own names.
 
-    A batch of other shapes is fitted when it first comes, within the same budget, which takes as long as `fit`.
-    Hooks on the module itself do not run while it trains, nor those of submodules that were cut open.
-
-    Attributes:
-        fits: the choices, in the order in which shapes came.
+    A batch of other shapes is fitted when it first comes, within the same budget, which takes as long as `fit`. Hooks
+    on the module itself do not run while it trains, nor those of submodules that were cut open.
     """
 
     def __init__(
@@ -118,9 +114,7 @@ class FittedModule(nn.Module):
         return self.fit_for(args, kwargs)(args, kwargs, model)
 
     def fit_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
-        """Return the run of calls with such arguments; raises as `fit`. Where the module has other attributes or
-        submodules than when such a call was captured, it is captured again.
-        """
+        """Run of calls with such arguments; raises as `fit`. Captures anew where attributes or submodules changed."""
         model = self._model[0]
         key = _key(_bound(model, args, kwargs))
         run = self._runs.get(key)
@@ -131,13 +125,7 @@ class FittedModule(nn.Module):
 
 
 class _Run:
-    """Calls with arguments of certain shapes.
-
-    Args:
-        fit: the choice for them; the module itself runs where it has no intervals.
-        chain: of the module.
-        state: attributes of those of its modules whose code the chain does not run.
-    """
+    """Calls with arguments of certain shapes. `state`: attributes of the modules whose code the chain does not run."""
 
     def __init__(self, fit: Fit, chain: Chain, state: PythonState) -> None:
         self.fit, self.chain, self._state = fit, chain, state
@@ -162,11 +150,8 @@ class _Run:
         options: tuple[Any, ...],
         previous: _Run | None,
     ) -> _Run:
-        """Capture the module, and choose the intervals.
-
-        Args:
-            previous: run of such calls until some attribute changed; where the same layers are captured, its intervals
-                are used again.
+        """Capture the module, and choose the intervals; those of `previous`, the run of such calls until some attribute
+        changed, are used again where the same layers are captured.
         """
         budget, loss, cut_points, loop = options
         bound = _bound(model, args, kwargs)
@@ -206,7 +191,7 @@ class _Run:
 
 
 def _structure(chain: Chain) -> object:
-    """Return a key that is equal for chains whose layers run the same operators, with whatever numbers."""
+    """Key that is equal for chains whose layers run the same operators, with whatever numbers."""
     return [
         (layer.name, layer.reads, layer.writes, [(node.op, str(node.target)) for node in layer.module.graph.nodes])
         if isinstance(layer.module, fx.GraphModule)
@@ -216,7 +201,7 @@ def _structure(chain: Chain) -> object:
 
 
 class _Leaving(nn.Module):
-    """A layer that passes on the tensors that it reads."""
+    """Layer that passes on the tensors that it reads."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return views of the tensors, so that each is written here."""
@@ -246,9 +231,7 @@ def _differentiated(chain: Chain, loss: Callable[[Any], Tensor] | None) -> Calla
 
 
 def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments as the capture takes them: by name in the order of the forward's signature, where they have
-    names, so that equal calls look alike.
-    """
+    """Arguments as the capture takes them, so that equal calls look alike: by name, in signature order, if named."""
     signature = inspect.signature(model.forward)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
@@ -268,7 +251,7 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _key(bound: Any) -> object:
-    """Return a key that is equal for calls that one captured chain serves."""
+    """Key that is equal for calls that one captured chain serves."""
     leaves, spec = pytree.tree_flatten(bound)
     return str(spec), tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves

@@ -62,13 +62,7 @@ class _Span:
 
 
 class SegmentedChain:
-    """A chain with memory intervals.
-
-    Args:
-        chain: its layers are run as they are.
-        intervals: in rising order; layers in none of them keep what autograd saves.
-        end: the layer behind the last one that is run.
-    """
+    """Layers before `end` of a chain, with rising memory intervals; layers in none keep what autograd saves."""
 
     def __init__(self, chain: Chain, intervals: Sequence[MemoryInterval], end: int) -> None:
         self._chain, self.end, self._python = chain, end, runs_python(chain.layers)
@@ -170,7 +164,7 @@ def _uncounted(modules: Sequence[nn.Module], again: _Again | None) -> Iterator[N
 
 
 class _Away:
-    """A storage that is on the host."""
+    """Storage that is on the host."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._device = storage.device
@@ -194,8 +188,7 @@ class _Away:
 def _to_host(apart_from: Collection[Tensor]) -> AbstractContextManager[Any]:
     """Context in which saved tensors are offloaded to the host, except those on the storages of `apart_from`.
 
-    Copies are ordered with the device's work: they run on its current stream, to and from memory that is pinned where
-    it can be.
+    Copies run on the device's current stream, in order with its work, to and from memory that is pinned where possible.
     """
     stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
     stored: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], _Away]] = {}
@@ -216,7 +209,7 @@ def _to_host(apart_from: Collection[Tensor]) -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-# -- Memory intervals for one device: the choice that fits a budget, and the captured module run by it.
+# -- Search for the choice of memory intervals that fits a budget.
 #
 # An estimate of the layers and `planners/intervals` with one call in flight propose the fastest choice; its own
 # program is then rehearsed on fake tensors, as `profiling/rehearsal` does for ranks. Where the estimate and the
@@ -234,9 +227,8 @@ Loss = Callable[[Mapping[str, Tensor]], Tensor]
 class Loop:
     """Settings of the loop in which the module trains.
 
-    precision: "float32", or "bfloat16" or "float16" for a loop under autocast. moments: tensors of its own size that
-    the optimizer keeps for each trained parameter. host_bandwidth: bytes per second between device and host; None:
-    nothing is offloaded.
+    precision: "float32", or "bfloat16" or "float16" for a loop under autocast. moments: per trained parameter, tensors
+    of its size that the optimizer keeps. host_bandwidth: bytes per second; None: nothing is offloaded.
     """
 
     precision: str = "float32"
@@ -248,10 +240,9 @@ class Loop:
 class Fit:
     """Choice for training a module within a budget.
 
-    intervals: of the layers `names`; the others keep what autograd saves. peak_bytes: rehearsed, of one step:
-    parameters, moments, gradients, buffers, the inputs, and the memory of forward, loss and backward.
-    static_bytes: the part of it that no choice changes. again_seconds: estimated seconds of recomputed forwards, beside
-    step_seconds, a forward and a backward with everything kept.
+    intervals: of the layers `names`; the others keep what autograd saves. peak_bytes: rehearsed, of one step (see
+    `fit`); static_bytes: the part of it that no choice changes. again_seconds: estimated, of recomputed forwards,
+    beside step_seconds, a forward and a backward with everything kept.
     """
 
     names: tuple[str, ...]
@@ -264,11 +255,8 @@ class Fit:
 
 
 class StepSearch:
-    """Search for the intervals of one step of a module on one device.
-
-    Args:
-        chain: the captured layers, and behind them one that passes on their outputs (its loss reads those).
-        specs: of the chain's inputs. loss: returns the scalar that is differentiated. device: device of the module.
+    """Search for the intervals of one step of a module on one device. The last layer of `chain` passes on the outputs
+    of the captured layers, which `loss` maps to the scalar that is differentiated.
     """
 
     def __init__(
@@ -296,9 +284,7 @@ class StepSearch:
         self.static_bytes = sum(tensor.nbytes for tensor in held) + (1 + loop.moments) * self._trained_bytes
 
     def fit(self, budget: int) -> Fit:
-        """Return the fastest choice within the budget. Raises DoesNotFit, with the static floor and the smallest budget
-        that would do.
-        """
+        """Return the fastest choice within the budget. Raises DoesNotFit, with static floor and smallest budget."""
         if self.peak_bytes(()) <= budget:
             return self._fit((), budget, 0.0)
         best = self._fastest(budget)
@@ -314,10 +300,8 @@ class StepSearch:
         )
 
     def _fastest(self, budget: int) -> Fit | None:
-        """Return the fastest of some choices that fit by their rehearsal.
-
-        The estimate searches within the budget, corrected by its error for the last choice, and within the bounds of
-        earlier answers.
+        """Return the fastest of some choices that fit by their rehearsal. The estimate searches within the budget,
+        corrected by its error for the last choice, and within the bounds of earlier answers.
         """
         low, high = 0.0, float(stage_bytes(self._ranges, 0, self._end, (), 1))
         usable, best = float(budget + self._off(())), None
@@ -341,10 +325,8 @@ class StepSearch:
         return best
 
     def _least(self) -> tuple[int, tuple[MemoryInterval, ...]]:
-        """Return the fewest rehearsed bytes among the smallest choices, and that choice.
-
-        Every layer counts as equally slow here: measured rates differ from time to time, and a budget that was reported
-        once must be enough again.
+        """Return the fewest rehearsed bytes among the smallest choices, and that choice. All layers count as equally
+        slow: measured rates differ from time to time, and a budget that was reported once must be enough again.
         """
         steps = np.arange(self._profile.num_layers + 1, dtype=float)
         fronts = self._fronts_by(LayerSeconds(steps, 2 * steps, 0 * steps, 0 * steps, 0 * steps))
@@ -369,10 +351,8 @@ class StepSearch:
         return Fit(names, intervals, budget, peak, self.static_bytes, self._keeping_seconds, again)
 
     def peak_bytes(self, intervals: tuple[MemoryInterval, ...]) -> int:
-        """Return the most bytes that a step with these intervals takes on the device, as its allocator counts.
-
-        Gradients are None when the step begins. Raises CapslogError where a layer or the loss cannot run on fake
-        tensors.
+        """Return the most bytes that a step with these intervals takes on the device, as its allocator counts;
+        gradients are None when it begins. Raises CapslogError where a layer or the loss cannot run on fake tensors.
         """
         if intervals not in self._peaks:
             self._peaks[intervals] = self._rehearsed(intervals)
@@ -417,7 +397,7 @@ class StepSearch:
 
 
 class _CapturedModule(Workload):
-    """The estimator's view of a step: an existing chain, its inputs and its loss."""
+    """Estimator's view of a step: an existing chain, its inputs and its loss."""
 
     def __init__(self, chain: Chain, specs: Mapping[str, TensorSpec], loss: Loss) -> None:
         self.name, self._chain, self._specs, self._loss = chain.name, chain, specs, loss
