@@ -1,4 +1,1 @@
-"""Who takes part in a run, from which step boundary, what must move, and who holds which copies.
-
-Pure functions on plain data without torch. `varuna_capslog.elastic` carries their answers out.
-"""
+"""Membership of a run: voters, boundaries, layers that must move, holders of copies. Pure functions without torch."""

@@ -38,7 +38,7 @@ from varuna_capslog.schedules import RunShape
 __all__ = ["BY_TIME", "TICK", "Budgeted", "Candidate", "Candidates", "neighbours"]
 
 
-# -- Candidate plans for a number of devices: replicas, stages and cuts, their bytes and the seconds of a step.
+# -- candidates
 #
 # `placing` asks here for the quickest that fits. Everything that does not depend on the devices present (memory
 # costs, bounds, schedules, cuts) is kept between questions, so that a change of membership only chooses. Pure; no
@@ -61,10 +61,10 @@ TICK = 1e-9
 
 @dataclass(frozen=True)
 class Candidate:
-    """Equal pipelines that some devices could be.
+    """Equal pipelines for a number of devices. cuts: first layer of each stage.
 
-    cuts: first layer of each stage. stage_bytes: None where no memory model describes the run.
-    step_ticks: of the simulator, with the exchange of gradients and the update, in nanoseconds; None without seconds.
+    stage_bytes: None where no memory model describes the run. step_ticks: simulated step with gradient exchange and
+    update, in nanoseconds; None without seconds.
     """
 
     replicas: int
@@ -74,16 +74,16 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """Number of devices that it uses."""
+        """Number of devices in use."""
         return self.replicas * len(self.cuts)
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sort key; the smallest is chosen: the quickest, then with most devices, then with fewest replicas."""
+        """Sort key, the smallest wins: the quickest, then most devices, then fewest replicas."""
         return (self.step_ticks or 0, -self.devices, self.replicas)
 
     def fits(self, usable: Sequence[int] | None) -> bool:
-        """Return True if each stage fits the bytes that its devices can use, or if no limit or no bytes are known."""
+        """True where each stage fits the bytes that its devices can use, or where no limit or no bytes are known."""
         if usable is None or self.stage_bytes is None:
             return True
         return all(held <= limit for held, limit in zip(self.stage_bytes, usable, strict=True))
@@ -91,20 +91,18 @@ class Candidate:
 
 @dataclass
 class Candidates:
-    """Every pipeline that could be, for one run.
+    """Every pipeline that is possible for one run.
 
     Args:
         profile: of the chain; None: `layer_bytes` are the layers' weights, and neither bytes nor seconds are predicted.
-        layer_bytes: state of each layer.
-        run: the whole step, over all replicas, which divide its blocks.
-        planner, memory: see `Problem`; with `joint` and `budget` equal pipelines are cut as `throughput`
-            does.
+        layer_bytes: state of each layer. run: the whole step, over all replicas, which divide its blocks.
+        planner, memory: see `Problem`; with `joint` and `budget` equal pipelines are cut as `throughput` does.
         beside: bytes on the device beside training, per layer that a rank owns; default none.
         link: between ranks, in a pipeline and across; by default transfers take no time.
 
     Raises:
-        CapslogError: unknown names, a planner that is too slow for a run that stands still, a profile of another chain,
-            or one that lacks what the memory model or the link needs.
+        CapslogError: unknown names, a planner too slow for a waiting run, or a profile of another chain or without what
+            the memory model or the link needs.
     """
 
     profile: Profile | None
@@ -154,18 +152,17 @@ class Candidates:
 
     @property
     def timed(self) -> bool:
-        """True if the profile tells the seconds of every layer."""
+        """True where the profile has the seconds of every layer."""
         return self._seconds is not None
 
     def _replicas(self, most: int) -> list[int]:
-        """Numbers of replicas up to `most` that share the blocks evenly."""
         if self._seconds is None:
             return [1]
         most = min(most, self.max_replicas or most)
         return [number for number in range(1, most + 1) if self.run.num_blocks % number == 0]
 
     def _costs_of(self, replicas: int) -> StageCosts:
-        """Bytes of every stage of one of so many pipelines, all that the device holds beside training included."""
+        """Bytes of every stage of one of `replicas` pipelines, with all that the device holds beside training."""
         profile = self.profile
         if profile is None:
             return RangeCosts(_ranges(self.layer_bytes, NEVER))
@@ -190,14 +187,13 @@ class Candidates:
         rank: Callable[[Candidate], int] = lambda candidate: 0,
         best_rank: int = 0,
     ) -> Candidate | None:
-        """The best candidate that fits: the smallest `rank`, none of which is below `best_rank`, then the quickest.
+        """Return the fitting candidate with the smallest `rank` (none is below `best_rank`), then the smallest `order`.
 
-        Of equally quick ones that with most devices, then that with fewest replicas. First the cuts that are the best
-        without a limit; then, where a bound says that they may still win, those that the planner finds within limits.
+        First tries cuts that are best without a limit, then, where a bound allows, the planner's cuts within limits.
 
         Args:
             usable: (replicas, stages) -> bytes that each stage's devices can use, None without a limit.
-            speeds: (replicas, stages) -> of each stage's slowest device, at most 1; None: all are alike.
+            speeds: (replicas, stages) -> speed of each stage's slowest device, at most 1; None: all are alike.
         """
         best: tuple[int, tuple[int, int, int]] | None = None
         found = None
@@ -237,7 +233,7 @@ class Candidates:
         return found
 
     def _in_order(self, devices: int) -> list[tuple[int, int]]:
-        """(replicas, stages), those with the smallest bound first; of equals those that use most devices."""
+        """(replicas, stages), the smallest bound first, then most devices."""
         shapes = [
             (replicas, stages)
             for replicas in self._replicas(min(devices, self.run.num_blocks))
@@ -246,18 +242,14 @@ class Candidates:
         return sorted(shapes, key=lambda shape: (self.bound_ticks(*shape), -shape[0] * shape[1], shape[0]))
 
     def candidate(self, replicas: int, stages: int, usable: Sequence[int] | None) -> Candidate:
-        """The planner's cuts for so many pipelines of so many stages, weighed; remembered.
-
-        Cuts that are the best without a limit and fit are the best with it, so the planner is asked again only where
-        they do not fit.
-        """
+        """Return the planner's candidate, remembered; limits are passed only where the cuts without them do not fit."""
         candidate = self._weighed(replicas, stages, None, None)
         if usable is None or candidate.fits(usable):
             return candidate
         return self._weighed(replicas, stages, tuple(usable), None) if self._limits_matter(usable) else candidate
 
     def _limits_matter(self, usable: Sequence[int]) -> bool:
-        """Return True if the planner looks at capacities: `exact` only if they differ, other table planners never."""
+        """True where the planner looks at capacities: `exact` only if they differ, other table planners never."""
         return self.planner in BY_TIME or (self.planner == "exact" and len(set(usable)) > 1)
 
     def _weigh(self, replicas: int, stages: int, usable: tuple[int, ...] | None, speeds: Speeds) -> Candidate:
@@ -281,7 +273,7 @@ class Candidates:
         return exact_cuts(costs, stages, usable) if solution is None else solution.cuts
 
     def _step_ticks(self, replicas: int, cuts: tuple[int, ...], speeds: Speeds = None) -> int | None:
-        """The step of one pipeline by the simulator, the exchange with the others, and the slowest update."""
+        """Simulated step of one pipeline, the exchange with the others, and the slowest update."""
         if self._seconds is None:
             return None
         player = step_player(self.run.share(replicas), len(cuts))
@@ -290,31 +282,29 @@ class Candidates:
         return round((seconds + self._after(replicas, float(weights))) / TICK)
 
     def _after(self, replicas: int, parameter_bytes: float) -> float:
-        """Seconds of a stage with so many bytes of parameters after its last backward: the other pipelines' blocks come
-        one by one, then it updates.
-        """
+        """Seconds after a stage's last backward: the other pipelines' blocks arrive one by one, then it updates."""
         blocks = self.run.num_blocks
         foreign = blocks - blocks // replicas
         exchange = foreign * self.link.seconds(round(parameter_bytes)) if foreign and parameter_bytes else 0.0
         return exchange + self._update_rate * parameter_bytes
 
     def bound_ticks(self, replicas: int, stages: int) -> int:
-        """Lower bound in ticks of the step of so many pipelines of so many stages; 0 without seconds."""
+        """Lower bound in ticks of the step of a candidate; 0 without seconds."""
         if self._seconds is None:
             return 0
         return self._in_ticks(replicas, stages, float(self._bounds(replicas)[stages]))
 
     def _in_ticks(self, replicas: int, stages: int, seconds: float) -> int:
-        """A bound of the seconds of one pipeline, with what follows its last backward."""
+        """Bound of one pipeline in ticks, with what follows its last backward."""
         # The stage with most parameters has at least an even part of them. A tick less, for what rounding adds.
         after = self._after(replicas, float(self._parameters[-1]) / stages)
         return int((seconds + after) * (1 - 1e-12) / TICK) - 1
 
     def _find_stage_seconds(self, replicas: int) -> tuple[Floats, Floats]:
-        """[L, L + 1] and [L]: seconds that no schedule can avoid where layers first .. end-1 are a stage, and where the
-        layers from `first` on are the last one.
+        """[L, L + 1], [L]: unavoidable seconds of layers first .. end-1 as a stage, and of a last stage that begins at
+        `first`.
 
-        The first forward and the last backward of one microbatch on the layers before, and the stage's work on all
+        Counts one microbatch's first forward and last backward on the layers before, and the stage's work on all
         microbatches. With recomputation every stage but the last repeats all forwards, except one that its backward
         follows at once. 0 without seconds.
         """
@@ -333,7 +323,7 @@ class Candidates:
         return inner, last
 
     def _least_seconds(self, replicas: int) -> Floats:
-        """[L + 1]: by number of stages, a bound below the step of one pipeline.
+        """[L + 1]: by number of stages, a lower bound of the step of one pipeline.
 
         State       (s, m): layers 0 .. m-1 in s stages.
         Transition  (s, l) -> (s + 1, m) with l < m: stage s holds layers l .. m-1.
@@ -349,7 +339,7 @@ class Candidates:
         return bounds
 
     def _limited_bound(self, replicas: int, stages: int, usable: Sequence[int]) -> int | None:
-        """Lower bound as `bound_ticks`, over the cut lists that fit; None if there are none. The search is that of
+        """Lower bound as `bound_ticks`, over the cut lists that fit; None where none fits. The search of
         `_least_seconds` for one number of stages: stage s begins at one of layers s .. s + L - S.
         """
         if any(least > size for least, size in zip(self._least_bytes(replicas, stages), usable, strict=True)):
@@ -368,7 +358,7 @@ class Candidates:
         return None if np.isinf(bound) else self._in_ticks(replicas, stages, bound)
 
     def _find_least_bytes(self, replicas: int, stages: int) -> list[int]:
-        """The bytes of the smallest stage that could be at each place."""
+        """Bytes of the smallest possible stage at each place."""
         costs, slack = self._costs[replicas], self.num_layers - stages + 1
         return [
             int(costs.matrix(stage, stages)[stage : stage + slack, stage + 1 : stage + 1 + slack].min())
@@ -378,16 +368,15 @@ class Candidates:
     # -- ahead of time, and when nothing fits
 
     def prepare(self, devices: int) -> None:
-        """Weighs all candidates of up to `devices` devices without a limit, while no member waits for them.
-
-        Afterwards a question takes milliseconds where the devices are alike; see benchmarks/morph/search.
+        """Weigh all candidates of up to `devices` devices without a limit, while no member waits for them; later
+        questions then take milliseconds where the devices are alike (benchmarks/morph/search).
         """
         for replicas, stages in self._in_order(devices):
             self.candidate(replicas, stages, None)
             self._least_bytes(replicas, stages)
 
     def _find_fewest_devices(self, capacity: int) -> int | None:
-        """Devices of `capacity` bytes that one pipeline needs at least, with the best cuts; None: none would do."""
+        """Fewest devices of `capacity` bytes for one pipeline with the best cuts; None where no number is enough."""
         return fewest_devices(self._costs[1], self.headroom.usable(capacity))
 
 
@@ -396,7 +385,7 @@ def _running(sizes: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _ranges(sizes: Sequence[int], nothing: int) -> NDArray[np.int64]:
-    """[L, L + 1]: the sizes of layers first .. end-1 together, `nothing` where end <= first."""
+    """[L, L + 1]: summed sizes of layers first .. end-1, `nothing` where end <= first."""
     running = _running(sizes)
     sums = running[None, :] - running[:-1, None]
     return np.where(np.tri(*sums.shape, dtype=np.bool_), nothing, sums)
@@ -414,14 +403,12 @@ _NO_LIMIT = 1 << 62
 
 
 class Budgeted:
-    """Plans by the capacities and speeds of the devices and the copies that they keep, remembered.
+    """Plans of planner `budget` by devices' capacities, speeds and copies, remembered.
 
     Args:
-        profile: with seconds.
-        run: the whole step; its schedule may be left open.
+        profile: with seconds. run: the whole step; its schedule may be left open.
         beside: bytes on the device beside training, per layer that a rank owns.
-        tier, link: see `Problem`.
-        limit_seconds: when to end a search; None: when all is searched.
+        tier, link: see `Problem`. limit_seconds: of a search; None: no limit.
     """
 
     def __init__(
@@ -443,7 +430,7 @@ class Budgeted:
     def of(
         cls, candidates: Candidates, run: RunShape, tier: HostMemory, link: Link, limit_seconds: float | None = None
     ) -> Budgeted | None:
-        """Return None where the run's planner is another one, or the profile lacks seconds or bytes of the run."""
+        """Return None where the run has another planner, or the profile lacks seconds or bytes of the run."""
         profile, beside = candidates.profile, candidates.beside
         ours = candidates.planner == BUDGET and candidates.described and candidates.timed
         if not ours or profile is None:
@@ -451,14 +438,11 @@ class Budgeted:
         return cls(profile, run, beside or [0] * profile.num_layers, tier, link, limit_seconds)
 
     def plan(self, seats: Sequence[Seat], copies: Sequence[int] = (), replicas: int = 1) -> Plan:
-        """The plan of so many equal pipelines for the devices of these seats, by rank; where none fits, the one that
-        lacks least.
+        """Return a plan of `replicas` equal pipelines for these seats, by rank: one that fits, or the one that lacks
+        least.
 
-        Its bytes are those of training alone; what lies beside is in its verdict.
-
-        Args:
-            copies: bytes that each rank keeps for others; default none.
-            replicas: divides the run's blocks.
+        Its bytes are those of training alone; its verdict counts what lies beside.
+        copies: bytes that each rank keeps for others; default none. replicas: divides the run's blocks.
         """
         capacities, held = tuple(seat.capacity for seat in seats), tuple(copies) if any(copies) else ()
         key = replicas, capacities, held, speeds_of(seats) or ()
@@ -468,7 +452,7 @@ class Budgeted:
         return self._known[key]
 
     def replicas(self, devices: int) -> list[int]:
-        """Numbers of equal pipelines that so many devices could be, those with the shortest step at best first."""
+        """Numbers of equal pipelines for these devices, those with the smallest lower bound of the step first."""
         counts = [
             count for count in range(1, min(devices, self._run.num_blocks) + 1) if self._run.num_blocks % count == 0
         ]
@@ -477,7 +461,7 @@ class Budgeted:
         return sorted(counts, key=lambda count: (self.least_seconds(devices, count), -count))
 
     def least_seconds(self, devices: int, replicas: int) -> float:
-        """Lower bound in seconds of the step of so many equal pipelines on these devices, whatever their memory."""
+        """Lower bound in seconds of the step of `replicas` equal pipelines, whatever the devices' memory."""
         key = min(devices // replicas, self._profile.num_layers), replicas
         if replicas == 1 and self._run.schedule in GRAPH_SCHEDULES:
             return even_share_seconds(self._profile, self._run.microbatches, key[0])
@@ -487,30 +471,28 @@ class Budgeted:
         return self._least[key]
 
     def prepare(self, devices: int) -> None:
-        """Finds the least seconds of all that up to `devices` devices could be, while no member waits for them."""
+        """Compute the lower bounds for up to `devices` devices, while no member waits for them."""
         for count in range(1, devices + 1):
             self.replicas(count)
 
     def lack(self, plan: Plan, capacities: Sequence[int]) -> str | None:
-        """Say what a plan of any pipelines lacks on these devices by the fold of its ranks, snapshots counted; None: it
-        fits.
-        """
+        """Say what a plan lacks on these devices in a simulation of its ranks, snapshots counted; None: it fits."""
         limits = tuple(PlanRank(capacity_bytes=size or None) for size in capacities[: plan.num_ranks])
         bare = dataclasses.replace(plan, ranks=limits, fits=None, shortfall=None, notes=())
         verdict = judged(self._held, bare, self._run.settled(), tier=self._tier)
         return None if verdict.fits else "; ".join(verdict.notes)
 
     def step_seconds(self, plan: Plan) -> float | None:
-        """The step of any plan as it is played; None where it cannot be."""
+        """Simulated step of any plan; None where it cannot be simulated."""
         return with_step_seconds(self._profile, plan, self._run.settled(), self._link).step_seconds
 
     def taken(self) -> list[Any]:
-        """Return the plans searched since the last call, for `learn` of other members; JSON values."""
+        """Return the plans found since the last call, as JSON values for `learn` of other members."""
         searched, self._new = self._new, []
         return searched
 
     def learn(self, entries: Sequence[Any]) -> None:
-        """Take over what another member's `taken` returned. Raises CapslogError for an invalid plan."""
+        """Add plans from another member's `taken`. Raises CapslogError for an invalid plan."""
         for replicas, capacities, copies, speeds, plan in entries:
             key = replicas, tuple(capacities), tuple(copies), tuple(speeds)
             self._known.setdefault(key, Plan.from_json(plan, "a plan that was prepared for a change"))
@@ -557,12 +539,9 @@ class Budgeted:
 
 
 def neighbours(seats: Sequence[Seat], least: int = 1) -> Iterator[list[Seat]]:
-    """Yield seats that there may be after the next changes, the likelier ones first: one less, one more, ever fewer.
+    """Yield seats after possible next changes, the likelier first: one less, one more, ever fewer.
 
-    Seats whose devices and hosts are alike, by rank, are yielded once.
-
-    Args:
-        least: fewest devices that the run trains with.
+    Seats with the same devices and hosts, by rank, come once. least: fewest devices that the run trains with.
     """
     hosts = {seat.host for seat in seats}
     more = Seat("?", min(hosts) if len(hosts) == 1 else "?", min(seat.capacity for seat in seats))

@@ -1,4 +1,4 @@
-"""The state of one member, and its way from one generation to the next, whatever the cause of the change."""
+"""State of one member, and its way from one generation to the next, whatever the cause of the change."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ class Job:
     """Settings that are the same on every rank for a whole run.
 
     Attributes:
-        layer_bytes: state of each layer.
-        place: from seats to layout (see `recovery.Place`); deterministic, the same on every rank.
+        layer_bytes: state of each layer. place: from seats to layout (see `recovery.Place`); deterministic.
         sync: `protection: sync`, copies follow each step before its vote; False (`async`): one step behind.
         shadows: planned changes copy ahead before they commit; False: they commit at the next boundary.
     """
@@ -89,10 +88,8 @@ class Job:
         values: Mapping[Member, m.Value],
         make: Callable[[Job, Generation, Mapping[Member, m.Value]], Result],
     ) -> Result:
-        """Return what `make` makes of a whole round of a generation, made once for this very object of values.
-
-        It is the same for all members. In a simulation they get one object; without this the cost of a change would
-        grow with the square of their number.
+        """Return the result of `make` for a whole round, computed once per `values` object. In a simulation all members
+        share the object; without this the cost of a change would grow with the square of their number.
         """
         for of, by, answer in self._remembered:
             if of is values and by == record:
@@ -107,9 +104,8 @@ class Roles:
     """Roles of a member for the layers of the last decided generation.
 
     Attributes:
-        own, copies, shadows: layers it trains, keeps copies of, holds ahead of a planned change.
-        missing: own layers still on their way.
-        layout: of all members, to judge whether the survivors hold everything.
+        own, copies, shadows: layers that it trains, keeps copies of, holds ahead of a planned change.
+        missing: owned layers still on their way. layout: of all members; shows whether the survivors hold everything.
     """
 
     own: frozenset[int] = frozenset()
@@ -121,15 +117,13 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """The changes of the membership that a member knows to be wished, until they are part of a generation.
+    """Changes of the membership that a member knows to be wished, until they are part of a generation.
 
     Attributes:
-        urgent: there is no time to prepare them.
-        hints: members of the generation that may be told to leave.
-        save: its votes ask for a checkpoint before a change begins.
-        saving: that checkpoint comes before the computation that is under way.
-        prepared: the wishes for which its shadows are complete.
-        planned: it stopped because a vote said so; the new generation may be proposed at once.
+        urgent: no time to prepare them. hints: members of the generation that may be told to leave.
+        save: votes ask for a checkpoint before a change begins; saving: it comes before the computation under way.
+        prepared: wishes for which its shadows are complete.
+        planned: a vote told it to stop; the new generation may be proposed at once.
     """
 
     changes: frozenset[m.Change] = frozenset()
@@ -143,22 +137,18 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that one member knows; changed by `step` only. A process that has just started knows of no generation.
+    """Everything that one member knows; changed by `step` only.
 
     Attributes:
         me: never used before.
-        record: the newest generation it adopted, or, OUTSIDE, the newest it saw.
-        round: 0 while it gathers, then the step that is under way.
-        cast: it has cast in this round.
-        computed, copied: the gradients and copies that the vote waits for are here (`copied`: the step of the copies).
-        heard: single values of rounds of this generation or later ones, kept until the round is complete.
-        held: all of the training state that it can send, whatever for; at first what earlier members wrote to disk
-            (`Persist`) and this one can read.
-        at: the boundary of its own layers.
-        base: where this generation began; None before that is decided.
+        record: the newest generation it adopted, or, OUTSIDE, saw; a new process knows none.
+        round: 0 while it gathers, then the step under way; cast: it has cast in this round.
+        computed, copied: gradients and copies that the vote waits for are here (`copied`: the step of the copies).
+        heard: values of rounds of this generation or later ones, kept until the round is complete.
+        held: all training state that it can send; at first the readable part of what earlier members wrote (`Persist`).
+        at: the boundary of its layers. base: where this generation began; None before that is decided.
         suspects: participants that the failure detector takes for lost.
-        unseen: a newer generation seen while its own vote was out.
-        wants_in: OUTSIDE, it asks to be let in.
+        unseen: a newer generation seen while its vote was out. wants_in: OUTSIDE, it asks to be let in.
         regress: WAIT, it waits for holders of settled steps, and may go back to the checkpoint instead.
         checkpoint: the newest complete one that it knows of.
         voted: generation and boundary of its last vote on a step.
@@ -188,11 +178,11 @@ class State:
 
     @property
     def votes(self) -> bool:
-        """True if this member is a voter of its generation."""
+        """True where this member is a voter of its generation."""
         return self.me in self.record.members
 
 
-# -- The state of one member, and its way from one generation to the next, whatever the cause of the change.
+# -- From one generation to the next
 #
 # The part of `protocol.step` that answers notices, lost peers and the store. Every cause (leave, crash, hang,
 # partition, join, straggler) ends in the same three acts: stop answering, found the successor or hear of it, adopt
@@ -207,15 +197,14 @@ class State:
 
 @dataclass
 class Ahead:
-    """A change under way at one member.
+    """Change under way at one member.
 
     Attributes:
-        targets: layer -> members that will own or copy it and do not hold it, for those layers that this member sends.
+        targets: layer -> future owners and copiers that lack it, for the layers that this member sends.
         mine: layers that come here.
-        sent: layer -> members that were sent a copy in this generation, for whatever change; they get every update.
-        began: the copies of this change have been sent.
-        hinted: it may never be made; no vote waits for it.
-        layout: owners and copies after the change; None where the next generation will wait.
+        sent: layer -> members that got a copy in this generation, for any change; they get every update.
+        began: copies of this change have been sent. hinted: it may never be made; no vote waits for it.
+        layout: after the change; None where the next generation will wait.
     """
 
     changes: frozenset[Change]
@@ -227,7 +216,7 @@ class Ahead:
     layout: MemberLayout | None = None
 
     def due(self) -> list[tuple[int, tuple[Member, ...]]]:
-        """Return what is to be sent now, each copy once: layers and the members that have not got them."""
+        """Return (layer, members that lack it) to send now; each copy is sent once."""
         self.began = True
         due = []
         for layer, members in self.targets.items():
@@ -239,12 +228,12 @@ class Ahead:
 
 
 def first_owner(layer: int, layout: MemberLayout, members: Sequence[Member]) -> Member | None:
-    """Return the member that sends a layer, of several replicas that own it; None where none does."""
+    """Return the replica that sends a layer; None where no member owns it."""
     return next((member for member in members if layer in layout.owned.get(member, ())), None)
 
 
 def stay_with(record: Generation, changes: Collection[Change]) -> list[Member]:
-    """The members of the generation that these changes lead to, by rank, if nothing else happens."""
+    """Return the members of the generation after these changes, by rank, if nothing else happens."""
     leave = {member for kind, member in changes if kind == "leave"}
     join = sorted(member for kind, member in changes if kind == "join")
     stay = [member for member in record.members if member not in leave]
@@ -260,10 +249,9 @@ def find_ahead(
     place: Place,
     layer_bytes: Sequence[int],
 ) -> Ahead:
-    """Find the layers that move for these changes. Joining members get none ahead: they are not in this generation.
+    """Find the layers that move for these changes. Joining members get none: they are not in this generation.
 
-    Args:
-        seats: of all members, and of those that asked to be let in; the same everywhere, or the members disagree.
+    seats: of all members and of those that asked to be let in; equal at all members, or they disagree.
     """
     stay = stay_with(record, changes)
     wanted = place([seats[member] for member in stay]) if stay else "no device is left"
@@ -288,14 +276,14 @@ def find_ahead(
 
 
 def hint(state: State, change: m.Change) -> Step:
-    """Make a change that may be wished later a part of this member's votes; it has no other effect here."""
+    """Add a change that may be wished later to this member's votes, without another effect here."""
     if state.phase is Phase.OUTSIDE or change[1] not in state.record.members:
         return state, ()
     return replace(state, wishes=replace(state.wishes, hints=state.wishes.hints | {change})), ()
 
 
 def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> Step:
-    """Make a change a part of the next vote; in a generation that waits and does not vote, it is made at once."""
+    """Add a change to the next vote; a generation that waits and does not vote makes it at once."""
     kind, member = change
     if state.phase is Phase.OUTSIDE:
         gives_up = change == ("leave", state.me) and state.wants_in
@@ -312,7 +300,7 @@ def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> St
 
 
 def broken(state: State) -> Step:
-    """Something of the generation is lost, or arrived damaged; which member is lost is not known yet."""
+    """Handle a loss in the generation, or damaged data; which member is lost is not known yet."""
     if not state.votes or state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
         return state, ()
     if state.unseen is not None:
@@ -321,8 +309,8 @@ def broken(state: State) -> Step:
 
 
 def tightened(state: State, capacity: int) -> Step:
-    """This member needs a plan for a smaller device. It gives the step up, and founds the same generation anew at once:
-    nobody is lost, and the others, which still compute, stop when its communication ends.
+    """Give the step up and found the same generation anew, with a plan for a smaller device. No member is lost; the
+    others, which still compute, stop when the generation's communication ends.
     """
     if not state.votes or state.phase is not Phase.RUN or state.cast:
         return state, ()
@@ -331,7 +319,7 @@ def tightened(state: State, capacity: int) -> Step:
 
 
 def suspects(state: State, members: frozenset[Member]) -> Step:
-    """Take over the members that the failure detector suspects; only participants of its own generation count."""
+    """Set the suspected members; only participants of this member's generation count."""
     state = replace(state, suspects=members.intersection(state.record.participants))
     if (state.phase is Phase.CHANGE and state.votes) or _concerned(state):
         return stop_answering(state)
@@ -339,7 +327,7 @@ def suspects(state: State, members: frozenset[Member]) -> Step:
 
 
 def _concerned(state: State) -> bool:
-    """Return True if this voter waits, or will wait, for a suspected member; a leaving member founds nothing."""
+    """True where this voter waits, or will wait, for a suspected member; a leaving member founds nothing."""
     if not state.votes:
         return False
     match state.phase:
@@ -352,10 +340,8 @@ def _concerned(state: State) -> bool:
 
 
 def stop_answering(state: State) -> Step:
-    """Stop answering this generation for ever, and found the next one if this member may.
-
-    It may at once when a vote said so, or when it knows the lost members and the remaining ones hold every layer.
-    Otherwise others may be better placed, and it waits for `Tick`.
+    """Stop answering this generation for ever, and found the next if this member may: at once after a vote, or when it
+    knows the lost members and the others hold every layer. Otherwise others may know more, and it waits for `Tick`.
     """
     effects: list[m.Effect] = []
     if state.phase is not Phase.CHANGE:
@@ -371,10 +357,8 @@ def stop_answering(state: State) -> Step:
 
 
 def _proposal(state: State) -> tuple[m.Effect, ...]:
-    """Return the compare-and-set that founds the next generation.
-
-    Only a voter may: with it, its generation has ended before the next one begins; and it alone knows for sure whether
-    there was a step, and from where.
+    """Return the compare-and-set that founds the next generation. Only a voter may: its generation has ended before the
+    next begins, and only a voter knows for sure whether a step was taken, and from which boundary.
     """
     if not state.votes:
         return (m.ReadStore(),)
@@ -392,7 +376,7 @@ def _proposal(state: State) -> tuple[m.Effect, ...]:
 
 
 def tick(state: State) -> Step:
-    """A time limit has passed."""
+    """Handle a time limit that has passed."""
     match state.phase:
         case Phase.CHANGE:
             return state, _proposal(state)
@@ -407,7 +391,7 @@ def tick(state: State) -> Step:
 
 
 def store_says(state: State, record: Generation) -> Step:
-    """Handle a record that the store holds or held; one older than the known record changes nothing."""
+    """Handle a record of the store; one older than the known record changes nothing."""
     if record.number > state.record.number:
         if state.phase is Phase.RUN and state.cast:
             # Its vote may have been the last one missing: the tally, or the end of communication, will tell.
@@ -420,7 +404,7 @@ def store_says(state: State, record: Generation) -> Step:
 
 
 def adopt(state: State, record: Generation) -> Step:
-    """Take part in a generation that the store holds, or note that it was made without this member."""
+    """Take part in a generation of the store, or note that it was made without this member."""
     effects: list[m.Effect] = []
     if state.phase not in (Phase.OUTSIDE, Phase.CHANGE):
         effects.append(m.Abort(state.record.number))
@@ -465,7 +449,7 @@ def adopt(state: State, record: Generation) -> Step:
 
 
 def outside(state: State, record: Generation, wants_in: bool) -> Step:
-    """Become a member outside the generation. Its layers are kept: the generation may turn out to need them."""
+    """Leave the generation, but keep the layers: the generation may turn out to need them."""
     state = replace(
         state,
         phase=Phase.OUTSIDE,
@@ -489,12 +473,12 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
 
 
 def _heard_of(state: State, generation: int) -> frozenset[m.Heard]:
-    """Values heard of this generation and later ones; older ones are fenced out."""
+    """Values of this generation and later ones; older ones are fenced out."""
     return frozenset(heard for heard in state.heard if heard.generation >= generation)
 
 
 def store_lost(state: State) -> Step:
-    """A running generation needs no store. A change does: then the state goes to disk and the member ends."""
+    """Handle the loss of the store: a running generation goes on; in a change, write the state to disk and stop."""
     serves = not state.votes and state.phase in (Phase.GATHER, Phase.SERVE)
     if state.phase is not Phase.CHANGE and not serves:
         return state, ()

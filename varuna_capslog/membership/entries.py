@@ -1,7 +1,6 @@
-"""The entries of the store's log: messages of hosts, members and people to all participants of a run.
+"""Entries of the store's log: messages of hosts, members and people to all participants of a run.
 
-Every entry is a record that checks itself when it is made, so none that is invalid is ever written or acted on.
-`to_json` gives the form in which the store keeps it, `read` is the way back. `docs/elastic.md` lists their writers.
+Every entry checks itself when it is made, so no invalid one is written or acted on. Writers: see `docs/elastic.md`.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ _KINDS: dict[str, type[Entry]] = {}
 
 @dataclass(frozen=True)
 class Entry:
-    """Base of all entries: a field of one name means the same in each of them.
-
-    Raises:
-        CapslogError: the value of a field is not valid.
-    """
+    """Base of all entries: a field of one name means the same in each. Raises CapslogError for an invalid field."""
 
     kind: ClassVar[str]
 
@@ -69,13 +64,13 @@ class Entry:
         fields.within(f"entry {self.kind!r} of the log", check)
 
     def to_json(self) -> dict[str, Any]:
-        """The form in which the store keeps it."""
+        """Return the form in which the store keeps it; `read` is the inverse."""
         return {"kind": self.kind, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)}}
 
 
 @dataclass(frozen=True)
 class GenerationEntry(Entry, kind="generation"):
-    """The record of the newest generation. Only the store writes it, as its compare-and-set."""
+    """Record of the newest generation. Only the store writes it, as its compare-and-set."""
 
     record: Generation
 
@@ -85,7 +80,7 @@ class GenerationEntry(Entry, kind="generation"):
 
 @dataclass(frozen=True)
 class HostsEntry(Entry, kind="hosts"):
-    """A supervisor has come ("here", with so many `workers`), has gone home ("gone"), or does not answer ("lost")."""
+    """A supervisor has come ("here", with `workers`), has gone home ("gone"), or does not answer ("lost")."""
 
     host: str
     state: str
@@ -111,7 +106,7 @@ class HelloEntry(Entry, kind="hello"):
 
 @dataclass(frozen=True)
 class AskEntry(Entry, kind="ask"):
-    """A member wants to be let in; `capacity` is the bytes of its device, 0 where the run has no capacities."""
+    """A member wants to be let in; capacity: bytes of its device, 0 where the run has no capacities."""
 
     member: Member
     host: str | None = None
@@ -120,13 +115,7 @@ class AskEntry(Entry, kind="ask"):
 
 @dataclass(frozen=True)
 class DeadEntry(Entry, kind="dead"):
-    """A member has ended, or is taken for dead; this is final.
-
-    Attributes:
-        why: in a sentence.
-        by: the host that says so.
-        cause: a name of `base/failures.CAUSES`.
-    """
+    """A member has ended, or is taken for dead; final. by: host that says so; cause: key of `base/failures.CAUSES`."""
 
     member: Member
     why: str | None = None
@@ -136,19 +125,17 @@ class DeadEntry(Entry, kind="dead"):
 
 @dataclass(frozen=True)
 class LeftEntry(Entry, kind="left"):
-    """A member has ended as it should, and no member waits for it any more."""
+    """A member has ended as it should, and no member waits for it."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class NoticeEntry(Entry, kind="notice"):
-    """A member is to leave.
+    """A member is to leave. urgent: at the next boundary, whatever was copied ahead.
 
-    Attributes:
-        urgent: at the next boundary, whatever was copied ahead.
-        deadline: when it may be gone, in seconds since 1970; None: no deadline.
-        left: seconds until then as its writer counted; never more are left, whatever a reader's clock says.
+    deadline: when it may be gone, in seconds since 1970; None: no deadline.
+    left: seconds until then by its writer's clock; never more are left, whatever a reader's clock says.
     """
 
     member: Member
@@ -171,12 +158,7 @@ class HintEntry(Entry, kind="hint"):
 
 @dataclass(frozen=True)
 class AnnounceEntry(Entry, kind="announce"):
-    """A host is to leave and tells its members.
-
-    Attributes:
-        notice: "hint", "leave" or "now".
-        deadline, left: as in `NoticeEntry`.
-    """
+    """A host is to leave and tells its members. notice: "hint", "leave" or "now"; the rest as in `NoticeEntry`."""
 
     host: str
     notice: str
@@ -187,14 +169,14 @@ class AnnounceEntry(Entry, kind="announce"):
 
 @dataclass(frozen=True)
 class RequestEntry(Entry, kind="request"):
-    """The run is to have so many workers: hosts start or send away their share."""
+    """The run is to have `devices` workers: hosts start or send away their share."""
 
     devices: int
 
 
 @dataclass(frozen=True)
 class BrokenEntry(Entry, kind="broken"):
-    """A member answers this generation no more."""
+    """A member has stopped answering this generation."""
 
     generation: int
     member: Member
@@ -210,12 +192,9 @@ class CheckpointEntry(Entry, kind="checkpoint"):
 
 @dataclass(frozen=True)
 class FinishedEntry(Entry, kind="finished"):
-    """The run has ended.
+    """The run has ended. step: the last applied step; stopped: early, on request; asked: by a person.
 
-    Attributes:
-        step: the last one that was applied.
-        stopped: early, as it was asked to; `asked`: by a person.
-        failure: what would stop every member: its `member`, `cause`, `kind` and `time`.
+    failure: what would stop every member: its `member`, `cause`, `kind` and `time`.
     """
 
     step: int = 0
@@ -225,11 +204,7 @@ class FinishedEntry(Entry, kind="finished"):
 
 
 def read(value: Mapping[str, Any]) -> Entry | None:
-    """The entry that the store keeps as this JSON object; None: its kind is unknown here.
-
-    Raises:
-        CapslogError: a field is missing, unknown or not valid.
-    """
+    """Return the entry of this JSON object; None for an unknown kind. Raises CapslogError for missing or bad fields."""
     record = _KINDS.get(str(value.get("kind")))
     if record is None:
         return None
@@ -276,19 +251,15 @@ _CHECKS: Mapping[str, Callable[[Any, str], object]] = {
 
 
 class Roster:
-    """Everything that supervisors and members need of the log. Attributes are to be read only.
+    """State of the log for supervisors and members. Attributes are to be read only.
 
     Attributes:
         taken: number of entries.
         hosts: those that are here, with the number of workers each can have.
         members: workers that have neither ended nor been declared dead, oldest first, with their hosts.
-        dead: declared dead, by any host or member.
-        here: workers that have loaded and read the log.
-        gone: workers whose own host has reported their end, so that it is certain.
-        noticed: workers that have got a notice to leave.
-        generation: the newest.
-        broken: newest generation that a member said is broken.
-        checkpoint: the newest that was written.
+        dead: workers declared dead, by any host or member; gone: their host has reported their end, so it is certain.
+        here: workers that have loaded and read the log; noticed: those with a notice to leave.
+        generation, checkpoint: the newest. broken: newest generation that a member reported as broken.
         finished: the entry that ended the run.
     """
 
@@ -309,11 +280,7 @@ class Roster:
         self._spoke: dict[Member, int] = {}
 
     def take(self, value: Mapping[str, Any]) -> Entry | None:
-        """Add the next entry, as the store keeps it; kinds that are of no interest here only count.
-
-        Returns:
-            The entry; None where its kind is unknown.
-        """
+        """Add and return the next entry, as the store keeps it. An unknown kind only counts, and gives None."""
         self.taken += 1
         entry = read(value)
         match entry:
@@ -352,7 +319,7 @@ class Roster:
 
     @property
     def failed_for_all(self) -> Mapping[str, Any] | None:
-        """The failure that ended the run, if it is one that would stop every member: {"member", "cause", "kind"}."""
+        """Failure that ended the run, where it would stop every member."""
         return None if self.finished is None else self.finished.failure
 
     @property
@@ -363,22 +330,22 @@ class Roster:
 
     @property
     def astray(self) -> set[Member]:
-        """Members of earlier generations that may come back: not in the newest one, not ended, not declared dead."""
+        """Members of earlier generations that may come back: not in the newest, not ended, not declared dead."""
         return self._named.keys() - self.gone - self.dead - set(self.generation.participants)
 
     def is_complete(self, hosts: int) -> bool:
-        """Return True if so many hosts have named all their first workers, and no generation was founded yet."""
+        """True where this many hosts have named all their first workers, and no generation was founded yet."""
         if self.generation.number or len(self.hosts) < hosts:
             return False
         named = [*self.members.values()]
         return all(named.count(host) >= workers for host, workers in self.hosts.items())
 
     def was_named(self, member: Member) -> bool:
-        """Return True if this member ever took part in a generation."""
+        """True where this member ever took part in a generation."""
         return member in self._named
 
     def silent(self, generation: int) -> tuple[Member, ...]:
-        """Members of a generation that have said nothing since it broke, nor were named in a later one."""
+        """Members of a generation without a message since it broke, and without a place in a later one."""
         return tuple(
             member
             for member, last in self._named.items()
@@ -387,14 +354,13 @@ class Roster:
 
     @property
     def staying(self) -> list[Member]:
-        """The workers without a notice to leave, oldest first."""
+        """Workers without a notice to leave, oldest first."""
         return [member for member in self.members if member not in self.noticed]
 
     def share(self, host: str, devices: int) -> tuple[int, tuple[Member, ...]]:
-        """Return one host's share so that the run has `devices` workers: how many to start, and which of its own leave.
-
-        All hosts work out the same division. Missing workers are started by the hosts in the order of their names, up
-        to what each can have; of too many the youngest leave.
+        """Return this host's share of a run with `devices` workers: how many to start, and which of its workers leave.
+        All hosts compute the same division: in the order of their names they start missing workers, up to what each can
+        have; of too many the youngest leave.
         """
         staying = self.staying
         missing = devices - len(staying)

@@ -1,4 +1,4 @@
-"""Generations: their members, the boundaries on their past, and the stamp that every state of a layer carries.
+"""Generations: their members, the boundaries on their past, and the stamp of every state of a layer.
 
 The store holds exactly one `Generation`, replaced by compare-and-set on its number; every message of a run names one.
 """
@@ -24,10 +24,9 @@ Member = str
 
 
 class Stamp(NamedTuple):
-    """The boundary after optimizer step `step` of the generation that voted on it; equal stamps mean equal state.
-
-    The generation is part of it because a step may be taken back and voted again by others, with other bits where the
-    device is not deterministic. Sorts by step.
+    """Boundary after optimizer step `step` of the generation that voted on it; equal stamps mean equal state. Sorts by
+    step. The generation is part of it since a step may be taken back and voted again, with other bits on
+    nondeterministic devices.
     """
 
     step: int
@@ -35,7 +34,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of_name(cls, name: str) -> Stamp | None:
-        """The stamp in a file's name, `<step>-<generation>`; None where the name has another form."""
+        """Return the stamp in a file name `<step>-<generation>`; None for another form."""
         return cls(*map(int, name.split("-"))) if re.fullmatch("[0-9]{1,18}-[0-9]{1,18}", name) else None
 
 
@@ -61,16 +60,15 @@ class Generation:
         leaving: members that still send the layers they held, but neither vote nor own a layer.
         lineage: (generation, base) of earlier generations that may have trained since `checkpoint`: the boundary from
             which each went on, bases rising. States beyond such a base from before it were taken back and are void.
-            What a later entry voids as well is left out, and so are all but the newest `LINEAGE_ENTRIES`.
-        checkpoint: the newest checkpoint on the lineage that its founder knew of.
-        reached: newest step that its founder, or an earlier one, had applied; what is older by two was settled.
-        regress: it may go back beyond settled steps, to the checkpoint, where no member is left that holds them.
-        forgotten: generation of the newest entry that the lineage left out because there were too many, 0 if there was
-            none. What generations before it made counts as void: nobody can tell any more what of it was taken back.
-        plan: the plan that its founder chose, its ranks in the order of `members`; None: every member computes the same
-            plan by itself.
-        copies: after a loss, the layers of which each member keeps the copy that it has, where no new copies are
-            made before the next step (`small_motion`); None: copies are placed as `redundancy` asks.
+            Left out are entries that a later one makes redundant, and all but the newest `LINEAGE_ENTRIES`.
+        checkpoint: the newest on the lineage that its founder knew of.
+        reached: newest step that this or an earlier founder had applied; what is older by two was settled.
+        regress: where no member holds the settled steps, it may go back beyond them, to the checkpoint.
+        forgotten: generation of the newest lineage entry dropped because there were too many, 0 for none. States of
+            generations before it count as void: it is unknown which of them were taken back.
+        plan: chosen by its founder, ranks in the order of `members`; None: every member computes the same plan.
+        copies: after a loss, the copies that each member keeps, where none are made before the next step
+            (`small_motion`); None: copies are placed as `redundancy` asks.
         motion: what its founder weighed after a loss, for people (`small_motion.Weighed.told`).
     """
 
@@ -97,11 +95,11 @@ class Generation:
 
     @property
     def participants(self) -> tuple[Member, ...]:
-        """Participants of its first round, the leaving ones included."""
+        """Participants of its first round, the leaving members included."""
         return self.members + self.leaving
 
     def continues(self, stamp: Stamp) -> bool:
-        """Return True if a state lies on this generation's past: never taken back, not older than its checkpoint."""
+        """True where a state lies on this generation's past: never taken back, not older than its checkpoint."""
         if stamp == self.checkpoint:
             return True
         if stamp.step <= self.checkpoint.step or stamp.generation < max(self.checkpoint.generation, self.forgotten):
@@ -121,12 +119,12 @@ class Generation:
         reached: int = 0,
         regress: bool = False,
     ) -> Generation:
-        """The record of the next generation.
+        """Return the record of the next generation.
 
         Args:
-            base: where this generation went on from; None if it did not come so far, hence never trained.
+            base: where this generation went on from; None if it never trained.
             reached: newest step that the founder applied; not read where `base` is None.
-            checkpoint: one that the founder knows of; left aside where it is not on the lineage.
+            checkpoint: known to the founder; ignored where it is not on the lineage.
         """
         lineage = self.lineage
         if base is not None:  # an entry that went on from this boundary or a later one voids nothing beyond this one
@@ -142,17 +140,13 @@ class Generation:
         )
 
     def parked(self, checkpoint: Stamp = INITIAL) -> Generation:
-        """The successor without members, for an authority that *knows* that all voters have ended.
-
-        A member outside may then found the next one. It may go back: what the lost members had settled is gone.
-
-        Args:
-            checkpoint: as in `successor`.
+        """Return the successor without members, for an authority that *knows* that all voters have ended. A member
+        outside may then found the next. It may go back: what the lost members had settled is gone.
         """
         return self.successor((), checkpoint=checkpoint, regress=True)
 
     def to_json(self) -> dict[str, Any]:
-        """The form in which the store keeps it."""
+        """Return the form in which the store keeps it."""
         value = dataclasses.asdict(dataclasses.replace(self, plan=None, copies=None, motion=None))
         del value["plan"], value["copies"], value["motion"]
         value["lineage"] = [[number, *base] for number, base in self.lineage]
@@ -165,7 +159,7 @@ class Generation:
 
     @classmethod
     def from_json(cls, value: Any, where: str = "generation") -> Generation:
-        """The generation that a JSON value holds. Raises CapslogError that begins with `where`."""
+        """Return the generation of a JSON value. Raises CapslogError that begins with `where`."""
 
         def stamp(pair: Any, name: str) -> Stamp:
             step, generation = fields.listed(pair, name, length=2)
@@ -218,12 +212,10 @@ class MemberLayout:
     """Layout of a generation: the layers that each member owns and copies.
 
     Attributes:
-        num_layers: of the chain.
-        owned: layers that a member trains, rising; a member without layers is idle and still votes. Several members
-            own a layer where the pipeline has replicas.
+        owned: layers that a member trains, rising; replicas own the same layers. A member without layers still votes.
         copied: layers that a member keeps copies of for others.
         problem: a sentence where the copies do not protect as the run asks.
-        plan: the members' plan, its ranks in the order of the generation's members; None for a layout without stages.
+        plan: ranks in the order of the generation's members; None for a layout without stages.
     """
 
     num_layers: int
@@ -246,7 +238,7 @@ class MemberLayout:
         copied: Mapping[Member, tuple[int, ...]],
         problem: str | None = None,
     ) -> MemberLayout:
-        """Return the layout of a plan that these members, by rank, run."""
+        """Return the layout of a plan for these members, by rank."""
         owned: dict[int, list[int]] = {}
         for stage in plan.stages:
             for rank in stage.ranks:
@@ -255,15 +247,15 @@ class MemberLayout:
         return cls(plan.num_layers, of_member, copied, problem, plan)
 
     def with_copies(self, copied: Mapping[Member, tuple[int, ...]], problem: str | None) -> MemberLayout:
-        """The same owners, with these copies and no others."""
+        """Return the same owners with these copies alone."""
         return dataclasses.replace(self, copied=dict(copied), problem=problem)
 
     def holds(self, member: Member) -> tuple[int, ...]:
-        """The layers that a member owns, and then those that it copies."""
+        """Layers that a member owns, then those that it copies."""
         return (*self.owned.get(member, ()), *self.copied.get(member, ()))
 
     def covers(self, members: Collection[Member]) -> bool:
-        """Return True if these members hold every layer between them, copies counted."""
+        """True where these members together hold every layer, copies counted."""
         return len(self._holders) == self.num_layers and not any(map(set(members).isdisjoint, self._holders.values()))
 
     def __hash__(self) -> int:

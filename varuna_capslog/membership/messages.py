@@ -1,8 +1,7 @@
-"""Values that members cast in a round, events that the runtime feeds to the protocol, effects that it must carry out.
+"""Values that members cast in a round, events that the runtime feeds to the protocol, and effects that it must execute.
 
-Every event and effect of a generation names it. `protocol.step` drops events of older generations, so the runtime may
-deliver late, twice or out of order; it must keep the promises written at each class. Layers that are no longer in
-`State.held` after the effects were carried out are needed no more: the runtime frees them.
+Every event and effect of a generation names it. `protocol.step` drops older events, so the runtime may deliver late,
+twice or out of order; it must keep the promises at each class. After the effects it frees layers outside `State.held`.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ Change = tuple[str, Member]
 
 
 class Proof(NamedTuple):
-    """The digest of a layer's state at a boundary, computed by a member that holds it.
-
-    owner: the member trained the layer; False: it holds a copy that was made ahead of a planned change.
+    """Digest of a layer's state at a boundary. owner: by a member that trained it; False: by the holder of a copy made
+    ahead.
     """
 
     layer: int
@@ -85,13 +83,12 @@ class Contribution:
     """Value cast in round 0 of a generation: the state and the device of a participant.
 
     Attributes:
-        held: everything of the training state that it can send.
-        host: members of one host are lost together.
-        capacity: bytes of its device, for the planner; 0 where the run has no capacities.
-        checkpoint: the newest complete checkpoint that it knows of.
-        voted: its last vote on a step: in which generation, and from which boundary. Where all voters of that
-            generation voted from there, the boundary is settled, whether or not anybody has seen the outcome.
-        proofs: digests of copies that it holds ahead of a change, and of layers that it trained and others so hold.
+        held: all training state that it can send.
+        host: members of one host are lost together. capacity: bytes of its device; 0 where the run has no capacities.
+        checkpoint: the newest complete one that it knows of.
+        voted: generation and boundary of its last vote on a step. Where all voters of that generation voted from there,
+            the boundary is settled, whether or not any member has seen the outcome.
+        proofs: of copies that it holds ahead of a change, and of trained layers with such copies elsewhere.
     """
 
     held: Held
@@ -107,12 +104,10 @@ class Vote:
     """Cast in round s: this member's share of step s is final.
 
     Attributes:
-        finite: loss and gradients are finite.
-        changes: changes of the membership that this member knows to be wished.
-        prepared: the set of changes for which everything that must move here has been copied ahead.
-        urgent: its deadline leaves no time for preparation.
-        hints: changes that may be wished later.
-        save: one of `changes` may be cut off on its way: a checkpoint is to be written before it begins.
+        finite: loss and gradients are finite. urgent: its deadline leaves no time for preparation.
+        changes: membership changes known to be wished; hints: changes that may be wished later.
+        prepared: changes for which every layer that must move here has been copied ahead.
+        save: a change may be cut off on its way: a checkpoint is to be written before it begins.
     """
 
     finite: bool = True
@@ -137,7 +132,7 @@ class ProtocolEvent:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEvent(ProtocolEvent):
-    """An event of one generation. A member of another one drops it, or asks the store (`Heard` of a newer one)."""
+    """Event of one generation. A member of another drops it, or asks the store (`Heard` of a newer one)."""
 
     generation: int
 
@@ -149,9 +144,8 @@ class Enter(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class StoreSays(ProtocolEvent):
-    """The record in the store: answer to ReadStore and CompareAndSet (whether it was taken or not), or a watch.
-
-    Promise: records come from one store that forgets nothing. A store that was started anew, empty, is lost.
+    """Record in the store: answer to ReadStore and CompareAndSet (taken or not), or a watch. Promise: records come from
+    one store that forgets nothing; a store that was started anew, empty, is lost.
     """
 
     record: Generation
@@ -164,10 +158,8 @@ class StoreLost(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class Heard(GenerationEvent):
-    """Value of a participant in a round, this member's own included. Promise: only what that member cast.
-
-    Round 0 is always heard value by value. Each value then carries the proofs of its sender (see `Proof`), which the
-    runtime adds when it carries out Cast: only the runtime can read memory.
+    """Value of a participant in a round, this member's included. Promise: only what that member cast. Round 0 is always
+    heard value by value, with the sender's proofs (`Proof`), which the runtime adds in Cast: only it can read memory.
     """
 
     round: int
@@ -177,8 +169,7 @@ class Heard(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Tally(GenerationEvent):
-    """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
-
+    """A whole round at once: values of all participants (round 0) or members (steps), as a collective gives them.
     Promise: each of them cast, and all members that get this tally get the same values. The others may not get it.
     """
 
@@ -196,8 +187,8 @@ class Computed(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Copied(GenerationEvent):
-    """Copies that the vote on `step` waits for are here: fed once the step has begun here, and only where this member
-    follows layers of others.
+    """Copies for the vote on `step` are here. Fed once the step has begun, only where this member follows others'
+    layers.
 
     sync: the owners' final gradients of `step` for every copy and shadow, and the copies at the boundary before it.
     async: every copy at the boundary before `step` (shadows as in sync).
@@ -215,7 +206,7 @@ class Received(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Damaged(GenerationEvent):
-    """A layer arrived whose digest is not its sender's; it was not taken, and comes again after a change only."""
+    """A layer's digest was not its sender's. It was not taken, and comes again only after a change."""
 
     layer: int
 
@@ -227,10 +218,9 @@ class Broken(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Suspects(ProtocolEvent):
-    """Members that the failure detector (supervisors, leases) takes for lost now; replaces what it said before.
-
-    Only participants of the member's generation count, so it is fed again after each change of generation. It may be
-    wrong: safety never depends on it. Promise for progress: it becomes right some time.
+    """Members that the failure detector (supervisors, leases) takes for lost now; replaces earlier ones. Fed again
+    after each change, as only participants of the member's generation count. Safety never depends on it, but it must
+    become right some time.
     """
 
     members: frozenset[Member]
@@ -238,18 +228,15 @@ class Suspects(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class Tick(ProtocolEvent):
-    """A time limit has passed in a phase that waits (CHANGE, OUTSIDE, SERVE): ask, or propose, again.
-
-    The first in CHANGE comes later than a usual detection of dead members; later ones may come quicker."""
+    """A time limit has passed in a waiting phase (CHANGE, OUTSIDE, SERVE): ask or propose again. The first in CHANGE
+    comes later than dead members are usually detected; later ones may come quicker.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Wished(ProtocolEvent):
-    """A change that is wished: this member is to leave, one that is outside and warm to join, or a plan to be another.
-
-    Attributes:
-        urgent: no time for preparation.
-        save: nor, perhaps, for the change itself, and it holds layers that no other member has: a checkpoint first.
+    """A change is wished: this member leaves, a warm one outside joins, or the plan changes. urgent: no time to
+    prepare; save: perhaps none for the change either, and only leaving members hold some layers: a checkpoint first.
     """
 
     change: Change
@@ -266,7 +253,7 @@ class Hint(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(GenerationEvent):
-    """Shadows: these layers are here, at the boundary of this step's beginning, and will be kept current by Copied."""
+    """Shadows: these layers are here, at the boundary where this step begins, and Copied keeps them current."""
 
     changes: frozenset[Change]
     layers: frozenset[int]
@@ -281,8 +268,9 @@ class Checkpointed(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class Tightened(GenerationEvent):
-    """A step did not find its memory here: plans reckon with so many bytes of this device now (0: no limit known).
-    voted: that was in its Apply; the boundary before is as it was, and nothing else of the tally was carried out."""
+    """A step lacked memory: plans now count on `capacity` bytes of this device (0: no limit known).
+    voted: this happened in Apply; the boundary before is unchanged, and nothing else of the tally was executed.
+    """
 
     capacity: int
     voted: bool = False
@@ -316,9 +304,8 @@ class ReadStore(Effect):
 
 @dataclass(frozen=True, slots=True)
 class CompareAndSet(Effect):
-    """Replace the record if its number is still `expected`; answer with what the store then holds.
-
-    The runtime may add the plan for the record's members where not all of them would compute the same one.
+    """Replace the record if its number is still `expected`; answer with the store's record. The runtime may add a plan
+    for the record's members where not all of them would compute the same one.
     """
 
     expected: int
@@ -342,8 +329,9 @@ class Compute(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Apply(GenerationEffect):
-    """The vote succeeded: apply the step to the layers owned and followed, keeping their state at `before` as well.
-    The first effect of its tally: where it finds no memory, the runtime takes the tally back, and feeds Tightened."""
+    """The vote succeeded: apply the step to owned and followed layers, and keep their state at `before` as well. First
+    effect of its tally: without memory for it, the runtime takes the tally back and feeds Tightened.
+    """
 
     step: int
     before: Stamp
@@ -351,7 +339,7 @@ class Apply(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Discard(GenerationEffect):
-    """The step was voted down by all: drop its gradients and end the run, the state as before the step."""
+    """All voted the step down: drop its gradients and end the run, the state as before the step."""
 
     step: int
 
@@ -375,12 +363,10 @@ class Load(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Decided(GenerationEffect):
-    """The first round is complete: every participant has the same values, and decides the same.
+    """The first round is complete: all participants have the same values, and make the same decision.
 
-    Attributes:
-        values: of all participants in their order, without the copies that are not trusted.
-        distrusted: layers of which a participant held a copy that is not trusted (see `recovery.distrusted`).
-        moved_bytes: bytes that travel, or are read from the checkpoint, before training goes on.
+    values: of all participants in order, without untrusted copies (see `recovery.distrusted`).
+    distrusted: layers of these copies. moved_bytes: sent, or read from the checkpoint, before training goes on.
     """
 
     values: Mapping[Member, Contribution]
@@ -410,9 +396,8 @@ class Ask(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(GenerationEffect):
-    """Begin to copy ahead the layers that would move for these changes; Prepared when all that come here have come.
-
-    hinted: they may never be made, so no vote waits for the copies, and no event says when they are there.
+    """Begin to copy layers ahead for these changes; Prepared when all that come here have come. hinted: they may never
+    be made, so no vote waits for the copies, and no event says when they are there.
     """
 
     changes: frozenset[Change]

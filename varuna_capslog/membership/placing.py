@@ -1,8 +1,7 @@
 """Layout of the remaining members, with the layers that each trains and copies: `recovery.Place` for the engine.
 
-Every participant of a generation asks with the same seats and gets the same layout, so nothing here depends on the
-clock, on chance or on what was asked before. `candidates` weighs the pipelines, `redundancy` places the copies. It
-imports no torch.
+All participants of a generation ask with the same seats and get the same layout, so nothing here depends on the clock,
+on chance or on earlier questions. `candidates` weighs the pipelines, `redundancy` places the copies. No torch.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ __all__ = ["Choice", "Fleets", "Placer"]
 
 
 class Fleets:
-    """Plans by the capacities and speeds of the devices, remembered.
-
-    Args:
-        candidates: of the run; its snapshots count beside training here, too.
-    """
+    """Joint plans by devices' capacities and speeds, remembered. Snapshots count beside training here, too."""
 
     def __init__(self, candidates: Candidates) -> None:
         self._candidates = candidates
@@ -58,12 +53,12 @@ class Fleets:
 
     @classmethod
     def of(cls, candidates: Candidates) -> Fleets | None:
-        """Return None where the run's planner is another one, or the profile lacks seconds or bytes of the run."""
+        """Return None where the run has another planner, or the profile lacks seconds or bytes of the run."""
         is_ours = candidates.planner in (BUDGET, JOINT) and candidates.described and candidates.timed
         return cls(candidates) if is_ours else None
 
     def _plan(self, kinds: tuple[tuple[int, float], ...]) -> Plan | None:
-        """The plan for devices of (bytes, speed), by rank; 0 bytes: no limit known. None where nothing fits."""
+        """Plan for devices of (bytes, speed), by rank; 0 bytes: no limit known. None where nothing fits."""
         ours = self._candidates
         assert ours.profile is not None
         devices = [Device(size or None, speed) for size, speed in kinds]
@@ -71,7 +66,7 @@ class Fleets:
         return fleet.plan if isinstance(fleet, JointPlan) else None
 
     def prepare(self, devices: int, capacity: int) -> None:
-        """Plans for up to `devices` devices of this capacity, while no member waits for them."""
+        """Plan for up to `devices` devices of this capacity, while no member waits for them."""
         for count in range(1, devices + 1):
             self.plan(((capacity, 1.0),) * count)
 
@@ -87,14 +82,10 @@ Way = list[tuple[int, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice for the members in the order of their ranks.
+    """Ways and bytes of a layout, by rank. ways: every way through the stages once.
 
-    Attributes:
-        ways: every way through the stages once.
-        rank_bytes: bytes of each rank's device, with what lies beside training, 0 for a rank without stages; None where
-            they are not known.
-        links: (rank, rank that reads its stages' outputs) where tensors go straight to the stages that read them; None
-            where the stages of a way hand on to each other in their order.
+    rank_bytes: on each rank's device, with what lies beside training, 0 for a rank without stages; None: not known.
+    links: (rank, rank that reads its outputs) under direct routes; None: each stage of a way sends to the next.
     """
 
     ways: list[Way]
@@ -114,12 +105,10 @@ class Choice:
 
     @classmethod
     def of_plan(cls, plan: Plan, beside: Sequence[int], one_memory: bool = False, edges: Iterable[Edge] = ()) -> Choice:
-        """Return the choice of a plan of any stages; the bytes are those that the plan predicts.
+        """Return the choice of a plan of any stages, with the bytes that the plan predicts.
 
-        Args:
-            beside: bytes on the device beside training, per layer that a rank holds.
-            one_memory: the host tier is the device's own memory.
-            edges: of the chain's graph, which direct routes follow.
+        beside: bytes on the device beside training, per layer that a rank holds. edges: of the chain's graph, which
+        direct routes follow. one_memory: the host tier is the device's own memory.
         """
         layers = [tuple(stage.numbers) for stage in plan.stages]
         ranks = plan.placement()
@@ -141,7 +130,7 @@ class Choice:
     def of_members(
         self, members: Sequence[Member]
     ) -> tuple[list[list[tuple[Member, Sequence[int]]]], list[tuple[Member, Member]] | None]:
-        """`ways` and `links` with the members in the places of their ranks."""
+        """Return `ways` and `links` with members in place of ranks."""
         ways: list[list[tuple[Member, Sequence[int]]]] = [
             [(members[rank], layers) for rank, layers in way] for way in self.ways
         ]
@@ -150,11 +139,11 @@ class Choice:
 
     @property
     def used(self) -> set[int]:
-        """The ranks that have stages."""
+        """Ranks with stages."""
         return {rank for way in self.ways for rank, _ in way}
 
     def fits(self, usable: Sequence[int]) -> bool:
-        """Return True if each rank fits the bytes that its device can use, or where no bytes are known."""
+        """True where each rank fits the bytes that its device can use, or where no bytes are known."""
         return self.rank_bytes is None or all(
             held <= limit for held, limit in zip(self.rank_bytes, usable, strict=False)
         )
@@ -172,27 +161,23 @@ _ROUNDS = 3
 class Placer:
     """Places layers and copies on any number of devices.
 
-    Seats are the ranks of a plan, in order. With the planner `joint` its plan is taken where there is one. What
-    planner `budget` finds is proposed by one member (`propose`), and taken from the record by all.
-    Otherwise the quickest of `Candidates` that fits is taken; without seconds one pipeline of as many stages as
-    possible. Of equal pipelines replica r's device d is seat `r * devices + d`; the last ones beyond these are idle
-    and may keep copies.
+    Seats are the ranks of a plan, in order. Planner `joint`'s plan is taken where there is one; that of `budget` is
+    proposed by one member (`propose`), and all take it from the record. Otherwise the quickest of `Candidates` that
+    fits is taken; without seconds one pipeline of as many stages as possible. Of equal pipelines replica r's device d
+    is seat `r * devices + d`; the seats beyond are idle and may keep copies.
 
     Args:
-        candidates: every pipeline that could be; its `beside` counts the snapshots.
-        elastic: what copies are to protect from, and with how few devices the run waits. Of two placements the one
-            whose copies find room is taken.
-        gradient_bytes: per layer, what its gradients take as they are sent. By default as AdamW's state has them, a
-            third of the layer's state.
-        given: the run's own plan, of any stages, taken where exactly as many devices are there as it is for, and it
-            fits them. It need not be what a planner would choose.
+        candidates: every possible pipeline; its `beside` counts the snapshots.
+        elastic: settings of protection and of the fewest devices. Placements whose copies find room are preferred.
+        gradient_bytes: per layer, as sent; default, as for AdamW's state, a third of the layer's state.
+        given: the run's plan, of any stages; taken for exactly its number of devices, where it fits them.
         tier: where the host tier's bytes lie.
         edges: of the chain's graph, by which members are neighbours under direct routes.
         budgeted: plans of planner `budget`, where that is the run's.
 
     Attributes:
         proposes: plans are searched that two machines might not find alike.
-        copy_bytes: per layer, what a copy of it takes: two boundaries, and the gradients that wait for the vote.
+        copy_bytes: of each layer's copy: two boundaries, and the gradients that wait for the vote.
     """
 
     def __init__(
@@ -228,10 +213,8 @@ class Placer:
         plan: Plan | None = None,
         edges: Sequence[Edge] = (),
     ) -> Placer:
-        """The placer of a run; `plan` is the run's own. One of the short form stands in the config's replicas.
-
-        Raises:
-            CapslogError: as `Candidates`.
+        """Return the placer of a run; a short `plan` stands in the config's replicas. Raises CapslogError as
+        `Candidates`.
         """
         pipeline = config.pipeline
         shape, sizes, link = RunShape.of_config(config), tuple(layer_bytes), Link.of_config(config)
@@ -246,11 +229,7 @@ class Placer:
     def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         """Return the owners and copies of the layers, or the sentence that says for what the run waits.
 
-        Args:
-            plan: the plan that the generation's founder chose for these seats; None: the seats alone decide.
-
-        Raises:
-            CapslogError: `plan` is of another run.
+        plan: the founder's for these seats; None: the seats alone decide. Raises CapslogError if it is of another run.
         """
         if not seats:
             return "no device is left; waiting for one"
@@ -294,8 +273,8 @@ class Placer:
         return self._layout(plan, Choice.of_candidate(candidate, size), seats, limits)
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
-        """The plan for the record of a generation of these seats; None where every member computes the same. A joint
-        plan is always proposed: its search adds and compares times, which two machines may round differently.
+        """Return the plan for the record of a generation; None where every member computes the same. Joint plans are
+        always proposed: their search adds and compares times, which two machines may round differently.
         """
         speeds, plan = speeds_of(seats), None
         if self.budgeted is not None:
@@ -308,7 +287,7 @@ class Placer:
         return dataclasses.replace(plan, ranks=tuple(PlanRank(speed=speed) for speed in speeds[: plan.num_ranks]))
 
     def _given_for(self, seats: Sequence[Seat], limits: _Limits) -> tuple[Plan, Choice] | tuple[None, None]:
-        """The run's own plan, where it is for so many devices of one speed and fits them."""
+        """The run's plan, where it is for this number of devices of one speed and fits them."""
         run_plan, choice = self._given or (None, None)
         fits = run_plan is not None and run_plan.num_ranks == len(seats) and not speeds_of(seats)
         if run_plan is None or choice is None or not fits or not limits.allow(choice):
@@ -316,8 +295,8 @@ class Placer:
         return run_plan, choice
 
     def _protection(self, seats: Sequence[Seat], limits: _Limits) -> tuple[int, Callable[[Choice], int]]:
-        """The host losses that no placement protects from, since the hosts are too few; and those from which the copies
-        of a choice that find room do not protect, of all that are asked for.
+        """Return the host losses that no placement protects from, since hosts are too few, and a function of a choice:
+        the requested losses that its copies, as far as they find room, do not protect from.
         """
         least = max(0, self.elastic.redundancy - (len({seat.host for seat in seats}) - 1))
 
@@ -331,20 +310,18 @@ class Placer:
     # -- before a run
 
     def pipelines(self, cuts: Sequence[int], replicas: int) -> Plan:
-        """The plan of so many equal pipelines of these cuts."""
+        """Return the plan of equal pipelines with these cuts."""
         return _of_pipelines(self.candidates, cuts, replicas)
 
     def cuts(self, seats: Sequence[Seat], replicas: int, stages: int) -> list[int]:
-        """The planner's cuts for so many pipelines on these seats, with the snapshots."""
+        """Return the planner's cuts for equal pipelines on these seats, with the snapshots."""
         usable = _Limits(seats, self.candidates).usable(replicas, stages)
         return list(self.candidates.candidate(replicas, stages, usable).cuts)
 
     # -- planner budget
 
     def _proposed(self, seats: Sequence[Seat]) -> Plan | None:
-        """The run's own plan, else the quickest of planner `budget`'s, of joint ones, and of equal
-        pipelines, of those whose copies protect best; None where nothing fits.
-        """
+        """The run's plan, else the quickest of those whose copies protect best; None where nothing fits."""
         assert self.budgeted is not None
         limits = _Limits(seats, self.candidates)
         run_plan, _ = self._given_for(seats, limits)
@@ -376,7 +353,7 @@ class Placer:
         return dataclasses.replace(pipelines, step_seconds=seconds)
 
     def _or_joint(self, seats: Sequence[Seat], lost: Callable[[Choice], int], best: _Weighed | None) -> _Weighed | None:
-        """Return the best plan so far, or pipelines of unequal length, where they are better."""
+        """Return the best plan so far, or pipelines of unequal length where they are better."""
         if self._fleets is None or self.budgeted is None:
             return best
         joint = self._fleets.plan(tuple((seat.capacity, seat.speed) for seat in seats))
@@ -390,17 +367,11 @@ class Placer:
         return *weight, dataclasses.replace(joint, step_seconds=seconds)
 
     def _lack(self, plan: Plan, seats: Sequence[Seat]) -> str | None:
-        """Say what a plan lacks by the fold, which judges the plans of `budget`; None where it fits, or `budget` is not
-        the run's planner.
-        """
+        """Say what a plan lacks in `budget`'s simulation; None where it fits, or `budget` is not the planner."""
         return None if self.budgeted is None else self.budgeted.lack(plan, [seat.capacity for seat in seats])
 
     def budget_plan(self, seats: Sequence[Seat], replicas: int = 1) -> Plan:
-        """Planner `budget`'s plan of so many equal pipelines for these seats, with room for its copies where that can
-        be had.
-
-        Where nothing fits beside the snapshots, `fits` is False.
-        """
+        """Return `budget`'s plan, if possible with room for copies; `fits` is False if none fits beside snapshots."""
         assert self.budgeted is not None
         limits = _Limits(seats, self.candidates)
         first, copies = self.budgeted.plan(seats, replicas=replicas), [0] * len(seats)
@@ -426,7 +397,7 @@ class Placer:
                 yield self.budgeted.taken()
 
     def learn(self, entries: Sequence[Any]) -> None:
-        """Take over the plans of another member's `look_ahead`. Raises CapslogError for an invalid plan."""
+        """Add plans from another member's `look_ahead`. Raises CapslogError for an invalid plan."""
         if self.budgeted is not None:
             self.budgeted.learn(entries)
 
@@ -439,9 +410,7 @@ class Placer:
             self._fleets.prepare(devices, capacity)
 
     def weighed(self, plan: Plan, seats: Sequence[Seat]) -> tuple[MemberLayout, tuple[int, ...] | None]:
-        """The layout of a plan for these seats, and the bytes of each rank with the reserves that every rank has; None
-        where they are not known.
-        """
+        """Return a plan's layout, and the bytes of each rank with the reserves that every rank has; None: not known."""
         choice = self._choice_of(plan)
         return self._layout(plan, choice, seats, _Limits(seats, self.candidates)), choice.rank_bytes
 
@@ -455,7 +424,7 @@ class Placer:
         return MemberLayout.of_plan(plan, [seat.member for seat in seats], dict(copies.kept), copies.problem)
 
     def _choice_of(self, plan: Plan) -> Choice:
-        """Return a plan as a choice: equal pipelines weighed like every candidate, others by the plan's own bytes."""
+        """Choice of a plan: equal pipelines weighed like every candidate, others by the plan's bytes."""
         if (alike := pipelines_of(plan)) is not None:
             return Choice.of_candidate(self.candidates.of_cuts(alike[1], alike[0]), plan.num_layers)
         profile = self.candidates.profile
@@ -463,7 +432,7 @@ class Placer:
         return Choice.of_plan(plan, self.candidates.beside or [0] * plan.num_layers, one_memory, self._edges)
 
     def _check(self, plan: Plan) -> None:
-        """Raises CapslogError unless a plan from the store's log is one for this run."""
+        """Raise CapslogError unless a plan from the store's log is for this run."""
         run = self.candidates.run
         ours = {"num_layers": len(self.layer_bytes), "units.per_step": run.num_microbatches}
         theirs = {"num_layers": plan.num_layers, "units.per_step": plan.units.per_step}
@@ -478,7 +447,7 @@ class Placer:
     # -- copies
 
     def _place_copies(self, choice: Choice, seats: Sequence[Seat], limits: _Limits | None) -> Copies:
-        """Place the copies; limits: bytes of the devices, None: as if they had room for all copies."""
+        """Place the copies. limits: bytes of the devices; None: room for all copies."""
         ways, links = choice.of_members([seat.member for seat in seats])
         used = choice.used
         spare = [seat.member for rank, seat in enumerate(seats) if rank not in used]
@@ -528,11 +497,11 @@ class _Limits:
         self.any = candidates.described and any(seat.capacity for seat in seats)
 
     def allow(self, choice: Choice) -> bool:
-        """Return True if every rank fits the bytes that its device can use, or no capacity is known."""
+        """True where every rank fits the bytes that its device can use, or no capacity is known."""
         return not self.any or choice.fits(self.of_rank)
 
     def usable(self, replicas: int, stages: int) -> list[int] | None:
-        """Fewest bytes of each stage that a device of any replica can use; None where no capacity is known."""
+        """Usable bytes of each stage's smallest device, over all replicas; None where no capacity is known."""
         if not self.any:
             return None
         return [min(self.of_rank[device : replicas * stages : stages]) for device in range(stages)]
@@ -545,7 +514,7 @@ class _Limits:
 
 
 def _of_pipelines(candidates: Candidates, cuts: Sequence[int], replicas: int) -> Plan:
-    """The plan of a run's equal pipelines, with the limits of its stages where these follow from seconds."""
+    """Plan of a run's equal pipelines, with the limits of its stages where these follow from seconds."""
     run, profile = candidates.run, candidates.profile
     units = Units(run.num_microbatches, run.microbatch_size, run.num_blocks)
     plan = plan_of_pipelines(len(candidates.layer_bytes), cuts, replicas, units, run.schedule)

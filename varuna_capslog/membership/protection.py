@@ -1,7 +1,4 @@
-"""Bytes that protection takes of the devices, before a run: in a plan's notes, in its verdict, and in the cuts.
-
-`placing` answers the same for the members of a run. Pure; no torch.
-"""
+"""Device bytes that protection takes, before a run: in a plan's notes, in its verdict and in the cuts. No torch."""
 
 from __future__ import annotations
 
@@ -25,10 +22,9 @@ __all__ = ["RunProtection", "describe_reserves", "state_bytes"]
 
 
 def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
-    """State and gradient bytes of each layer as a profile tells them; None where it does not.
-
-    A layer's static bytes are its state and one gradient of what is trained, and the optimizer keeps as much several
-    times more, AdamW twice: of what exceeds the parameters the gradient is one part of three.
+    """Return state and gradient bytes of each layer by a profile; None where it lacks them. Static bytes are the state
+    and one gradient of the trained part, of which the optimizer keeps further copies (AdamW two): of the bytes beyond
+    the parameters, the gradient is one part in three.
     """
     states, gradients, parts = [], [], 1 + sum(kept_copies(profile.conditions))
     for layer in profile.layers:
@@ -41,7 +37,7 @@ def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
 
 
 def describe_reserves(reserve_of: Mapping[Member, Reserve]) -> str:
-    """Say in a sentence what protection takes: on the rank with most of it, and on all of them together."""
+    """Say in a sentence what protection takes: on the rank with most of it, and on all ranks together."""
     most = max(reserve_of.values(), key=sum)
     parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
     if most.copies:
@@ -57,10 +53,8 @@ def describe_reserves(reserve_of: Mapping[Member, Reserve]) -> str:
 
 @dataclass(frozen=True)
 class RunProtection:
-    """Protection of a run before it begins, its hosts taken to be equal; a `planning.solve.Protection`.
-
-    Raises:
-        CapslogError: as `Placer`: settings with which a run that changes its members cannot be planned.
+    """Protection of a run before it begins, on equal hosts; a `planning.solve.Protection`. Raises CapslogError as
+    `Placer`.
     """
 
     config: Config
@@ -68,13 +62,13 @@ class RunProtection:
 
     @property
     def beside(self) -> tuple[int, ...]:
-        """The bytes of each layer's snapshot; empty where they are not known."""
+        """Bytes of each layer's snapshot; empty where they are not known."""
         sizes = state_bytes(self.profile)
         return () if sizes is None else tuple(sizes[0])
 
     def plan(self, capacities: Sequence[int] | None) -> Plan | None:
-        """The plan of planner `budget` that a member would propose for devices of these capacities, in which protection
-        has room; None where what protection takes is not known.
+        """Return the `budget` plan that a member would propose, with room for protection; None: its bytes are not
+        known.
         """
         pipeline, sizes = self.config.pipeline, state_bytes(self.profile)
         if sizes is None:
@@ -88,16 +82,15 @@ class RunProtection:
         return placer.propose(seats) or placer.budget_plan(seats, pipeline.replicas)
 
     def reserve(self, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
-        """A plan of any form with what protection takes in its notes, and the bytes of each stage's snapshot.
+        """Return a plan with protection in its notes, and the bytes of each stage's snapshot.
 
-        Snapshots and copies lie on the device beside training, so a plan that fits without them may not fit with them.
-        Every rank is taken to be on a host of its own. Where a capacity is given that the plan keeps to without
-        snapshots and not with them, one pipeline is cut anew with them, unless the config fixes the cuts; where that
-        does not help it does not fit. Copies that find no room are said, not refused: the run trains without that
-        protection.
+        Snapshots and copies lie on the device beside training; every rank is taken to be on its own host. Where
+        snapshots exceed a capacity that the plan alone keeps to, one pipeline is cut anew with them, unless the config
+        fixes the cuts; otherwise the plan does not fit. Copies without room are reported, not refused: the run trains
+        without that protection.
 
         Args:
-            plan: with the bytes of its ranks. One of the short form stands in the config's replicas.
+            plan: of any form, with the bytes of its ranks. A short form stands in the config's replicas.
             find: see `planning.solve.Protection`.
         """
         return _with_reserves(self.config, self.profile, plan, find)

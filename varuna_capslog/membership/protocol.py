@@ -200,7 +200,6 @@ def _received(state: State, event: m.Received) -> Step:
 
 
 def _start(state: State) -> Step:
-    """Start training once all own layers are here."""
     if state.phase is not Phase.INSTALL or state.roles.missing or state.roles.layout is None:
         return state, ()
     install = m.Install(state.record.number, state.at, state.roles.layout)
@@ -312,9 +311,8 @@ def _voted(job: Job, state: State, votes: _Counted) -> Step:
 
 
 def _kept(state: State, before: Stamp) -> Held:
-    """State to keep after a vote that succeeded here: the boundary before it, in the roles of this generation.
-
-    All voters hold that boundary, copies included, or they would not have voted; so nothing older is ever needed.
+    """State to keep after a successful vote: the boundary before it, in the roles of this generation. All voters hold
+    that boundary, copies included, or they would not have voted; so nothing older is ever needed.
     """
     roles = state.roles.own | state.roles.copies | state.roles.shadows
     return frozenset(entry for entry in state.held if entry[1] == before and entry[0] in roles)

@@ -1,7 +1,6 @@
 """Recovery from what the survivors hold: the newest boundary, the owners of the layers, and the layers that move.
 
-Pure: every participant of a generation calls `decide` with the same contributions and gets the same decision, so no
-member has to lead. Placement of layers is asked from a planner given by the caller.
+All participants call `decide` with the same contributions and get the same decision, so no member has to lead. Pure.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _FOLLOW = (
 
 
 class Seat(NamedTuple):
-    """A member as the planner sees it: where it runs, the bytes of its device (0: unknown), and the device's speed
-    beside the fastest one (above 0, at most 1), which the member that proposes a plan may know.
+    """A member as the planner sees it. capacity: bytes of its device (0: unknown); speed: relative to the fastest
+    device, above 0, at most 1; known perhaps only to the member that proposes a plan.
     """
 
     member: Member
@@ -50,7 +49,7 @@ class Seat(NamedTuple):
 
 
 def speeds_of(seats: Sequence[Seat]) -> tuple[float, ...] | None:
-    """Speeds of the devices of these seats, by rank; None where all are alike."""
+    """Device speeds of these seats, by rank; None where all are alike."""
     speeds = tuple(seat.speed for seat in seats)
     return speeds if len(set(speeds)) > 1 else None
 
@@ -59,11 +58,11 @@ class Place(Protocol):
     """Seats in rank order -> layout of owners and copies, or a sentence that says for what the run must wait."""
 
     def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
-        """`plan`: the one that the generation's record carries; None: the seats alone decide."""
+        """plan: from the generation's record; None: the seats alone decide."""
 
 
 class Move(NamedTuple):
-    """Layer on its way to a new owner; the source is a member, or CHECKPOINT."""
+    """A layer on its way to a new owner. source: a member or CHECKPOINT."""
 
     layer: int
     source: Member | None
@@ -73,13 +72,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Boundary at which the survivors can resume.
+    """Boundary at which the survivors can resume: the newest at which every layer is available.
 
-    Attributes:
-        stamp: the newest boundary at which every layer can be had.
-        holders: layer -> members that hold it there, in the order of the contributions.
-        on_disk: the checkpoint is of this boundary, so that layers without a holder come from it.
-        passed_over: newer boundaries, newest first, and the layers that no survivor holds there.
+    holders: members that hold each layer there, in the order of the contributions.
+    on_disk: the checkpoint is of this boundary, so that layers without a holder come from it.
+    passed_over: newer boundaries, newest first, and the layers that no survivor holds there.
     """
 
     stamp: Stamp
@@ -88,10 +85,10 @@ class Boundary:
     passed_over: tuple[tuple[Stamp, tuple[int, ...]], ...] = ()
 
     def loses_settled(self, reached: int, voted: int = 0) -> bool:
-        """Return True if settled steps would be lost, as far as the survivors can tell.
+        """True where settled steps would be lost, as far as the survivors can tell.
 
         A member that applied step s saw its vote succeed, so all voters held boundary s-1: it was settled. Where layers
-        have to come from the checkpoint, even the newest boundary may have been: its holders can all be lost.
+        come from the checkpoint, even the newest boundary may have been settled: its holders can all be lost.
 
         Args:
             reached: newest step that an earlier founder is known to have applied.
@@ -104,10 +101,9 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision of every participant of a generation after its first round.
-
-    Either `layout` is set, and the generation goes on from `boundary` after `moves`; or it waits, and `waiting` says
-    why: for devices, or (`for_holders`) for members that hold layers which otherwise only the checkpoint has.
+    """Decision of every participant after the first round. Either `layout` is set, and the generation goes on from
+    `boundary` after `moves`; or it waits, and `waiting` says why: for devices, or (`for_holders`) for members with
+    layers that otherwise only the checkpoint has.
     """
 
     boundary: Boundary
@@ -124,12 +120,12 @@ def newest_boundary(
     valid: Callable[[Stamp], bool],
     checkpoint: Stamp,
 ) -> Boundary:
-    """The newest boundary at which every layer is held by a survivor or lies in the checkpoint.
+    """Return the newest boundary at which every layer is held by a survivor or lies in the checkpoint.
 
     Args:
-        held: what each survivor holds; the order of members decides the order of holders.
-        valid: True if a stamp lies on the lineage; other stamps are ignored.
-        checkpoint: a complete checkpoint on the lineage, the last resort; it counts as a holder of all its layers.
+        held: by survivor; the order of members decides the order of holders.
+        valid: True for stamps on the lineage; others are ignored.
+        checkpoint: a complete one on the lineage, the last resort; it counts as a holder of all its layers.
     """
     holders: dict[Stamp, dict[int, list[Member]]] = {checkpoint: {}}
     verdicts: dict[Stamp, bool] = {checkpoint: True}
@@ -152,13 +148,9 @@ def newest_boundary(
 def list_moves(
     boundary: Boundary, owned: Mapping[Member, Iterable[int]], layer_bytes: Sequence[int]
 ) -> tuple[Move, ...]:
-    """List the layers that change owner: each goes at most once to each owner that lacks it, and no other layer moves.
-
-    The source is the holder that has sent the fewest bytes so far (the first of equals); the checkpoint only where no
-    holder is left.
-
-    Args:
-        layer_bytes: state of each layer: parameters, buffers, moments.
+    """List the layers that change owner, each once per owner that lacks it. The source is the holder that has sent the
+    fewest bytes so far (the first on a tie), or the checkpoint where no holder is left. layer_bytes: parameters,
+    buffers and moments of each layer.
     """
     sent: dict[Member, int] = {}
     moves = []
@@ -181,11 +173,8 @@ def decide(
     layer_bytes: Sequence[int],
     place: Place,
 ) -> Decision:
-    """Decide how a generation goes on after its first round.
-
-    Args:
-        contributions: of all participants of `record`, the leaving ones included: they may be asked to send.
-        place: called with the members' seats and the plan that `record` carries.
+    """Decide how a generation goes on after its first round. contributions: of all participants, the leaving ones
+    included, which may be asked to send; place: called with the members' seats and the record's plan.
     """
     checkpoints = [value.checkpoint for value in contributions.values()]
     checkpoint = max((stamp for stamp in checkpoints if record.continues(stamp)), default=record.checkpoint)
@@ -210,7 +199,6 @@ def decide(
 
 
 def _lack(boundary: Boundary, record: Generation, checkpoint: Stamp) -> str:
-    """Say in a sentence what the run waits for."""
     newest, missing = record.reached, tuple(range(len(boundary.holders)))
     if boundary.passed_over:
         newest, missing = boundary.passed_over[0][0].step, boundary.passed_over[0][1]
@@ -226,15 +214,13 @@ def _lack(boundary: Boundary, record: Generation, checkpoint: Stamp) -> str:
 def distrusted(
     values: Mapping[Member, Contribution], valid: Callable[[Stamp], bool] = lambda stamp: True
 ) -> frozenset[tuple[Member, int]]:
-    """(member, layer) of copies that are not to be used, at whatever boundary.
+    """(member, layer) of copies that are not to be used, at any boundary.
 
-    A copy is left out where an owner stands at the same boundary with another digest. It is also left out where the
-    only owners to compare with stand one step before or after it, because one of the two missed the last vote: nothing
-    is lost by that, since such an owner holds the newest boundary that all members are known to have reached. Where no
-    owner takes part, no participant can judge the copy, and it is used.
-
-    Args:
-        valid: True if a stamp lies on the generation's lineage; proofs of states that were taken back are ignored.
+    A copy is left out where an owner at the same boundary has another digest. It is also left out where the only owners
+    to compare with are one step before or after it, because one of the two missed the last vote: nothing is lost, since
+    such an owner holds the newest boundary that all members are known to have reached. Without an owner among the
+    participants the copy cannot be judged, and is used. valid: True for stamps on the lineage; other proofs are
+    ignored.
     """
     owners: dict[int, list[Proof]] = {}
     for value in values.values():
@@ -257,7 +243,7 @@ def _is_trusted(copy: Proof, owners: Collection[Proof]) -> bool:
 def without(
     values: Mapping[Member, Contribution], left_out: Collection[tuple[Member, int]]
 ) -> dict[Member, Contribution]:
-    """The values without these copies, in the same order."""
+    """Return the values without these copies, in the same order."""
     if not left_out:
         return dict(values)
     return {

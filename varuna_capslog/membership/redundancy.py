@@ -1,7 +1,7 @@
 """Placement of copies of each layer's state in other ranks' memory, and the bytes that they take there.
 
 `redundancy: k` asks that any k simultaneous host losses are survived without a checkpoint, and that no two neighbours
-in a pipeline hold all copies of a layer. Pure arithmetic on names and bytes, for planners and the protocol's layouts.
+in a pipeline hold all copies of a layer. Pure arithmetic on names and bytes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ __all__ = ["Copies", "Reserve", "place_copies", "reserves"]
 
 @dataclass(frozen=True)
 class Copies:
-    """Placement of the copies.
+    """Placement of the copies. kept: member -> layers of others that it keeps, rising; only members that keep some.
 
-    Attributes:
-        kept: member -> layers of others that it keeps, rising; members that keep none are left out.
-        survives: simultaneous host losses that every layer survives, at most what was asked for.
-        problem: one sentence with the numbers where the request cannot be placed in full; the placement is then the
-            best there is.
+    survives: simultaneous host losses that every layer survives, at most what was asked for.
+    problem: a sentence with the numbers where not everything can be placed; the placement is then the best there is.
     """
 
     kept: Mapping[Member, tuple[int, ...]]
@@ -44,22 +41,19 @@ def place_copies(
     room_bytes: Mapping[Member, int] | None = None,
     links: Iterable[tuple[Member, Member]] | None = None,
 ) -> Copies:
-    """Places copies so that every layer has holders on redundancy + 1 hosts, and not only on two neighbours.
+    """Place copies so that every layer has holders on redundancy + 1 hosts, and not only on two neighbours.
 
-    Where hosts are too few every layer still has redundancy + 1 holders, as far as there are members, so that any
-    `redundancy` workers may be lost. Every owner counts as a holder, in all replicas. Layers with the same owners (a
-    stage) share their holders, so that a member sends its copies to few others. The largest stages choose first, each
-    the holder with the fewest bytes so far. A greedy choice is enough: without `room_bytes` the stages do not hinder
-    each other, so what can be placed is.
+    With too few hosts a layer still has redundancy + 1 holders where there are members, so that any `redundancy`
+    workers may be lost. Every owner counts as a holder, in all replicas. Layers with the same owners (a stage) share
+    their holders, so that a member sends its copies to few others. The largest stages choose first, each the holder
+    with the fewest bytes so far. Greedy is enough: without `room_bytes` stages do not hinder each other.
 
     Args:
-        pipelines: per way through the stages, the stages of it in order: (member, layers). A member may run several
-            stages, and a stage may stand in several ways.
+        pipelines: ways through the stages, as (member, layers) in order; members and stages may recur.
         hosts: of all members, `spare` included; members of one host are lost together.
-        layer_bytes: state of each layer (one version).
-        spare: members without a stage that may hold copies as well.
-        room_bytes: bytes for copies per member, for one version; None: no limit.
-        links: pairs of members that are neighbours; None: those whose stages follow each other in a way.
+        layer_bytes: state of each layer (one version). spare: members without a stage that may hold copies as well.
+        room_bytes: for copies per member, for one version; None: no limit.
+        links: pairs of neighbours; None: members whose stages follow each other in a way.
 
     Raises:
         CapslogError: redundancy is negative, or a layer has no owner.
@@ -120,12 +114,12 @@ def place_copies(
 
 
 def _short(holders: Sequence[Member], hosts: Mapping[Member, str], redundancy: int) -> int:
-    """Number of hosts that are lacking until the loss of any `redundancy` hosts leaves a holder."""
+    """Hosts lacking until the loss of any `redundancy` hosts leaves a holder."""
     return max(0, redundancy + 1 - len({hosts[member] for member in holders}))
 
 
 def _paired(holders: Sequence[Member], neighbours: Collection[frozenset[Member]]) -> bool:
-    """Return True if the only holders are two neighbours."""
+    """True where the only holders are two neighbours."""
     return len(set(holders)) == 2 and frozenset(holders) in neighbours
 
 
@@ -138,8 +132,8 @@ def _lightest(
     room: Mapping[Member, int] | None,
     size: int,
 ) -> Member | None:
-    """Return the next holder, taken out of the heap: on a new host while hosts lack, no neighbour of a single
-    owner if another can be had, the lightest of these.
+    """Take the next holder from the heap: the lightest, on a new host while hosts lack (`short`), and preferably no
+    neighbour of a single owner.
     """
     taken = {hosts[member] for member in holders}
     passed, lightest, second = [], None, None
@@ -170,7 +164,6 @@ def _problem(
     hosts: Sequence[str],
     room_bytes: Mapping[Member, int] | None,
 ) -> str | None:
-    """Say what cannot be placed, why, and what to do."""
     count = len(set(hosts))
     if unplaced and count <= redundancy:
         return (
@@ -199,12 +192,10 @@ def _some(layers: Sequence[int]) -> str:
 
 
 class Reserve(NamedTuple):
-    """Bytes that protection takes on one rank's device besides training itself: entries for the memory model.
+    """Bytes that protection takes on one rank's device beside training: entries for the memory model.
 
-    Attributes:
-        snapshot: own layers at the previous boundary.
-        copies: others' layers, at the two boundaries that may be needed.
-        updates: others' gradients of the step under way, applied when its vote succeeds (`sync` only).
+    snapshot: own layers at the previous boundary. copies: others' layers, at the two boundaries that may be needed.
+    updates: others' gradients of the step under way, applied when its vote succeeds (`sync` only).
     """
 
     snapshot: int
@@ -215,14 +206,9 @@ class Reserve(NamedTuple):
 def reserves(
     layout: MemberLayout, sync: bool, layer_bytes: Sequence[int], gradient_bytes: Sequence[int]
 ) -> dict[Member, Reserve]:
-    """Return the bytes that the commit rule and the copies cost each rank.
-
-    A copy exists twice: at the boundary before the step and, from the vote (`sync`) or the arrival (`async`) on, at the
-    next; a rank's own layers are trained anyway, so only the previous boundary counts.
-
-    Args:
-        layer_bytes: state of each layer: parameters, buffers, moments.
-        gradient_bytes: gradients of each layer as they are sent.
+    """Return the bytes that the commit rule and the copies cost each rank. A copy exists twice: at the boundary before
+    the step and, from the vote (`sync`) or the arrival (`async`) on, at the next; own layers are trained anyway, so
+    only their previous boundary counts. gradient_bytes: of each layer, as they are sent.
     """
     reserve_of = {}
     for member in dict.fromkeys([*layout.owned, *layout.copied]):

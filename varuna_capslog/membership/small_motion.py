@@ -1,17 +1,17 @@
-"""After a loss: new cuts at once, or the lost layers alone handed out now and the new cuts beside the training.
+"""Choice after a loss: new cuts at once, or only the lost layers reassigned now and new cuts beside the training.
 
 With new cuts the members wait for the layers that change owner, and the first vote for the copies. In a small motion
 all keep what they have: the members that hold copies of the lost layers train them, no copy is made anew, and often
-nothing moves. Steps are longer until the new cuts, and the copies that protection lacks, were made beside the training.
-Each way is weighed by the seconds of training that it is expected to lose:
+nothing moves. Steps are longer until the new cuts and the missing copies were made beside the training. Each way is
+weighed by the seconds of training that it is expected to lose:
 
     new cuts        waiting for layers and copies
     small motion    waiting for the layers that move all the same; the part of the time until the new cuts are there by
                     which its steps are longer; a second, planned change
 
 Another change may come before, after H seconds in the mean; the chance that it has not after t is exp(-t / H). Until
-the copies are there, some layers have one holder only: if it is this member's loss that comes, the run goes back to its
-last checkpoint, and what was trained since is lost as well. Pure; no torch.
+the copies are there, some layers have a single holder: if it is lost, the run goes back to its last checkpoint, and the
+training since is lost as well. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ layer to its last one.
 
 
 def follows_a_loss(state: State, record: Generation) -> bool:
-    """Return True if a member may found this generation by handing out the stages of lost members: nothing else has
-    changed, and it has applied a step of the generation that lost them, so all copies of that generation are there.
+    """True where a member may found this generation by handing out the lost members' stages: nothing else has changed,
+    and it has applied a step of the generation that lost them, so all copies of that generation are there.
     """
     members, remaining = state.record.members, record.members
     lost = (
@@ -83,8 +83,8 @@ def follows_a_loss(state: State, record: Generation) -> bool:
 
 
 def bare(plan: Plan) -> Plan | None:
-    """The plan without its predictions and devices, whose stages may be given away; None where its lists of actions
-    hold for these ranks only.
+    """Return the plan without predictions and devices, whose stages may be given away; None where it has action lists,
+    which hold for its ranks only, or a stage on several ranks.
     """
     if plan.actions is not None or any(len(stage.ranks) != 1 for stage in plan.stages):
         return None
@@ -93,9 +93,8 @@ def bare(plan: Plan) -> Plan | None:
 
 
 def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tuple[Part, ...]]:
-    """Yield every way to give a stage to one of these ranks, or its first layers to one and its last ones to another.
-
-    A rank that has some of these layers for other blocks takes them only as the very stage that it has.
+    """Yield every way to give a stage to one of these ranks, or its first layers to one and its last to another. A rank
+    that has some of these layers for other blocks takes them only as exactly the stage that it has.
     """
     stage = plan.stages[number]
     held: dict[int, list[PlanStage]] = {}
@@ -164,7 +163,7 @@ def _part(stage: PlanStage, part: Part) -> PlanStage:
 
 
 def _within(intervals: Sequence[MemoryInterval], first: int, end: int) -> tuple[MemoryInterval, ...]:
-    """Return the parts of these intervals within the layers [first, end)."""
+    """Parts of these intervals within the layers [first, end)."""
     return tuple(
         MemoryInterval(max(first, interval.first), min(end, interval.end), interval.kind)
         for interval in intervals
@@ -219,12 +218,10 @@ class Loss:
     """Loss of members, and what is known then.
 
     Attributes:
-        before: the layout that the lost generation trained with, and its members by rank.
-        seats: of the remaining members, in the same order.
-        proposed: the plan of `Placer.propose` for them.
-        rate: bytes per second that state travels at; None: not measured.
-        step_seconds: of the last steps as they were measured; 0: unknown.
-        gap_seconds: expected until the next change.
+        before, members: layout of the lost generation, and its members by rank.
+        seats: of the remaining members, in the same order. proposed: their plan by `Placer.propose`.
+        rate: bytes per second of state transfer; None: not measured.
+        step_seconds: measured over the last steps; 0: unknown. gap_seconds: expected until the next change.
         back_seconds: of training since the last checkpoint.
     """
 
@@ -245,12 +242,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Weighed:
-    """Outcome of weighing both ways.
-
-    Attributes:
-        plan, copies: of the small motion, for the generation's record, where it was chosen; else None.
-        told: for `events.jsonl`.
-    """
+    """Outcome. plan, copies: of a chosen small motion, for the record, else None; told: for `events.jsonl`."""
 
     plan: Plan | None
     copies: Mapping[Member, tuple[int, ...]] | None
@@ -270,7 +262,7 @@ class Traffic:
         return sum(move.bytes for move in (*self.moves, *self.copies))
 
     def seconds(self, rate: float) -> float:
-        """Seconds that the busiest member sends or receives, first the moves, then the copies."""
+        """Seconds that the busiest member sends or receives: the moves, then the copies."""
         return (_busiest(self.moves) + _busiest(self.copies)) / rate
 
 
@@ -285,7 +277,7 @@ def _busiest(moves: Sequence[Move]) -> int:
 def traffic_of(
     before: MemberLayout, after: MemberLayout, members: Sequence[Member], layer_bytes: Sequence[int]
 ) -> Traffic:
-    """Return what these members, which hold every layer between them, send each other from one layout to another."""
+    """Return what these members, which together hold every layer, send each other from one layout to another."""
     held = {member: [(layer, INITIAL) for layer in before.holds(member)] for member in members}
     boundary = newest_boundary(len(layer_bytes), held, lambda stamp: True, INITIAL)
     moves = list_moves(boundary, {member: after.owned.get(member, ()) for member in members}, layer_bytes)
@@ -302,7 +294,7 @@ def traffic_of(
 def kept_copies(
     before: MemberLayout, owned: Mapping[Member, Collection[int]], members: Sequence[Member]
 ) -> dict[Member, tuple[int, ...]]:
-    """Return the layers that each of these members held before and does not own now: all that they have stays."""
+    """Return the layers that each of these members held before and does not own now; all of them stay."""
     kept = {member: tuple(sorted(set(before.holds(member)) - set(owned.get(member, ())))) for member in members}
     return {member: layers for member, layers in kept.items() if layers}
 
@@ -310,8 +302,7 @@ def kept_copies(
 def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: float, back: float = 0.0) -> float:
     """Seconds of training lost: a pause, then a time in which a step does `ratio` of what it could, then a pause.
 
-    Args:
-        back: what is lost besides where the next change comes before the end of the slow time, in the mean.
+    back: lost besides where the next change comes before the end of the slow time, in the mean.
     """
     reached = math.exp(-pause / gap)
     slowed = (1 - ratio) * gap * reached * -math.expm1(-slow / gap)
@@ -320,7 +311,7 @@ def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: f
 
 
 def exposed(layout: MemberLayout, before: MemberLayout, members: Sequence[Member]) -> float:
-    """The part of these members whose loss no copy covers, as long as they hold what they held before, and own."""
+    """Fraction of these members whose loss no copy covers while they hold their layers of both layouts."""
     holders: dict[int, set[Member]] = {}
     for member in members:
         for layer in {*before.holds(member), *layout.owned.get(member, ())}:
@@ -331,8 +322,6 @@ def exposed(layout: MemberLayout, before: MemberLayout, members: Sequence[Member
 
 @dataclass(frozen=True)
 class _Costed:
-    """A layout of the remaining members, and what it costs."""
-
     layout: MemberLayout
     traffic: Traffic
     step_seconds: float | None
@@ -350,12 +339,7 @@ class _Costed:
 
 
 class SmallMotion:
-    """Weighs the two ways for one run.
-
-    Args:
-        placer: of the run.
-        setting: `elastic.small_motion`.
-    """
+    """Weighs both ways for one run. setting: `elastic.small_motion`."""
 
     def __init__(self, placer: Placer, setting: str = "auto") -> None:
         self._placer, self._setting = placer, setting
@@ -403,7 +387,7 @@ class SmallMotion:
         return Weighed(small.layout.plan, small.layout.copied, told)
 
     def step_seconds(self, layout: MemberLayout) -> float | None:
-        """Seconds of a step of a layout's plan by the profile, at its devices' speeds; None if it cannot be played."""
+        """Simulated step of a layout's plan at its devices' speeds; None where it cannot be simulated."""
         return None if layout.plan is None else self._played(layout.plan)
 
     def _choice(self, cuts: _Costed, small: _Costed | None) -> tuple[bool, str]:
@@ -420,7 +404,7 @@ class SmallMotion:
     # -- the small motion ----------------------------------------------------------------------------------------------
 
     def _best(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> _Costed | None:
-        """The way with the least loss, of those that have room; None where none has."""
+        """Way with the least loss of those with room; None where none has room."""
         candidates: list[_Costed] = []
         for handed_out in self._handed_out(loss, plan, cuts, rate, scale):
             owned = MemberLayout.of_plan(handed_out, loss.left, {}).owned
@@ -448,7 +432,7 @@ class SmallMotion:
         return dataclasses.replace(way, lost_seconds=lost)
 
     def _handed_out(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> Iterator[Plan]:
-        """Yield plans in which the remaining members have the stages of the lost ones, the most promising first."""
+        """Yield plans in which the remaining members have the lost members' stages, the most promising first."""
         members, remaining = loss.members, set(loss.left)
         places = {rank: loss.left.index(member) for rank, member in enumerate(members) if member in remaining}
         bare_plan = bare(plan)
@@ -477,9 +461,7 @@ class SmallMotion:
         rate: float,
         scale: float,
     ) -> list[tuple[Part, ...]]:
-        """Return the ways to give a stage away: the one that moves fewest bytes, then the others, by the least loss of
-        their busiest rank.
-        """
+        """Return the ways to give a stage away: fewest bytes moved first, then by least loss of the busiest rank."""
         sizes, stage = self._placer.layer_bytes, plan.stages[number]
         busy = dict.fromkeys(holds, 0.0)
         for planned in plan.stages:
@@ -531,7 +513,7 @@ class SmallMotion:
         return _Costed(layout, traffic, None if seconds is None else scale * seconds)
 
     def _played(self, plan: Plan) -> float | None:
-        """Seconds of a step by the profile; None where it cannot be played."""
+        """Simulated seconds of a step; None where it cannot be simulated."""
         if self._profile is None:
             return None
         candidates = self._placer.candidates
@@ -544,7 +526,7 @@ class SmallMotion:
             return None
 
     def _fitting(self, plan: Plan, seats: Sequence[Seat], copies: Mapping[Member, tuple[int, ...]]) -> Plan | None:
-        """Return the plan with its ranks' bytes, if each has room for it, snapshots and these copies; else None."""
+        """Plan with its ranks' bytes where each has room for it, snapshots and these copies; else None."""
         placer, speeds = self._placer, [None if seat.speed == 1.0 else seat.speed for seat in seats]
         shown = plan
         if any(speeds):

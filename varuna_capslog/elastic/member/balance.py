@@ -1,9 +1,9 @@
 """Measures which devices are slower than planned while the run trains, and decides whether another plan is worth it.
 
-The vote of a step tells every member how long each rank worked. Divided by the planned time this gives the slowness of
-its device, whatever the reason: a slower device, a machine that others use as well, a profile that is wrong about some
-layers. The first voter searches a plan for these speeds in a thread beside the training, and requests it where its step
-is shorter by enough. A change that did not bring the promised gain makes the next one wait longer.
+The vote of a step tells every member how long each rank worked. Divided by the planned time this is the slowness of its
+device for any reason: a slower device, other users of its machine, a profile that is wrong about some layers. The first
+voter searches a plan for these speeds in a thread beside the training, and requests it where its step is shorter by
+enough. A change without the promised gain makes the next one wait longer.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ _SKIPPED = 1
 class Finding:
     """A plan that is worth a change.
 
-    Attributes:
-        member: the slowest one relative to the plan. slower: its slowness relative to that of most members.
-        speeds: by member, relative to the fastest.
-        gain: time of the present plan's step, divided by that of the new plan.
+    member: the slowest relative to the plan. slower: its slowness relative to that of most members.
+    speeds: by member, relative to the fastest. gain: step time of the present plan divided by that of the new plan.
     """
 
     member: Member
@@ -59,18 +57,14 @@ class Finding:
 
     @property
     def why(self) -> str:
-        """The reason in words."""
+        """Reason in words."""
         if self.slower <= 1 / _ALIKE:
             return "new cuts, since no device is slow any more"
         return f"new cuts, since {self.member} takes {self.slower:.2f} times as long as planned"
 
 
 class Balance:
-    """Speeds of all members, as one member knows them. Called by its one thread.
-
-    Args:
-        placer: of the run; its profile has the seconds of the layers.
-    """
+    """Speeds of all members, as one member knows them. Called by its one thread. The placer's profile needs seconds."""
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
@@ -89,14 +83,14 @@ class Balance:
         self._search: _PlanSearch | None = None
 
     def begin(self, members: Sequence[Member], plan: Plan) -> None:
-        """Begins to measure: these members train by this plan from now on."""
+        """Begin to measure: these members train by this plan from now on."""
         self._members, self._plan, self._planned = tuple(members), plan, {}
         self._busy.clear()
         self._steps.clear()
         self._made, self._search, self._tried = 0, None, {}
 
     def measured(self, busy_seconds: Sequence[float], step_seconds: float) -> None:
-        """Takes the times of a step. busy_seconds: by rank."""
+        """Record the times of a step. busy_seconds: by rank."""
         self._made += 1
         if self._made <= _SKIPPED or not busy_seconds:
             return
@@ -118,12 +112,12 @@ class Balance:
             self._patience = WINDOW if kept else 2 * self._patience
 
     def seated(self, seats: Sequence[Seat]) -> list[Seat]:
-        """The seats with the speeds of their devices, as far as they are known."""
+        """Return the seats with the known speeds of their devices."""
         speeds = self._speeds_of([seat.member for seat in seats])
         return [seat._replace(speed=speeds[seat.member]) for seat in seats]
 
     def wanted(self, seats: Sequence[Seat]) -> Finding | None:
-        """The plan that is worth a change now, returned once; called after every step by the first voter."""
+        """Return the plan that is worth a change now, once; called after every step by the first voter."""
         if self._plan is None or (self._search is not None and self._search.is_alive()):
             return None
         if self._search is not None:
@@ -143,7 +137,7 @@ class Balance:
         return None
 
     def _speeds_of(self, members: Sequence[Member]) -> dict[Member, float]:
-        """Speeds relative to the fastest of them; a member without a measurement is taken to be as slow as most are."""
+        """Speeds relative to the fastest; a member without a measurement is taken to be as slow as most are."""
         known_slowness = [slow for slow in self._slowness.values() if slow > 0]
         usual = statistics.median(known_slowness) if known_slowness else 1.0
         slowness = {member: self._slowness.get(member, usual) or usual for member in members}
@@ -156,15 +150,10 @@ class Balance:
 
 
 class _PlanSearch(OwnedThread):
-    """Looks for a plan that is worth a change, beside the training.
+    """Search for a plan that is worth a change, beside the training.
 
-    Args:
-        plan: the present one.
-        seats: of its members, with the speeds of their devices.
-        slowness: by member, the time of its work divided by the planned time.
-
-    Attributes:
-        found: once it has ended; None: nothing is.
+    plan: the present one; seats: of its members, with speeds. slowness: by member, work time divided by planned time.
+    found: set at the end; None: no plan is worth it.
     """
 
     def __init__(self, placer: Placer, plan: Plan, seats: Sequence[Seat], slowness: dict[Member, float]) -> None:
@@ -188,7 +177,7 @@ class _PlanSearch(OwnedThread):
 
 
 def _played(placer: Placer, plan: Plan, speeds: Sequence[float]) -> Played:
-    """The simulated step of a plan on devices of these speeds, by rank."""
+    """Simulated step of a plan on devices of these speeds, by rank."""
     candidates = placer.candidates
     assert candidates.profile is not None, "elastic.rebalance is refused without seconds"
     ranks = tuple(PlanRank(speed=speed) for speed in speeds[: plan.num_ranks])
@@ -211,13 +200,10 @@ def _are_same(speeds: dict[Member, float], others: dict[Member, float]) -> bool:
 
 
 class Pace:
-    """The plans of the generations that one member trained in.
+    """Plans of the generations that one member trained in.
 
-    Args:
-        run: the whole step; what plans leave open. device: cpu or cuda.
-
-    Attributes:
-        told: entries on its plan in the event of the newest generation.
+    run: the whole step; what plans leave open. device: cpu or cuda.
+    told: entries on its plan in the event of the newest generation.
     """
 
     def __init__(self, run: RunShape, device: str) -> None:
@@ -226,15 +212,12 @@ class Pace:
         self.told: dict[str, Any] = {}
 
     def begin(self, plan: Plan) -> None:
-        """A generation begins to train by this plan."""
+        """Begin a generation that trains by this plan."""
         self.told = self._of(plan)
 
     def _of(self, plan: Plan) -> dict[str, Any]:
-        """The entries on a plan; none where it does not predict its step.
-
-        Returns:
-            "planned_step_seconds"; "planned_step_ratio", to the plan before, where that is known;
-            "recomputed_layers" and "offloaded_layers", their numbers.
+        """Entries on a plan; none where it does not predict its step: "planned_step_seconds"; "planned_step_ratio", to
+        the plan before, where that is known; "recomputed_layers" and "offloaded_layers", their numbers.
         """
         seconds, before = plan.step_seconds, self._before
         self._before = seconds

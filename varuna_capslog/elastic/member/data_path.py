@@ -1,6 +1,6 @@
-"""The data path of one member: the communicator of the present generation, and the next ones, opened ahead of use.
+"""Data path of one member: the communicator of the present generation, and the next ones, opened ahead of use.
 
-A group is opened in a thread of its own while everything else goes on; one that is not used is thrown away.
+A group is opened in its own thread while everything else goes on; an unused one is thrown away.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _LOOK_SECONDS = 0.005
 
 
 class DataPath:
-    """The data path of one member. Called by its one thread.
+    """Data path of one member. Called by its one thread.
 
     Args:
         rendezvous: a store client of the caller's own, where the members of a group meet.
         timeouts: `peer`: longest wait for the others, and then for any message of theirs; `gather`: longest wait of a
             planned change for a data path that is being opened ahead.
         knows: gives the value that this member sends to the others once a group is open; called in another thread.
-        begin_pairs: begins to open groups of two members; see `Work`.
+        begin_pairs: see `Work`.
     """
 
     def __init__(
@@ -63,10 +63,8 @@ class DataPath:
         self._meet_until = 0.0
 
     def begin(self, generation: int, members: Sequence[Member], pairs: Pairs = ()) -> None:
-        """Begins to open the group of these members, by rank, unless it was begun or this member is not among them.
-
-        Args:
-            pairs: of ranks, whose groups are opened as well, where these are known already.
+        """Begin to open the group of these members, by rank, unless it was begun or this member is not among them.
+        pairs: of ranks, where known already, whose groups are opened as well.
         """
         if self._me not in members:
             return
@@ -91,14 +89,13 @@ class DataPath:
         OwnedThread(f"connect-{generation}", open_it, future.set_exception).start()
 
     def meet(self, generation: int, members: Sequence[Member], pairs: Pairs) -> None:
-        """Begins as `begin` does, for a planned change that waits for the group; see `has_met`."""
+        """Begin as `begin` does, for a planned change that waits for the group; see `has_met`."""
         self._meet_until = time.monotonic() + self._timeouts.gather
         self.begin(generation, members, pairs)
 
     def has_met(self, record: Generation, changes: Iterable[Change], dead: set[Member]) -> bool:
-        """True where the data path of the generation after these changes is open, so that no member waits for it.
-
-        A joining member that does not come delays a change only until the limit.
+        """True where the data path of the generation after these changes is open, or is not worth waiting for: a
+        joining member that does not come delays a change only until the limit.
         """
         stay = stay_with(record, frozenset(changes))
         hopeless = time.monotonic() > self._meet_until or not dead.isdisjoint(stay)
@@ -110,7 +107,7 @@ class DataPath:
         return opening.exception() is not None or opening.result()[0].pair_groups_settled
 
     def take(self, record: Generation) -> Group | None:
-        """The open data path of a generation; None where it could not be opened, or a member of it is lost."""
+        """Return the open data path of a generation; None where it could not be opened, or a member of it is lost."""
         self._inbox.engage(record.number, frozenset(record.members))
         self.begin(record.number, record.members)
         future = self._opening.pop((record.number, _name(record.number, record.members)))
@@ -133,11 +130,8 @@ class DataPath:
         return group
 
     def leave(self, planned: bool) -> None:
-        """Leaves the data path of the present generation, which is answered no more.
-
-        Args:
-            planned: all members have voted for it, so none waits, and none is to be disturbed: the communicator ends
-                when the next one is open.
+        """Leave the data path of the present generation, which is answered no more. planned: all members have voted for
+        it, so none waits, and none is to be disturbed: the communicator ends when the next one is open.
         """
         self._inbox.guard(None)
         communicator, self._communicator = self._communicator, None
@@ -147,25 +141,25 @@ class DataPath:
             communicator.abort()
 
     def barrier(self) -> None:
-        """Waits for all members of the generation. Raises PeerLost."""
+        """Wait for all members of the generation. Raises PeerLost."""
         assert self._communicator is not None
         self._communicator.barrier()
 
     def close(self) -> None:
-        """Ends everything that is open or being opened."""
+        """End everything that is open or being opened."""
         self._drop()
         for communicator in (self._communicator, self._old):
             if communicator is not None:
                 communicator.abort()
 
     def _drop(self, generation: int | None = None) -> None:
-        """Throws away groups that were opened for generations before this one; all, where none is given."""
+        """Throw away groups that were opened for generations before this one; None: all."""
         for key in [key for key in self._opening if generation is None or key[0] < generation]:
             self._opening.pop(key).add_done_callback(_throw_away)
 
 
 def _name(generation: int, members: Iterable[Member]) -> str:
-    """The name of a group, another one for another set of members."""
+    """Name of a group, unique to its set of members."""
     return f"{generation}-{hashlib.blake2b(' '.join(members).encode(), digest_size=6).hexdigest()}"
 
 
@@ -184,7 +178,7 @@ def _throw_away(future: Future[Group]) -> None:
 
 
 class Proposals:
-    """The plans of generations that may follow the present one, by their members. Called by the member's one thread."""
+    """Plans of generations that may follow the present one, by their members. Called by the member's one thread."""
 
     def __init__(self, me: Member, work: Work, peers: Peers, place: Place) -> None:
         self._me, self._work, self._peers, self._place = me, work, peers, place
@@ -205,11 +199,11 @@ class Proposals:
         return True
 
     def heard(self, members: Sequence[Member], plan: Any) -> None:
-        """Takes a plan that the first voter has sent. Raises CapslogError for a text that is no plan."""
+        """Record a plan that the first voter has sent. Raises CapslogError for a text that is no plan."""
         self.known[tuple(members)] = None if plan is None else Plan.from_json(plan, "the plan of the next generation")
 
     def look_ahead(self, record: Generation, seats: Sequence[Seat]) -> None:
-        """Searches plans of generations that may follow this one, which has begun; its first voter does so."""
+        """Search plans of generations that may follow this one, which has begun; done by its first voter."""
         self._newest = record.number
         if not self._work.proposes or self._me != record.members[0] or len(seats) < len(record.members):
             return
@@ -224,14 +218,14 @@ class Proposals:
         OwnedThread("look-ahead", search, logged).start()
 
     def of(self, seats: Sequence[Seat]) -> Plan | None:
-        """The plan for the record of a generation of these seats; searched here where nobody has told it."""
+        """Return the plan for the record of a generation of these seats; searched here where no member has told it."""
         members = _members(seats)
         if members not in self.known:
             self.known[members] = self._work.propose(seats)
         return self.known[members]
 
     def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
-        """The layers that each member would own and copy, as far as it is known here; see `recovery.Place`."""
+        """Return the layers that each member would own and copy, as far as it is known here; see `recovery.Place`."""
         return self._place(seats, plan or self.known.get(_members(seats)))
 
 

@@ -1,4 +1,4 @@
-"""Executes the effects of the protocol: store, messages, states on the move, data paths, steps."""
+"""Executes the effects of the protocol: store, messages, states that move, data paths, steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Effects:
         self._not_opened = 0
 
     def carry_out(self, effect: m.Effect) -> Iterable[m.ProtocolEvent]:
-        """Executes an effect, in the order in which the protocol gives them. Returns the events that follow at once.
+        """Execute an effect, in the protocol's order, and return the events that follow at once.
 
         Raises:
             StepRefused: a step was voted down; the states that this member held are on disk.
@@ -113,8 +113,8 @@ class Effects:
             return (m.StoreLost(),)
 
     def _with_plan(self, record: Generation) -> Generation:
-        """The record with the plan that is proposed for its members; without one where a member's device is not known
-        here yet. After a loss it may be the plan of a small motion, which keeps the existing copies.
+        """Record with the plan that is proposed for its members, after a loss perhaps of a small motion, which keeps
+        the existing copies; without a plan while a member's device is not known here.
         """
         seats = [self._parts.seats.get(member) for member in record.members]
         known_seats = [seat for seat in seats if seat is not None]
@@ -130,9 +130,6 @@ class Effects:
         return record if plan is None else dataclasses.replace(record, plan=plan)
 
     def _weighed(self, record: Generation, seats: Sequence[Seat], plan: Plan | None) -> Weighed | None:
-        """The choice for the remaining members of a generation that trained, where members were lost and nothing else
-        has changed.
-        """
         state, parts = self._loop.state, self._parts
         before, members = state.roles.layout, state.record.members
         if before is None or not follows_a_loss(state, record):
@@ -144,7 +141,7 @@ class Effects:
     # -- the first round ----------------------------------------------------------------------------------------------
 
     def _bring(self, effect: m.Cast) -> Iterable[m.ProtocolEvent]:
-        """Sends this member's contribution to all participants and to itself; the protocol collects the values."""
+        """Send this member's contribution to all participants and to itself; the protocol collects the values."""
         assert isinstance(effect.value, m.Contribution)
         value = dataclasses.replace(effect.value, proofs=self._proofs())
         text = encode(value).decode()
@@ -155,7 +152,7 @@ class Effects:
 
     def _proofs(self) -> frozenset[m.Proof]:
         """Proofs of the layers that moved ahead, as their owner or as holder of the copy. An owner proves both of its
-        boundaries: the one at which the copy is in memory is among them.
+        boundaries: the one of the copy in memory is among them.
         """
         state, holdings = self._loop.state, self._parts.holdings
         moved = state.roles.own & self._training.sent_ahead
@@ -171,7 +168,7 @@ class Effects:
         return frozenset(proofs)
 
     def _gathered(self, effect: m.Decided) -> None:
-        """Takes the result of the first round, which is complete; all participants decide the same."""
+        """Take the result of the first round; all participants decide the same."""
         self._parts.probe("gathered")
         self._decided = effect
         # all are here, if they were not before
@@ -200,7 +197,7 @@ class Effects:
     # -- from one generation to the next ------------------------------------------------------------------------------
 
     def _abort(self, generation: int) -> None:
-        """Ends this member's part in the generation; its states go to the shelf."""
+        """End this member's part in the generation; its states go to the shelf."""
         self._parts.probe("abort")
         self._training.abort()
         self._parts.holdings.shelve(self._loop.state.held)
@@ -247,7 +244,7 @@ class Effects:
         return ()
 
     def _send_copies(self, effect: m.Install, brought: Mapping[Member, m.Contribution]) -> None:
-        """Sends the copies that others lack."""
+        """Send the copies that others lack."""
         parts, base, layout, members = self._parts, effect.base, effect.layout, self._loop.state.record.members
         for member in members:
             for layer in layout.copied.get(member, ()):

@@ -1,9 +1,9 @@
-"""The states that members leave on disk when a run stops between two checkpoints, and their use by the next run.
+"""States that members leave on disk when a run stops between two checkpoints, and their use by the next run.
 
-Every member writes the layers that it holds, at each boundary at which it holds them, into the run's `held/`: one
-folder per boundary, one file per layer, and the newest record of the membership. The next run looks there first: it
-takes the newest boundary of the run's past for which every layer is there, and removes the rest. Our engine makes a
-checkpoint of it (`write_held`, `recover`); the Varuna plugin keeps its own files (`write_boundaries`, `take_newest`).
+Every member writes the layers that it holds, at each boundary, into the run's `held/`: one folder per boundary, one
+file per layer, and the newest record of the membership. The next run looks there first: it takes the newest boundary of
+the run's past with every layer, and removes the rest. Our engine makes a checkpoint of it (`write_held`, `recover`);
+the Varuna plugin keeps its own files (`write_boundaries`, `take_newest`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_boundaries(
     about: Mapping[str, Any],
     write: Callable[[Path, int, LayerState], None],
 ) -> None:
-    """Writes the states that a member holds. Several members may write the same one: equal stamps are equal states.
+    """Write the states that a member holds. Several members may write the same one: equal stamps are equal states.
 
     Args:
         record: the member's newest; it says which boundaries lie on the run's past.
@@ -62,12 +62,10 @@ def write_boundaries(
 
 
 def take_newest(run_dir: Path, after: int, take: Callable[[Path, int, Mapping[str, Any]], Path | None]) -> Path | None:
-    """Takes the newest whole boundary in `held/` that lies on the run's past and after a step; removes the rest.
+    """Take the newest whole boundary in `held/` that lies on the run's past and after step `after`; remove the rest.
 
-    Args:
-        after: the step; boundaries up to it are of no use.
-        take: called with a boundary's folder, its step and the data written `about` the run, the newest first; moves
-            the folder away and returns its new place, or None where a layer is missing.
+    take: called with a boundary's folder, its step and the data written `about` the run, the newest first; moves
+    the folder away and returns its new place, or None where a layer is missing.
     """
     folder, taken = run_dir / "held", None
     files.refuse_link(folder)
@@ -87,7 +85,7 @@ def take_newest(run_dir: Path, after: int, take: Callable[[Path, int, Mapping[st
 
 
 def _read_record(path: Path) -> tuple[Generation, dict[str, Any]]:
-    """The newest record of the membership, and the other data of its file."""
+    """Newest record of the membership, and the other data of its file."""
     about = files.read_json(path)
     try:
         return Generation.from_json(fields.mapping(about, "what it holds").get("record"), "record"), about
@@ -98,11 +96,9 @@ def _read_record(path: Path) -> tuple[Generation, dict[str, Any]]:
 def write_held(
     run_dir: Path, chain: Chain, held: HeldStates, record: Generation, generation: int, extra: Mapping[str, Any]
 ) -> None:
-    """Writes the states that a member of our engine holds, as files of a checkpoint; see `write_boundaries`.
+    """Write the states of a member of our engine as files of a checkpoint; see `write_boundaries`.
 
-    Args:
-        generation: as files number it.
-        extra: further entries of a checkpoint's manifest.
+    generation: as files number it. extra: further entries of a checkpoint's manifest.
     """
 
     def write(place: Path, index: int, state: LayerState) -> None:
@@ -117,13 +113,8 @@ def write_held(
 
 
 def recover(run_dir: Path) -> Path | None:
-    """Makes a checkpoint of the states in `held/` of an earlier run, if they are newer than its last one; removes the
-    rest.
-
-    Called by one process before any run starts, elastic or not.
-
-    Returns:
-        The checkpoint's folder; None where none was made.
+    """Make a checkpoint of the states in `held/` where they are newer than the last one, and remove the rest. Called by
+    one process before any run starts, elastic or not. Returns the checkpoint's folder; None where none was made.
     """
     checkpoints = run_dir / "checkpoints"
 
@@ -151,12 +142,12 @@ def recover(run_dir: Path) -> Path | None:
 
 
 def _entry(place: Path, file: str) -> dict[str, Any]:
-    """The manifest's entry of a layer's file, as `write_held` wrote it."""
+    """Manifest's entry of a layer's file, as `write_held` wrote it."""
     return {**fields.mapping(files.read_json(place / f"{file}.json"), file), "file": file}
 
 
 def _layers_of(about: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The manifest beside a record, and the name of each layer by the file that holds it."""
+    """Manifest beside a record, and the name of each layer by its file."""
     try:
         manifest = fields.mapping(about.get("manifest"), "manifest")
         layers = [fields.text(name, "layers") for name in fields.listed(manifest.get("layers"), "layers")]

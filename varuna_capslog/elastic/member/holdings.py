@@ -1,8 +1,8 @@
-"""The training state that one member has in memory: its own layers, earlier boundaries, copies that follow.
+"""Training state that one member has in memory: its own layers, earlier boundaries, copies that follow.
 
 The protocol says by layer and stamp what must be held. Own layers are live in the work, and the boundary before is kept
 aside. A copy lies in a follower that makes each step late: with the step's update it is two boundaries at once, also
-between two generations, so that a change of members costs it nothing where it stays what it is.
+between generations, so that a change of members costs nothing for a copy that stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Copy", "Holdings", "LayerCopies"]
 
 
 class Due(NamedTuple):
-    """A step that a follower could make and has not made: until then it stands at the boundary before."""
+    """A step that a follower has not made yet: until then it is at the boundary before."""
 
     before: Stamp
     update: Mapping[str, Tensor]
@@ -46,7 +46,7 @@ class Copy:
 
     @property
     def stands_at(self) -> Stamp:
-        """The boundary that is in memory."""
+        """Boundary in memory."""
         return self.stamp if self.due is None else self.due.before
 
     @property
@@ -56,12 +56,11 @@ class Copy:
 
 
 class Holdings:
-    """The states of one member. Called by one thread.
+    """States of one member. Called by one thread.
 
     Attributes:
         live: the boundary of the own layers while a generation trains; None between two generations.
-        copies: by layer.
-        updates: the update with which the copy of a layer makes a step, by layer and step, until it is used.
+        copies: by layer. updates: with which copies make a step, by layer and step, until used.
         scales: factor of the gradients in the update of a step, once it was voted on; 0: it is skipped.
     """
 
@@ -82,7 +81,7 @@ class Holdings:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def at(self, layer: int, stamp: Stamp) -> LayerState:
-        """A held state, as it lies here. Raises KeyError where there is none: the protocol says there is."""
+        """Return a held state, as it lies here. Raises KeyError where there is none, against the protocol's word."""
         kept = self._kept.get((layer, stamp))
         if kept is not None:
             return kept
@@ -97,7 +96,7 @@ class Holdings:
         raise KeyError((layer, stamp))
 
     def copied(self, layer: int, held: Held) -> tuple[Stamp, LayerState] | None:
-        """A copy as it is in memory, where that boundary is held, so that it need not make its step; None: no copy."""
+        """Return a copy as it is in memory where that boundary is held, so that it makes no step; None: no copy."""
         copy = self.copies.get(layer, self._shelf.get(layer))
         if copy is None:
             return None
@@ -106,7 +105,7 @@ class Holdings:
         return copy.stands_at, self._state_of(copy)
 
     def everything(self, held: Held) -> dict[tuple[int, Stamp], LayerState]:
-        """All states that the protocol holds."""
+        """Return all states that the protocol holds."""
         states = {}
         self._held = held
         # the newest first: a copy that makes its step keeps the state before it, if that is held, too
@@ -118,12 +117,12 @@ class Holdings:
     # -- coming and going ----------------------------------------------------------------------------------------------
 
     def take(self, layer: int, stamp: Stamp, state: LayerState) -> None:
-        """Takes a state that was received or loaded; it stays until the protocol has heard of it."""
+        """Take a state that was received or loaded; it stays until the protocol has heard of it."""
         self._kept[(layer, stamp)] = state
         self._arriving.add((layer, stamp))
 
     def forget(self, held: Held) -> None:
-        """Frees the states that the protocol holds no more; those that it has not heard of yet stay."""
+        """Free the states that the protocol holds no more; those that it has not heard of yet stay."""
         self._held = held
         self._arriving -= held
         for entry in [entry for entry in self._kept if entry not in held and entry not in self._arriving]:
@@ -134,7 +133,7 @@ class Holdings:
             del self._shelf[layer]
 
     def adopt(self) -> None:
-        """Drops the messages under way in the older generation, which will not come: there is a newer one."""
+        """Drop the messages under way in the older generation, which will not come: there is a newer one."""
         self.updates.clear()
         self.scales.clear()
         self._arriving.clear()
@@ -142,7 +141,7 @@ class Holdings:
     # -- from one generation to the next -------------------------------------------------------------------------------
 
     def shelve(self, held: Held) -> None:
-        """Puts live layers and copies aside, copies as they are in memory; the generation has ended here."""
+        """Put live layers and copies aside, copies as they are in memory; the generation has ended here."""
         if self.live is None:
             return
         for layer, state in self._work.shelve().items():
@@ -158,8 +157,8 @@ class Holdings:
         self._spare = {}
 
     def open(self, layers: Collection[int], copies: Iterable[int], base: Stamp) -> None:
-        """Begins a generation: the work has its layers, and copies that are here are taken up again. The shelf keeps
-        the others while any boundary of theirs is held.
+        """Begin a generation; copies that are here are taken up again, others shelved while a boundary of theirs is
+        held.
         """
         self.live, self._own = base, frozenset(layers)
         for layer in layers:
@@ -176,7 +175,7 @@ class Holdings:
                 self.follow(layer, base, state)
 
     def _unshelve(self, layer: int) -> None:
-        """Replaces a shelved copy by a newer one: the held states of the older one are kept without it."""
+        """Replace a shelved copy by a newer one: the held states of the older one are kept without it."""
         copy = self._shelf.pop(layer)
         for stamp in sorted(copy.stamps, reverse=True):
             if (layer, stamp) in self._held and (layer, stamp) not in self._kept:
@@ -190,11 +189,11 @@ class Holdings:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def follow(self, layer: int, stamp: Stamp, state: LayerState) -> None:
-        """Begins to follow a layer from this boundary."""
+        """Begin to follow a layer from this boundary."""
         self.copies[layer] = Copy(self._work.follow(layer, state), stamp)
 
     def keep_before(self) -> None:
-        """Keeps the own layers as they are before a step changes them: all of them, or where it fails none."""
+        """Keep the own layers as they are before a step changes them: all of them, or where it fails none."""
         assert self.live is not None
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -212,7 +211,7 @@ class Holdings:
         self._kept |= kept
 
     def advance(self, held: Held, generation: int) -> None:
-        """Advances the copies: each can give the boundaries of the applied steps whose updates are here."""
+        """Advance the copies: each can give the boundaries of the applied steps whose updates are here."""
         self._held = held
         while following := [(layer, copy) for layer, copy in self.copies.items() if self._can_follow(layer, copy)]:
             self._make_due(*following)
@@ -229,7 +228,7 @@ class Holdings:
         )
 
     def _make_due(self, *copies: tuple[int, Copy]) -> None:
-        """Makes the steps that are due, if some are; it may go on beside the training."""
+        """Make the steps that are due; it may go on beside the training."""
         self._settle()
         steps: list[tuple[Followed, Mapping[str, Tensor], int, float]] = []
         for layer, copy in copies:
@@ -243,21 +242,18 @@ class Holdings:
             self._stepping = self._work.apply_to_copies(steps)
 
     def _state_of(self, copy: Copy) -> LayerState:
-        """The state of a copy as it is in memory."""
         self._settle()
         return copy.followed.state(copy=False)
 
     def _settle(self) -> None:
-        """Waits for the steps of copies that are being made."""
+        """Wait for the steps of copies that are being made."""
         stepping, self._stepping = self._stepping, None
         if stepping is not None:
             stepping()
 
     def prune(self, step: int, behind: bool) -> None:
-        """After a step was applied: drops updates and scales that no copy will ask for.
-
-        Args:
-            behind: copies may be on their way that lag by more than one step.
+        """Drop updates and scales that no copy will ask for, after a step was applied. behind: copies may be on their
+        way that lag by more than one step.
         """
         reached = {layer: copy.stamp.step for layer, copy in self.copies.items()}
         self.updates = {
@@ -278,13 +274,7 @@ class Holdings:
 
 
 class LayerCopies:
-    """The layer copies of one member. Called by its one thread.
-
-    Args:
-        chain: of the run.
-        options: of its engines.
-        device: where all lies.
-    """
+    """Layer copies of one member. Called by its one thread."""
 
     def __init__(self, chain: Chain, options: EngineOptions, device: torch.device) -> None:
         self._chain, self._options, self._device = chain, options, device
@@ -295,15 +285,12 @@ class LayerCopies:
         self._beside = ThreadPoolExecutor(1, "copies", initializer=torch.set_num_threads, initargs=(threads,))
 
     def keep(self, layers: Iterable[EngineLayer]) -> None:
-        """Keeps the layers that a generation's engine trained here, once it has ended."""
+        """Keep the layers that a generation's engine trained here, once it has ended."""
         self._trained = {layer.index: layer for layer in layers}
 
     def ready(self, states: Mapping[int, LayerState], copied: Collection[int]) -> dict[int, EngineLayer]:
-        """The layers that the next engine can take as they are, since these states lie in them.
-
-        Args:
-            states: of all that it will have, by layer.
-            copied: layers that this member will have copies of; other layers that it trained are let go.
+        """Return the layers that the next engine can take as they are, since `states`, of all its layers, lie in them.
+        copied: layers that this member will have copies of; other layers that it trained are let go.
         """
         layers = [*self._trained.values(), *(follower.layer for follower in self._followers.values())]
         self._trained = {index: layer for index, layer in self._trained.items() if index in copied}
@@ -314,11 +301,11 @@ class LayerCopies:
         }
 
     def let_go(self) -> None:
-        """Frees the layers of the last generation that have not become copies: training goes on, and none will."""
+        """Free the layers of the last generation that have not become copies: training goes on, and none will."""
         self._trained = {}
 
     def follow(self, index: int, state: LayerState) -> layer_state.Follower:
-        """A copy of a layer, from this state on."""
+        """Return a copy of a layer, from this state on."""
         before = self._trained.pop(index, None)
         follower = layer_state.Follower(self._chain, index, self._options, self._device, state, before)
         self._followers[index] = follower
@@ -335,5 +322,5 @@ class LayerCopies:
         return self._beside.submit(layer_state.apply_together, due).result
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._beside.shutdown()

@@ -1,7 +1,7 @@
-"""The inbox of one member: messages, entries of the store's log and ends of connections, from all threads.
+"""Inbox of one member: messages, entries of the store's log and ends of connections, from all threads.
 
-The threads behind it only listen, but for two things that cannot wait for the member's own thread: they break off a
-collective that can no longer end, and they answer for a member that is busy with work of its own.
+The threads only listen, but for two things that cannot wait for the member's own thread: they break off a collective
+that can no longer end, and answer for a member that is busy with its own work.
 """
 
 from __future__ import annotations
@@ -70,10 +70,9 @@ class Peers:
     Args:
         key: of this run's members; a peer that does not know it is not heard.
         find: member -> "host:port", asked once per member, before the first message; None: it is not known.
-        take: called with every message, in the thread of its connection; returns at once. The messages of one sender
-            come in the order in which they were sent.
-        lost: called with a member whose connection ended, or could not be made. It may be called twice for one member.
-        failed: called where this member itself cannot speak or listen any more, as where its device has failed.
+        take: called with every message, in the thread of its connection, in the sender's order; returns at once.
+        lost: called with a member whose connection ended, or could not be made, perhaps twice for one member.
+        failed: called where this member itself cannot speak or listen any more, for example after a device failure.
         address: of this machine, where it listens.
 
     Raises:
@@ -103,9 +102,8 @@ class Peers:
         self._door = Door(listener, key, self._admitted, self._fail, "peers-door")
 
     def send(self, target: Member, kind: str, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
-        """Queues a message; never blocks. Tensors must not change until the receiver is known to have them.
-
-        A target that cannot be reached is reported to `lost`, and messages queued for it are dropped.
+        """Queue a message; never blocks. Tensors must not change until the receiver is known to have them. A target
+        that cannot be reached is reported to `lost`, and messages queued for it are dropped.
         """
         if self._closed:
             return
@@ -121,12 +119,12 @@ class Peers:
         return max(self._rates, default=None)
 
     def sent(self, size: int, seconds: float) -> None:
-        """Notes that a message of so many bytes was handed to the system in so many seconds."""
+        """Record the bytes of a message and the seconds that handing it to the system took."""
         if size >= _LARGE_BYTES and seconds > 0:
             self._rates.append(size / seconds)
 
     def keep(self, members: Collection[Member]) -> None:
-        """Closes the connections to all other members, each after its queued messages were sent."""
+        """Close the connections to all other members, each after its queued messages were sent."""
         with self._lock:
             others = [member for member in self._outgoing if member not in members]
             ended = [self._outgoing.pop(member) for member in others]
@@ -134,7 +132,7 @@ class Peers:
             outgoing.queue.put(None)
 
     def close(self, flush_seconds: float) -> None:
-        """Ends all connections, each after its queue was handed to the system; waits at most so long for each."""
+        """End all connections, each after its queue was handed to the system, or `flush_seconds` at most."""
         self._closed = True
         self._door.close()
         with self._lock:
@@ -194,7 +192,7 @@ class Peers:
 
 
 class _Outgoing:
-    """The connection to one member and the thread that fills it, until None is queued."""
+    """Connection to one member and the thread that fills it, until None is queued."""
 
     def __init__(self, peers: Peers, target: Member) -> None:
         self.queue: queue.SimpleQueue[tuple[str, dict[str, Tensor], dict[str, Any]] | None] = queue.SimpleQueue()
@@ -225,7 +223,7 @@ class _Outgoing:
                 self._connection.close()
 
     def stop(self, seconds: float) -> None:
-        """Ends the thread; messages that it has not sent after so many seconds are dropped."""
+        """End the thread; messages that it has not sent after `seconds` are dropped."""
         self._thread.join(seconds)
         self.stopped = True
         if self._connection is not None:
@@ -246,7 +244,7 @@ def _write(connection: Connection, header: Mapping[str, Any], tensors: Mapping[s
 
 
 def _pack(payload: Sequence[Tensor]) -> Iterator[memoryview]:
-    """The tensors' bytes, one after the other: of large ones as they lie there, of small ones in a row together."""
+    """Bytes of the tensors, one after the other: large ones as they lie there, small ones joined in a row."""
     for (_, small), row in itertools.groupby(payload, lambda tensor: (tensor.dtype, tensor.nbytes < _SMALL_BYTES)):
         tensors = [tensor.contiguous().reshape(-1) for tensor in row]
         for tensor in [torch.cat(tensors)] if small and len(tensors) > 1 else tensors:
@@ -262,7 +260,7 @@ def _read_header(connection: Connection) -> dict[str, Any]:
 
 
 def _read_tensors(connection: Connection, listed: list[Any]) -> dict[str, Tensor]:
-    """Reads tensors; consecutive ones of one type lie in one piece of memory."""
+    """Read tensors; consecutive ones of one type share one block of memory."""
     tensors = {}
     for dtype, row in itertools.groupby(listed, lambda entry: entry[1]):
         kind = getattr(torch, dtype)
@@ -285,15 +283,10 @@ _FIND_SECONDS = 5.0
 
 
 class Inbox:
-    """Opens this member's connections and follows the store's log from its beginning.
+    """This member's connections, and the store's log from its beginning. Raises StoreGone: the store does not answer.
 
-    Attributes:
-        peers: for sending.
-        events: ("mail", PeerMessage), ("log", entry), ("lost", member), ("store lost", why) or ("failed", CapslogError)
-            of this member itself, in the order of hearing.
-
-    Raises:
-        StoreGone: the store does not answer.
+    events: ("mail", PeerMessage), ("log", entry), ("lost", member), ("store lost", why) or ("failed", CapslogError) of
+    this member itself, in the order of hearing. peers: for sending.
     """
 
     def __init__(self, start: MemberStart, store: MembershipStore) -> None:
@@ -315,12 +308,12 @@ class Inbox:
     # -- for the member's own thread -----------------------------------------------------------------------------------
 
     def engage(self, generation: int, members: frozenset[Member]) -> None:
-        """Makes the loss of one of these members break off the collective under way in this generation."""
+        """Let the loss of one of these members break off the collective under way in this generation."""
         with self._lock:
             self._generation, self._engaged = generation, members - {self._me}
 
     def guard(self, communicator: Communicator | None) -> None:
-        """Sets the communicator that a loss breaks off; None: there is none."""
+        """Set the communicator that a loss breaks off; None: there is none."""
         with self._lock:
             self._communicator = communicator
 
@@ -335,10 +328,7 @@ class Inbox:
 
     @contextlib.contextmanager
     def busy(self, seconds: float) -> Iterator[None]:
-        """Context around work of this member alone, during which it hears nothing; threads answer for it meanwhile.
-
-        seconds: longest time that they do so.
-        """
+        """Context of this member's work during which it hears nothing; threads answer for it, `seconds` at most."""
         self._busy_until = time.monotonic() + seconds
         try:
             yield
@@ -346,7 +336,7 @@ class Inbox:
             self._busy_until = 0.0
 
     def close(self, flush_seconds: float) -> None:
-        """Ends all connections after queued messages were sent, and hears no more."""
+        """End all connections after queued messages were sent, and hear no more."""
         self._closed = True
         self._unfollow()
         self.peers.close(flush_seconds)
@@ -403,7 +393,7 @@ class Inbox:
                     self._store.append(replace(entry, member=self._me).to_json())
 
     def _break_off(self, member: Member) -> None:
-        """Ends all waits for a lost peer."""
+        """End all waits for a lost peer."""
         with self._lock:
             communicator = self._communicator if member in self._engaged else None
         if communicator is not None:

@@ -28,7 +28,7 @@ CHANGE_SECONDS = 1.0
 
 
 class NoticePolicy:
-    """The notices of one run, as one member hears them. Called by its one thread."""
+    """Notices of one run, as one member hears them. Called by its one thread."""
 
     def __init__(self, parts: Parts, training: Training) -> None:
         self._me, self._parts, self._training = parts.me, parts, training
@@ -37,7 +37,7 @@ class NoticePolicy:
         self._known: tuple[tuple[frozenset[m.Change], Member, int, int], Mapping[int, int]] | None = None
 
     def heard(self, entry: NoticeEntry | HintEntry, state: State) -> m.ProtocolEvent:
-        """The event of the protocol that a notice or hint in the log becomes."""
+        """Return the protocol's event for a notice or hint in the log."""
         member, notice = entry.member, notice_of(entry, entry.member)
         if member == self._me and notice.deadline is not None:
             before = self._mine.deadline if self._mine is not None else None
@@ -46,7 +46,7 @@ class NoticePolicy:
         return self._event(notice, member, state)
 
     def watch(self, state: State) -> m.ProtocolEvent | None:
-        """The event to raise where this member's deadline has come too close to prepare. Called before every step."""
+        """Return the event where this member's deadline is now too close to prepare. Called before every step."""
         notice, number = self._mine, state.record.number
         if (
             notice is None

@@ -1,8 +1,4 @@
-"""The objects that the modules of one member share; `Runtime` makes them once and hands them down.
-
-One of them is the report of a change of generation, given once its first step is done: members that left and came, and
-the costs of the change.
-"""
+"""Objects that the modules of one member share; `Runtime` makes them once and hands them down."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ __all__ = ["ChangeReport", "Incoming", "MemberLoop", "Parts", "decode", "encode"
 
 
 class MemberLoop(Protocol):
-    """The part of `Runtime` that `Training` and `Effects` use: the protocol's state, and where events go."""
+    """Part of `Runtime` that `Training` and `Effects` use: the protocol's state, and where events go."""
 
     @property
     def state(self) -> State: ...
@@ -66,9 +62,9 @@ class ChangeReport:
     Attributes:
         before: members of the last generation that trained.
         proposal_seconds: of the search of a plan for the record, where this member founded the generation.
-        lost_step_seconds: how long the step had taken here that the change broke off.
+        lost_step_seconds: of the step here that the change broke off.
         rebalanced: why this member wished for another plan for the same members; None: it did not.
-        first_apply: when this member's first step was applied; changes: of members, that it has seen since.
+        first_apply: when this member's first step was applied; changes: of members, seen since then.
     """
 
     before: tuple[Member, ...] = ()
@@ -86,14 +82,12 @@ class ChangeReport:
 
     @property
     def gap_seconds(self) -> float:
-        """Expected seconds until the next change: the mean between the changes that this member saw, with one assumed
-        before them.
-        """
+        """Expected seconds until the next change: the mean between the changes seen here, with one assumed before."""
         seen = 0.0 if self.first_apply is None else time.monotonic() - self.first_apply
         return (USUAL_GAP + seen) / (1 + self.changes)
 
     def timed(self, place: Place) -> Place:
-        """The same planner; how long its last search took becomes part of the report."""
+        """Return the same planner, which adds the seconds of its last search to the report."""
 
         def search(seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
             began = time.perf_counter()
@@ -104,17 +98,17 @@ class ChangeReport:
         return search
 
     def decided(self) -> None:
-        """Notes that the first round is complete and a layout was searched for: layers begin to travel."""
+        """Record that the first round is complete and a layout was searched for: layers begin to travel."""
         self.transfer_began = time.monotonic() - self.search_seconds
 
     def opened(self, members: Sequence[Member], dead: Collection[Member], moved_bytes: int) -> None:
-        """Notes that all layers are at their new owners."""
+        """Record that all layers are at their new owners."""
         self.transfer_seconds = time.monotonic() - self.transfer_began
         self.why = reasons(members, self.before, dead, self.rebalanced)
         self.moved_bytes += moved_bytes
 
     def applied(self, now: float) -> None:
-        """Notes that a step was applied; if a change came before it, its report was given, and a new report begins."""
+        """Record an applied step; if a change came before it, its report was given, and a new report begins."""
         if self.why:
             self.changes += self.last_apply is not None and self.rebalanced is None
             self.search_seconds = self.proposal_seconds = self.transfer_began = self.transfer_seconds = 0.0
@@ -123,11 +117,7 @@ class ChangeReport:
         self.first_apply = self.first_apply or now
 
     def event(self, record: Generation, step: int, step_began: float) -> tuple[str, dict[str, Any]]:
-        """The kind and content of the change's event, written when its first step is done.
-
-        Args:
-            step: the one that was just applied.
-        """
+        """Kind and content of the change's event, written when its first step is done. step: just applied."""
         pause = None if self.last_apply is None else step_began - self.last_apply
         return "begin" if pause is None else "morph", {
             "generation": record.number,
@@ -146,12 +136,11 @@ class ChangeReport:
 
 @dataclass(frozen=True)
 class Parts:
-    """The work and memory of one member, and its connections to the others.
+    """Work and memory of one member, and its connections to the others.
 
     Attributes:
         probe: called at named points, for faults injected by tests.
-        report: of the change that is under way.
-        proposals: plans of generations that may follow.
+        report: of the change under way. proposals: plans of generations that may follow.
         seats: of all that took part in the present generation's first round, and of those that asked to be let in.
     """
 
@@ -167,7 +156,7 @@ class Parts:
     seats: dict[Member, Seat] = field(default_factory=dict)
 
     def tighten(self, member: Member, capacity: int) -> None:
-        """Lets plans count on so many bytes of a member's device, where its device is known here."""
+        """Let plans count on `capacity` bytes of a member's device, where its device is known here."""
         if (seat := self.seats.get(member)) is not None:
             self.seats[member] = seat._replace(capacity=capacity)
             self.proposals.known.clear()
@@ -175,7 +164,7 @@ class Parts:
     def send_state(
         self, kind: str, target: Member, generation: int, layer: int, stamp: Stamp, state: LayerState
     ) -> None:
-        """Sends a layer with its digest; it must not change before the receiver is known to have it."""
+        """Send a layer with its digest; it must not change before the receiver is known to have it."""
         about = {"layer": layer, "stamp": list(stamp), "digest": digest(state).hex()}
         self.peers.send(target, kind, state, generation=generation, **about)
 
@@ -183,8 +172,8 @@ class Parts:
 def reasons(
     members: Collection[Member], before: Collection[Member], dead: Collection[Member], rebalanced: str | None = None
 ) -> tuple[str, ...]:
-    """Sentences on the members that were lost, left and joined between two generations that trained. rebalanced: the
-    reason for another plan where the members are the same.
+    """Sentences on the members lost, left and joined between two generations that trained. rebalanced: the reason for
+    another plan where the members are the same.
     """
     if not before:
         return ("1 member begins" if len(members) == 1 else f"{len(members)} members begin",)
@@ -203,24 +192,24 @@ def reasons(
 
 
 class Incoming:
-    """The mail of one member. Called by its one thread."""
+    """Mail of one member. Called by its one thread."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._mail: list[PeerMessage] = []
 
     def add(self, message: PeerMessage) -> None:
-        """Adds a message that has arrived."""
+        """Add a message that has arrived."""
         self._mail.append(message)
 
     def sort(self, state: State) -> list[m.ProtocolEvent]:
-        """Takes the messages that can be taken in this state; returns the events for the protocol, in order."""
+        """Take the messages that can be taken in this state, and return the events for the protocol, in order."""
         events: list[m.ProtocolEvent] = []
         self._mail = [message for message in self._mail if not self._take(message, state, events)]
         return events
 
     def _take(self, message: PeerMessage, state: State, events: list[m.ProtocolEvent]) -> bool:
-        """Takes a message if the state allows it; returns True once it is done with, False to keep it for later."""
+        """Take a message if the state allows it; True once it is done with, False to keep it for later."""
         generation, number, phase = int(message.header["generation"]), state.record.number, state.phase
         if generation < number:
             return True
@@ -263,7 +252,7 @@ class Incoming:
         return True
 
     def _update(self, header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Keeps the updates with which copies of layers make a step."""
+        """Keep the updates with which copies of layers make a step."""
         updates: dict[int, LayerState] = {layer: {} for layer in header["layers"]}  # type: ignore[attr-defined]
         for address, tensor in tensors.items():
             index, _, name = address.partition("/")
@@ -272,7 +261,7 @@ class Incoming:
             self._parts.holdings.updates[(layer, int(header["step"]))] = update  # type: ignore[call-overload]
 
     def _state(self, message: PeerMessage, state: State, events: list[m.ProtocolEvent]) -> None:
-        """Takes a layer's state: of a layer that this member will train ("layer"), or of a copy for it to follow."""
+        """Take the state of a layer that this member will train ("layer"), or of a copy for it to follow."""
         parts, generation, layer = self._parts, state.record.number, int(message.header["layer"])
         arrived, stamp = dict(message.tensors), Stamp(*message.header["stamp"])
         if message.kind == "layer" and (layer not in state.roles.missing or stamp != state.at):
@@ -289,7 +278,7 @@ class Incoming:
 
 
 def encode(value: m.Value) -> bytes:
-    """A value of a round as JSON; a plain vote (finite, no wishes) is empty."""
+    """Encode a value of a round as JSON; a plain vote (finite, no wishes) is empty."""
     if value == m.Vote():
         return b""
     data = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -297,7 +286,7 @@ def encode(value: m.Value) -> bytes:
 
 
 def decode(text: bytes) -> m.Value:
-    """The value from which `encode` made this text."""
+    """Return the value from which `encode` made this text."""
     if not text:
         return m.Vote()
     data = json.loads(text)

@@ -1,8 +1,8 @@
 """Our engine as the `Work` of an elastic run: pipelines that are cut anew for every generation.
 
-Chain, data and constants of the run are loaded once per process; a generation is a new `PipelineEngine` over the layers
-that the protocol gave to this member. A layer that stays keeps its tensors. Steps, checkpoints and evaluations are the
-`TrainingLoop`'s, as in a run of a fixed number of steps.
+Chain, data and constants of the run are loaded once per process; a generation is a new `PipelineEngine` over this
+member's layers. A layer that stays keeps its tensors. Steps, checkpoints and evaluations are the `TrainingLoop`'s, as
+in a run of a fixed number of steps.
 """
 
 from __future__ import annotations
@@ -61,11 +61,8 @@ _WARM_UP_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """The run that a `PipelineWork` is part of.
-
-    Attributes:
-        plan: the run's first plan; it is taken whenever as many devices take part as it was made for.
-        profile: costs for the planner afterwards; None: it plans by parameters' bytes.
+    """Run that a `PipelineWork` is part of. plan: the first plan, taken whenever as many devices take part as it was
+    made for; profile: costs for the planner afterwards; None: it plans by parameters' bytes.
     """
 
     config: Config
@@ -74,19 +71,15 @@ class PipelineRun:
     profile: Profile | None
 
     def layout_of(self, plan: Plan) -> Layout:
-        """The engine's layout of a plan that a generation trains by.
-
-        Raises CapslogError as `engine/layout.layout_of`.
-        """
+        """Return the engine's layout of a generation's plan. Raises CapslogError as `engine/layout.layout_of`."""
         alike = pipelines_of(plan)
         if alike is None:
             return layout_of(plan, self.config)
         return Layout.pipelines(alike[0], plan.num_layers, None, alike[1], self.config.num_blocks)
 
     def write_plan(self, number: int, plan: Plan) -> None:
-        """Writes `plan-<number>.json` of a generation that trains; an existing file stays.
-
-        Of equal pipelines the file holds one, in the short form, with its predicted costs.
+        """Write `plan-<number>.json` of a generation that trains; an existing file stays. Of equal pipelines the file
+        holds one, in the short form, with its predicted costs.
         """
         path = plan_path(self.config.run_dir, number)
         if not path.exists():
@@ -94,7 +87,7 @@ class PipelineRun:
             write_plan(path, plan if alike is None else self._one_of(*alike))
 
     def _one_of(self, cuts: tuple[int, ...], replicas: int) -> Plan:
-        """The plan of one of so many equal pipelines."""
+        """Plan of one of `replicas` equal pipelines."""
         pipeline, count = self.config.pipeline, self.config.num_microbatches // replicas
         if self.profile is None:
             return Plan.of_cuts(
@@ -109,7 +102,7 @@ class PipelineRun:
         return solve(Problem.of(self.profile, len(cuts), run=run, memory=pipeline.memory, cuts=cuts), pipeline.planner)
 
     def keep_plan(self, number: int) -> None:
-        """Writes the plan before for a generation that waits or has no members: a run that goes on later counts its
+        """Write the plan before for a generation that waits or has no members: a run that goes on later counts its
         generations from the newest of these files.
         """
         last = latest_plan(self.config.run_dir)
@@ -118,16 +111,10 @@ class PipelineRun:
 
 
 class PipelineWork(Work):
-    """The part of one member in a pipeline run.
+    """The part of one member in a pipeline run. loop: the training; its engine is this member's part of the generation.
 
-    Args:
-        placed: called with the number and the stages of this member in every generation that it trains in, by a thread
-            beside the training.
-        observer: sees the work of the engine of every generation.
-
-    Attributes:
-        loop: the training; its engine is this member's part of the generation.
-        asked: after `finish`: whether a person's wish ended the run.
+    placed: called with the number and this member's stages in every generation that it trains in, by a thread beside
+    the training. observer: sees the work of the engine of every generation.
     """
 
     def __init__(
@@ -167,12 +154,12 @@ class PipelineWork(Work):
 
     @property
     def chain(self) -> Chain:
-        """The chain of the run."""
+        """Chain of the run."""
         return self.setup.chain
 
     def warm_up(self) -> None:
-        """Trains one microbatch on a whole chain of this process's own, so that a joining member does nothing for the
-        first time while others wait. Left out for chains of which a device might not hold a second one.
+        """Train one microbatch on a whole chain of this process, so that a joining member does nothing for the first
+        time while others wait. Left out for chains of which a device might not hold a second one.
         """
         if sum(self.layer_bytes) > _WARM_UP_BYTES:
             return
@@ -267,7 +254,7 @@ class PipelineWork(Work):
         self.loop.begin(engine, opening.number, opening.base.step, writes, saved)
 
     def _write_papers(self, number: int, plan: Plan, stages: list[int], writes: bool) -> None:
-        """Writes the generation's plan file and this member's place in it, beside the training, which does not wait."""
+        """Write the generation's plan file and this member's place in it, beside the training, which does not wait."""
         if writes:
             self._run.write_plan(number, plan)
         self._placed(number, stages)
@@ -384,6 +371,6 @@ class PipelineWork(Work):
         files.append_jsonl(self.setup.run_dir / "events.jsonl", line)
 
     def close(self) -> None:
-        """Stops the threads and the terminal's progress bar."""
+        """Stop the threads and the terminal's progress bar."""
         self._copies.close()
         self.loop.close()

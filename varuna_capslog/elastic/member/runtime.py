@@ -1,7 +1,6 @@
-"""Runs one member: passes events to `protocol.step` and executes the effects that it returns.
+"""Runs one member: passes events to `protocol.step` and executes the effects that it returns, in one thread.
 
-The protocol decides, this module acts, in one thread: `inbox` collects events, `incoming` sorts the messages, `roster`
-reads the log, `effects` executes, `training` makes the steps.
+`inbox` collects events, `parts` sorts messages, `entries` reads the log, `effects` executes, `training` steps.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class End:
 
 
 class Runtime:
-    """The main loop of one member of the run.
-
-    Args:
-        store: its identity tells this run's members from those of another run with the same secret; see `Inbox`.
-    """
+    """Main loop of one member. The store's identity distinguishes runs with the same secret; see `Inbox`."""
 
     def __init__(self, start: MemberStart, work: Work, store: MembershipStore, options: RuntimeOptions) -> None:
         self.me = me = start.me
@@ -83,13 +78,12 @@ class Runtime:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> End:
-        """Takes part until the run ends, this member is released, or it fails.
+        """Take part until the run ends, this member is released, or it fails.
 
         Raises:
             StepRefused: a step was voted down; the held states are on disk.
             DiskFailed: the run's folder takes no more; that ends the run for all.
-            CapslogError: the store is lost at a change (all is on disk), this member was declared lost, or a failure
-                of its own.
+            CapslogError: the store is lost at a change (all is on disk), or this member was declared lost or failed.
         """
         try:
             self._catch_up()
@@ -116,7 +110,7 @@ class Runtime:
             self.parts.path.close()
 
     def look_at_deadline(self) -> None:
-        """Checks before a step whether a deadline of this member has come too close for the planned change."""
+        """Check before a step whether a deadline of this member has come too close for the planned change."""
         event = self._notices.watch(self.state)
         if event is not None:
             self.feed(event)
@@ -127,17 +121,17 @@ class Runtime:
         return self._end is not None
 
     def end(self, stopped: bool) -> None:
-        """Ends the run with the present boundary; everything is written."""
+        """End the run with the present boundary; everything is written."""
         step = self.state.at.step
         self.append(entries.FinishedEntry(step, stopped, self.parts.work.asked))
         self._end = End(step, stopped, False)
 
     def release(self) -> None:
-        """Releases this member: it has no part in the run any more."""
+        """Release this member: it has no part in the run any more."""
         self._end = End(self.state.at.step, False, True)
 
     def stop_for_memory(self, why: str) -> NoReturn:
-        """Ends the run, all that its members hold on disk. Raises CapslogError with this sentence."""
+        """End the run, all that its members hold on disk. Raises CapslogError with this sentence."""
         self._one_event(m.Broken(self.state.record.number))
         self._persist(why)
         failure = {"member": self.me, "cause": why, "kind": _MEMORY, "time": wall_seconds()}
@@ -151,15 +145,15 @@ class Runtime:
         self.parts.work.note("persisted", why=why, **about)
 
     def _end_for_all(self, error: DiskFailed) -> None:
-        """Ends the run for all: a member that took the writing over would fail in the same way."""
+        """End the run for all: a member that took the writing over would fail in the same way."""
         failure = {"member": self.me, "cause": str(error), "kind": error.kind, "time": wall_seconds()}
         self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
 
     def _catch_up(self) -> None:
-        """Reads the log up to now; earlier entries need no answer from this member.
+        """Read the log up to now; earlier entries need no answer from this member.
 
-        Where the run only begins, it waits for the first generation, which a host founds once all that begin together
-        are here: a member that asks earlier founds one of itself alone. Where none comes in time, it does ask.
+        In a new run it waits for the first generation, which a host founds once all that begin together are here: a
+        member that asks earlier founds one of itself alone. Where none comes in time, it does ask.
         """
         self._store.append(entries.HelloEntry(self.me, self._start.host).to_json())
         answer = f"the store's log does not answer {self.me} within {self._timeouts.peer:g} s"
@@ -180,7 +174,7 @@ class Runtime:
                 self._heard_outside(*self.inbox.events.get(timeout=max(0.0, until - time.monotonic())))
 
     def _heard_outside(self, kind: str, payload: Any) -> entries.Entry | None:
-        """Takes an event from before this member has asked to take part; returns the log's entry if it was one."""
+        """Take an event from before this member has asked to take part; return the log's entry if it was one."""
         if kind == "mail":
             self._incoming.add(payload)
         elif kind == "store lost":
@@ -195,7 +189,7 @@ class Runtime:
         return None
 
     def _listen(self) -> None:
-        """Waits for something to happen, at most until the present time limit."""
+        """Wait for something to happen, at most until the present time limit."""
         wait = self._limit() - time.monotonic()
         try:
             kind, payload = self.inbox.events.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
@@ -210,7 +204,7 @@ class Runtime:
             self.drain()
 
     def drain(self) -> None:
-        """Takes all events in the inbox."""
+        """Take all events in the inbox."""
         with contextlib.suppress(queue.Empty):
             while self._end is None:
                 self._happened(*self.inbox.events.get_nowait())
@@ -229,7 +223,7 @@ class Runtime:
             raise payload
 
     def _note(self, value: Mapping[str, Any]) -> entries.Entry | None:
-        """Takes an entry of the log, whatever the phase of this member; returns it."""
+        """Take and return an entry of the log, whatever the phase of this member."""
         entry = self.roster.take(value)
         if isinstance(entry, entries.DeadEntry) and entry.member == self.me:
             raise CapslogError(f"{self.me} was declared lost ({entry.why}); a new member may take its place")
@@ -261,9 +255,8 @@ class Runtime:
                 self._end_with_others()
 
     def _end_with_others(self) -> None:
-        """Ends this member's part once the log says that the run has ended.
-
-        A member that trains comes to its own end, unless the run ended by a failure that would stop every member.
+        """End this member's part once the log says that the run has ended. A member that trains comes to its own end,
+        unless the run ended by a failure that would stop every member.
         """
         finished = self.roster.finished
         if finished is None or self._end is not None:
@@ -276,7 +269,7 @@ class Runtime:
     # -- time limits --------------------------------------------------------------------------------------------------
 
     def _limit(self) -> float:
-        """The time at which this member stops waiting if nothing happens."""
+        """Time at which this member stops waiting if nothing happens."""
         return self._waiting.ends(self.state, self.training.usual_seconds, self.training.waits_since, self.roster)
 
     def _limit_passed(self) -> None:
@@ -294,7 +287,7 @@ class Runtime:
     # -- events in, effects out ---------------------------------------------------------------------------------------
 
     def feed(self, *events: m.ProtocolEvent) -> None:
-        """Gives events to the protocol and executes its effects, until nothing follows any more."""
+        """Give events to the protocol and execute its effects, until nothing follows any more."""
         self._events.extend(events)
         if self._feeding:
             return
@@ -333,7 +326,7 @@ class Runtime:
         self._end_with_others()
 
     def _adopted(self) -> None:
-        """Adopts a newer generation: drops all that belongs only to the old one."""
+        """Adopt a newer generation: drop all that belongs only to the old one."""
         record = self.state.record
         self.parts.holdings.adopt()
         self.parts.proposals.known.clear()
@@ -348,7 +341,7 @@ class Runtime:
         self.parts.probe("adopted")
 
     def append(self, entry: entries.Entry) -> None:
-        """Appends an entry to the log. It only speeds things up: a lost store shows itself at the next change."""
+        """Append an entry to the log. It only speeds things up: a lost store shows itself at the next change."""
         with contextlib.suppress(StoreGone):
             self._store.append(entry.to_json())
 
@@ -360,13 +353,8 @@ def take_part(
     options: RuntimeOptions,
     runtime: type[Runtime] = Runtime,
 ) -> tuple[End, int]:
-    """Takes part until the run ends or this member is released; closes the work.
-
-    Returns:
-        The end, and the exit status that goes with it: 0, or 130 where a person asked for the stop.
-
-    Raises:
-        CapslogError: see `Runtime.run`.
+    """Take part until the run ends or this member is released, and close the work. Raises CapslogError as
+    `Runtime.run`. Returns the end, and its exit status: 0, or 130 where a person asked for the stop.
     """
     try:
         end = runtime(start, work, store, options).run()

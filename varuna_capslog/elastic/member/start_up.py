@@ -1,7 +1,7 @@
 """Start-up and failure of a member's process, whatever it trains, and the boundary at which its run begins.
 
-A member reads its settings from variables of its process, which the host sets, and from three keys of the store. A
-run that goes on counts its generations anew in the store; in the run's files they follow those that are there.
+A member reads its settings from environment variables set by the host, and from three keys of the store. A run that
+goes on counts its generations anew in the store; in the run's files they follow those that are there.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class Timeouts:
 
     Attributes:
         peer: for any message of the data path, and for layers.
-        change: until a member founds a generation without knowing who is lost.
-        again: between further attempts.
+        change: until a member founds a generation without knowing who is lost; again: between further attempts.
         gather: for the others' values in the first round; at least three steps, since no member breaks off a step.
     """
 
@@ -62,12 +61,12 @@ class Timeouts:
         return 3 * self.change
 
     def alone(self, usual_seconds: float) -> float:
-        """Limit for work of a member by itself, without hearing anybody. usual_seconds: of its steps; 0: not known."""
+        """Limit for a member's own work, without hearing the others. usual_seconds: of its steps; 0: not known."""
         return max(self.gather, 3 * usual_seconds) if usual_seconds else self.peer
 
 
 class WaitingTime:
-    """Measures how long one member has waited for the next event. All times are `time.monotonic`'s."""
+    """Wait of one member for the next event. All times are `time.monotonic`'s."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
@@ -76,7 +75,7 @@ class WaitingTime:
         self._lacks_since = 0.0  # settled layers, through however many generations
 
     def moved(self, state: State) -> None:
-        """Restarts the wait: the phase or the generation has changed."""
+        """Restart the wait: the phase or the generation has changed."""
         self._since, self._ended = time.monotonic(), 0.0
         if state.phase is Phase.RUN:
             self._lacks_since = 0.0
@@ -84,18 +83,15 @@ class WaitingTime:
             self._lacks_since = self._lacks_since or self._since
 
     def ended(self) -> None:
-        """Notes that the limit had passed and was acted on."""
+        """Record that the limit had passed and was acted on."""
         self._ended = time.monotonic()
 
     def ends(self, state: State, usual_seconds: float, computed_at: float, roster: Roster) -> float:
-        """The time at which the present limit passes if nothing happens.
+        """Return the time at which the present limit passes if nothing happens.
 
-        Where no member that once took part may come back, none can bring the settled layers that are lacking, and the
-        run need not wait for them; nor do new members without them prolong the wait.
-
-        Args:
-            usual_seconds: of a step; 0 before the first one.
-            computed_at: when this member's last computation ended.
+        Where no former member may come back, none can bring the settled layers that are lacking, and the run need not
+        wait for them; nor do new members without them prolong the wait. usual_seconds: of a step; 0 before the first
+        one; computed_at: when this member's last computation ended.
         """
         limits, since = self._timeouts, self._since
         first = again = limits.again
@@ -124,12 +120,10 @@ _WAIT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first generation and boundary of a run: written by the host that begins it, read by every member.
+    """First generation and boundary of a run: written by the host that begins it, read by every member.
 
-    Attributes:
-        first: number of the store's generation 1 in the run's files.
-        step: of the boundary.
-        path: the checkpoint of that boundary; None at the beginning of training.
+    first: number of the store's generation 1 in the run's files. step: of the boundary. path: of its checkpoint;
+    None at the beginning of training.
     """
 
     first: int = 1
@@ -138,11 +132,11 @@ class Beginning:
 
     @property
     def stamp(self) -> Stamp:
-        """The boundary, as generation 1 knows it."""
+        """Boundary, as generation 1 knows it."""
         return Stamp(self.step, 0)
 
     def keys(self) -> dict[str, str]:
-        """The keys and values that the store must hold before the first worker reads them."""
+        """Keys and values that the store must hold before the first worker reads them."""
         return {
             "first-plan": str(self.first),
             "resumed-step": str(self.step),
@@ -151,7 +145,7 @@ class Beginning:
 
     @classmethod
     def read(cls, store: MembershipStore) -> Beginning:
-        """Reads the values of `keys`. Raises CapslogError where they do not come within ten seconds."""
+        """Read the values of `keys`. Raises CapslogError where they do not come within ten seconds."""
 
         values = []
         for key, name in (("first-plan", "plan"), ("resumed-step", "boundary"), ("resumed-path", "checkpoint")):
@@ -168,18 +162,16 @@ class Beginning:
 
 @dataclass(frozen=True)
 class MemberStart:
-    """A member's description of itself and of its run, whatever is trained.
+    """Description that a member has of itself and of its run, whatever is trained.
 
     Attributes:
-        me: its name, never used before.
-        offset: generation n of the store is n + offset in the run's files.
-        resumed: path of the checkpoint with which the run begins, by its boundary; empty at the beginning of training.
-        stop_wished: asked once per step; True on any member ends the run after that step. Also asked while the run
-            waits, when there is no step whose vote could carry that wish.
-        checkpoint: the boundary that the run begins with.
-        host: whose losses are losses of this member, too.
-        address: of this host, as the others reach it.
-        secret: of the run; default: one that nobody else knows.
+        me: its name, never used before. offset: generation n of the store is n + offset in the run's files.
+        checkpoint: the boundary that the run begins with. resumed: path of the checkpoint by that boundary; empty at
+            the beginning of training.
+        stop_wished: asked once per step, and while the run waits, without a step whose vote could carry the wish; True
+            on any member ends the run after that step.
+        host: its losses are losses of this member, too. address: of this host, as the others reach it.
+        secret: of the run; default: a new one that no other member knows.
     """
 
     me: Member
@@ -195,12 +187,8 @@ class MemberStart:
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Options of a member's part in a run.
-
-    Attributes:
-        capacity: bytes of this member's device; 0: no limit.
-        sync, shadows: see `state.Job`.
-        probe: called at named points, for faults injected by tests.
+    """Options of a member's part in a run. capacity: bytes of its device; 0: no limit. sync, shadows: see
+    `changes.Job`. probe: called at named points, for faults injected by tests.
     """
 
     capacity: int = 0
@@ -215,11 +203,8 @@ def enter(
     stop_wished: Callable[[], bool],
     opener: Callable[[str, Secret, str | None], MembershipStore] = open_store,
 ) -> tuple[MemberStart, MembershipStore]:
-    """Opens the store and reads where the run begins.
-
-    Raises:
-        StoreGone: the store does not answer.
-        CapslogError: it does not say where the run begins, or the run's secret cannot be used.
+    """Open the store and read where the run begins. Raises StoreGone where the store does not answer; CapslogError
+    where it does not say where the run begins, or the run's secret cannot be used.
     """
     place, secret = os.environ["CAPSLOG_STORE"], run_secret(run_dir)
     store = opener(place, secret, os.environ.get("CAPSLOG_STORE_IDENTITY"))
@@ -239,7 +224,7 @@ def enter(
 
 
 def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:
-    """Runs a member's whole part; a failure goes into `workers/<member>.error.json`. Returns the exit status."""
+    """Run a member's whole part; a failure goes into `workers/<member>.error.json`. Returns the exit status."""
     me, wish = os.environ["CAPSLOG_MEMBER"], StopWish()
     try:
         return part(wish)
@@ -248,7 +233,7 @@ def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:
 
 
 def fail(start: MemberStart, error: Exception) -> NoReturn:
-    """Ends this member from any thread."""
+    """End this member from any thread."""
     leave(_report(start.run_dir, start.me, error))
 
 
@@ -258,5 +243,5 @@ def _report(run_dir: Path, me: Member, error: Exception) -> int:
 
 
 def local_rank() -> int:
-    """The number of this member's device on its host."""
+    """Number of this member's device on its host."""
     return int(os.environ.get("CAPSLOG_LOCAL_RANK", "0"))

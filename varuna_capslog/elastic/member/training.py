@@ -1,4 +1,4 @@
-"""The steps of one member: compute, vote, apply, and the updates that keep copies of layers equal to their owners.
+"""Steps of one member: compute, vote, apply, and the updates that keep copies of layers equal to their owners.
 
 `Runtime` decides when, and passes the results to the protocol; `Work` computes.
 """
@@ -43,25 +43,24 @@ _UNKNOWN = 1 << 20
 
 @dataclass(frozen=True)
 class Lack:
-    """The memory that a step lacked.
+    """Memory that a step lacked.
 
-    bytes: of the allocation that failed on a device, or in the memory of a CPU; 0 where a copy to or from the host tier
-        failed, which is tried again by the same plan.
-    why: the error's words in that case.
+    bytes: of the allocation that failed on a device, or in the memory of a CPU; 0 where a copy to or from the host
+    tier failed, which is tried again by the same plan. why: the error's words in that case.
     """
 
     bytes: int
     why: str | None = None
 
     def told(self, member: str, step: int) -> str:
-        """A sentence without an end stop."""
+        """Sentence without an end stop."""
         if self.why is not None:
             return f"{member} could not make step {step}, since {self.why}"
         return f"{member} lacked {format_bytes(self.bytes)} in step {step}"
 
 
 def lack_of(error: BaseException) -> Lack | None:
-    """The memory that a step lacked, from its error; None: the error has another cause."""
+    """Return the memory that a step lacked, from its error; None: the error has another cause."""
     if isinstance(error, HostTierFailed):
         return Lack(0, str(error))
     if not is_out_of_memory(error):
@@ -111,13 +110,13 @@ class Training:
         self._pressures = 0  # steps that failed for memory here, since one was applied
 
     def abort(self) -> None:
-        """Drops the step under way: nothing of the generation is computed any more."""
+        """Drop the step under way: nothing of the generation is computed any more."""
         if self._computing is not None:
             self._parts.report.lost_step_seconds += time.monotonic() - self._began
         self.todo = self._computing = None
 
     def adopt(self) -> None:
-        """Adopts a newer generation. A wish to stop is repeated in its first vote, so that new members hear it."""
+        """Adopt a newer generation. A wish to stop is repeated in its first vote, so that new members hear it."""
         self.abort()
         self._stop = self.save_all = self._awaited = False
         ahead, self._ahead = self._ahead, None
@@ -127,7 +126,7 @@ class Training:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Computes the step that is due, and votes as soon as the messages that the vote waits for are here."""
+        """Compute the step that is due, and vote as soon as the messages that the vote waits for are here."""
         todo, self.todo = self.todo, None
         assert todo is not None
         parts, loop, generation, step = self._parts, self._loop, todo.generation, todo.step
@@ -162,7 +161,7 @@ class Training:
         loop.feed(m.Computed(generation, step, finite))
 
     def _compute(self, step: int) -> tuple[bool, Lack | None]:
-        """Computes a step; returns whether this rank's share is finite, and the memory that the step lacked."""
+        """Compute a step; return whether this rank's share is finite, and the memory that the step lacked."""
         try:
             return self._parts.work.compute(step), None
         except _MAY_LACK as error:
@@ -172,14 +171,8 @@ class Training:
         return False, lack  # the error is gone, and with it the tensors of its frames
 
     def pressed(self, step: int, lack: Lack, voted: bool) -> m.Tightened:
-        """Handles a step that lacked its planned memory: all give it up, and make it again by a plan that counts on
-        less here; after `TRIES` times the run stops.
-
-        Args:
-            voted: all had voted for the step, and it was to be applied.
-
-        Raises:
-            CapslogError: that was the last time.
+        """Handle a step that lacked its planned memory: all give it up, and make it again by a plan that counts on less
+        here; after `TRIES` times the run stops, with CapslogError. voted: all had voted, and it was to be applied.
         """
         parts, loop, me = self._parts, self._loop, self._parts.me
         generation = loop.state.record.number
@@ -214,7 +207,7 @@ class Training:
         return not self._loop.ended and state.phase is Phase.RUN and state.record.number == generation
 
     def _finish(self) -> None:
-        """Makes the last boundary: all members write the end together."""
+        """Make the last boundary: all members write the end together."""
         self._parts.work.finish(self._loop.state.at, self._stop)
         # a member that is lost from here on has finished, or would have: everything is written
         with contextlib.suppress(PeerLost):
@@ -222,7 +215,7 @@ class Training:
         self._loop.end(self._stop)
 
     def vote(self, effect: m.Cast) -> tuple[m.ProtocolEvent, ...]:
-        """Votes on the step that was computed."""
+        """Vote on the step that was computed."""
         parts = self._parts
         assert isinstance(effect.value, m.Vote)
         parts.probe("vote")
@@ -241,10 +234,8 @@ class Training:
         return (m.Tally(effect.generation, effect.round, votes),)
 
     def apply(self, effect: m.Apply) -> None:
-        """Applies the step; the boundary before it is kept until the next vote.
-
-        Raises:
-            NotApplied: it ran out of memory, before, while or after the layers were changed.
+        """Apply the step; the boundary before it is kept until the next vote. Raises NotApplied where it ran out of
+        memory, before, while or after the layers were changed.
         """
         parts, holdings = self._parts, self._parts.holdings
         parts.probe("apply")
@@ -264,7 +255,7 @@ class Training:
         self._tell(effect.step)
 
     def _change(self, step: int) -> Lack | None:
-        """Keeps the own layers as they are, then changes them; returns the memory that this lacked."""
+        """Keep the own layers as they are, then change them; return the memory that this lacked."""
         try:
             self._parts.holdings.keep_before()
             self._parts.probe("applying")
@@ -287,7 +278,7 @@ class Training:
         self._rebalance()
 
     def _rebalance(self) -> None:
-        """Requests another plan for the same members where the speeds of their devices are worth it."""
+        """Request another plan for the same members where the speeds of their devices are worth it."""
         parts, record = self._parts, self._loop.state.record
         if parts.me != record.members[0] or not parts.seats.keys() >= set(record.members):
             return
@@ -303,7 +294,6 @@ class Training:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def _send_updates(self, generation: int, step: int) -> None:
-        """Sends the updates to the members that follow layers of this one."""
         parts, state = self._parts, self._loop.state
         layout, members = state.roles.layout, state.record.members
         assert layout is not None
@@ -328,7 +318,7 @@ class Training:
             parts.peers.send(member, "update", message, generation=generation, layers=about, step=step)
 
     def check_copies(self) -> None:
-        """Tells the protocol when the updates that the vote waits for are here."""
+        """Tell the protocol when the updates that the vote waits for are here."""
         state, holdings = self._loop.state, self._parts.holdings
         if state.phase is not Phase.RUN or self._computing != state.round or state.copied == state.round:
             return
@@ -356,13 +346,11 @@ class Training:
         return None if self._ahead is None else self._ahead.layout
 
     def prepare(self, changes: frozenset[m.Change], hinted: bool = False) -> bool:
-        """Finds the layers that would move for these changes; False where they are known, or cannot be known yet.
+        """Find the layers that would move for these changes; False where they are known, or cannot be known yet.
 
         A vote may name a joining member before the log does; without its seat, or the plan that one member has searched
-        for all, this member would expect other layers than the others send, for ever.
-
-        Args:
-            hinted: they may never be made: layers that come here are kept current, and no more.
+        for all, this member would expect other layers than the others send, for ever. hinted: they may never be made:
+        layers that come here are kept current, and no more.
         """
         parts, seats, before = self._parts, self._parts.seats, self._ahead
         if before is not None and (before.changes, before.hinted) == (changes, hinted):
@@ -381,7 +369,7 @@ class Training:
         return True
 
     def _send_ahead(self) -> None:
-        """Sends layers that move ahead, at the beginning of a step. Updates follow from this step on."""
+        """Send layers that move ahead, at the beginning of a step. Updates follow from this step on."""
         parts, at, number = self._parts, self._loop.state.at, self._loop.state.record.number
         if self._ahead is None or self._ahead.began:
             return
@@ -392,9 +380,7 @@ class Training:
                 parts.probe("shadow sent")
 
     def _check_ahead(self) -> bool:
-        """Tells the protocol that the change is prepared, once all layers that come here have come and stand at this
-        step's boundary. Returns whether it was told now.
-        """
+        """Tell the protocol when all layers of the change are here at this step's boundary; True if it was told now."""
         parts, state, ahead = self._parts, self._loop.state, self._ahead
         if ahead is None or ahead.hinted or not ahead.began or state.wishes.prepared == ahead.changes or state.cast:
             return False

@@ -1,4 +1,4 @@
-"""The interface through which the runtime moves a run between machines: the `Work` of one member.
+"""Interface through which the runtime moves a run between machines: the `Work` of one member.
 
 `pipeline_work` is our engine, `script` any program with `state()`, `load()` and `step()`.
 """
@@ -25,11 +25,9 @@ __all__ = ["Followed", "LayerState", "Opening", "Outcome", "Work"]
 class Outcome:
     """Outcome of the vote on a step, alike on every member.
 
-    Attributes:
-        finite: loss and gradients are; the step may be applied.
-        ballots: of each member, by rank.
-        stop: a member wishes to stop after this step.
-        scale: factor of the gradients in the update, for members that follow layers; 0: the step is skipped.
+    finite: loss and gradients are; the step may be applied. ballots: of each member, by rank.
+    stop: a member wishes to stop after this step.
+    scale: factor of the gradients in the update, for members that follow layers; 0: the step is skipped.
     """
 
     finite: bool
@@ -42,13 +40,9 @@ class Outcome:
 class Opening:
     """A generation about to train.
 
-    Attributes:
-        number: of the generation; its plan is `plan-<number>.json`.
-        base: the boundary that it goes on from.
-        members: by rank.
-        why: sentences for people: members that left and came.
-        moved_bytes: state that changed owner.
-        told: by rank, the value of each member's `knows`.
+    number: of the generation; its plan is `plan-<number>.json`. base: the boundary that it goes on from.
+    members: by rank. why: sentences for people: members that left and came.
+    moved_bytes: state that changed owner. told: by rank, the value of each member's `knows`.
     """
 
     number: int
@@ -64,10 +58,10 @@ class Followed(Protocol):
     """A copy of a layer that makes the same steps as its owner."""
 
     def state(self, copy: bool) -> LayerState:
-        """Its state now; without `copy` the live tensors."""
+        """Present state; without `copy` the live tensors."""
 
     def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
-        """Makes the step that the owner applies with this update."""
+        """Make the step that the owner applies with this update."""
 
 
 class Work(Protocol):
@@ -83,50 +77,46 @@ class Work(Protocol):
         """See `recovery.Place`."""
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
-        """The plan of these members, for the record of a generation that this member founds; None where every member
-        computes it alike.
-        """
+        """Return the plan for the record of a generation founded here; None where every member computes it alike."""
         return None
 
     def weigh(self, loss: Loss) -> Weighed | None:
-        """Chooses between new cuts at once and a small motion first, after a loss; called at the member that founds the
-        next generation. None: there is no choice.
-        """
+        """Choose between new cuts at once and a small motion, after a loss, at the founding member; None: no choice."""
         return None
 
     def rebalance(self, seats: Sequence[Seat]) -> tuple[Member, str] | None:
-        """Decides after each step, at the first voter, whether the measured speeds are worth another plan, which
-        `propose` then gives. Returns the member with the slowest device, and the reason in words. None: the plan stays.
+        """Decide after each step, at the first voter, whether the measured speeds are worth another plan, which
+        `propose` then gives. Returns the member with the slowest device, and the reason in words; None: the plan stays.
         """
         return None
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[Any]:
-        """Searches plans of generations that may follow these seats, in a thread of its own while training goes on;
-        yields its findings, for `learn` of other members, as JSON values.
+        """Search plans of generations that may follow these seats, in a thread while training goes on; yield findings
+        for `learn` of other members, as JSON values.
         """
         return iter(())
 
     def learn(self, findings: Any) -> None:
-        """Takes a finding of another member's `look_ahead`. Raises CapslogError for a value that is no plan."""
+        """Take a finding of another member's `look_ahead`. Raises CapslogError for a value that is no plan."""
         return
 
     def knows(self) -> Any:
-        """The value that this member sends to joining members; picklable. Called in another thread, ahead of `open`."""
+        """Return a picklable value for joining members. Called in another thread, ahead of `open`."""
         return None
 
     def pairs(self, layout: MemberLayout) -> Iterable[tuple[int, int]]:
-        """The ordered pairs of ranks that exchange tensors over groups of their own in a generation of this layout."""
+        """Return the ordered pairs of ranks that exchange tensors over their own groups in this layout's generation."""
         return ()
 
     def begin_pairs(self, communicator: Communicator, pairs: Iterable[tuple[int, int]]) -> None:
-        """Begins to open the groups of these pairs, ahead of `open`. Called in another thread."""
+        """Begin to open the groups of these pairs, ahead of `open`. Called in another thread."""
         return
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
-        """Begins a generation: builds this rank's part from the states of its layers, which it may keep."""
+        """Begin a generation: build this rank's part from the states of its layers, which it may keep."""
 
     def shelve(self) -> Mapping[int, LayerState]:
-        """Ends a generation: the live states of its own layers at the last boundary; nothing where none is open."""
+        """End a generation, return the live states of its own layers at the last boundary; none where none is open."""
 
     def needs(self) -> int:
         """Bytes that this member's device must have for the plan that it trains by; 0: not known."""
@@ -136,45 +126,39 @@ class Work(Protocol):
         """True where the run ends with this step."""
 
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
-        """Does the work due at a boundary before the next step (checkpoints, evaluation), together with all members.
-
-        Args:
-            save: a checkpoint is due, whatever the settings say; it is complete afterwards.
-
-        Returns:
-            The newest boundary of this generation of which a checkpoint has been completed. Raises PeerLost.
+        """Do the work due at a boundary before the next step (checkpoints, evaluation), together with all members.
+        Returns the newest boundary of this generation with a complete checkpoint. Raises PeerLost. save: a checkpoint
+        is due, whatever the settings say; it is complete afterwards.
         """
 
     def compute(self, step: int) -> bool:
         """Forward, backward, sums; nothing of the state changes. Returns whether this rank's share is finite."""
 
     def vote(self, step: int, ballot: bytes) -> Outcome:
-        """Votes on a step that was computed. Raises PeerLost."""
+        """Vote on a step that was computed. Raises PeerLost."""
 
     def apply(self, step: int) -> None:
-        """Applies the step that was voted, without communication."""
+        """Apply the step that was voted, without communication."""
 
     def discard(self, step: int) -> str:
-        """Drops a step that was voted down; returns why, in a sentence."""
+        """Drop a step that was voted down; return why, in a sentence."""
 
     def state(self, layer: int, copy: bool) -> LayerState:
-        """An own layer's state at the present boundary."""
+        """State of an own layer at the present boundary."""
 
     def update(self, layer: int) -> Mapping[str, Tensor]:
-        """The update with which a `Followed` makes the step that was computed; read before `apply`."""
+        """Return the update with which a `Followed` makes the step that was computed; read before `apply`."""
         raise AssertionError("no member follows a layer of this work")
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        """Begins to follow another member's layer."""
+        """Begin to follow another member's layer."""
         raise AssertionError("no member follows a layer of this work")
 
     def apply_to_copies(
         self, due: Sequence[tuple[Followed, Mapping[str, Tensor], int, float]]
     ) -> Callable[[], None] | None:
-        """Begins `Followed.apply` of these copies, each with its update, step and scale.
-
-        Returns:
-            The wait for it, where it goes on beside the training; None: it is done.
+        """Begin `Followed.apply` of these copies, each with its update, step and scale. Returns the wait for it, where
+        it goes on beside the training; None: it is done.
         """
         for followed, update, step, scale in due:
             followed.apply(update, step, scale)
@@ -184,17 +168,17 @@ class Work(Protocol):
         """A layer before step 1."""
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
-        """A layer from the checkpoint of this boundary. Raises CapslogError."""
+        """Load a layer from the checkpoint of this boundary. Raises CapslogError."""
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
-        """Writes all states that this member holds to disk, so that a later run can go on from them."""
+        """Write all states that this member holds to disk, so that a later run can go on from them."""
 
     def finish(self, stamp: Stamp, stopped: bool) -> None:
-        """Ends the run, together with all members: last checkpoint, last evaluation. Raises PeerLost."""
+        """End the run, together with all members: last checkpoint, last evaluation. Raises PeerLost."""
 
     def note(self, kind: str, **details: Any) -> None:
-        """Writes an event of the run, with a line for people; one member writes the events that concern all."""
+        """Write an event of the run, with a line for people; one member writes the events that concern all."""
 
     def close(self) -> None:
-        """Closes all that is open; the member's part has ended, well or not."""
+        """Close all that is open; the member's part has ended, well or not."""
         return
