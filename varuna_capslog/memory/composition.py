@@ -132,7 +132,6 @@ def lacking(model: str, lack: str) -> CapslogError:
 
 
 def _lack(rows: dict[tuple[int, int], Observation], wanted: Sequence[tuple[int, int]]) -> str | None:
-    """Return the run or field that is missing from the runs of one condition, or None."""
     for run in wanted:
         if run not in rows:
             return f"an observation of layers {list(run)}"

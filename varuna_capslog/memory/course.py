@@ -28,11 +28,10 @@ Course: TypeAlias = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Parts of one stage's bytes, for one microbatch.
-
-    static_bytes: parameters, gradients, optimizer state and buffers: always there. saved_bytes: a waiting graph.
-    working_bytes: peak beside `static_bytes` while one graph is built or consumed, that graph included.
-    bare_bytes: the same in a forward without a graph. input_bytes: of an input that waits for its R; 0 on the host.
+    """Parts of one stage's bytes, for one microbatch. static_bytes: parameters, gradients, optimizer state and buffers:
+    always there. saved_bytes: a waiting graph. working_bytes: peak beside `static_bytes` while one graph is built or
+    consumed, that graph included. bare_bytes: the same in a forward without a graph. input_bytes: an input that waits
+    for its recomputation; 0 where it waits on the host.
     """
 
     static_bytes: int

@@ -132,12 +132,11 @@ def _reached(tensors: Sequence[TensorRecord], num_layers: int) -> set[tuple[int,
 
 
 class CutBytes:
-    """Bytes of the tensors across the cuts 0 .. L of one profile's chain.
+    """Bytes of the tensors across the cuts 0 .. L of one profile's chain, in a call of `grain` microbatches.
 
     Args:
         boundaries: bytes across the cuts, for a profile without tensors.
         alone: tensors of one stage with direct routes; None: stages pass on all tensors that cross their cuts.
-        grain: microbatches of a call.
 
     Attributes:
         tensors: of the profile or of the stage, in the sizes of a call.
@@ -211,7 +210,6 @@ class CutBytes:
         return self.joined if self._alone is None else _joined(self._profile.tensors, self.num_layers)
 
     def _across(self, first: int, end: int) -> list[TensorRecord]:
-        """Return the tensors that cross both cuts."""
         return [tensor for tensor in self._at_cut[first] if tensor.readers[-1] >= end]
 
     def _entering(self, first: int, end: int) -> Iterator[tuple[TensorRecord, int]]:

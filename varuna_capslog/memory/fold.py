@@ -115,14 +115,13 @@ def fold(
     routes: str = "relay",
     only: int | None = None,
 ) -> list[RankFold]:
-    """Return the bytes of every rank, or of one.
+    """Return the bytes of every rank, or of one (`only`), in their order.
 
     Args:
         profile: with the runs of all layers and all pairs; an estimate's rows tell the bytes of each action. A search
             that folds many lists makes its `RangeBytes` once.
-        stages, units, routes: of the plan. actions: each rank's list.
+        stages, units, routes, actions: of the plan, and each rank's list.
         run: tells where the inputs wait of stages whose `memory` is None; their list determines whether they recompute.
-        only: the rank to fold; default: all, in their order.
 
     Raises CapslogError naming what the profile lacks; for split backwards it must tell the bytes of each half.
     """

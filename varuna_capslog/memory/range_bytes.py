@@ -1,7 +1,5 @@
-"""Bytes of any range of layers at each of its actions, from the runs of single layers and of pairs.
-
-Each number is a maximum over saved prefixes as in `composition`, one per action. Rows without `action_bytes` tell one
-peak, which counts for every action.
+"""Bytes of any range of layers at each of its actions, from the runs of single layers and of pairs. Each number is a
+maximum over saved prefixes as in `composition`. Rows without `action_bytes` tell one peak, for every action.
 """
 
 from __future__ import annotations
@@ -147,13 +145,9 @@ class BackwardWork(NamedTuple):
 
 
 class RangeBytes(CutBytes):
-    """Bytes of one profile's layers, as a call of `grain` microbatches has them. alone: see `CutBytes`.
-
-    Args:
-        model: the memory model that asks, for errors.
-        recompute: prefer rows of a run with recomputation, where there is a choice.
-
-    Raises CapslogError naming the run or field that the profile lacks.
+    """Bytes of one profile's layers, as a call of `grain` microbatches has them. model: the memory model that asks, for
+    errors. recompute: prefer rows of a run with recomputation, where there is a choice. alone: see `CutBytes`. Raises
+    CapslogError naming the run or field that the profile lacks.
 
     Attributes:
         one_memory: the device is the CPU, so that messages and what waits on the host share its memory.

@@ -1,6 +1,5 @@
 """Segments of a call (layers of a stage with one treatment), and the sums of the bytes that they hold and need.
-
-`treated` sums one choice of memory intervals. A search (`planners/intervals`) passes arrays, one element per choice.
+`treated` sums one choice of memory intervals; a search (`planners/intervals`) passes arrays, one element per choice.
 """
 
 from __future__ import annotations
@@ -180,7 +179,8 @@ class CallSegment:
 class Sums(NamedTuple):
     """Bytes of the segments of one call, summed from the first segment on.
 
-    waits: on the device while the call waits; held: before its O, where it has one; host: what waits in the host tier.
+    waits: on the device while the call waits; held: before its O, where it has one; host: in the host tier, coming
+        back.
     back: on the device after that, when R has run its segment again; between: between the halves of a split backward.
     forward, again, backward, first_backward, inputs, weights, first_weights: the peaks of F, R, B, I and W, with
         everything of this call, also what remains after I; "first" where the parameters' gradients are made.

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-# -- A schedule as data: the actions of each rank, in order; and the only validator of schedules.
+# -- A schedule as data
 #
 # An `Action` is a piece of work on one stage; a `Schedule` is an ordered list of actions for each rank of a pipeline.
 # The other modules of this package take and return these lists. This module knows neither the duration nor the

@@ -389,7 +389,7 @@ def split_backwards(schedule: Sequence[Sequence[Action]], delays: Sequence[int])
     return result
 
 
-# -- schedules by name
+# -- Schedules by name
 
 
 SCHEDULES = ("gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna")

@@ -132,7 +132,7 @@ def _of_messages(
     return {way: row[edge[1]] for edge in graph.edges for way in (edge, edge[::-1])}
 
 
-# -- time and memory of one step
+# -- Time and memory of one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ def _courses(
     return in_flight, live_graphs
 
 
-# -- playing the programs
+# -- Simulation on fewer cores than ranks
 
 
 class _Copies:
