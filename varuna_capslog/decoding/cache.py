@@ -1,10 +1,9 @@
 """Key-value cache whose positions are dealt to ranks, and attention to it: partial results, merged in rank order.
 
-Position p of request i is on rank (p + i) mod N, so that the shares stay equal however long the answers become. Request
-i is decoded on rank i mod N, its home. For every layer of a step the home ranks send their queries to all ranks and the
-new keys and values to the ranks that keep them; every rank attends to the positions that it keeps, and returns outputs
-and log-sum-exps. This is cache parallelism (thesis, Sec. 4.4) except for k, v and s, which the thesis sends to more
-ranks than need them.
+Position p of request i is on rank (p + i) mod N, so that the shares stay equal for answers of any length. Request i is
+decoded on rank i mod N, its home. For every layer of a step the home ranks send their queries to all ranks, and the new
+keys and values to the ranks that keep them; every rank attends to its positions, and returns outputs and log-sum-exps.
+This is cache parallelism (thesis, Sec. 4.4) except for k, v and s, which the thesis sends to more ranks than need them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from varuna_capslog.variants.attention import merged
 __all__ = ["DealtCache", "Wire", "attend_to_part"]
 
 
-# -- Exchanges messages between ranks that decode together, counted where they are handed to the communicator.
+# -- Messages between ranks that decode together, counted where they are handed to the communicator.
 #
 # The count is of the tensors themselves and uses no formula. A sum is made of gathered parts in the order of the
 # ranks, so that it has the same bits in every run and on every rank.
@@ -34,15 +33,7 @@ _TAGS = 1 << 20
 
 
 class Wire:
-    """Exchanges between the ranks of a communicator.
-
-    Args:
-        device: of this rank's tensors.
-
-    Attributes:
-        sent_bytes: by phase.
-        phase: phase in `sent_bytes` that sent bytes are added to.
-    """
+    """Exchanges between the ranks of a communicator. device: of this rank's tensors. sent_bytes: by `phase`."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator, self._device = communicator, device
@@ -59,11 +50,7 @@ class Wire:
     def exchange(
         self, given: Mapping[int, Sequence[Tensor]], wanted: Mapping[int, Sequence[TensorSpec]]
     ) -> dict[int, list[Tensor]]:
-        """Send a message to each rank of `given`, receive one from each of `wanted`; empty messages are not sent.
-
-        Returns:
-            The received tensors by rank.
-        """
+        """Send a message to each rank of `given`; return those from `wanted`, by rank. Empty messages are not sent."""
         if not given and not wanted:
             return {}
         messages = {peer: _packed(tensors) for peer, tensors in given.items()}
@@ -114,14 +101,9 @@ def _unpacked(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 def attend_to_part(queries: Tensor, keys: Tensor, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend to some of the positions.
-
-    Args:
-        queries: [B, H, D], scaled; keys, values: [B, K, S, D], where K divides H; counts: [B], number of valid
-            positions among the S of each request.
-
-    Returns:
-        Outputs [B, H, D] and log-sum-exps [B, H] of the logits; 0 and -inf where there is no position.
+    """Attend to some of the positions. queries: [B, H, D], scaled; keys, values: [B, K, S, D], where K divides H;
+    counts: [B], number of valid positions among the S of each request. Return outputs [B, H, D] and log-sum-exps [B, H]
+    of the logits; 0 and -inf where there is no position.
     """
     batch, heads, size = queries.shape
     grouped = queries.view(batch, keys.shape[1], -1, size)
@@ -139,8 +121,7 @@ class DealtCache:
 
     Args:
         dealt: False: this rank is home to all requests and keeps all their positions, as where heads are divided.
-        lengths: tokens of each request's prompt.
-        room: tokens that every request may have in total.
+        lengths, room: tokens of each request's prompt, and tokens that every request may have in total.
     """
 
     def __init__(self, shape: DecoderShape, wire: Wire, dealt: bool, lengths: Sequence[int], room: int) -> None:
@@ -165,9 +146,8 @@ class DealtCache:
         return sum(part.nbytes for pair in self._layers.values() for part in pair)
 
     def read_prompt(self, request: int, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Run causal attention of one own request's prompt to itself; its keys and values are kept until `deal`.
-
-        Args: q: [1, H, S, D]; k, v: [1, K, S, D]. Returns [1, H, S, D].
+        """Run causal attention of one own request's prompt to itself; keep its keys and values until `deal`.
+        q: [1, H, S, D]; k, v: [1, K, S, D]. Returns [1, H, S, D].
         """
         self._prompts.setdefault(layer, {})[request] = k[0], v[0]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -198,9 +178,8 @@ class DealtCache:
             self._layers[layer] = keys, values
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attend from the own requests' next tokens, one of each, to all positions up to themselves.
-
-        Args: q: [own requests, H, 1, D]; k, v: [own requests, K, 1, D]. Returns [own requests, H, 1, D].
+        """Attend from the next token of each own request to all positions up to itself.
+        q: [own requests, H, 1, D]; k, v: [own requests, K, 1, D]. Returns [own requests, H, 1, D].
         """
         # the queries are scaled here, since other ranks do not know the scale
         queries, news = self._send_queries(q[:, :, 0] * scale, k[:, :, 0], v[:, :, 0])
@@ -230,7 +209,6 @@ class DealtCache:
         return (rank - request) % self._degree
 
     def _share(self, part: Tensor, request: int, rank: int) -> Tensor:
-        """Select from keys or values [K, S, D] of a request's prompt the positions that a rank keeps."""
         return part[:, self._first(request, rank) :: self._degree]
 
     def _count(self, request: int, rank: int, more: int = 0) -> int:

@@ -1,8 +1,7 @@
-"""Compares dividing a key-value cache by positions and by heads: seconds and bytes of both.
+"""Compares dividing a key-value cache by positions and by heads: seconds and bytes of both. Imports no torch.
 
-Where the cache is divided by positions every rank has all weights and decodes its own requests (the thesis's cache
-parallelism with data parallelism around it, Sec. 4.4); where it is divided by heads every rank has a part of the heads
-and columns and decodes all requests. Both are computed and the cheaper one is chosen.
+By positions every rank has all weights and decodes its own requests (the thesis's cache parallelism with data
+parallelism around it, Sec. 4.4); by heads every rank has a part of the heads and columns and decodes all requests.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 
-# -- Computes the bytes that ranks send while they decode: as the thesis prints them, corrected, and as we send them.
+# -- Bytes that ranks send while they decode: as the thesis prints them, corrected, and as we send them.
 #
 # Source: chapter 4 of the thesis on "cache parallelism" (Sec. 4.4, the two formulas under "Communication"), a
 # key-value cache that is divided along the sequence, beside tensor parallelism, which divides it by heads. Its
@@ -60,9 +59,8 @@ class DecoderShape:
         heads, kv_heads, head_dim: of queries (H), of keys and values, and numbers of each.
         inner: columns of the feed-forward.
         itemsize: bytes of one number in weights, caches and messages.
-        divided: numbers in the matrices of all attention and feed-forward layers, which heads sharding divides.
-        output: numbers in the matrix that makes the logits, which every rank has.
-        rest: numbers in all other weights, which every rank has.
+        divided: numbers in all attention and feed-forward matrices, which heads sharding divides.
+        output, rest: numbers in the matrix that makes the logits, and in all other weights; every rank has both.
     """
 
     layers: int
@@ -117,37 +115,33 @@ def printed_heads_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
 
 
 def described_sequence_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
-    """(N-1)/N B (4E+2H): the thesis's description, corrected.
-
-    The all-to-all sends an N-th of each rank's results to every other rank, so that "/ 2" must be "/ N". With fewer
-    key-value heads, q, k and v together have Q + 2K numbers instead of 3E. m and s travel in the numbers' own type.
+    """(N-1)/N B (4E+2H): the thesis's description, corrected. The all-to-all sends an N-th of each rank's results to
+    every other rank, so that "/ 2" must be "/ N". With fewer key-value heads, q, k and v together have Q + 2K numbers
+    instead of 3E. m and s travel in the numbers' own type.
     """
     numbers = shape.queries + 2 * shape.keys + shape.queries + 2 * shape.heads
     return (degree - 1) * batch * numbers * shape.itemsize / degree
 
 
 def heads_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
-    """4 (N-1)/N B E: two all-reduces, corrected, in which a rank sends 2 (N-1)/N of the numbers that are summed.
-
-    A ring sends this much, and so does `decoder`, where every rank sums one slice and sends it to all others.
+    """4 (N-1)/N B E: two all-reduces, corrected, in which a rank sends 2 (N-1)/N of the numbers that are summed. A ring
+    sends this much, and so does `decoder`, where every rank sums one slice and sends it to all others.
     """
     return 4 * (degree - 1) * batch * shape.width * shape.itemsize / degree
 
 
 def sequence_bytes(shape: DecoderShape, batch: int, degree: int) -> float:
     """(N-1)/N B (2Q + 2K/N + H): q goes to all, the new k and v to the one rank that keeps them, (o, log-sum-exp) back.
-
-    Q and K are the numbers in the queries and in the keys of one token: 2E + 2E/N + H where both are E. One
-    log-sum-exp carries the same information as the maximum and the sum of the thesis.
+    Q and K are the numbers in one token's queries and keys: 2E + 2E/N + H where both are E. One log-sum-exp carries the
+    same information as the maximum and the sum of the thesis.
     """
     numbers = 2 * shape.queries + 2 * shape.keys / degree
     return (degree - 1) * batch * (numbers * shape.itemsize + shape.heads * shape.sum_itemsize) / degree
 
 
 def phases(shape: DecoderShape, batch: int, degree: int, shard: str) -> list[float]:
-    """Return the bytes of each exchange of one layer, in order, on the rank that sends or receives most in it.
-
-    Computed as the two above, but not the mean: where N does not divide the batch, some ranks have a request more.
+    """Return the bytes of each exchange of one layer, in order, on the rank that sends or receives most in it, not the
+    mean: where N does not divide the batch, some ranks have a request more.
     """
     if degree == 1:
         return []
@@ -167,10 +161,8 @@ def phases(shape: DecoderShape, batch: int, degree: int, shard: str) -> list[flo
 
 
 def most_positions(batch: int, length: int, degree: int) -> int:
-    """Return the positions of `batch` requests of `length` tokens on the rank that keeps most.
-
-    Position p of request i is on rank (p + i) mod N, so that all shares differ by one position at most for each
-    request, and hardly at all over many requests.
+    """Return the positions of `batch` requests of `length` tokens on the rank that keeps most. Position p of request i
+    is on rank (p + i) mod N: shares differ by at most one position per request, and hardly at all over many requests.
     """
     rounds, remainder = divmod(length, degree)
     # the remaining positions of request i are on the ranks (rounds * N + i) mod N and after it
@@ -183,21 +175,16 @@ def most_positions(batch: int, length: int, degree: int) -> int:
 
 
 def _shares(count: int, degree: int) -> list[int]:
-    """Return the shares of `count` things dealt to `degree` ranks, first ranks first."""
     return [count // degree + (rank < count % degree) for rank in range(degree)]
 
 
-# -- Compares dividing a key-value cache by positions and by heads
+# -- Comparison of both ways to divide a key-value cache
 
 
 @dataclass(frozen=True)
 class DecodingDevice:
-    """Speed and memory of one rank's device; None: unknown, and not counted.
-
-    Attributes:
-        capacity_bytes: of its memory.
-        bytes_per_second: at which weights and caches are read.
-        flops: per second, in the type of the weights.
+    """Speed and memory of one rank's device; None: unknown, and not counted. bytes_per_second: at which weights and
+    caches are read. flops: per second, in the type of the weights.
     """
 
     capacity_bytes: int | None = None
@@ -214,8 +201,7 @@ class ShardCost:
         sent_bytes: bytes that one rank sends in all layers for one token of every request, the mean over ranks.
         link_seconds: of all exchanges of one token, one after the other, each on the rank that has most to send or
             receive; by positions also of the tokens themselves.
-        device_seconds: of reading weights and caches, or of the products where these take longer; 0 where the device
-            is not known.
+        device_seconds: of reading weights and caches, or of the products if longer; 0 where the device is not known.
         memory_bytes: weights and caches on the rank that holds most.
         refused: why this way is impossible; None where it is possible.
     """
@@ -235,7 +221,7 @@ class ShardCost:
 
 @dataclass(frozen=True)
 class DecodingPlan:
-    """The faster of the possible ways; where both are equally fast, the one that needs less memory.
+    """The faster possible way to decode; of equally fast ways, the one that needs less memory.
 
     Attributes:
         shard: the way; None where neither is possible.
@@ -276,16 +262,12 @@ class DecodingPlan:
 def choose_shard(
     shape: DecoderShape, batch: int, length: int, degree: int, link: Link, device: DecodingDevice
 ) -> DecodingPlan:
-    """Choose the faster way to decode.
+    """Choose the faster way to decode. Raises CapslogError for a number below 1.
 
     Args:
-        batch: requests that are decoded together.
+        batch, degree: requests that are decoded together, and ranks.
         length: tokens of each request, prompt and answer, for which there is room in the cache.
-        degree: ranks.
         link: of each rank to all others; its messages of one exchange cost one latency.
-
-    Raises:
-        CapslogError: a number below 1.
     """
     for name, value in {"batch": batch, "length": length, "degree": degree}.items():
         fields.whole(value, name, 1)
@@ -328,7 +310,7 @@ def _cost(
 
 
 def _roof(numbers: int, requests: int, itemsize: int, device: DecodingDevice) -> float:
-    """Return the seconds to multiply a matrix of so many numbers with the hidden states of so many requests."""
+    """Return the seconds to multiply a matrix of `numbers` with the hidden states of `requests`."""
     read = 0.0 if device.bytes_per_second is None else numbers * itemsize / device.bytes_per_second
     multiplied = 0.0 if device.flops is None else 2 * numbers * requests / device.flops
     return max(read, multiplied)

@@ -23,7 +23,7 @@ from varuna_capslog.model.layer import TensorPiece
 __all__ = ["DecodedTokens", "ShardedDecoder", "decode_greedily", "rank_model", "shape_of"]
 
 
-# -- Makes one rank's copy of a transformers model for decoding: new modules around the same weights.
+# -- A rank's copy of a transformers model for decoding: new modules around the same weights.
 #
 # The model's own forward runs. transformers lets a program register an attention function by name; ours passes
 # queries, keys and values to the function that the caller passes with the inputs. Where heads are divided, the copy
@@ -43,10 +43,8 @@ _HARMLESS = ("position_ids", "cache_position", "use_cache", "is_causal", "output
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix that heads sharding divides.
-
-    path: in a block; inputs: its inputs are divided, and the outputs of all ranks summed; groups: matrices of equal
-    size that lie in it one after the other, each of which is divided.
+    """A matrix that heads sharding divides. path: in a block. inputs: its inputs are divided, and the outputs of all
+    ranks summed. groups: matrices of equal size that lie in it one after the other, each of which is divided.
     """
 
     path: str
@@ -72,11 +70,8 @@ _FORMS = (
 
 
 def shape_of(model: nn.Module) -> DecoderShape:
-    """Return the sizes of a model of transformers, which may lie on the meta device.
-
-    Raises:
-        CapslogError: its attention is not known to attend to all earlier tokens with keys and values alone, or its
-            layers have neither the form of Llama's nor that of GPT-2's.
+    """Return the sizes of a model of transformers, which may be on the meta device. Raises CapslogError unless its
+    attention is known to need only keys and values of all earlier tokens, and its layers have Llama's or GPT-2's form.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
@@ -119,9 +114,8 @@ def shape_of(model: nn.Module) -> DecoderShape:
 
 
 def rank_model(model: nn.Module, shape: DecoderShape, wire: Wire, shard: str) -> nn.Module:
-    """Return the model as a rank runs it, which attends by the function that its forward gets as `capslog_attend`.
-
-    The model itself stays as it is; the copy has its parameters, except those that are divided.
+    """Return the model as a rank runs it: it attends by the function that its forward gets as `capslog_attend`. The
+    model itself stays as it is; the copy has its parameters, except those that are divided.
 
     Raises:
         CapslogError: transformers is not installed; the degree does not divide heads or columns.
@@ -206,7 +200,6 @@ def _sizes(matrix: Any) -> tuple[int, int]:
 
 
 def _divided(spec: _Matrix, matrix: Any, wire: Wire) -> nn.Module:
-    """Return the rank's part of a matrix."""
     size = _sizes(matrix)[1 if spec.inputs else 0]
     group, part = size // spec.groups, size // spec.groups // wire.degree
     firsts = [index * group + wire.rank * part for index in range(spec.groups)]
@@ -234,7 +227,7 @@ def _refuse(config: Any, why: str) -> None:
     )
 
 
-# -- Decodes greedily on several ranks, each with its part of a transformers model, around the same weights.
+# -- Greedy decoding on several ranks
 #
 # `"sequence"`: the cache is divided by positions (`cache`), every rank has all weights, request i is decoded on rank
 # i mod N. `"heads"`: heads and columns are divided (`models`), every rank decodes all requests with its part of them
@@ -265,8 +258,8 @@ class ShardedDecoder:
 
     Args:
         model: of transformers, of the form of Llama or GPT-2; it stays as it is.
-        shard: `"sequence"` or `"heads"`.
         communicator: of all ranks that decode.
+        shard: `"sequence"` or `"heads"`.
 
     Raises:
         CapslogError: an unknown shard; a model that is not known; a degree that does not divide heads or columns.
@@ -285,10 +278,7 @@ class ShardedDecoder:
         self.cache: DealtCache | None = None
 
     def read(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor:
-        """Read the prompts into the cache.
-
-        Returns:
-            Logits of each own request's first new token, [own requests, vocabulary].
+        """Read the prompts; return the logits of each own request's first new token, [own requests, vocabulary].
 
         Raises:
             CapslogError: no prompt, or one without tokens, with tokens beyond the vocabulary, or too long.
@@ -306,13 +296,8 @@ class ShardedDecoder:
         return torch.cat(logits) if logits else torch.empty(0, self._vocabulary, dtype=self._dtype, device=self._device)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Decode one token more for every request.
-
-        Args:
-            tokens: the last token of each own request, [own requests].
-
-        Returns:
-            Logits of the next token, [own requests, vocabulary].
+        """Decode one token more for every request: from the last token of each own request, [own requests], to the
+        logits of its next, [own requests, vocabulary].
         """
         assert self.cache is not None, "read prompts first"
         self.wire.phase = "step"
@@ -381,9 +366,8 @@ def decode_greedily(
     communicator: Communicator,
     shard: str = SEQUENCE,
 ) -> DecodedTokens:
-    """Decode the most likely tokens one after the other, as transformers' `generate(do_sample=False)` does.
-
-    Called on every rank with equal arguments. Of the model's generation config only `eos_token_id` counts.
+    """Decode the most likely tokens one after the other, as transformers' `generate(do_sample=False)` does. Call it on
+    every rank with equal arguments. Of the model's generation config only `eos_token_id` counts.
 
     Args:
         prompts: token numbers of each request.
@@ -411,6 +395,5 @@ def decode_greedily(
 
 
 def _end_tokens(model: Any) -> set[int]:
-    """Return the end tokens of the model's generation config; empty where it has none."""
     token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return set() if token_ids is None else {token_ids} if isinstance(token_ids, int) else set(token_ids)

@@ -1,8 +1,4 @@
-"""From a profile to the peak of any stage: one memory model per file, each with its equation.
-
-Planners ask a model for stage costs and for the schedules that it describes. For a schedule that a model does not
-describe, it gives no number.
-"""
+"""Memory models: the peak of any stage, from a profile. Each file has one model with its equation."""
 
 from __future__ import annotations
 
@@ -21,11 +17,8 @@ __all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "MemoryModel", "StageCosts", "resol
 
 
 class MemoryModel(NamedTuple):
-    """The two functions of a memory model.
-
-    stage_costs: from a profile and a run to the bytes of every stage. Raises CapslogError naming what the profile
-        lacks for it.
-    gap: from a run to None, or to the sentence that says why it does not describe this run.
+    """Functions of a memory model. stage_costs: bytes of every stage; raises CapslogError that names what the profile
+    lacks. gap: None, or a sentence that says why the model does not describe the run, so that it gives no number.
     """
 
     stage_costs: Callable[[Profile, RunShape], StageCosts]
@@ -50,9 +43,8 @@ model of its own) where the profile has the observations it needs; else `additiv
 
 
 def resolve(memory: str, profile: Profile, run: RunShape) -> tuple[str, StageCosts]:
-    """Return the name of a memory model and its costs; `memory` is a name of MEMORY_MODELS, or AUTO.
-
-    Raises CapslogError for another name, and where a model named here lacks something in the profile.
+    """Return the name and the costs of a memory model; `memory` is a name of MEMORY_MODELS, or AUTO. Raises
+    CapslogError for another name, and where the profile lacks something that the named model needs.
     """
     fields.refuse_unknown([memory], [AUTO, *MEMORY_MODELS], "memory model")
     if inference.is_for_inference(profile):

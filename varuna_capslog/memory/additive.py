@@ -1,12 +1,10 @@
-"""The additive memory model of mCAP and CAPSlog: a stage's peak from the M_i and M_a of its layers.
+"""Additive memory model of mCAP and CAPSlog: a stage's peak from the M_i and M_a of its layers.
 
     M_p(l, m) = M_i(l) + sum of M_a(k) for k = l+1 .. m        (CAPSlog, Sec. III-B2)
 
-Where the profile says what libraries of the device keep (`ActionBytes.lasting_bytes`), that counts once: it is taken
-from the peaks of which M_i and M_a are made, and every stage has the most of its layers.
-
-It holds for stages that keep one live graph, wherever they stand in the pipeline and however many microbatches there
-are; `gap` says when that is not so.
+What libraries of the device keep (`ActionBytes.lasting_bytes`, where the profile tells it) counts once: it is
+subtracted from the peaks behind M_i and M_a, and every stage adds the maximum of its layers. The model holds for stages
+with one live graph, at any place in the pipeline and for any number of microbatches (`gap`).
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ __all__ = ["AdditiveCosts", "gap", "stage_costs"]
 
 @dataclass(frozen=True)
 class AdditiveCosts(StageCosts):
-    """Peak bytes of every possible stage, kept as two lists of L whole numbers.
-
-    The peak of layers first .. end-1 is head[first] + running[end-1]: `running[k]` sums M_a(1) .. M_a(k), and
-    `head[l]` is M_i(l) - running[l], what a stage costs for beginning at layer l.
+    """Peak bytes of every possible stage, in two lists of L whole numbers: head[first] + running[end-1] is the peak of
+    layers first .. end-1, where `running[k]` sums M_a(1) .. M_a(k), and `head[l]` is M_i(l) - running[l].
     """
 
     head: Sequence[int]
@@ -60,7 +56,7 @@ class AdditiveCosts(StageCosts):
         return len(self.head)
 
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
-        """Return M_p of the stage of layers first .. end-1, in bytes."""
+        """Return M_p of layers first .. end-1, in bytes."""
         return self.head[first] + self.running[end - 1]
 
     def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
@@ -80,10 +76,9 @@ def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts | RangeCosts:
 
 
 def gap(model: str, run: RunShape) -> str | None:
-    """Return why a model of one live graph does not describe a run, as a sentence that names the model to use, or None.
-
-    Recomputation with stage inputs on the host leaves one graph alive at a time in any schedule; otherwise the number
-    of live graphs, or of inputs on the device, depends on the stage's position, which M_i and M_a do not know.
+    """Return why a model of one live graph does not describe a run, naming the model to use; None where it does.
+    Recomputation with stage inputs on the host keeps one graph alive in any schedule. Otherwise the number of live
+    graphs, or of inputs on the device, depends on the stage's position, which M_i and M_a do not know.
     """
     if run.recompute and run.stage_inputs == "host":
         return None

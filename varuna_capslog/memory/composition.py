@@ -1,25 +1,20 @@
-"""The composition model: a stage's peak from the bytes that its layers save one after the other and the bytes that each
-layer needs while it works.
+"""Composition model: a stage's peak from the bytes that its layers save, and the bytes that each needs at work.
 
     M(l, m) = static(l, m) + max of:  T(l)                          the first layer is at work
                                       saved(l, k) + T(k | k-1)      layer k is at work, k = l+1 .. m-1
 
-for the stage of layers l .. m-1, from the same 2L-1 runs as M_i and M_a. With P, static and saved of a run written with
-the run's layers:
+for layers l .. m-1, from the same 2L-1 runs as M_i and M_a. With P, static and saved of a run indexed by its layers:
 
     static(l, m) = static[l] + sum over k = l+1 .. m-1 of  static[k-1, k] - static[k-1]   + lasting(l, m)
     saved(l, k)  = saved[l]  + sum over j = l+1 .. k-1 of  saved[j-1, j] - saved[j-1]
     T(l)         = P[l] - static[l] - lasting[l]
     T(k | k-1)   = P[k-1, k] - static[k-1, k] - saved[k-1] - lasting[k-1, k]
-    lasting(l, m) = the most of lasting[l], lasting[k-1, k] and lasting[k]
+    lasting(l, m) = the largest of lasting[l], lasting[k-1, k] and lasting[k]
 
-The increments come from pairs because a layer saves other bytes beside a neighbour than alone: a frozen layer that
-another frozen one follows in the same stage saves nothing. M_i + sum M_a, in these terms T(l) + sum of max(0, saved +
-T - T of the layer before), adds up maxima that never occur at the same time; this model takes the largest of them.
-
-What libraries keep (`ActionBytes.lasting_bytes`, 0 where rows do not say it) is there once, whichever layer is at work.
-
-Like the additive model it holds for one live graph. `inflight` adds the bytes of several graphs or inputs.
+The increments come from pairs because a layer saves other bytes beside a neighbour than alone: a frozen layer saves
+nothing before another frozen layer of its stage. M_i + sum M_a, in these terms T(l) + sum of max(0, saved + T - T of
+the layer before), adds maxima that never occur at the same time; this model takes the largest. What libraries keep
+(`ActionBytes.lasting_bytes`, 0 where unknown) counts once. The model holds for one live graph; `inflight` adds others.
 """
 
 from __future__ import annotations
@@ -42,11 +37,9 @@ _PARTS = ("static_bytes", "saved_bytes")
 
 @dataclass(frozen=True)
 class Composition:
-    """The bytes of every range of layers with one microbatch in flight. All [L, L + 1] in bytes, 0 where end <= first.
-
-    static: parameters, gradients, optimizer state, and what libraries keep.
-    saved: what a forward keeps for its backward, the range's inputs included.
-    transient: the peak less `static`, so the one live graph is in it.
+    """Bytes of every range of layers with one microbatch in flight. All [L, L + 1], 0 where end <= first. static:
+    parameters, gradients, optimizer state, and what libraries keep. saved: what a forward keeps for its backward, the
+    range's inputs included. transient: the peak less `static`; it includes the one live graph.
     """
 
     static: Bytes
@@ -55,10 +48,9 @@ class Composition:
 
 
 def compose(single: Sequence[Observation], pair: Sequence[Observation]) -> Composition:
-    """Compose every range from the runs of single layers [L] and neighbouring pairs [L - 1]; O(L^2) in numpy steps.
-
-    The runs must hold static and saved bytes and have had one graph alive (`inflight` brings others into that form).
-    Raises CapslogError where the bytes are beyond what a search can add up.
+    """Compose every range from the runs of single layers [L] and neighbouring pairs [L - 1]; O(L^2) in numpy steps. The
+    runs must hold static and saved bytes, with one graph alive (see `inflight.one_in_flight`). Raises CapslogError
+    where the bytes are beyond what a search can add up.
     """
     if sum(row.peak_bytes for row in (*single, *pair)) >= 1 << 60:
         raise CapslogError(
@@ -99,11 +91,9 @@ def lasting_of_ranges(single: Bytes, pair: Bytes) -> Bytes:
 def observed(
     profile: Profile, model: str, memory_action: str, grain: int = 1
 ) -> tuple[list[Observation], list[Observation]]:
-    """Return the profile's runs of single layers and of pairs, in order of layers, all of one condition, with so many
-    microbatches (`grain`) in one call.
-
-    Where the runs of several conditions are complete: the first ones with `memory_action`, else the first ones. Raises
-    CapslogError that names the run or the field which memory model `model` misses.
+    """Return the runs of single layers and of pairs, in order of layers, of one condition, with `grain` microbatches in
+    a call. Of several complete conditions the first with `memory_action` is taken, else the first. Raises CapslogError
+    that names the run or the field which memory model `model` misses.
     """
     size = profile.num_layers
     wanted = stage_runs(size)
@@ -142,7 +132,6 @@ def lacking(model: str, lack: str) -> CapslogError:
 
 
 def _lack(rows: dict[tuple[int, int], Observation], wanted: Sequence[tuple[int, int]]) -> str | None:
-    """Return the run or field that is missing from the runs of one condition, or None."""
     for run in wanted:
         if run not in rows:
             return f"an observation of layers {list(run)}"
@@ -153,7 +142,6 @@ def _lack(rows: dict[tuple[int, int], Observation], wanted: Sequence[tuple[int, 
 
 
 def _columns(rows: Sequence[Observation]) -> tuple[Bytes, Bytes, Bytes]:
-    """Return peak, static and saved bytes of each row."""
     names = ("peak_bytes", *_PARTS)
     peak, static, saved = (np.array([getattr(row, name) for row in rows], dtype=np.int64) for name in names)
     return peak, static, saved

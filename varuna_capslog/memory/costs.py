@@ -1,8 +1,4 @@
-"""Stage costs: the bytes of every possible stage in one run. Memory models compute them and planners read them.
-
-The models beside this file make `StageCosts` from a profile and a `RunShape`. This file reads no profile and searches
-nothing.
-"""
+"""Stage costs: the bytes of every possible stage in one run. Memory models compute them, and planners read them."""
 
 from __future__ import annotations
 
@@ -39,10 +35,7 @@ class StageCosts(Protocol):
         ...
 
     def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
-        """Return [L, L + 1]: entry [first, end] is `stage_bytes(first, end, stage, stages)`, NEVER where end <= first.
-
-        The array may be shared between calls; do not write to it.
-        """
+        """Return [L, L + 1]: `stage_bytes` at [first, end], NEVER where end <= first. Shared: do not write to it."""
         ...
 
     def peaks(self, cuts: Sequence[int]) -> list[int]:
@@ -72,10 +65,7 @@ def only_ranges(matrix: Bytes, nothing: int = NEVER) -> Bytes:
 
 @dataclass(frozen=True)
 class RangeCosts(StageCosts):
-    """Peak bytes of every range of layers, wherever it stands in the pipeline.
-
-    alone: [L, L + 1], NEVER where end <= first.
-    """
+    """Peak bytes of every range of layers at any place. alone: [L, L + 1], NEVER where end <= first."""
 
     alone: Bytes
     position_free: ClassVar[bool] = True
@@ -95,10 +85,7 @@ class RangeCosts(StageCosts):
 
 
 def raised(costs: StageCosts, more: Bytes) -> RangeCosts:
-    """Return costs of a memory model with more bytes for every range of layers, at every place.
-
-    more: [L, L + 1], 0 where end <= first.
-    """
+    """Return costs with more bytes for every range of layers at every place. more: [L, L + 1], 0 where end <= first."""
     if isinstance(costs, RangeCosts):
         return replace(costs, alone=costs.alone + more)
     assert costs.position_free

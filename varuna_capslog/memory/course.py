@@ -1,13 +1,11 @@
-"""The bytes that a stage holds at every moment of a step, from the timed actions of a schedule.
+"""Bytes of a stage at every moment of a step, from the timed actions of a schedule.
 
     bytes(t) = static + live graphs * saved + waiting inputs * input + working bytes of the running action
 
-The simulation calls `stage_memory` for the parts of this sum and `memory_courses` for its course. Between actions a
-stage holds graphs (from the F or R that built them to B) and the inputs that wait for an R. While an action builds or
-consumes a graph, that graph counts as `working_bytes`, so that a stage with one graph peaks at exactly the bytes of its
-memory model. It is the course of the equation in `memory.inflight`, for stages that are kept or recomputed as a whole,
-less the outputs sent ahead, which wait beside the stage only where the device is the CPU. Levels change when actions
-begin and end. `fold_course` returns the course of a whole rank under any plan, from the rank's fold.
+This is the equation of `memory.inflight` over time, for stages that are kept or recomputed as a whole, less the outputs
+sent ahead, which wait beside the stage only on the CPU. A graph is held from the F or R that builds it to B, an input
+until its R. While an action builds or consumes a graph, that graph counts as `working_bytes`, so that a stage with one
+graph peaks at exactly the bytes of its memory model. Levels change when actions begin and end.
 """
 
 from __future__ import annotations
@@ -30,13 +28,10 @@ Course: TypeAlias = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The parts of one stage's bytes, for one microbatch.
-
-    static_bytes: parameters, gradients, optimizer state and buffers: always there.
-    saved_bytes: a whole graph between forward and backward.
-    working_bytes: the most beside `static_bytes` while one graph is built or consumed, that graph included.
-    bare_bytes: the most beside `static_bytes` while a forward runs that keeps no graph.
-    input_bytes: an input that waits for its recomputation; 0 where it waits on the host.
+    """Parts of one stage's bytes, for one microbatch. static_bytes: parameters, gradients, optimizer state and buffers:
+    always there. saved_bytes: a waiting graph. working_bytes: peak beside `static_bytes` while one graph is built or
+    consumed, that graph included. bare_bytes: the same in a forward without a graph. input_bytes: an input that waits
+    for its recomputation; 0 where it waits on the host.
     """
 
     static_bytes: int
@@ -48,9 +43,8 @@ class StageMemory:
 
 def stage_memory(profile: Profile, stages: Sequence[tuple[int, int]], run: RunShape) -> list[StageMemory] | str:
     """Return the parts of the bytes of each stage of layers (first, end), or a sentence naming what the profile lacks.
-
-    With the observations of single layers and pairs, the parts come from the schedule's own memory model; otherwise
-    they are sums over the layers, with the additive model's peak for one graph.
+    They come from the schedule's memory model where the profile has the runs of single layers and pairs; otherwise they
+    are sums over the layers, with the additive model's peak for one graph.
     """
     layers = profile.layers
     if any(layer.static_bytes is None or layer.saved_bytes is None for layer in layers):
@@ -80,12 +74,8 @@ def stage_memory(profile: Profile, stages: Sequence[tuple[int, int]], run: RunSh
 def memory_courses(
     timed: Iterable[Iterable[TimedAction]], schedule: Schedule, stages: Sequence[StageMemory]
 ) -> list[Course]:
-    """Return the bytes of every stage over one step.
-
-    Args:
-        timed: each rank's actions in order.
-        schedule: the same actions; it determines which forwards keep their graph.
-        stages: the memory of each stage.
+    """Return the bytes of every stage over one step. timed: each rank's actions in order. schedule: the same actions,
+    which tell the forwards that keep their graph.
     """
     keeping = graph_keeping_forwards(schedule)
     courses = []
@@ -96,12 +86,9 @@ def memory_courses(
 
 
 def fold_course(timed: Sequence[TimedAction], fold: RankFold) -> Course:
-    """Return the bytes of a rank over one step: during each action, and between actions.
-
-    Args:
-        timed: the actions of the rank's list in order, followed by its updates, during which `fold.end_bytes` counts;
-            without updates it counts from the last action's end.
-        fold: the fold of that list.
+    """Return the bytes of a rank over one step, under any plan: during each action, and between actions. timed: the
+    actions of the rank's list in order, then its updates, during which `fold.end_bytes` counts; without updates it
+    counts from the last action's end. fold: of that list.
     """
     course, ended = [(0.0, fold.between_bytes[0])], 0.0
     for timed_action, during, after in zip(timed, fold.bytes, fold.between_bytes[1:], strict=False):

@@ -1,6 +1,4 @@
-"""Bytes that cross the cuts of a chain, for the whole chain or for one stage with direct routes, from the tensors of
-the profile.
-"""
+"""Bytes of a profile's tensors across the cuts of a chain, for the whole chain or for one stage with direct routes."""
 
 from __future__ import annotations
 
@@ -26,13 +24,12 @@ __all__ = ["CutBytes", "Handed", "StageTensors"]
 
 @dataclass(frozen=True)
 class StageTensors:
-    """The tensors of one stage.
+    """Tensors of one stage.
 
-    tensors: those of the profile that its layers read or write, without writers and readers in other stages: a received
-        tensor has no writer, and a sent one is read at the stage's end.
+    tensors: those that its layers read or write, without writers and readers in other stages: a received tensor has no
+        writer, and a sent one is read at the stage's end.
     gradient: cut -> bytes of the gradients in memory when the backward has reached it [L + 1].
-    added: layer -> bytes of the sum that is made before its backward, where all readers of its output are in other
-        stages [L].
+    added: layer -> bytes of the sum made before its backward, where all readers of its output are in other stages [L].
     entering: (tensor of the profile, its last reader in the stage) for each received tensor.
     """
 
@@ -82,11 +79,9 @@ class StageTensors:
 
 @dataclass(frozen=True)
 class Handed:
-    """Bytes of the messages between pairs of stages.
-
-    activations, gradients: for each pair, bytes of the message from the first stage to the second, and of the reply (-1
-        where there is none).
-    together: (bytes, numbers of pairs) of the tensors of one stage that it sends over the same pairs.
+    """Bytes of the messages between pairs of stages. activations, gradients: by pair, bytes from the first stage to the
+    second, and of the reply (-1 where there is none). together: (bytes, numbers of pairs) of the tensors of one stage
+    that it sends over the same pairs.
     """
 
     activations: list[int]
@@ -97,10 +92,7 @@ class Handed:
     def of(
         cls, tensors: Sequence[TensorRecord], pairs: Sequence[tuple[Collection[int], Collection[int]]], num_layers: int
     ) -> Handed:
-        """Return the bytes that direct routes carry.
-
-        pairs: the layers of both stages. The layers of one stage must be the same object in all its pairs.
-        """
+        """Return the bytes on direct routes. pairs: the layers of both stages, the same object in all pairs of one."""
         handed, groups = cls([0] * len(pairs), [-1] * len(pairs), []), dict[tuple[int, ...], int]()
         reached = _reached(tensors, num_layers)
         for number, tensor in enumerate(tensors):
@@ -120,7 +112,7 @@ class Handed:
 
 
 def _reached(tensors: Sequence[TensorRecord], num_layers: int) -> set[tuple[int, int]]:
-    """Return pairs (tensor, reader that returns a gradient for it), for readers that a gradient of the loss reaches."""
+    """Return the pairs (tensor, reader that a gradient of the loss reaches, and that returns one for the tensor)."""
     reaching, reached = {num_layers}, set()
     by_reader: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -140,17 +132,16 @@ def _reached(tensors: Sequence[TensorRecord], num_layers: int) -> set[tuple[int,
 
 
 class CutBytes:
-    """The bytes of the tensors across the cuts of one profile's chain.
+    """Bytes of the tensors across the cuts 0 .. L of one profile's chain, in a call of `grain` microbatches.
 
     Args:
-        boundaries: bytes that cross the cuts 0 .. L, for a profile without tensors.
-        alone: the tensors of one stage with direct routes. None: stages pass on all tensors that cross their cuts.
-        grain: microbatches of a call.
+        boundaries: bytes across the cuts, for a profile without tensors.
+        alone: tensors of one stage with direct routes; None: stages pass on all tensors that cross their cuts.
 
     Attributes:
-        tensors: of the profile, or of the stage, as large as a call has them.
-        crossing, gradient: bytes of the tensors, and of their gradients, across the cuts 0 .. L.
-        carries: cut -> whether gradients cross it.
+        tensors: of the profile or of the stage, in the sizes of a call.
+        crossing, gradient: cut -> bytes of the tensors, and of their gradients, across it.
+        carries: cut -> True where gradients cross it.
     """
 
     def __init__(
@@ -180,10 +171,7 @@ class CutBytes:
         return self._passed[first, end]
 
     def inputs_kept(self, first: int, end: int, cut: int | None = None) -> int:
-        """Bytes of the input tensors that are kept for a range that will run again.
-
-        cut: count only the inputs that also cross, untouched, this cut behind the range.
-        """
+        """Bytes of inputs kept to run a range again; cut: of those that also cross, untouched, this cut behind it."""
         if self._alone is None:
             return self.crossing[first] if cut is None else self.passed(first, cut)
         read = self._entering(first, end + (end == self.num_layers))
@@ -198,10 +186,7 @@ class CutBytes:
         return sum(tensor.bytes for tensor, _ in self._entering(first, end) if tensor.readers[-1] >= end)
 
     def left_before(self, first: int, end: int) -> Bytes:
-        """Return, for each layer of the range, bytes of the range's inputs that only layers behind it read.
-
-        A backward has freed them before it comes to the layer.
-        """
+        """Return, by layer, bytes of inputs that a backward has freed before it: only layers behind it read them."""
         sizes = np.zeros(end - first + 1, dtype=np.int64)
         for tensor, reader in self._entering(first, end):
             sizes[reader - first] += tensor.bytes
@@ -225,7 +210,6 @@ class CutBytes:
         return self.joined if self._alone is None else _joined(self._profile.tensors, self.num_layers)
 
     def _across(self, first: int, end: int) -> list[TensorRecord]:
-        """Return the tensors that cross both cuts."""
         return [tensor for tensor in self._at_cut[first] if tensor.readers[-1] >= end]
 
     def _entering(self, first: int, end: int) -> Iterator[tuple[TensorRecord, int]]:
@@ -246,7 +230,6 @@ class CutBytes:
 
 
 def _of_calls(tensors: Sequence[TensorRecord], grain: int) -> tuple[TensorRecord, ...]:
-    """Return the tensors with their bytes in a call of `grain` microbatches."""
     return tuple(
         tensor if tensor.fixed or grain == 1 else replace(tensor, bytes=grain * tensor.bytes) for tensor in tensors
     )

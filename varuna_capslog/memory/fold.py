@@ -1,4 +1,4 @@
-"""The bytes of a rank at every position of its list of actions: memory model `ranks`.
+"""Memory model `ranks`: the bytes of a rank at every position of its list of actions.
 
     bytes(rank, p) = what is resident: parameters, moments, buffers
                    + gradients of parameters, and blocks of them that wait for each other or for the exchange
@@ -6,12 +6,10 @@
                    + tensors in transit: received, posted ahead, sent and not yet confirmed (`schedules/traffic`)
                    + additional bytes of the action at p
 
-A rank executes one list, so its peak depends on the list alone and not on time. The models of `inflight` are this sum
-in closed form for one pipeline of one stage per rank. The fold serves every full plan: several stages on a rank,
-unequal blocks, memory intervals, explicit lists of actions. It does not count the memory of a data loader.
-
-The sum is one array per rank: every event adds to the position from which it counts, and a running sum gives all
-positions at once, so that ten thousand actions take some milliseconds.
+A rank executes one list, so its peak depends on the list and not on time. The models of `inflight` are this sum in
+closed form for one pipeline of one stage per rank; the fold serves every full plan: several stages on a rank, unequal
+blocks, memory intervals, explicit lists. It does not count the memory of a data loader. The sum is one array per rank:
+an event adds to its first position, and a running sum gives all positions: 10,000 actions take milliseconds.
 """
 
 from __future__ import annotations
@@ -61,9 +59,8 @@ def exchange(ranges: RangeBytes, rank: int, holders: Holders) -> int:
 
 
 def _beside(ranks: Mapping[int, Sequence[int]], rank: int, size: int) -> int:
-    """Return the peak bytes beside this rank's blocks of a layer of `size` bytes while its holders add their slices.
-
-    First each block is copied and packed; the packed blocks then replace the originals.
+    """Return the peak bytes beside this rank's blocks of a layer of `size` bytes while its holders add their slices:
+    each block is copied and packed, then the packed blocks replace the originals.
     """
     own_blocks, blocks = len(ranks[rank]), sum(map(len, ranks.values()))
     part = math.ceil(size / len(ranks))
@@ -92,12 +89,9 @@ def _uses(ranges: RangeBytes, rank: int, holders: Holders) -> list[int]:
 
 @dataclass(frozen=True)
 class RankFold:
-    """Bytes of one rank in one step.
-
-    bytes: during each action of its list.
-    end_bytes: after the last action: the exchange of gradients, the vote and the update.
-    host_bytes: the peak in the host tier. moved_bytes: moved to the host tier in the whole step; as many come back.
-    between_bytes: when each action begins, and when the last one has ended; () where not computed.
+    """Bytes of one rank in one step. bytes: during each action of its list. between_bytes: when each begins, and when
+    the last has ended; () where not computed. end_bytes: after the last action: the exchange of gradients, the vote and
+    the update. host_bytes: peak in the host tier. moved_bytes: moved there in the whole step; as many come back.
     """
 
     bytes: tuple[int, ...]
@@ -121,17 +115,15 @@ def fold(
     routes: str = "relay",
     only: int | None = None,
 ) -> list[RankFold]:
-    """Return the bytes of every rank, or of one.
+    """Return the bytes of every rank, or of one (`only`), in their order.
 
     Args:
-        profile: a profile with the runs of all layers and all pairs; the rows of an estimate tell the bytes of each
-            action. A search that folds many lists makes its `RangeBytes` once.
-        stages, units, routes: of the plan.
-        actions: each rank's list.
+        profile: with the runs of all layers and all pairs; an estimate's rows tell the bytes of each action. A search
+            that folds many lists makes its `RangeBytes` once.
+        stages, units, routes, actions: of the plan, and each rank's list.
         run: tells where the inputs wait of stages whose `memory` is None; their list determines whether they recompute.
-        only: the rank to fold; default: all, in their order.
 
-    Raises CapslogError naming what the profile lacks; for backwards in two halves it must tell the bytes of each half.
+    Raises CapslogError naming what the profile lacks; for split backwards it must tell the bytes of each half.
     """
     ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, RANKS, run.recomputes)
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "accelerator")
@@ -162,10 +154,7 @@ def fold(
 
 
 def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> Handed:
-    """Return the bytes over each link, in messages as large as the smaller of the two calls.
-
-    `together` of the result holds only tensors that travel in whole calls.
-    """
+    """Return the bytes over each link, in messages of the smaller call's size; `together`: tensors of whole calls."""
     grains, links = step.graph.grains, step.links
     by_grain = {grain: _handed_in_calls(ranges.of_grain(grain), stages, step, direct) for grain in {*grains}}
     smaller = [min(grains[link.above], grains[link.below]) for link in links]
@@ -236,10 +225,7 @@ class _RankSum:
     def result(
         self, rank: int, holders: Holders, of_block: int, away: frozenset[int], elsewhere: frozenset[int]
     ) -> RankFold:
-        """Return the fold of the events.
-
-        away: layers whose moments wait in the host tier. elsewhere: layers whose moments another rank keeps.
-        """
+        """Return the fold of the events. away, elsewhere: layers with moments in the host tier, or on other ranks."""
         ranges, layers = self.ranges, frozenset(layer for layer, ranks in holders.items() if rank in ranks)
         if not layers:
             return RankFold((), 0)
@@ -263,8 +249,6 @@ class _RankSum:
 
 
 class _StageCalls:
-    """The calls of one stage, whose events go to its rank."""
-
     def __init__(self, ranges: RangeBytes, traffic: _Traffic, stage: PlanStage, number: int, of_block: int) -> None:
         step = traffic.step
         self.ranges, self.traffic, self.number = ranges, traffic, number
@@ -284,10 +268,7 @@ class _StageCalls:
             self.shared[calls] = treatment.shared
 
     def add_to(self, total: _RankSum, stages: Mapping[int, _StageCalls], holders: Holders) -> None:
-        """Add all calls; calls with the same treatment are added together.
-
-        stages: number -> calls of the rank's stages. holders: layer -> its ranks.
-        """
+        """Add all calls, those of one treatment together. stages: number -> calls. holders: layer -> its ranks."""
         self._add_arrivals(total)
         self._add_outputs(total, stages)
         self._add_gradients_sent(total)
@@ -302,7 +283,6 @@ class _StageCalls:
         np.add.at(total.change, self.ends[self.of_block - 1 :: self.of_block][1:] + 1, -added)
 
     def _modes(self, stage: PlanStage) -> list[tuple[Numbers, Treatment]]:
-        """Return each treatment with the calls that have it."""
         kept_whole = self._kept_whole(self.traffic.step.rows[self.rank])
         facts = [self.recomputes >= 0, self.offloads >= 0, kept_whole, self.weights >= 0]
         kinds = sum(fact.astype(np.int64) << place for place, fact in enumerate(facts))
@@ -399,11 +379,8 @@ class _StageCalls:
         np.add.at(total.change, self.forwards, inputs)
 
     def _in_pieces(self, kind: str, incoming: bool) -> Numbers:
-        """Return call -> bytes that it joins, or splits into separate tensors.
-
-        During this, the pieces and the joined tensor are both in memory.
-
-        kind: of the messages. incoming: over the links into the stage, else over the links out of it.
+        """Return call -> bytes that it joins, or splits into separate tensors, both forms in memory meanwhile. kind: of
+        the messages. incoming: over the links into the stage, else over the links out of it.
         """
         sizes = np.zeros(len(self.forwards), dtype=np.int64)
         for number, link in self.traffic.of(self.number, incoming):

@@ -1,10 +1,7 @@
-"""The bytes that a device must have beyond the peak of its stage, as a profile states them.
+"""Bytes that a device needs beyond the peak of its stage: context, communication buffers, unusable allocator segments.
 
-An estimate knows what a stage allocates; a device also holds the context, buffers of communication, and segments that
-its allocator cannot hand out. Planners compare the device's bytes with the capacity:
-
-    reserved = allocated * fragmentation
-    device = reserved + fixed_bytes
+reserved = allocated * fragmentation
+device = reserved + fixed_bytes          (compared with the device's capacity)
 """
 
 from __future__ import annotations
@@ -18,9 +15,8 @@ __all__ = ["Headroom"]
 
 
 class Headroom(NamedTuple):
-    """`conditions["headroom"]` of a profile. A measured profile has none, and nothing is added.
-
-    The entry's "parts" explain the two numbers to people (`profiling.estimation.headroom`).
+    """`conditions["headroom"]` of a profile. A measured profile has none, and nothing is added. Its "parts" explain the
+    numbers (`profiling.estimation.headroom`).
     """
 
     fixed_bytes: int = 0

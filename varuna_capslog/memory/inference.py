@@ -1,14 +1,12 @@
-"""The memory model of inference: weights, caches of keys and values, and the largest forward of one microbatch.
+"""Memory model of inference: weights, caches of keys and values, and the largest forward of one microbatch.
 
     M(l, m) = weights(l, m) + sequences * cache(l, m) + max of:  T(l)          the first layer is at work
                                                                  T(k | k-1)    layer k is at work, k = l+1 .. m-1
 
-for the stage of layers l .. m-1. Nothing is kept for a backward: with P and W the peak and the weights of a run (of one
-layer, or of two neighbours), T(l) = P[l] - W[l] and T(k | k-1) = P[k-1, k] - W[k-1, k], both with what crosses the cut
-into the run. That is `composition` with nothing saved. A parameter that several layers of one stage share counts once.
-
-The caches of all sequences that are served together are there all the time, as systems reserve them; one microbatch of
-them is in a stage at a time.
+for layers l .. m-1: `composition` with nothing saved for a backward. With P and W the peak and the weights of a run of
+one layer, or of two neighbours, T(l) = P[l] - W[l] and T(k | k-1) = P[k-1, k] - W[k-1, k], both with what crosses the
+cut into the run. A parameter that several layers of a stage share counts once. The caches of all sequences that are
+served together are reserved all the time; one microbatch of them is in a stage at a time.
 """
 
 from __future__ import annotations
@@ -29,16 +27,12 @@ INFERENCE = "inference"
 
 
 def is_for_inference(profile: Profile) -> bool:
-    """Return True for a profile of inference, which holds only forwards."""
+    """True for a profile of inference, which holds only forwards."""
     return profile.conditions.get(PURPOSE) == INFERENCE
 
 
 def stage_costs(profile: Profile, run: RunShape) -> RangeCosts:
-    """Return the bytes of every stage, for all sequences of the run's microbatches together.
-
-    Raises:
-        CapslogError: the profile is one of training.
-    """
+    """Return the bytes of every stage, for all sequences of the run. Raises CapslogError for a profile of training."""
     if not is_for_inference(profile):
         raise CapslogError(
             f"memory model '{INFERENCE}' is for profiles of inference, but this one is of training; leave --memory out"

@@ -3,18 +3,18 @@
     M(s; l, m) = static(l, m) + transient(l, m) + g_s saved(l, m) + i_s in(l) + o_s out(m)
 
 for layers l .. m-1 as stage s of S. static, transient and saved come from `composition` (one live graph is part of the
-transient); in and out are the bytes that cross the cuts before and behind the stage. k_s is the number of microbatches
-that the schedule has in flight on stage s (`schedules.in_flight_limits`), so k_s - 1 wait:
+transient); in and out are the bytes that cross the cuts before and behind the stage. k_s microbatches are in flight on
+stage s (`schedules.in_flight_limits`), so k_s - 1 wait:
 
     without recomputation   g_s = k_s - 1, i_s = 0            their graphs, inputs included
     with recomputation      g_s = 0,       i_s = k_s - 1      their inputs, and none where those wait on the host
 
     gpipe   k_s = M          1f1b   k_s = min(S - s, M)          varuna   recomputes; k_s = min(3 (S - 1 - s), M)
 
-Where the device is the CPU, host memory is the same memory: inputs count wherever they wait, and so do the
-outputs sent ahead that no message of the next stage has confirmed yet, o_s = k_s - k_(s+1) while a backward runs. On
-CUDA what is sent waits in pinned host memory, o_s = 0. Known limit, on the CPU alone: before a stage's first backward
-nothing is confirmed, so one that peaks in a forward or a recomputation may hold up to k_s outputs.
+On the CPU, host memory is device memory: inputs count wherever they wait, and so do outputs sent ahead that no message
+of the next stage has confirmed, o_s = k_s - k_(s+1) while a backward runs. On CUDA what is sent waits in pinned host
+memory, o_s = 0. Known limit on the CPU: before a stage's first backward nothing is confirmed, so a stage that peaks in
+a forward or a recomputation may hold up to k_s outputs.
 """
 
 from __future__ import annotations
@@ -72,11 +72,8 @@ class InFlight(NamedTuple):
 
 
 def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
-    """Return g_s, i_s and o_s of every stage.
-
-    one_memory: the device is the CPU, so that tensors that wait on the host are in the same memory.
-
-    Raises CapslogError for GPipe without a number of microbatches, on which its memory depends.
+    """Return g_s, i_s and o_s of every stage. one_memory: the device is the CPU, so that what waits on the host is in
+    the same memory. Raises CapslogError for GPipe without a number of microbatches, on which its memory depends.
     """
     if run.num_microbatches is None and run.schedule == "gpipe":
         raise CapslogError(
@@ -98,10 +95,8 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
 
 @dataclass(frozen=True)
 class InflightCosts(RangeCosts):
-    """Peak bytes of every stage at every place in the pipeline.
-
-    alone: peaks with one microbatch in flight, NEVER where end <= first; saved, inputs, outputs: bytes of one waiting
-    graph, input and output, 0 there. All [L, L + 1].
+    """Peak bytes of every stage at every place. alone: with one microbatch in flight, NEVER where end <= first; saved,
+    inputs, outputs: bytes of one waiting graph, input and output, 0 there. All [L, L + 1].
     """
 
     saved: Bytes
@@ -135,11 +130,9 @@ _waiting = functools.lru_cache(maxsize=64)(waiting)
 
 
 def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
-    """Return the costs of every stage at every place, from the runs of single layers and pairs.
-
-    Where the run splits its backwards, a waiting graph counts as what is held between the halves if that is more.
-
-    Raises CapslogError naming the run or field that the profile lacks for memory model `model`, and as `waiting`.
+    """Return the costs of every stage at every place, from the runs of single layers and pairs. Where the run splits
+    its backwards, a waiting graph counts with the bytes held between the halves if these are more. Raises CapslogError
+    naming the run or field that the profile lacks for memory model `model`, and as `waiting`.
     """
     waiting(run, 1, one_memory=False)
     recompute = run.recomputes
@@ -164,7 +157,7 @@ def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
 
 
 def gap(model: str, run: RunShape) -> str | None:
-    """Return why the model of one schedule does not describe another, or None."""
+    """Return why the model of one schedule does not describe another; None where it does."""
     if run.schedule == model:
         return None
     name = run.schedule
@@ -203,11 +196,9 @@ def _boundary(row: Observation, name: str, model: str) -> int:
 
 
 def one_in_flight(row: Observation, profile: Profile) -> Observation:
-    """Return the row without the bytes that its run held for other microbatches.
-
-    In the program of `profiling.trim`, which measurements and estimates execute, a run of a stage before the last has a
-    second microbatch in flight, and a run with the last layer has none. For a profile that names no source, every run
-    is assumed to have had one microbatch in flight.
+    """Return the row without the bytes that its run held for other microbatches. In the program of `profiling.trim`,
+    which measurements and estimates execute, a run without the last layer has a second microbatch in flight, a run with
+    it has none. Runs of a profile without a source are taken to have had one in flight.
     """
     if profile.source is None or row.layers[1] == profile.num_layers:
         return row
@@ -233,11 +224,8 @@ _Parts = Sequence[tuple[Sequence[int], Bytes]]
 
 @dataclass(frozen=True)
 class Ranges:
-    """N ranges of layers in rising order of (first, end), and what their bytes are made of.
-
-    firsts, ends: [N]; layers first .. end-1.
-    alone: [N]; the bytes that do not depend on the stage.
-    parts: for each part that does, how often it counts at every stage, and its bytes [N].
+    """N ranges of layers in rising order of (first, end), and their bytes. firsts, ends: [N]; layers first .. end-1.
+    alone: [N] bytes that do not depend on the stage. parts: of those that do, (its count at each stage, bytes [N]).
     """
 
     num_layers: int
@@ -247,7 +235,7 @@ class Ranges:
     parts: _Parts
 
     def bytes(self, stage: int, chosen: slice) -> Bytes:
-        """Return the bytes of some of the ranges as this stage; do not write to them."""
+        """Return the bytes of these ranges as this stage; do not write to them."""
         sizes = self.alone[chosen]
         for counts, part in self.parts:
             if counts[stage]:
@@ -263,7 +251,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class _Asked(Ranges):
-    """Ranges whose bytes follow no rule: they are computed at every place."""
+    """Ranges whose bytes follow no rule and are computed at every place."""
 
     costs: StageCosts
     stages: int
@@ -295,7 +283,7 @@ def ranges_within(costs: StageCosts, stages: int, most: int) -> Ranges:
 
 
 def _least(alone: Bytes, parts: _Parts, stages: int) -> Bytes:
-    """No range takes less as one of the first `stages` stages."""
+    """Return lower bounds of the bytes as one of the first `stages` stages."""
     least = alone
     for counts, part in parts:
         low, high = min(counts[:stages]), max(counts[:stages])

@@ -1,8 +1,5 @@
-"""Bytes of any range of layers at its actions, from the runs of single layers and of pairs.
-
-`fold` asks for whole stages and for the segments of a stage. Each number is a maximum over saved
-prefixes as in `composition`, one per action. A profile whose rows have no `action_bytes` knows one peak for all
-actions, and every action then counts with it.
+"""Bytes of any range of layers at each of its actions, from the runs of single layers and of pairs. Each number is a
+maximum over saved prefixes as in `composition`. Rows without `action_bytes` tell one peak, for every action.
 """
 
 from __future__ import annotations
@@ -32,10 +29,7 @@ __all__ = ["BackwardWork", "RangeBytes"]
 
 
 def likely_gradients(profile: Profile, static: Bytes) -> Bytes:
-    """Estimate the gradient bytes of each layer, [L], where the rows do not tell them.
-
-    The static bytes are taken as parameters, their gradients and the copies that the optimizer keeps.
-    """
+    """Estimate gradient bytes, [L], from static bytes, taken as parameters, gradients and the optimizer's copies."""
     if any(layer.parameter_bytes is None for layer in profile.layers):
         return np.zeros(len(static), dtype=np.int64)
     parameters = np.array([layer.parameter_bytes for layer in profile.layers], dtype=np.int64)
@@ -44,10 +38,7 @@ def likely_gradients(profile: Profile, static: Bytes) -> Bytes:
 
 
 class MomentBytes:
-    """The bytes of each layer's optimizer moments.
-
-    sizes: [L], of each layer alone; None: not known. gradients: [L] bytes.
-    """
+    """Bytes of each layer's optimizer moments. sizes: [L], of each layer alone; None: unknown. gradients: [L] bytes."""
 
     def __init__(self, sizes: Bytes | None, profile: Profile, gradients: Bytes) -> None:
         self._sizes, self._shared, self._gradients = sizes, profile.shared, gradients
@@ -59,12 +50,9 @@ class MomentBytes:
         return self._sizes is not None
 
     def of(self, layers: Collection[int], away: Collection[int]) -> dict[int, int]:
-        """Return layer -> the bytes of its moments, in rising order, for the layers in `away`.
-
-        layers: all layers of the rank. away: those whose moments are not on the device. The moments of a shared
-        parameter belong to the first layer of the rank that uses it.
-
-        Raises CapslogError where the profile does not tell them.
+        """Return layer -> the bytes of its moments, in rising order, for the layers in `away`, whose moments are not on
+        the device. layers: all of the rank; the moments of a shared parameter belong to the first that uses it. Raises
+        CapslogError where the profile does not tell them.
         """
         if not away:
             return {}
@@ -81,12 +69,9 @@ class MomentBytes:
         return moment_bytes
 
     def at_update(self, layers: Collection[int], away: Collection[int], gradients: Bytes, work: Bytes) -> int:
-        """Return the peak bytes of moments and gradients on the device while the `away` layers are updated.
-
-        They are updated one after the other, after all other layers: the moments of two neighbours and the gradients
-        that are not used up yet are on the device at a time.
-
-        gradients: [L] bytes, of the parameters that have moments. work: [L] additional bytes of each layer's update.
+        """Return the peak bytes of moments and gradients on the device while the `away` layers are updated, one after
+        the other, after all others: the moments of two neighbours and the gradients not yet used up are on the device
+        at a time. gradients: [L] bytes, of parameters with moments. work: [L] additional bytes of each layer's update.
         """
         rows = [(layer, size) for layer, size in self.of(layers, away).items() if size]
         gradients_left, before, most = sum(int(gradients[layer]) for layer, _ in rows), 0, 0
@@ -117,11 +102,9 @@ class _Sums(NamedTuple):
 
 
 class _Halves(NamedTuple):
-    """Bytes of split backwards, of single layers [L] and of pairs [L - 1].
-
-    held: between the halves. noted: the gradients among `held`. most: by name, the peak of each half, with all that was
-        there when it began.
-    seeds: [L]; the gradients of a layer's outputs among those noted. of_loss: freed with the loss.
+    """Bytes of split backwards, of single layers [L] and pairs [L - 1]. held: between the halves. noted: the gradients
+    among them; seeds: [L], of these the gradients of a layer's outputs. of_loss: freed with the loss. most: by name,
+    the peak of each half, with all that was there when it began.
     """
 
     held: _Sums
@@ -132,10 +115,8 @@ class _Halves(NamedTuple):
 
 
 class BackwardWork(NamedTuple):
-    """Peak bytes of a backward action at a range of layers. All are ints, or arrays of them.
-
-    whole: the peak while all inputs of the range are held. later: the peak after some of them were freed.
-    gone: bytes of the inputs that may have been freed then.
+    """Peak bytes of a backward action at a range of layers, ints or arrays. whole: while all inputs of the range are
+    held. later: after some were freed. gone: bytes of the inputs that may have been freed then.
     """
 
     whole: Any
@@ -144,7 +125,7 @@ class BackwardWork(NamedTuple):
 
     @classmethod
     def of(cls, most: Bytes, freed: Bytes) -> BackwardWork:
-        """Make it from each layer's peak bytes (most), and the bytes of inputs that were freed before (freed)."""
+        """Make it from each layer's peak bytes (most), and the bytes of inputs freed before (freed)."""
         later = freed > 0
         if not later.any():
             return cls(int(most.max()))
@@ -164,24 +145,17 @@ class BackwardWork(NamedTuple):
 
 
 class RangeBytes(CutBytes):
-    """The bytes of one profile's layers.
-
-    Args:
-        model: the memory model that asks, for errors.
-        recompute: prefer rows of a run with recomputation, where there is a choice.
-        alone: the tensors of one stage with direct routes. None: stages pass on all tensors that cross their cuts.
-        grain: microbatches of a call; all bytes are those of one call.
-
-    Raises CapslogError naming the run or field that the profile lacks.
+    """Bytes of one profile's layers, as a call of `grain` microbatches has them. model: the memory model that asks, for
+    errors. recompute: prefer rows of a run with recomputation, where there is a choice. alone: see `CutBytes`. Raises
+    CapslogError naming the run or field that the profile lacks.
 
     Attributes:
         one_memory: the device is the CPU, so that messages and what waits on the host share its memory.
-        told: True where the rows tell the bytes of each action.
-        gradient: as of `CutBytes`; where `told` is False the gradients are part of every backward.
+        told: True where the rows tell the bytes of each action; else the gradients are part of every backward.
         shared_parameters: those that several layers use.
         moments, moments_wait: the optimizer's moments; True where those of all layers wait in the host tier.
-        gradients: of each layer's parameters [L]; where the rows do not tell, by the layers' parameter_bytes; where
-            these are missing too, 0: gradients then count as resident.
+        gradients: of each layer's parameters [L]; where the rows do not tell, by the layers' parameter_bytes; without
+            these 0: gradients then count as resident.
     """
 
     def __init__(
@@ -276,10 +250,7 @@ class RangeBytes(CutBytes):
         return max(int(alone[0]), int((alone[1:] + np.array(beside)).max()))
 
     def backward(self, first: int, end: int, makes_gradients: bool = False) -> BackwardWork:
-        """Return the bytes of a backward, with its graph and the gradients of its outputs.
-
-        makes_gradients: it makes those of the parameters, which count too.
-        """
+        """Return the bytes of a backward: its graph, its outputs' gradients, and any parameter gradients made."""
 
         def found() -> BackwardWork:
             behind = self._seeds(first, end)
@@ -293,13 +264,11 @@ class RangeBytes(CutBytes):
         return self.once(("B", first, end, makes_gradients), found)
 
     def _work(self, first: int, end: int, most: Bytes) -> BackwardWork:
-        """Return the backward's bytes; most: the peak at each layer of the range."""
         return BackwardWork.of(most, self.left_before(first, end))
 
     def held_between_halves(self, first: int, end: int) -> int:
-        """Return the bytes held between the halves of a backward: the rest of the graph and the noted gradients.
-
-        Raises CapslogError, as the two methods below, where the profile does not tell the halves.
+        """Return the bytes held between the halves of a backward: the rest of the graph and the noted gradients. Raises
+        CapslogError, as the two methods below, where the profile does not tell the halves.
         """
         if (until := self._differentiated_later(first, end)) == first:
             return self._halves.held.range(first, end) + self._held_by_longer_graphs(first, end)
@@ -332,10 +301,7 @@ class RangeBytes(CutBytes):
         return self.once(("I", first, end), found)
 
     def weight_half(self, first: int, end: int, makes_gradients: bool = False) -> int:
-        """Return the peak of the weight half, with all that is held between the halves.
-
-        makes_gradients: it makes those of the parameters, which count too.
-        """
+        """Return the peak of the weight half, with all held between the halves and any parameter gradients made."""
 
         def found() -> int:
             if (until := self._differentiated_later(first, end)) > first:
@@ -359,7 +325,7 @@ class RangeBytes(CutBytes):
 
     def _held_by_longer_graphs(self, first: int, end: int) -> int:
         """Return additional bytes between the halves where a graph of a stage with direct routes spans several graphs
-        of the rows: the layers before the last of these graphs keep all that they saved.
+        of the rows: the layers before the last of these keep all that they saved.
         """
         extra, until = 0, end
         while until > first:
@@ -372,8 +338,8 @@ class RangeBytes(CutBytes):
         return extra
 
     def _differentiated_later(self, first: int, end: int) -> int:
-        """Return the end of the range's first graph where the inputs need no gradient, so that the weight half
-        differentiates that whole graph; else, and where the rows describe the whole range, `first`.
+        """Return the end of the first graph of the range where the weight half differentiates all of it, since its
+        inputs need no gradient; else, and where the rows describe the whole range, `first`.
         """
         entered = self.read_with_gradient(first, first + 1) if self.tensors else first
         told = end == first + 1 or (end == first + 2 and self.joined[first + 1] == self.joined_in_rows[first + 1])
@@ -415,10 +381,7 @@ class RangeBytes(CutBytes):
         return int(self.gradients[first:end].sum())
 
     def shared(self, first: int, end: int, offloaded: bool = False) -> int:
-        """Return a lower bound of the outputs' bytes that the range's graph keeps too.
-
-        offloaded: inputs of the graph that nothing else needs are not kept.
-        """
+        """Return a lower bound of output bytes that the range's graph keeps. offloaded: less inputs only it needs."""
         size = int(self._shared[first] if end == first + 1 else self._pair_shared[end - 2])
         if offloaded:
             part = max(first, end - 2), end
@@ -429,9 +392,8 @@ class RangeBytes(CutBytes):
 
     def resident(self, layers: Collection[int], away: Collection[int] = ()) -> int:
         """Return the bytes that a rank of these layers always holds: parameters, moments, buffers (and gradients, see
-        `gradients`), and once the bytes that the libraries of its device keep.
-
-        away: layers whose moments wait in the host tier, or are kept by another rank.
+        `gradients`), and once what its libraries keep. away: layers whose moments are in the host tier or on another
+        rank.
         """
         total = sum(
             int(self._resident.more[layer - 1] if layer - 1 in layers else self._resident.alone[layer])
@@ -476,10 +438,9 @@ class RangeBytes(CutBytes):
         return peaks
 
     def _seeds(self, first: int, end: int) -> Bytes:
-        """Return, for each layer of the range, how much larger than the gradient of its own outputs the gradient is
-        with which the backward of its graph began, and which lives as long as that backward.
-
-        Layers share a graph where each tensor with a gradient is read by the next layer alone (`engine/stage`).
+        """Return, by layer of the range, by how much the gradient that began the backward of its graph, and lives as
+        long, is larger than that of its own outputs. Layers share a graph where only the next layer reads each tensor
+        with a gradient (`engine/stage`).
         """
         excess = np.zeros(end - first, dtype=np.int64)
         for layer, until in self.graph_ends(first, end):
@@ -513,7 +474,6 @@ class RangeBytes(CutBytes):
         return self._part(rows, name) + np.array(self.crossing)[[row.layers[0] for row in rows]]
 
     def _with_seeds(self, rows: Sequence[Observation]) -> Bytes:
-        """Return the bytes of the graphs and of the gradients of their outputs."""
         end = np.array([row.layers[1] for row in rows], dtype=np.int64)
         return self._graph(rows) + np.where(end == self.num_layers, 0, np.array(self.gradient)[end])
 

@@ -1,7 +1,5 @@
-"""The segments of a call (layers of a stage with one treatment), and the sums of the bytes that they hold and need.
-
-`treated` adds up one choice of memory intervals. A search that adds up many choices at once (`planners/intervals`)
-passes arrays for the numbers below, with one element for each choice.
+"""Segments of a call (layers of a stage with one treatment), and the sums of the bytes that they hold and need.
+`treated` sums one choice of memory intervals; a search (`planners/intervals`) passes arrays, one element per choice.
 """
 
 from __future__ import annotations
@@ -31,10 +29,8 @@ class Beside(NamedTuple):
 
 
 class Before(NamedTuple):
-    """The segments before a cut that may hold inputs of the segments behind it.
-
-    last: the last one that has a backward.
-    stays, leaves: the last one that runs again from inputs on the device, or in the host tier.
+    """Segments before a cut that may hold inputs of those behind it. last: the last one with a backward. stays, leaves:
+    the last one that runs again from inputs on the device, or in the host tier.
     """
 
     last: MemoryInterval | None = None
@@ -74,13 +70,10 @@ class CallSegment:
 
     kept: True where they have a backward (the first frozen layers have none, and nothing of them is kept).
     inputs: of all tensors before them; entered: the part that is held; read: the part that their graph keeps.
-    forward: the peak of F at them, with their inputs.
-    graph: of their whole graph. stays: the part on the device while the call waits; taken: the offloaded part.
-    again: the peak of running them again, with their inputs. gradient: of their outputs.
-    backward, first_backward: of B at them with their whole graph; the latter makes the parameters' gradients. made: the
-        bytes of these gradients.
-    input_half, weight_half, first_weight_half: of I and W likewise. between: bytes that remain after I. All 0 where
-        backwards are not split.
+    graph: of their whole graph; stays: the part on the device while the call waits; taken: the offloaded part.
+    forward, again: peaks of F and of running again, with the inputs. gradient: of their outputs.
+    backward, first_backward: of B at them with their whole graph; the latter makes the parameters' gradients (`made`).
+    input_half, weight_half, first_weight_half: of I and W likewise; between: what remains after I. 0 if not split.
     """
 
     part: MemoryInterval
@@ -104,9 +97,8 @@ class CallSegment:
 
     @classmethod
     def of(cls, ranges: RangeBytes, part: MemoryInterval, split: bool = False) -> CallSegment:
-        """Return the segment of this interval, or of this piece of kind KEEP.
-
-        split: the backward is in two halves. Raises CapslogError where the profile does not tell them.
+        """Return the segment of this interval, or of this piece of kind KEEP. split: the backward is in two halves.
+        Raises CapslogError where the profile does not tell them.
         """
         return ranges.once((cls, part.first, part.end, part.kind, split), lambda: cls._of(ranges, part, split))
 
@@ -143,10 +135,7 @@ class CallSegment:
         )  # fmt: skip
 
     def once(self, beside: Bytes, entered: Bytes) -> Bytes:
-        """Return the bytes of its `entered` inputs that segments before it have counted already.
-
-        beside: bytes of its inputs that they have counted.
-        """
+        """Return the bytes of its `entered` inputs that segments before it count; beside: those of all its inputs."""
         return _larger(0, _smaller(beside, beside + entered - self.inputs))
 
     def waits(self, beside: Beside) -> Bytes:
@@ -172,9 +161,8 @@ class CallSegment:
     def backward_works(
         self, works: Sequence[BackwardWork], size: Bytes, beside: Beside, later: bool, ready: bool
     ) -> list[Bytes]:
-        """Return its own peak while B or I computes it, for each of `works`, the bytes for its whole graph.
-
-        size: the bytes that it holds when all is back. ready: R has run it again.
+        """Return its own peak while B or I computes it, for each of `works`, the bytes for its whole graph. size: the
+        bytes that it holds when all is back. ready: R has run it again.
         """
         elsewhere = self.graph - (self.rebuilt(beside, later) if self.part.recomputes else size)
         if not self.part.recomputes or ready:
@@ -191,9 +179,9 @@ class CallSegment:
 class Sums(NamedTuple):
     """Bytes of the segments of one call, summed from the first segment on.
 
-    waits: held on the device while the call waits; held: before its O, where it has one.
-    host: in the host tier, to come back. back: on the device after that, when R has run its segment again.
-    between: held by the segments between the halves of a split backward.
+    waits: on the device while the call waits; held: before its O, where it has one; host: in the host tier, coming
+        back.
+    back: on the device after that, when R has run its segment again; between: between the halves of a split backward.
     forward, again, backward, first_backward, inputs, weights, first_weights: the peaks of F, R, B, I and W, with
         everything of this call, also what remains after I; "first" where the parameters' gradients are made.
     """
@@ -212,10 +200,8 @@ class Sums(NamedTuple):
     first_weights: Bytes = 0
 
     def behind(self, segment: CallSegment, beside: Beside, later: bool, ready: bool = False) -> Sums:
-        """Return the sums with one more segment.
-
-        later: the call has an O, until which all stays; else each segment leaves when F has run it.
-        ready: this is the segment that R runs again.
+        """Return the sums with one more segment. later: the call has an O, until which all stays; else each segment
+        leaves when F has run it. ready: this is the segment that R runs again.
         """
         forward = _larger(self.forward, self.held + segment.forward - _larger(beside.stay, later * beside.taken))
         if not segment.kept:
@@ -251,7 +237,6 @@ def _larger(first: Bytes, second: Bytes) -> Bytes:
 
 
 def _smaller(first: Bytes, second: Bytes) -> Bytes:
-    """Return the smaller of both, elementwise."""
     return min(first, second) if isinstance(first, int) and isinstance(second, int) else np.minimum(first, second)
 
 
@@ -267,18 +252,16 @@ def _smaller(first: Bytes, second: Bytes) -> Bytes:
 
 @dataclass(frozen=True)
 class Treatment:
-    """Bytes of one call of a stage. "Additional" bytes do not count those that were there when the action began.
+    """Bytes of one call of a stage. "Additional" bytes leave out those that were there when the action began.
 
-    forward: additional bytes of F; its inputs were there. behind: the same without its first segment, at whose end the
-        inputs that are not kept are freed. held: bytes that remain after F, without the outputs that it passes on.
-    shared: the part of the outputs that is among `held`; input_kept: that of the inputs.
-    away: the part of `held` that O moves off the device; host: bytes that are then in the host tier and come back, at L
-        or else at the next R or B. Without an O they have left when F ends.
-    recompute: additional bytes of R, after what returns; grown: held bytes that R adds; input_kept_then: as
-        `input_kept`, after R.
-    backward, first_backward: of B, with everything of this call, the gradients of the outputs as well; the latter where
-        it makes the parameters' gradients.
-    halves: of I and W, where the backward is split.
+    forward: additional bytes of F, whose inputs were there. behind: without its first segment, whose end frees the
+        inputs that are not kept. held: what remains after F, without the outputs passed on.
+    shared: the part of the outputs that is among `held`; input_kept: that of the inputs, input_kept_then: after R.
+    away: the part of `held` that O moves off the device; host: bytes then in the host tier that come back, at L or else
+        at the next R or B. Without an O they have left when F ends.
+    recompute: additional bytes of R, after what returns; grown: held bytes that R adds.
+    backward, first_backward: of B, with everything of this call and the gradients of the outputs; the latter where it
+        makes the parameters' gradients. halves: of I and W, where the backward is split.
     """
 
     forward: int
@@ -298,10 +281,8 @@ class Treatment:
 
 @dataclass(frozen=True)
 class TreatedHalves:
-    """Bytes of a call whose backward is split.
-
-    inputs: of I, with everything of this call, the gradients of the outputs as well. between: what remains after I.
-    weights, first_weights: of W, with everything of this call; the latter where it makes the parameters' gradients.
+    """Bytes of a call whose backward is split, with everything of this call. inputs: of I, with the gradients of the
+    outputs. between: what remains after I. weights, first_weights: of W; the latter makes the parameters' gradients.
     """
 
     inputs: int = 0
@@ -323,11 +304,9 @@ def treated(
 
     recomputed: the list has an R for the call, which runs the last recompute interval again; else B does.
     later: the list has an O for the call, until which all stays; else each segment leaves when F has run it.
-    whole: the backward follows at once: nothing goes to the host tier, and the last segment keeps its graph; the
-        others run again in B where their intervals require it. (The ends of graphs do not change.)
-    split: the backward is in two halves.
-
-    Raises CapslogError where the profile does not tell the halves of a split one.
+    whole: the backward follows at once: nothing goes to the host tier, and the last segment keeps its graph; the others
+        run again in B where their intervals require it. (The ends of graphs do not change.)
+    split: the backward is in two halves. Raises CapslogError where the profile does not tell them.
     """
     first, end = pieces[0][0], pieces[-1][1]
     if end < ranges.num_layers and not ranges.carries[end]:  # frozen layers: F keeps nothing, R and B do nothing
@@ -381,10 +360,7 @@ def _segments(
     intervals: Sequence[MemoryInterval],
     how: tuple[bool, bool],
 ) -> list[tuple[CallSegment, Beside]]:
-    """Return the segments, each with the part of its inputs that segments before it hold.
-
-    how: `whole` and `split` as above.
-    """
+    """Return the segments, each with the inputs that segments before it hold. how: `whole` and `split` of `treated`."""
     at_once, split = how
     segments, before, last = [], Before(), pieces[-1][1]
     for part in _parts(pieces, intervals):
@@ -398,7 +374,6 @@ def _segments(
 
 
 def _parts(pieces: Sequence[tuple[int, int]], intervals: Sequence[MemoryInterval]) -> Iterator[MemoryInterval]:
-    """Yield the intervals and kept pieces of all ranges, in order."""
     for first, end in pieces:
         yield from pieces_of(
             first, end, [interval for interval in intervals if first <= interval.first and interval.end <= end]

@@ -1,8 +1,6 @@
-"""Schedules: the actions of each rank, in order, as data.
+"""Schedules: the actions of each rank, in order, as data. Imports no torch and starts no process.
 
-A plan's schedule is made (`make_schedule`), checked (`validate`), lowered to messages (`lower`, `find_deadlock`)
-and timed (`simulate`). Planners, the engine and the reports call it; this package imports no torch and starts no
-process.
+A schedule is made (`make_schedule`), checked (`validate`), lowered to messages (`lower`) and timed (`simulate`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A schedule as data: the actions of each rank, in order; and the only validator of schedules."""
+"""A schedule as data: an ordered list of actions for each rank; and the only validator of schedules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-# -- A schedule as data: the actions of each rank, in order; and the only validator of schedules.
+# -- A schedule as data
 #
 # An `Action` is a piece of work on one stage; a `Schedule` is an ordered list of actions for each rank of a pipeline.
 # The other modules of this package take and return these lists. This module knows neither the duration nor the
@@ -48,10 +48,9 @@ _TEXT = re.compile(r"(0|[1-9][0-9]*)([A-Z])(0|[1-9][0-9]*)?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A piece of work: `kind` (a key of `KINDS`) of `microbatch` on `stage`, both counted from 0.
-
-    An update (`U`) belongs to the whole step and has microbatch None; every other kind has a microbatch. Prints as
-    `<stage><kind><microbatch>`: `2F0`, `0R3`, `1U`. Raises `CapslogError` when the parts do not fit together.
+    """A piece of work: `kind` (a key of `KINDS`) of `microbatch` on `stage`, both counted from 0. Prints as
+    `<stage><kind><microbatch>`: `2F0`, `0R3`. An update (`1U`) belongs to the whole step and has microbatch None; every
+    other kind has a microbatch. Raises `CapslogError` when the parts do not fit together.
     """
 
     stage: int
@@ -106,10 +105,8 @@ def from_strings(rows: Sequence[Sequence[str]]) -> Schedule:
 
 
 def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
-    """Return `placement`: `placement[stage]` is the rank that runs the stage.
-
-    Raises `CapslogError` when a stage has actions on two ranks or a number between 0 and the last stage has none at
-    all.
+    """Return stage -> the rank that runs it. Raises `CapslogError` when a stage has actions on two ranks, or when a
+    number between 0 and the last stage has none.
     """
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
@@ -129,9 +126,8 @@ def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
 
 
 def backwards_at_once(actions: Iterable[Action]) -> set[tuple[int, int]]:
-    """Return the (stage, microbatch) pairs of one rank whose backward directly follows the forward on their stage.
-
-    Such a pair has no R, and nothing of it is offloaded: pairs with an O are left out.
+    """Return the (stage, microbatch) pairs of one rank whose backward directly follows the forward on their stage. Such
+    a pair has no R and no O, so that nothing of it is offloaded.
     """
     at_once: set[tuple[int, int]] = set()
     offloaded: set[tuple[int, int]] = set()
@@ -174,22 +170,20 @@ def validate(
     max_in_flight: Sequence[int | None] = (),
     offload: Sequence[bool] | None = None,
 ) -> None:
-    """Check that the schedule is one complete step; raise `CapslogError` at the first broken rule.
+    """Check that the schedule is one complete step; raise `CapslogError` at the first broken rule, naming its place.
 
-    The error names rank, position in the rank's list, stage, microbatch and rule. The rules: a stage acts on its own
-    rank only; every stage runs F once and either B or I and then W once for every microbatch that it takes, each in
-    ascending microbatch order (gradients are added in that order); on a rank that holds both stages of an edge, the
-    producer comes first; O then L at most once, between F or R and the backward, and no R between the two; U at most
-    once, after the stage's last backward.
+    The rules: a stage acts on its own rank only; every stage runs F once and either B or I and then W once for every
+    microbatch that it takes, each in ascending microbatch order (gradients are added in that order); on a rank that
+    holds both stages of an edge, the producer comes first; O then L at most once, between F or R and the backward, and
+    no R between the two; U at most once, after the stage's last backward.
 
     Args:
         schedule: one list of actions per rank.
         graph: the stages of the step. As in the actions, a microbatch is the number of the stage's own call.
-        recompute: of all stages, or of each. False refuses every R. True requires an R between F and B (or I), except
-            where F is the stage's last computation before them and nothing was offloaded, so that its graph is still
-            alive; a second R of a microbatch is refused.
-        max_in_flight: stage -> maximum of microbatches between begin of F and end of B (or W); None, or a shorter list:
-            no limit.
+        recompute: of all stages, or of each. False refuses every R. True requires exactly one R between F and B (or I),
+            except where F is the stage's last computation before them and nothing was offloaded: its graph is still
+            alive.
+        max_in_flight: stage -> most microbatches between begin of F and end of B (or W); None or missing: no limit.
         offload: stage -> True where it may offload; False refuses every O. Default: every stage.
     """
     again = [recompute] * len(graph.ranks) if isinstance(recompute, bool) else recompute
@@ -242,10 +236,7 @@ def _refusal(rank: int, position: int, action: Action, rule: str) -> CapslogErro
 
 @dataclass
 class _StageState:
-    """The actions of one stage so far, for the rules that concern this stage alone.
-
-    recomputed: the microbatches that have an R somewhere in the schedule.
-    """
+    """Actions of one stage so far, for its own rules. recomputed: the microbatches that have an R in the schedule."""
 
     stage: int
     num_microbatches: int
@@ -311,8 +302,7 @@ class _StageState:
         return None
 
     def _broken_microbatch_order(self, action: Action) -> str | None:
-        """Check that F, B, I and W come in ascending microbatch order; B and W, which both add to the gradients of the
-        weights, count together."""
+        """Check that F, B, I and W ascend; B and W, which both add to the gradients of the weights, count together."""
         kind = action.kind
         if kind not in self.next_of_kind:
             return None

@@ -1,14 +1,13 @@
 """Schedules by name. They differ in the limits of their stages, and in how the lists are made from them.
 
 `gpipe` (Huang et al., 2019): all forwards of a rank's stages, then all backwards, so every stage holds all microbatches
-at once. GPipe runs the backwards in reverse order; ours run in ascending order, because gradients of microbatches are
-added in order (the engine's exactness rule).
+at once. GPipe's backwards run in reverse order, ours in ascending order, since gradients are added in this order.
 
 `1f1b` (PipeDream-Flush, Narayanan et al., 2021): one forward, one backward in the steady state; with one stage per rank
-the textbook's lists exactly. With several the same limits and the rule "backward first" hold.
+exactly the textbook's lists. With several the same limits and the rule "backward first" hold.
 
-`1f1b-star` (MadPipe, Sec. 4.1): the same order under limits that follow from seconds. They stand in the plan, see
-`planning/cuts`; a stage without one has that of `1f1b`.
+`1f1b-star` (MadPipe, Sec. 4.1): the same order under limits that follow from seconds and stand in the plan
+(`planning/cuts`); a stage without a limit has that of `1f1b`.
 
 `interleaved` (Narayanan et al., SC 2021): stages placed round-robin over the ranks, in Megatron's order; see
 `interleaved`. On any other placement, and where a stage has its own limit, it is `1f1b`.
@@ -17,16 +16,16 @@ the textbook's lists exactly. With several the same limits and the rule "backwar
 
 `zb-h1` (Qi et al., 2024, "Zero Bubble"): `1f1b` with every backward in two halves: the input half I sends the gradient
 on, the weight half W may wait. A stage delays its W by as many microbatches as fill its in-flight count up to that of
-the deepest stage, so that the ends of the step are shorter: idle (S - 1)(f + b - 2w) for S equal stages of f, b and
-weight half w, instead of (S - 1)(f + b).
+the deepest stage. This shortens the ends of the step: idle (S - 1)(f + b - 2w) for S equal stages of f, b and weight
+half w, instead of (S - 1)(f + b).
 
 `varuna` (Athlur et al., EuroSys 2022): a backward goes before a forward; a recompute starts so that it ends when the
-gradient arrives; between the recompute and the backward the stage does nothing else; the last stage runs forward and
-backward of a microbatch back to back. So a stage keeps one live graph at any time, which is what M_i + sum M_a
-predicts. It is made from these rules and is not a copy of the lists that Microsoft's generator prints.
+gradient arrives; between recompute and backward the stage does nothing else; the last stage runs forward and backward
+of a microbatch back to back. So a stage keeps one live graph at any time, as M_i + sum M_a assumes. It is made from
+these rules and is not a copy of the lists of Microsoft's generator.
 
-With recomputation a forward runs without a graph, keeps only the stage's input, and an R builds the graph again right
-before the backward.
+With recomputation a forward keeps only the stage's input and no graph, and an R builds the graph right before the
+backward.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ _COST = {"F": 1, "R": 1, "B": 2}
 
 
 class _Step:
-    """The actions started so far in the simulated step; times are in units, an end may lie in the future."""
+    """Actions started so far in the simulated step. Times are in units; an end may lie in the future."""
 
     def __init__(
         self, graph: StageGraph, limits: Sequence[int], forwards_first: bool, recompute: Sequence[bool]
@@ -120,7 +119,7 @@ class _Step:
         return end
 
     def _gradient_end(self, stage: int) -> float:
-        """Return the time at which the gradient of the stage's next backward arrives; inf before its computation."""
+        """Return when the gradient of the stage's next backward arrives; inf before it is computed."""
         call = len(self.backward_ends[stage])
         if call >= self.calls[stage]:
             return math.inf
@@ -136,7 +135,7 @@ class _Step:
         return has_graph and self._gradient_end(stage) <= now
 
     def _gradient_due(self, stage: int, now: int) -> bool:
-        """Return True once the next gradient arrives before an R would end: an earlier R would delay forwards."""
+        """True once the next gradient arrives before an R would end: an earlier R would delay forwards."""
         return self._gradient_end(stage) <= now + _COST["R"] * self.grains[stage]
 
     def _keep_graph_if_due(self, stage: int, now: int) -> None:
@@ -182,14 +181,12 @@ def list_schedule(
 
     `limits[stage]` >= 1 bounds the microbatches in flight on a stage. `forwards_first`: no backward on a rank before
     its last forward. `recompute[stage]` (default: no stage): an R builds the graph for a backward and starts so that it
-    ends when the gradient arrives; from R to B the stage does nothing else. No R where the forward was the stage's last
-    action by then: its graph is kept and the stage waits.
+    ends when the gradient arrives; from R to B the stage does nothing else. Where the forward was the stage's last
+    action by then, its graph is kept without an R, and the stage waits. Cost: O(distinct times x stages).
 
-    Where all grains are equal it cannot stall: all stages take microbatches in rising order, so that the first
-    microbatch which has not ended is the next one of every stage on its route, and none of these is at its limit. Cost:
-    O(distinct times x stages).
-
-    Raises CapslogError where a limit holds back microbatches that a stage with a larger grain waits for.
+    Where all grains are equal it cannot stall: all stages take microbatches in rising order, so the first microbatch
+    that has not ended is the next one of every stage on its route, and none of these is at its limit. Otherwise it
+    raises CapslogError where a limit holds back microbatches that a stage with a larger grain waits for.
     """
     step = _Step(graph, limits, forwards_first, recompute)
     schedule: Schedule = [[] for _ in step.stages_of_rank]
@@ -241,10 +238,8 @@ def in_flight_microbatches(graph: StageGraph) -> list[int]:
 
 
 def _last_first(graph: StageGraph, behind: dict[int, set[int]]) -> list[int]:
-    """Return all stages, each after those that read its outputs.
-
-    Depths do not give this order: they are counted along single routes, and of two stages of equal depth on different
-    routes one may read the outputs of the other.
+    """Return all stages, each after those that read its outputs. Depths do not give this order: they are counted along
+    single routes, and of two stages of equal depth on different routes one may read the outputs of the other.
     """
     order = TopologicalSorter({stage: sorted(behind.get(stage, ())) for stage in range(len(graph.ranks))})
     try:
@@ -254,10 +249,8 @@ def _last_first(graph: StageGraph, behind: dict[int, set[int]]) -> list[int]:
 
 
 def table_3_2(k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
-    """Return the number of microbatches in flight on a stage x before a stage y that has `i_y` in flight.
-
-    Stage x runs `k_x` forwards and then `k_x` backwards in turn, with `b_x` microbatches each; stage y likewise. Not
-    rounded up to a multiple of `b_x`.
+    """Return the microbatches in flight on a stage x before a stage y that has `i_y` in flight, not rounded to calls.
+    Stage x runs `k_x` forwards, then `k_x` backwards in turn, with `b_x` microbatches each; stage y likewise.
     """
     larger, group_x, group_y = max(b_x, b_y), k_x * b_x, k_y * b_y
     if group_x < b_y:
@@ -278,11 +271,9 @@ def table_3_2(k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
 
 
 def interleaved(graph: StageGraph) -> Schedule | None:
-    """Return the order of every rank, or None for a graph that is not of this form.
-
-    Every route must be a line of stages, placed round-robin over ranks that no other route uses, equally often on each.
-    The number of ranks P need not divide the microbatches: there are M // P rounds (at least one), of sizes that differ
-    by at most one.
+    """Return the order of every rank; None unless every route is a line of stages placed round-robin over ranks that no
+    other route uses, equally often on each. The P ranks need not divide the microbatches: there are M // P rounds (at
+    least one), of sizes that differ by at most one.
     """
     if graph.pairs is not None or max(graph.grains) > 1:
         return None
@@ -327,12 +318,9 @@ def _order(stages: Sequence[int], place: int, ranks: int, calls: int) -> list[Ac
 
 
 def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[bool] | None = None) -> Schedule:
-    """Insert an R directly before every B or I that needs one, on its stage.
-
-    Where the forward of the same microbatch is the stage's last action before it, no R is needed: no action of that
-    stage comes between, so keeping the forward's graph costs no more than building it again.
-
-    recompute: stage -> True where it recomputes; default: every stage.
+    """Insert an R directly before every B or I that needs one. None is needed where the forward of the same microbatch
+    is the stage's last action before it: keeping that graph costs no more than building it again. recompute: stage ->
+    True where it recomputes; default: every stage.
     """
     result: Schedule = []
     for actions in schedule:
@@ -349,12 +337,9 @@ def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[b
 
 def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]) -> Schedule:
     """Insert an O behind every F of the stages that offload, except where the backward follows at once, and an L before
-    the R, B or I.
-
-    The L is one computation earlier than the action that needs it, so that both copies run beside a computation; where
-    that would be directly behind the O, the L is directly before the action that needs it.
-
-    offload: stage -> True where it offloads; stages beyond a shorter list do not.
+    the R, B or I. The L is one computation earlier than the action that needs it, so that both copies run beside a
+    computation; where that would be directly behind the O, the L is directly before that action. offload: stage -> True
+    where it offloads; stages beyond a shorter list do not.
     """
     if not any(offload):
         return [list(actions) for actions in schedule]
@@ -382,10 +367,8 @@ def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]
 
 
 def split_backwards(schedule: Sequence[Sequence[Action]], delays: Sequence[int]) -> Schedule:
-    """Split every B into two halves: I in its place, and W behind the I of the call that is `delays[stage]` later.
-
-    delays: stage -> number of calls by which its W comes later; remaining W come at the end of the rank's list, those
-        of the last stages first.
+    """Split every B into two halves: I in its place, and W behind the I of the call that is `delays[stage]` calls
+    later. Remaining W come at the end of the rank's list, those of the last stages first.
     """
     result: Schedule = []
     for actions in schedule:
@@ -406,7 +389,7 @@ def split_backwards(schedule: Sequence[Sequence[Action]], delays: Sequence[int])
     return result
 
 
-# -- schedules by name
+# -- Schedules by name
 
 
 SCHEDULES = ("gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna")
@@ -496,8 +479,7 @@ def _known_lists(
 
 
 def in_flight_limits(name: str, num_stages: int, num_microbatches: int, k: int = DEFAULT_K) -> list[int]:
-    """Return the maximum of microbatches in flight (forward begun, backward not ended) under the schedule, for each
-    stage of one pipeline with one stage per rank."""
+    """Return stage -> maximum of microbatches in flight (forward begun, backward not ended), one stage per rank."""
     _known(name)
     StageGraph.line(num_stages, num_microbatches)  # raises for invalid numbers
     return [_limit(name, num_stages - stage, num_microbatches, num_stages, k) for stage in range(num_stages)]
@@ -506,11 +488,11 @@ def in_flight_limits(name: str, num_stages: int, num_microbatches: int, k: int =
 def _limit(name: str, depth: int, calls: int, deepest: int, k: int) -> int:
     """Return the limit of calls in flight of a stage.
 
-    A microbatch in flight under `varuna` keeps only the stage's input (no graph), so the limit is wider than 1F1B's: it
-    is away from a stage for up to three units per deeper stage (one forward, one backward of two). In unit costs a
-    smaller limit makes the step longer, and a larger one does not make it shorter.
+    Under `varuna` a microbatch in flight keeps only the stage's input (no graph), so the limit is wider than 1F1B's: it
+    is away for up to three units per deeper stage (one forward, one backward of two). In unit costs a smaller limit
+    makes the step longer, and a larger one does not make it shorter.
 
-    depth: calls in flight under 1F1B: the number of stages from this one to the loss, S - s in one pipeline, where all
+    depth: calls in flight under 1F1B: number of stages from this one to the loss (S - s in one pipeline) where all
         grains are equal. calls: of a step. deepest: the largest depth, in calls of this stage.
     """
     limit = {"gpipe": calls, "kfkb": k * depth, "zb-h1": deepest, "varuna": max(1, 3 * (depth - 1))}.get(name, depth)
@@ -525,10 +507,7 @@ def _known(name: str) -> None:
 
 
 def _in_groups(graph: StageGraph, limits: Sequence[int], k: int) -> Schedule:
-    """Return 1F1B of groups: microbatches of up to k calls of every stage, on the same route, are scheduled as one.
-
-    limits: in groups.
-    """
+    """Return 1F1B of groups: up to k calls of every stage, on one route, are scheduled as one. limits: in groups."""
     size = k * math.lcm(*graph.grains)
     sizes: list[int] = []
     routes: list[tuple[int, ...]] = []

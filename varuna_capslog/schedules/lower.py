@@ -1,8 +1,7 @@
 """Turns a compute schedule into the program of each rank, messages included; a pure function.
 
-The engine executes the result as it is. Each ordered pair of ranks has one order of messages, the sender's, and the
-receiver takes them in that order, so that a transport without tags (NCCL) pairs them correctly. This module knows no
-tensors: a message stands for all tensors from one call of a stage to one call of another in one direction.
+Each ordered pair of ranks has one order of messages, the sender's, and the receiver takes them in that order, so that a
+transport without tags (NCCL) pairs them correctly.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The tensors sent from one stage to another for one call of each.
-
-    kind: "activation" (from `upstream` to `downstream`) or "gradient" (the other way).
-    upstream, downstream: the two stages, each with the number of its own call.
+    """All tensors sent from one stage to another for one call of each. kind: "activation" (from `upstream` to
+    `downstream`) or "gradient" (the other way). upstream, downstream: the two stages, each with its own call's number.
     """
 
     kind: str
@@ -52,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SendInstruction:
-    """The rank sends `message`, complete with the action before, to rank `peer`. Prints as `0SEND_F2`."""
+    """Instruction to send `message`, complete with the action before, to rank `peer`. Prints as `0SEND_F2`."""
 
     message: Message
     peer: int
@@ -65,7 +62,7 @@ class SendInstruction:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """The rank needs `message` from rank `peer` to go on (it may be posted earlier). Prints as `1RECV_F2`."""
+    """Instruction to wait for `message` from rank `peer` (it may be posted earlier). Prints as `1RECV_F2`."""
 
     message: Message
     peer: int
@@ -83,12 +80,9 @@ Instruction: TypeAlias = Action | SendInstruction | Recv
 
 @dataclass(frozen=True)
 class Lowered:
-    """The programs of all ranks in one step.
-
-    programs: per rank, its actions with the sends and receives between them, in order.
-    channels: per (source rank, destination rank), every message in the order that both sides keep; pairs without
-        messages are absent. A rank's receives from one peer, read from its program, come in this order.
-    graph: the stages of the step.
+    """Programs of all ranks in one step, whose stages are those of `graph`. programs: per rank, its actions with the
+    sends and receives between them, in order. channels: (source rank, destination rank) -> its messages in the order
+    that both sides keep, that of the receives in a program too; absent without messages.
     """
 
     programs: list[list[Instruction]]
@@ -102,12 +96,11 @@ def lower(
     """Add the messages to a (validated) schedule.
 
     A send follows the action that made its content: F for an activation, B (or I, where the backward is split) for a
-    gradient. A receive comes directly before the action that needs it; where another message of the same sender was
-    sent earlier and is needed later, its receive is moved forward to keep the sender's order. That adds no waiting:
-    the earlier message has left when the needed one leaves. Stages on one rank exchange no messages.
+    gradient. A receive comes directly before the action that needs it, or earlier where the sender sent it before
+    another message that is needed by then. That adds no waiting: the earlier message has left when the needed one
+    leaves. Stages on one rank exchange no messages.
 
     Args:
-        schedule: one list of actions per rank.
         gradients: the edges over which gradients travel. Default: all.
         graph: the stages of the step; default: one pipeline of all stages of the schedule in order.
 
@@ -173,10 +166,9 @@ def lower(
 
 
 def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
-    """Yield every instruction with its rank, in an order in which each receive comes after its send.
-
-    The order does not depend on seconds: each rank in turn runs until it must wait for a message. It ends when every
-    rank is at its end or waits: see `find_deadlock`. A rank also waits where the next message is not the expected one.
+    """Yield every instruction with its rank, in an order in which each receive comes after its send. The order does not
+    depend on seconds: each rank in turn runs until it must wait, since the next message is not the expected one or
+    missing. It ends when every rank is at its end or waits: see `find_deadlock`.
     """
     programs = lowered.programs
     at = [0] * len(programs)
@@ -200,10 +192,9 @@ def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
 
 
 def find_deadlock(lowered: Lowered) -> str | None:
-    """Run the programs with blocking receives; return None when every rank comes to its end.
-
-    Otherwise return a sentence that names the position of each stuck rank, the message that it waits for and the
-    position of its peer. A rank is also stuck where the next message is not the expected one.
+    """Run the programs with blocking receives. Return None when every rank comes to its end, else a sentence that names
+    the position of each stuck rank, the message that it waits for, and the position of its peer. A rank is also stuck
+    where the next message is not the expected one.
     """
     at = [0] * len(lowered.programs)
     for rank, _ in in_turn(lowered):
@@ -213,7 +204,6 @@ def find_deadlock(lowered: Lowered) -> str | None:
 
 
 def _describe(programs: list[list[Instruction]], at: list[int], rank: int) -> str:
-    """Describe the message that a stuck rank waits for."""
     instruction = programs[rank][at[rank]]
     assert isinstance(instruction, Recv)
     message, peer = instruction.message, instruction.peer

@@ -1,7 +1,6 @@
 """A step as a row of numbers in an executable order, for callers that simulate it again and again.
 
-The order of the instructions does not depend on seconds. It is computed once per schedule, and a simulation is one pass
-over the row that adds seconds.
+The order of the instructions does not depend on seconds, so a simulation is one pass over the row that adds seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ class Piece(NamedTuple):
 
 class Times(NamedTuple):
     """Times of a simulated step. begins, ends: of each instruction of the row, receives left out. copies: (number of
-    the instruction, begin, end) of copies that run beside the computation. step_seconds: the end of the last action."""
+    the instruction, begin, end) of copies beside the computation. step_seconds: the end of the last action.
+    """
 
     begins: list[float]
     ends: list[float]
@@ -43,10 +43,8 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class OrderedStep:
-    """A step that does not deadlock.
-
-    instructions: each with its rank, in an order in which every receive comes behind its send.
-    works, ways: the keys of action costs and of message costs, in the order of the arguments of `play`.
+    """A step that does not deadlock. instructions: each with its rank, every receive behind its send. works, ways: the
+    keys of action costs and of message costs, in the order of the arguments of `play`.
     """
 
     lowered: Lowered
@@ -59,11 +57,8 @@ class OrderedStep:
     def play(
         self, work: Sequence[float], transfer: Sequence[float], handover: Sequence[float], copies_beside: bool
     ) -> Times:
-        """Return the times of the step, in one pass, since every rank has its own core.
-
-        Args:
-            work: seconds of each of `works`. transfer, handover: of a message of each of `ways`.
-            copies_beside: as in `simulate`.
+        """Return the times of the step, in one pass, since every rank has its own core. work: seconds of each of
+        `works`. transfer, handover: of a message of each of `ways`. copies_beside: as in `simulate`.
         """
         ranks = len(self.lowered.programs)
         clock, last, link = [0.0] * ranks, [0.0] * ranks, dict.fromkeys(self.lowered.channels, 0.0)
@@ -107,10 +102,7 @@ class OrderedStep:
 def ordered(
     schedule: Sequence[Sequence[Action]], gradients: Collection[Edge] | None = None, graph: StageGraph | None = None
 ) -> OrderedStep:
-    """Return the step of a (validated) schedule; the arguments are those of `lower`. Recent steps are cached.
-
-    Raises `CapslogError` for a schedule that deadlocks.
-    """
+    """Return the step of a (validated) schedule, cached; arguments: see `lower`. Raises CapslogError for a deadlock."""
     return _ordered(tuple(map(tuple, schedule)), None if gradients is None else frozenset(gradients), graph)
 
 

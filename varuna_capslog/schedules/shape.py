@@ -1,8 +1,4 @@
-"""The shape of a run: the settings that, with its cuts, determine the time of a step and the memory of each stage.
-
-Memory models, planners, the simulator, the elastic layouts and the engine's options all read this record. It knows no
-model and no cluster.
-"""
+"""Shape of a run: the settings that, with its cuts, determine the time of a step and the memory of each stage."""
 
 from __future__ import annotations
 
@@ -34,18 +30,14 @@ STAGE_INPUTS = ("host", "device")
 
 @dataclass(frozen=True)
 class RunShape:
-    """The shape of a step of a run, or of one of its equal pipelines (`share`).
+    """Shape of a step of a run, or of one of its equal pipelines (`share`). Invalid values raise CapslogError.
 
-    num_microbatches: of one step; None where it is not known: memory models then count as many as the pipeline can
-        take.
+    num_microbatches: of one step; None: not known; memory models then count as many as the pipeline can take.
     schedule: a name of `schedules.SCHEDULES`, or `AUTO_SCHEDULE`; "varuna" always recomputes.
-    recompute: True where forwards keep only the stage's inputs.
-    stage_inputs: where inputs kept for recomputation wait, "host" or "device".
+    recompute: forwards keep only the stage's inputs; stage_inputs: where these wait, "host" or "device".
     microbatch_size: samples of one microbatch; None: as in the profile.
     num_blocks: accumulation blocks of the step; they divide the microbatches.
     k: microbatches of a group of schedule "kfkb".
-
-    Every instance is valid: the constructor raises CapslogError otherwise.
     """
 
     num_microbatches: int | None = None

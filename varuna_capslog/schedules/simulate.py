@@ -1,13 +1,9 @@
 """Simulates time and memory of one step, from the seconds of each stage.
 
-`capslog simulate`, planners that rank by time and the report's Gantt picture call it. It executes the lowered programs
-and is not a measurement: an action takes the same time for every microbatch, and a transfer runs beside the computation
-except for the sender's handover.
-
-`ordered.OrderedStep` gives every rank its own core. `play_contended` has fewer cores than ranks, and ranks that compute
-at the same time slow each other down. It is processor sharing: at any moment all ranks that compute have the same
-speed, which depends only on their number. Messages have their own speed. This module does not choose the order of
-actions.
+It executes the lowered programs and is not a measurement: an action takes the same time for every microbatch, and a
+transfer runs beside the computation except for the sender's handover. `ordered.OrderedStep` gives every rank its own
+core. `play_contended` shares fewer cores (processor sharing): at any moment all ranks that compute have the same speed,
+which depends only on their number. Messages have their own speed.
 """
 
 from __future__ import annotations
@@ -42,19 +38,17 @@ __all__ = [
 class StageSeconds:
     """Seconds of each stage's actions and messages.
 
-    forward, backward: per stage, of one microbatch.
-    recompute: per stage; default: as long as the forward.
+    forward, backward: per stage, of one microbatch. recompute: per stage; default: as the forward.
     bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
     backward_at_once: per stage, of backwards without an R; default `backward`.
-    backward_again: per stage, of backwards that an R of the microbatch precedes, since other parts of the stage run
-        again inside them (where the backward is split, inside I); default: as the others.
+    backward_again: per stage, of backwards behind an R of the microbatch, since other parts of the stage run again
+        inside them (where the backward is split, inside I); default: as the others.
     transfer: of one message, by (stage that sends it, stage that takes it), or per stage for all edges to it, in either
-        direction. A missing direction takes as long as the other one; default 0. Messages of one ordered pair of ranks
-        go one after the other; see `simulate` for links that more messages share.
-    handover: likewise, seconds of the sender's rank for sending one message (gloo copies into host memory and socket);
-        the transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
-    other: per stage, for the kinds I, W, O, L and U (once per step); a schedule with a kind that has no seconds is
-        refused.
+        direction. A missing direction takes as long as the other; default 0. Messages of one ordered pair of ranks go
+        one after the other; see `simulated` for links that more messages share.
+    handover: likewise, seconds of the sender's rank for a message (gloo copies into host memory and socket); the
+        transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
+    other: per stage, for the kinds I, W, O, L and U (once per step); a kind without seconds is refused.
     """
 
     forward: Sequence[float]
@@ -81,10 +75,7 @@ class StageSeconds:
             _check_times(name, values, num_stages)
 
     def at_speeds(self, speeds: Sequence[float]) -> StageSeconds:
-        """Return the seconds on devices of these speeds, one per stage, relative to a device of speed 1.
-
-        Computation is divided by the speed; messages and copies (O, L) do not change.
-        """
+        """Return the seconds on devices of these relative speeds, one per stage; messages and copies (O, L) stay."""
 
         def divided(row: Sequence[float] | None) -> Sequence[float] | None:
             return None if row is None else [seconds / speed for seconds, speed in zip(row, speeds, strict=True)]
@@ -114,9 +105,7 @@ class StageSeconds:
         return seconds
 
     def of_messages(self, graph: StageGraph) -> tuple[dict[Edge, float], dict[Edge, float]]:
-        """Return transfer and handover seconds of a message by (stage that sends it, stage that takes it), in both
-        directions of every edge.
-        """
+        """Return transfer and handover seconds of a message by (sender, receiver), in both directions of every edge."""
         named = (("transfer_seconds", self.transfer), ("handover_seconds", self.handover))
         transfer, handover = (_of_messages(name, values, graph) for name, values in named)
         return transfer, handover
@@ -133,7 +122,6 @@ def _check_times(name: str, values: Sequence[float], length: int) -> None:
 def _of_messages(
     name: str, values: Sequence[float] | Mapping[Edge, float] | None, graph: StageGraph
 ) -> dict[Edge, float]:
-    """Return seconds of a message by (stage that sends it, stage that takes it), for both directions of every edge."""
     if isinstance(values, Mapping):
         ways = [way for edge in graph.edges for way in (edge, edge[::-1])]
         of_way = {way: values.get(way, values.get(way[::-1], 0.0)) for way in ways}
@@ -144,7 +132,7 @@ def _of_messages(
     return {way: row[edge[1]] for edge in graph.edges for way in (edge, edge[::-1])}
 
 
-# -- time and memory of one step
+# -- Time and memory of one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +158,9 @@ class TimedMessage:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The course of one step.
+    """Course of one step.
 
-    actions: per rank, its actions in order, timed.
-    messages: every transfer, ordered by its begin.
+    actions: per rank, its actions in order, timed. messages: every transfer, ordered by its begin.
     step_seconds: end of the last action.
     in_flight, live_graphs: per stage, the course of the number of microbatches between begin of F and end of B (or W),
         and of graphs alive, as (seconds, number from then on), in the order in which the stage acts.
@@ -213,10 +200,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A simulated step: its length, and the timeline, which is made on demand.
-
-    step_seconds: end of the last action.
-    """
+    """Simulated step: `step_seconds`, the end of its last action, and the timeline, which is made on demand."""
 
     step_seconds: float
     _make: Callable[[], Timeline]
@@ -252,8 +236,6 @@ def simulated(
     """Simulate one step of a (validated) schedule.
 
     Args:
-        schedule: one list of actions per rank.
-        seconds: of its stages.
         speeds: `speeds[k - 1]` is the speed of each of k ranks that compute at the same time; 1 is the speed of
             `seconds`; beyond the list all cores are shared evenly. So [1.0, 1.0] are two full cores. Default: a core
             for every rank.
@@ -264,8 +246,7 @@ def simulated(
             the tensors of an L waits for it; and as in the engine, the first computation behind an O ends when that
             copy has ended. Default: they take the time of their rank, as any action.
 
-    Raises `CapslogError` for lists of a wrong length, times that are negative or not finite, and a schedule that
-    deadlocks.
+    Raises `CapslogError` for lists of a wrong length, times that are negative or not finite, and a deadlock.
     """
     num_stages = len(placement_of(schedule)) if graph is None else len(graph.ranks)
     seconds.check(num_stages)
@@ -338,9 +319,8 @@ def _whole_timeline(
 def _courses(
     timed: list[list[TimedAction]], num_stages: int, graph_keeping: set[tuple[int, int]]
 ) -> tuple[list[list[tuple[float, int]]], list[list[tuple[float, int]]]]:
-    """Return, for each stage, the numbers of microbatches in flight and of graphs alive from each time on.
-
-    A graph that was offloaded counts only outside O's end .. L's begin.
+    """Return, for each stage, the numbers of microbatches in flight and of graphs alive from each time on. A graph that
+    was offloaded counts only outside O's end .. L's begin.
     """
     in_flight: list[list[tuple[float, int]]] = [[] for _ in range(num_stages)]
     live_graphs: list[list[tuple[float, int]]] = [[] for _ in range(num_stages)]
@@ -371,16 +351,12 @@ def _courses(
     return in_flight, live_graphs
 
 
-# -- playing the programs
+# -- Simulation on fewer cores than ranks
 
 
 class _Copies:
-    """The copies of one rank to and from the host tier that run beside its computation, one after the other.
-
-    beside: True where O and L run so; else they are ordinary actions, and no action waits for these copies.
-
-    Attributes:
-        timed: the copies.
+    """Copies of one rank to and from the host tier (`timed`) that run beside its computation, one after the other;
+    without `beside`, O and L are ordinary actions, and no action waits for these copies.
     """
 
     def __init__(self, rank: int, beside: bool) -> None:
@@ -420,10 +396,9 @@ def speed_of(active: int, speeds: Sequence[float]) -> float:
 
 @dataclass
 class _CoreUser:
-    """The state of a rank: its instruction, the work left in it (seconds of a lone rank), and its beginning.
-
-    ready: where no work has begun, the time from which the instruction can begin; it may not be known yet.
-    held: the time before which no instruction can begin.
+    """State of a rank: its instruction (at), the work left in it in seconds of a lone rank, and its beginning. ready:
+    where no work has begun, the time from which the instruction can begin; it may not be known yet. held: the time
+    before which no instruction can begin.
     """
 
     at: int = 0
@@ -451,8 +426,7 @@ def play_contended(
         lowered: programs that do not deadlock (`find_deadlock`).
         cost: action -> seconds of a lone rank.
         transfer_seconds, handover_seconds: of a message, by (stage that sends it, stage that takes it).
-        speeds: `speeds[k - 1]` is the speed of each of k working ranks.
-        shared_links: as in `simulate`.
+        speeds, shared_links: as in `simulated`.
         copies: of every rank; None: O and L are ordinary actions.
     """
     programs = lowered.programs

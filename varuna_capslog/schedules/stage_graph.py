@@ -1,9 +1,8 @@
 """The stages of one step as a graph: rank and microbatches of each stage, and the edges along which tensors travel.
 
-Generators, validator, lowering and simulator read it, and so does the engine. One pipeline of stages in order is the
-plain case (`StageGraph.line`). Equal pipelines, pipelines of unequal length and replicas of single stages differ in the
-route that each microbatch takes through the stages; where tensors go straight from the stage that writes them to those
-that read them, stages of parallel branches wait for different stages.
+One pipeline of stages in order is the plain case (`StageGraph.line`). Equal pipelines, pipelines of unequal length and
+replicas of single stages differ in the route of each microbatch through the stages. Where tensors go straight from the
+stage that writes them to its readers, stages of parallel branches wait for different stages.
 """
 
 from __future__ import annotations
@@ -24,20 +23,18 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True)
 class StageGraph:
-    """The stages of one step, numbered from 0, and the route of every microbatch through them.
+    """Stages of one step, numbered from 0, and the route of every microbatch through them.
 
     A stage takes its microbatches in rising order, `grain` of them per call, and its calls are counted from 0: where a
     stage takes microbatches 2 and 5 only, one per call, its call 1 is microbatch 5. An `Action` names the call.
 
-    ranks: stage -> rank. Several stages may share a rank.
+    ranks: stage -> rank; several stages may share a rank. grains: stage -> microbatches of a call; default: 1.
     routes: microbatch -> its stages, each after those whose outputs it reads.
-    pairs: (maker, reader): the second stage reads outputs of the first, for every microbatch that passes both. None:
-        each stage of a route sends to the next stage of the route.
-    grains: stage -> microbatches of a call; default: 1.
+    pairs: (maker, reader of its outputs), for every microbatch that passes both. None: all neighbours on a route.
 
     Raises CapslogError where a route is empty, names an unknown stage, or passes a stage twice, where a pair leads
-    backwards on a route, where a grain does not divide the microbatches of its stage, and where there are more
-    microbatches than `fields.MOST_MICROBATCHES` and `fields.MOST_CALLS`.
+    backwards on a route, where a grain does not divide its stage's microbatches, and where there are more microbatches
+    than `fields.MOST_MICROBATCHES` and `fields.MOST_CALLS`.
     """
 
     ranks: tuple[int, ...]
@@ -78,12 +75,10 @@ class StageGraph:
 
     @classmethod
     def line(cls, num_stages: int, num_microbatches: int, ranks: Sequence[int] | None = None) -> StageGraph:
-        """Make one pipeline: every microbatch passes all stages in order.
-
-        ranks: stage -> rank; default: stage s on rank s. Several stages may share a rank, in any order.
-
-        Raises CapslogError unless there is at least one stage and one microbatch, one rank per stage, and the ranks are
-        0, 1, ..., n - 1 without a gap (a rank without a stage would wait for ever in the step's collectives).
+        """Make one pipeline: every microbatch passes all stages in order. ranks: stage -> rank, in any order; default:
+        stage s on rank s. Raises CapslogError unless there is at least one stage and one microbatch, one rank per
+        stage, and ranks 0 .. n - 1 without a gap (a rank without a stage would wait for ever in the step's
+        collectives).
         """
         if num_stages < 1 or num_microbatches < 1:
             raise CapslogError(
@@ -105,7 +100,7 @@ class StageGraph:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, each with a list of actions; the list of a rank without a stage is empty."""
+        """Number of ranks; the list of a rank without a stage is empty."""
         return max(self.ranks) + 1
 
     @cached_property
@@ -171,7 +166,7 @@ class StageGraph:
         return list(paths)
 
     def _after(self, route: tuple[int, ...]) -> dict[int, list[int]]:
-        """Return stage of a route -> the stages of the route that read its outputs, in the order of the route."""
+        """Return stage of a route -> the stages that read its outputs, in the order of the route."""
         if self.pairs is None:
             return {maker: [reader] for maker, reader in pairwise(route)} | {route[-1]: []}
         return {maker: [reader for reader in route if (maker, reader) in self.pairs] for maker in route}

@@ -1,8 +1,8 @@
-"""The lifetime of a step's messages in memory: from the action at which each arrives, or is made, until it is freed.
+"""Lifetime of a step's messages in memory: from the action at which each arrives, or is made, until it is freed.
 
-The executor posts receives ahead and frees a sent message as soon as a later message of the peer proves that it was
-received; both follow from the lists of actions alone. The fold of a rank's memory calls `messages_of` with steps of
-tens of thousands of actions, so this module uses arrays, one element per action, call or message.
+The executor posts receives ahead and frees a sent message as soon as a later message of the peer proves its arrival;
+both follow from the lists of actions alone. Steps have tens of thousands of actions, so this module uses arrays, with
+one element per action, call or message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ of a computation wakes gloo's thread and costs half a millisecond; posting at th
 
 @dataclass(frozen=True)
 class RankActions:
-    """The list of a rank: stage, kind (its letter's number) and call of every action; a U has call -1. All [n]."""
+    """List of a rank: stage, kind (its letter's number) and call of every action; a U has call -1. All [n]."""
 
     stages: Numbers
     kinds: Numbers
@@ -59,10 +59,8 @@ class RankActions:
 
 @dataclass(frozen=True)
 class StageLink:
-    """The messages between two stages, one per call of the stage that takes fewer microbatches at once.
-
-    above, below: the stages; the second reads outputs of the first.
-    above_calls, below_calls: message -> the call of each.
+    """Messages between two stages, one per call of the stage that takes fewer microbatches at once. above, below: the
+    stages; the second reads outputs of the first. above_calls, below_calls: message -> the call of each.
     """
 
     above: int
@@ -73,10 +71,7 @@ class StageLink:
 
 @dataclass(frozen=True)
 class StepActions:
-    """The actions of a step and the route of every microbatch through its stages.
-
-    rows: by rank.
-    """
+    """Actions of a step, by rank, and the route of every microbatch through its stages."""
 
     rows: Sequence[RankActions]
     graph: StageGraph
@@ -148,12 +143,10 @@ def _step_of(actions: tuple[tuple[Action, ...], ...], graph: StageGraph) -> Step
 
 @dataclass(frozen=True)
 class Messages:
-    """The lifetime of every message, by link and message; positions are those of the lists of actions.
+    """Lifetime of every message: [kind][link] -> positions of its messages in the lists; "F" activation, "B" gradient.
 
-    begins[kind][link]: on the rank that receives: the position from which the buffer of an activation ("F") or of a
-        gradient ("B") counts; -1 where none travels.
-    ends[kind][link]: on the rank that sends: the position at which it is freed; the length of the list where nothing
-        confirms it before the end; -1 as above.
+    begins: on the rank that receives: where its buffer begins to count; -1 where none travels.
+    ends: on the rank that sends: where it is freed; the list's length where nothing confirms it before; -1 likewise.
     """
 
     begins: dict[str, list[Numbers]]
@@ -161,11 +154,9 @@ class Messages:
 
 
 def messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bool) -> Messages:
-    """Return the lifetime of the messages of a step.
-
-    Args:
-        sizes: "F" and "B" -> link -> bytes of an activation, and of a gradient; one of -1 bytes is not sent.
-        ahead: receives are posted ahead in the memory that is counted; else they count from the action that needs them.
+    """Return the lifetime of the messages of a step. sizes: "F" and "B" -> link -> bytes of an activation, and of a
+    gradient; one of -1 bytes is not sent. ahead: receives are posted ahead in the memory that is counted; else they
+    count from the action that needs them.
     """
     empty = {kind: [np.full(len(link.above_calls), -1, dtype=np.int64) for link in step.links] for kind in "FB"}
     messages = Messages(empty, {kind: [row.copy() for row in rows] for kind, rows in empty.items()})
@@ -200,8 +191,7 @@ def messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bo
 
 def _channels(table: Numbers, lengths: Sequence[int], later: int) -> tuple[Numbers, Numbers]:
     """Return, for every message, position and place at which it is received, and position at which its sender frees it.
-
-    later: places per position.
+    later: the number of places per position.
     """
     received = np.zeros(table.shape[1], dtype=np.int64)
     channels: dict[tuple[int, int], slice] = {}

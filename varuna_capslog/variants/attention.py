@@ -1,8 +1,8 @@
 """Attention of projected queries, keys and values: eager, by torch's fused kernels, or a chunk of queries at a time.
 
-A layer that holds one of these modules can be computed in each of the three ways; `registry` replaces one by another.
-None of them has parameters, so weights and checkpoints are the same for all of them. With dropout each of them drops
-other entries: the three are equal up to rounding only without dropout.
+A layer that holds one of these modules can be computed in each of the three ways (`registry`). None of them has
+parameters, so weights and checkpoints are the same for all. With dropout each drops other entries: the three are equal
+up to rounding only without dropout.
 """
 
 from __future__ import annotations
@@ -47,37 +47,29 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(D)) v for every head.
-
-    Args:
-        rate: probability with which an entry of the attention map is dropped in training.
-    """
+    """softmax(q k^T / sqrt(D)) v for every head. rate: probability of dropping a map's entry in training."""
 
     def __init__(self, rate: float = 0.0) -> None:
         super().__init__()
         self.rate = rate
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Args: q [B, H, T, D]; k, v [B, H, S, D]; padding [B, S] bool, True where a key must not be seen.
-
+        """Attend from q [B, H, T, D] to k, v [B, H, S, D]. padding: [B, S] bool, True where a key must not be seen.
         Returns [B, H, T, D].
         """
         bias = None if padding is None else _bias(padding, q.dtype)
         return self.attend(q, k, v, bias, 1 / math.sqrt(q.shape[-1]))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        """Return softmax(scale q k^T + bias) v.
-
-        Args: q, k, v as of `forward`; bias: as wide as [B, H, T, S], or 1 where it is the same, without a gradient.
+        """Return softmax(scale q k^T + bias) v. q, k, v: as of `forward`. bias: as wide as [B, H, T, S], or 1 where it
+        is the same, without a gradient.
         """
         raise NotImplementedError
 
     def of_block(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
         """Return attention to one block of the keys, and the logarithm of their sum of exp(logit), for `merged`.
-
-        Args: as for `forward`, of the block.
-
-        Returns [B, H, T, D], zero where all keys of the block are hidden, and [B, H, T], minus infinity there.
+        Arguments as of `forward`, of the block. Returns [B, H, T, D], zero where all keys of the block are hidden, and
+        [B, H, T], minus infinity there.
         """
         nothing = padding.all(1)[:, None, None]
         # rows without a visible key count as unmasked here and are zeroed afterwards: a softmax over no keys is NaN
@@ -94,10 +86,9 @@ class AttentionCore(nn.Module):
 
 
 def merged(outs: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
-    """Return attention to all blocks of keys, from the results of `AttentionCore.of_block`, added in their order.
-
-    The weight of block j is exp(s_j) / (the sum of exp(s) over all blocks), where s is its log-sum-exp. So a block
-    without a visible key for a query adds nothing to it. Where no block has one, the result is NaN, as with a softmax.
+    """Return attention to all blocks of keys, from the results of `AttentionCore.of_block`, added in their order. The
+    weight of block j is exp(s_j) / (the sum of exp(s) over all blocks), where s is its log-sum-exp. So a block without
+    a visible key for a query adds nothing to it. Where no block has one, the result is NaN, as with a softmax.
     """
     most = torch.stack([sum_of_block.detach() for sum_of_block in seen]).amax(0)
     shift = most.masked_fill(most == -math.inf, 0.0)  # any constant will do: it cancels
@@ -109,9 +100,8 @@ def merged(outs: Sequence[Tensor], seen: Sequence[Tensor]) -> Tensor:
 
 
 class EagerAttention(AttentionCore):
-    """The [B * H, T, S] maps are computed one step after the other and kept for the backward.
-
-    So does `nn.MultiheadAttention` when asked for its weights.
+    """The [B * H, T, S] maps are computed one step after the other and kept for the backward, as
+    `nn.MultiheadAttention` does when asked for its weights.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -123,7 +113,6 @@ class EagerAttention(AttentionCore):
         return torch.bmm(maps, v.flatten(0, 1)).unflatten(0, (q.shape[0], -1))
 
     def _with_sum(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """See `AttentionCore`."""
         maps = _all_logits(q, k, bias, scale)
         maps, seen = _SoftmaxAndSum.apply(maps)
         maps = F.dropout(maps, self.rate, self.training)
@@ -131,7 +120,6 @@ class EagerAttention(AttentionCore):
 
 
 def _all_logits(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Return all logits, [B * H, T, S]."""
     batch, heads = q.shape[:2]
     rows = None if bias is None else bias.expand(batch, heads, *bias.shape[2:]).flatten(0, 1)
     q, k = (q * scale).flatten(0, 1), k.flatten(0, 1).transpose(1, 2)
@@ -161,11 +149,7 @@ class _SoftmaxAndSum(torch.autograd.Function):
 
 
 class SdpaAttention(AttentionCore):
-    """`torch.nn.functional.scaled_dot_product_attention`, whose kernels keep no map.
-
-    Attributes:
-        kernels: that it may choose from; (): all that torch has.
-    """
+    """`torch.nn.functional.scaled_dot_product_attention`, whose kernels keep no map. kernels: choices; (): all."""
 
     kernels: tuple[SDPBackend, ...] = ()
 
@@ -205,13 +189,9 @@ class ChunkedAttention(AttentionCore):
     """Attention maps of `queries` queries at a time. The backward computes each again, so that none is kept.
 
     A row of the map depends on one query alone: every output is that of `EagerAttention`. The gradients of keys and
-    values are sums over the chunks, first chunk first. With `keys` each chunk also sees that many keys at a time, and
-    the parts are merged: with the largest logit m so far and the sum l of exp(logit - m), the weight of each part is
-    exp(its m - the larger m). Both ideas: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021).
-
-    Args:
-        queries: of one chunk.
-        keys: of one chunk; None: all.
+    values are sums over the chunks, first chunk first. With `keys` (None: all) each chunk sees that many keys at a
+    time, and the parts are merged: with the largest logit m so far and the sum l of exp(logit - m), the weight of each
+    part is exp(its m - the larger m). Both ideas: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021).
     """
 
     def __init__(self, rate: float = 0.0, queries: int = QUERIES, keys: int | None = None) -> None:
@@ -225,7 +205,6 @@ class ChunkedAttention(AttentionCore):
         return _in_chunks(q * scale, k, v, bias, self._how(q, k.shape[2]))[0]
 
     def _how(self, q: Tensor, keys: int) -> _How:
-        """See `AttentionCore`."""
         return replace(super()._how(q, keys), queries=self.queries, keys=keys if self.keys is None else self.keys)
 
 
@@ -238,10 +217,7 @@ class SplitKeysAttention(ChunkedAttention):
 
 @dataclass(frozen=True)
 class _How:
-    """Settings of attention in chunks.
-
-    rate: of the entries that are dropped. queries, keys: of one chunk. heads: (B, H).
-    """
+    """Settings of attention in chunks. rate: of dropped entries. queries, keys: of one chunk. heads: (B, H)."""
 
     rate: float
     queries: int
@@ -256,9 +232,8 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: _How) 
 
 
 class _InChunks(torch.autograd.Function):
-    """Chunked attention of scaled queries q [N, T, D], keys and values [N, S, D] and the bias of the logits.
-
-    N: samples and heads. Returns [N, T, D], and the log-sum-exp of the logits [N, T].
+    """Chunked attention of scaled queries q [N, T, D], keys and values [N, S, D] and the bias of the logits. N: samples
+    and heads. Returns [N, T, D], and the log-sum-exp of the logits [N, T].
     """
 
     @staticmethod
@@ -312,11 +287,9 @@ class _InChunks(torch.autograd.Function):
 
 
 class _Merged:
-    """Accumulates some rows of the output from one chunk of keys after the other.
-
-    out: [N, rows, D], the rows' outputs, written by `finish`. most, sums: [N, rows, 1], the largest logit of each row,
-    and the sum of exp(logit - the largest). Where all keys are hidden both outputs and gradients are NaN, as with a
-    softmax.
+    """Accumulates some rows of the output from one chunk of keys after the other. out: [N, rows, D], written by
+    `finish`. most, sums: [N, rows, 1], the largest logit of each row, and the sum of exp(logit - the largest). Where
+    all keys are hidden both outputs and gradients are NaN, as with a softmax.
     """
 
     def __init__(self, out: Tensor, most: Tensor, sums: Tensor) -> None:
@@ -350,7 +323,7 @@ def chunks(count: int, size: int) -> list[slice]:
 
 
 def wide_type(q: Tensor) -> torch.dtype:
-    """Return the dtype for sums over a tensor: float32 for one of 16 bits, else its own."""
+    """Return the dtype for sums over a tensor: float32 for 16 bits, else its own."""
     return torch.float32 if q.dtype in _HALVES else q.dtype
 
 
@@ -389,9 +362,8 @@ def _drawn_again(device: torch.device, state: Tensor) -> Iterator[None]:
 
 
 def put_in(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
-    """Compute all attention inside a layer by modules of this kind.
-
-    Returns the number of modules that it replaced, None if the layer has no attention.
+    """Compute all attention inside a layer by modules of this kind. Returns the number of modules that it replaced,
+    None if the layer has no attention.
     """
     places = [
         (module, name, child)
@@ -418,10 +390,7 @@ _SCALED = {_ATEN.mul.Tensor: 1, _ATEN.div.Tensor: -1}
 
 @dataclass(frozen=True)
 class _Attention:
-    """A place of the pattern in a graph.
-
-    nodes: in their order; the last one is the product with the values.
-    """
+    """A place of the pattern in a graph. nodes: in their order; the last one is the product with the values."""
 
     q: fx.Node
     k: fx.Node
@@ -433,10 +402,7 @@ class _Attention:
 
 
 class _Attend(nn.Module):
-    """The module that the graph calls for attention.
-
-    core: computes it. scale: of the logits.
-    """
+    """Module that the graph calls for attention. core: computes it. scale: of the logits."""
 
     def __init__(self, core: AttentionCore, scale: float) -> None:
         super().__init__()
@@ -450,9 +416,8 @@ class _Attend(nn.Module):
 
 
 def attention_everywhere(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
-    """Compute all attention inside a layer by this kind: cores (`put_in`), and places in captured graphs.
-
-    Returns the number of places that it changed, None if there are none.
+    """Compute all attention inside a layer by this kind: cores (`put_in`), and places in captured graphs. Returns the
+    number of places that it changed, None if there are none.
     """
     changed = put_in(layer, kind)
     for module in [part for part in layer.modules() if isinstance(part, fx.GraphModule)]:
@@ -537,7 +502,7 @@ def _place(module: fx.GraphModule, softmax: fx.Node) -> _Attention | None:
 
 
 def _swaps_last(node: fx.Node) -> bool:
-    """Return True where the node swaps the last two of four dimensions."""
+    """True where the node swaps the last two of four dimensions."""
     return node.target is _ATEN.transpose.int and {int(dim) % 4 for dim in node.args[1:3]} == {2, 3}  # type: ignore[arg-type]
 
 

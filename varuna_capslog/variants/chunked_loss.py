@@ -27,14 +27,12 @@ _ATEN = torch.ops.aten
 
 
 def chunked_cross_entropy(logits: Tensor, classes: Tensor, ignored: int = -100, rows: int = ROWS) -> Tensor:
-    """Return `torch.nn.functional.cross_entropy`: the mean over the rows that count; float32 for logits of 16 bits.
-
-    It keeps the logits and one number for each row; the backward computes the softmax again, a chunk at a time, and
-    writes it into the gradient.
+    """Return `torch.nn.functional.cross_entropy`: the mean over the rows that count; float32 for logits of 16 bits. It
+    keeps the logits and one number for each row; the backward computes the softmax again, a chunk at a time, and writes
+    it into the gradient.
 
     Args:
-        logits: [N, V].
-        classes: [N], whole numbers.
+        logits, classes: [N, V], and [N] whole numbers.
         ignored: rows of this class do not count; the mean of no rows is NaN, and its gradient is zero.
         rows: of one chunk.
     """
@@ -44,7 +42,7 @@ def chunked_cross_entropy(logits: Tensor, classes: Tensor, ignored: int = -100, 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Settings of the chunks. ignored, rows: as above. dtype: of the computation in a chunk."""
+    """Settings of the chunks. ignored, rows: see `chunked_cross_entropy`. dtype: of the computation in a chunk."""
 
     ignored: int
     rows: int
@@ -52,9 +50,8 @@ class _Rows:
 
 
 class _Chunked(torch.autograd.Function):
-    """Loss of x [N, D], weight [V, D] and bias [V], with logits made chunk by chunk; or of logits x, without these two.
-
-    A chunk's logits are made again in the backward, as in `attention.ChunkedAttention`.
+    """Loss of x [N, D], weight [V, D] and bias [V], with logits made chunk by chunk, and again in the backward, as in
+    `attention.ChunkedAttention`; or of logits x, without weight and bias.
     """
 
     @staticmethod
@@ -112,7 +109,7 @@ def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _is_given(x: Tensor, weight: Tensor | None, how: _Rows) -> bool:
-    """Return True where the logits of a chunk are a part of x."""
+    """True where the logits of a chunk are a part of x."""
     return weight is None and x.dtype == how.dtype
 
 
@@ -132,13 +129,12 @@ def _as(total: Tensor | None, like: Tensor | None) -> Tensor | None:
     return None if total is None or like is None else total.to(like.dtype)
 
 
-# -- in the graphs of captured models
+# -- Losses in the graphs of captured models
 
 
 class _Loss(nn.Module):
-    """A loss of logits [N, V] and classes [N]; for other targets, such as probabilities, the plain one.
-
-    ignored: see `chunked_cross_entropy`. dtype: to which the graph converts logits before; None: no conversion.
+    """Loss of logits [N, V] and classes [N]; for other targets, such as probabilities, the plain one. ignored: see
+    `chunked_cross_entropy`. dtype: to which the graph converts logits before; None: no conversion.
     """
 
     def __init__(self, ignored: int, dtype: torch.dtype | None = None) -> None:
@@ -154,7 +150,7 @@ class _Loss(nn.Module):
 
     @staticmethod
     def takes(logits: Tensor, classes: Tensor) -> bool:
-        """Return True where there is one class for each row."""
+        """True where there is one class for each row."""
         return logits.dim() == 2 and classes.dim() == 1 and not classes.is_floating_point()
 
     def of(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, classes: Tensor) -> Tensor:
@@ -164,12 +160,9 @@ class _Loss(nn.Module):
 
 
 class _LinearLoss(_Loss):
-    """A linear layer and the loss of its logits.
-
-    Attributes:
-        joined: the last of the dimensions that the graph joins to rows; None: it does not reshape logits.
-        place: of the logits among the outputs of the graph; None: they stay inside.
-        whole: the logits are read, so that they are made.
+    """A linear layer and the loss of its logits. joined: the last of the dimensions that the graph joins to rows; None:
+    it does not reshape logits. place: of the logits among the outputs of the graph; None: they stay inside. whole: the
+    logits are read, so that they are made.
     """
 
     def __init__(self, ignored: int, dtype: torch.dtype | None, joined: int | None, place: int | None) -> None:
@@ -192,9 +185,8 @@ class _LinearLoss(_Loss):
 
 def chunked_loss(layer: nn.Module) -> int | None:
     """Compute every mean cross entropy of unweighted classes in a captured graph in chunks, with the linear layer
-    before it if nothing else inside the graph reads its outputs.
-
-    Returns the number of places that it changed, None if there are none.
+    before it if nothing else in the graph reads its outputs. Returns the number of places that it changed, None if
+    there are none.
     """
     if any(isinstance(part, _Loss) for part in layer.modules()):
         return 0
@@ -272,10 +264,7 @@ def _joined(node: fx.Node, linear: nn.Linear) -> int | None:
 def leave_logits(
     layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
 ) -> None:
-    """Make logits chunk by chunk where neither a layer nor the loss of the chain reads them.
-
-    Args as for `registry.tell_readers`.
-    """
+    """Make logits chunk by chunk where neither layers nor the loss read them. Args: see `registry.tell_readers`."""
     for number, layer in enumerate(layers):
         for part in layer.children():
             if isinstance(part, _LinearLoss) and part.place is not None:

@@ -1,4 +1,4 @@
-"""The variants that are known by name, put into the layers of a chain and compared with the plain ones."""
+"""Variants that are known by name: put into the layers of a chain, and compared with the plain layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-# -- The variants that are known by name, put into the layers of a chain and compared with the plain ones.
+# -- Variants by name
 #
 # A variant rewrites one layer in place and leaves its parameters and their names as they are. Its numerical class
 # tells how close its results are to those of the layer as the model's config has it. Users add variants with
@@ -63,14 +63,13 @@ class Variant:
     """A way to compute a layer.
 
     Attributes:
-        name: what configs call it.
-        numerics: its class, a key of `NUMERICS`.
-        rewrite: changes a layer's module in place; returns how many parts it changed, and None where the layer has
+        name, numerics: as configs call it, and its class, a key of `NUMERICS`.
+        rewrite: changes a layer's module in place; returns the number of changed parts, or None where the layer has
             nothing that the variant is for.
         searched: planners may choose it, which takes runs of every layer that it is for; else only where
-            `profile.variants` of a config names it, or where its `variants` choose it.
+            `profile.variants` or `variants` of a config name it.
         estimated: an estimate knows what it costs; else planners choose it by measured profiles alone.
-        joined: between neighbours that have it a conversion falls away, so that together they take less than alone.
+        joined: neighbours that have it need no conversion between them, so that together they take less than alone.
     """
 
     name: str
@@ -112,11 +111,7 @@ _registered: dict[str, Variant] = {
 
 
 def register(variant: Variant) -> None:
-    """Register a variant in this process.
-
-    Raises:
-        CapslogError: the name is taken by another one.
-    """
+    """Register a variant in this process. Raises CapslogError where another one has its name."""
     if _registered.setdefault(variant.name, variant) != variant:
         raise CapslogError(f"there is a variant {variant.name!r} already; give yours another name")
 
@@ -151,8 +146,7 @@ def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:
 
     Args:
         names: of every layer of a chain.
-        choices: pattern of layers' names (`*`, `?`, `[...]`) -> name of a variant; `#3` is layer 3 by its number. Where
-            several match a layer, the last one counts.
+        choices: pattern of layers' names (`*`, `?`, `[...]`; `#3`: layer 3) -> name of a variant; the last match holds.
 
     Raises:
         CapslogError: a variant that is not known, or a pattern that matches no layer; it says the nearest name.
@@ -165,13 +159,8 @@ def matched(names: Sequence[str], choices: Mapping[str, str]) -> dict[int, str]:
 
 
 def layers_meant(names: Sequence[str], pattern: str, key: str) -> list[int]:
-    """Return the numbers of the layers that a pattern matches; see `matched`.
-
-    Args:
-        key: of the config, for the error.
-
-    Raises:
-        CapslogError: none; it says the nearest name.
+    """Return the numbers of the layers that a pattern matches; see `matched`. key: of the config, for the error. Raises
+    CapslogError, with the nearest name, where there are none.
     """
     matching = [number for number, layer in enumerate(names) if _is_meant(pattern, number, layer)]
     if not matching:
@@ -190,19 +179,15 @@ def _is_meant(pattern: str, number: int, name: str) -> bool:
 def apply_variants(
     layers: Sequence[tuple[str, nn.Module]], choices: Mapping[str, str], numerics: str = "same"
 ) -> dict[int, str]:
-    """Rewrite layers in place.
+    """Rewrite layers in place; return layer -> variant, for every layer that a variant is for.
 
     Args:
         layers: name and module of every layer of a chain.
         choices: as for `matched`.
         numerics: the weakest numerical class that is allowed.
 
-    Returns:
-        Layer -> variant, for every layer that a variant is for.
-
     Raises:
-        CapslogError: as `matched`; a variant of a weaker class than is allowed; a pattern of layers none of which its
-            variant is for.
+        CapslogError: as `matched`; a variant of a weaker class; a pattern of layers none of which its variant is for.
     """
     variants, classes = known_variants(), list(NUMERICS)
     applied: dict[int, str] = {}
@@ -230,20 +215,18 @@ def tell_readers(
     layers: Sequence[nn.Module], writes: Sequence[Sequence[str]], readers: Mapping[Any, Sequence[int]]
 ) -> None:
     """Tell the layers of one chain, some of them rewritten, the readers of their outputs: layouts that neighbours share
-    are not converted, and logits that nothing reads are not made whole.
-
-    The results of a layer do not depend on it, and it does not depend on cuts.
+    are not converted, and logits that nothing reads are not made whole. The results of a layer do not depend on it, and
+    it does not depend on cuts.
 
     Args:
-        layers: all of the chain.
-        writes: the names of each layer's outputs, in order.
+        layers, writes: all of the chain, and the names of each layer's outputs, in order.
         readers: (name, layer that writes it) -> the layers that read it, rising; the loss is the one behind the last.
     """
     leave_layouts(layers, writes, readers)
     leave_logits(layers, writes, readers)
 
 
-# -- Compares a rewritten layer with the plain one: outputs, and gradients of inputs and parameters.
+# -- Comparison of a rewritten layer with the plain one: outputs, and gradients of inputs and parameters.
 #
 # `profiling.variant_check` calls this for the layers of a chain, before a run uses a variant. It changes neither
 # module and runs on the CPU, in the dtypes of its arguments.
@@ -255,9 +238,8 @@ _LEAST = 1e-3
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of two layers.
-
-    what: the tensor that differs most. part: its difference as a part of the largest value; 0: the same bits.
+    """Largest difference of two layers. what: the tensor that differs most. part: its difference as a part of the
+    largest value; 0: the same bits.
     """
 
     what: str
@@ -284,8 +266,7 @@ def difference(
         call: runs in the place of `rewritten`, such as its compiled code; None: the module itself.
         unread: numbers of outputs that nothing reads: they are not compared, and have no gradient.
 
-    Raises:
-        Exception: whatever one of the layers raises on these arguments.
+    Raises whatever one of the layers raises on these arguments.
     """
     modes = [(module, module.training) for layer in (plain, rewritten) for module in layer.modules()]
     try:
@@ -318,7 +299,7 @@ def difference(
 
 
 def _is_random(layer: nn.Module, arguments: Sequence[Tensor]) -> bool:
-    """Return True where two calls give different outputs."""
+    """True where two calls give different outputs."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outputs = []
         for seed in (0, 1):

@@ -1,10 +1,8 @@
-"""Runs whole layers in another memory format or dtype, by other kernels, or compiled; their outputs are those of plain
-layers.
+"""Runs whole layers in another memory format or dtype, by other kernels, or compiled, with the outputs of plain layers.
 
 The layer's module keeps all its attributes; it gets a class whose `forward` wraps the plain one. Conversions at its
-borders are a part of the layer, and so of its costs: neighbours see tensors as before. Between two layers with channels
-last there is no conversion, once `leave_layouts` knows all readers. A compiled layer is only marked here: the engine
-compiles it before a step (`engine/compiling`), as it does all layers with `train.compile`.
+borders are a part of the layer, and so of its costs: neighbours see tensors as before. A compiled layer is only marked
+here: the engine compiles it before a step (`engine/compiling`), as it does all layers with `train.compile`.
 """
 
 from __future__ import annotations
@@ -103,9 +101,8 @@ def _switch_on() -> None:
 
 
 def _nodes(outputs: Iterable[Any], before: set[Any]) -> set[Node]:
-    """Return the nodes that a backward of the layer runs; their kernels choose again whether they use oneDNN.
-
-    before: the nodes that made its inputs. A parameter's gradient is only added there, without a kernel of oneDNN.
+    """Return the nodes that a backward of the layer runs; their kernels choose again whether they use oneDNN. before:
+    the nodes that made its inputs. A parameter's gradient is only added there, without a kernel of oneDNN.
     """
     nodes, waiting = set[Node](), [tensor.grad_fn for tensor in outputs if isinstance(tensor, Tensor)]
     while waiting:
@@ -146,7 +143,7 @@ def leave_layouts(
     readers: Mapping[Any, Sequence[int]],
 ) -> None:
     """Remove the conversions between layers of one chain that have channels last, since a tensor keeps its layout over
-    cuts. Args as for `registry.tell_readers`.
+    cuts. Arguments: see `registry.tell_readers`.
     """
     inside = {number: layer for number, layer in enumerate(layers) if isinstance(layer, _ChannelsLast)}
     for number, layer in inside.items():
@@ -157,18 +154,16 @@ def leave_layouts(
 
 
 def in_bfloat16(layer: nn.Module) -> int | None:
-    """Run a layer under torch's autocast to bfloat16; parameters and outputs stay float32. None for layers without
-    matrices."""
+    """Run a layer under autocast to bfloat16; parameters and outputs stay float32. None for layers without matrices."""
     floats = [parameter for parameter in layer.parameters() if parameter.dtype == torch.float32 and parameter.dim() > 1]
     graphs = any(isinstance(module, fx.GraphModule) for module in layer.modules())
     return _wrap(layer, _Bfloat16) if floats or graphs else None
 
 
 def without_onednn(layer: nn.Module) -> int | None:
-    """Run forward and backward by torch's own CPU kernels; None for layers without products.
-
-    torch has one switch for the whole process. It is off while the layer runs, so no other thread of the process may
-    compute beside it. Without oneDNN, and on other devices, the layer is the plain one.
+    """Run forward and backward by torch's own CPU kernels; None for layers without products. torch has one switch for
+    the whole process. It is off while the layer runs, so no other thread of the process may compute beside it. Without
+    oneDNN, and on other devices, the layer is the plain one.
     """
     wide = any(parameter.dim() > 1 for parameter in layer.parameters()) or any(
         isinstance(module, fx.GraphModule) for module in layer.modules()
@@ -177,10 +172,7 @@ def without_onednn(layer: nn.Module) -> int | None:
 
 
 def compiled(layer: nn.Module, backend: str = "inductor") -> int | None:
-    """Mark a layer for separate compilation by the engine; None for one with running statistics, which hooks collect.
-
-    backend: of torch.compile.
-    """
+    """Mark a layer for separate compilation by `backend`; None for one with running statistics, which hooks collect."""
     if any(isinstance(module, _Norm) and module.running_mean is not None for module in layer.modules()):
         return None
     changed = _wrap(layer, _Compiled)
