@@ -85,9 +85,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class Value(NamedTuple):
-    """Tensor of a chain: its name and the layer that writes it (-1: an input of the chain).
-
-    Layers may reuse a name, so a name alone identifies a tensor only at one cut.
+    """Tensor of a chain: its name and the layer that writes it (-1: an input of the chain). Layers may reuse a name, so
+    a name alone identifies a tensor only at one cut.
     """
 
     name: str

@@ -73,7 +73,6 @@ def built_hollow(
 
 def hollow_copy(model: nn.Module) -> nn.Module:
     """Copy a model with its own buffers on the CPU, and parameters that have shapes only; `model` is not changed.
-
     Raises CapslogError where it holds something that cannot be copied, such as a tensor computed from a parameter.
     """
     memo = _hollow_memo([model], {})

@@ -64,7 +64,7 @@ def class_name(kind: type) -> str:
 
 
 def source_file(kind: type) -> Path | None:
-    """Return the file that defines a class; None without one, and for torch's, whose version is a separate condition."""
+    """Return the file that defines a class, or None; torch's classes have none: its version is a separate condition."""
     if kind.__module__.partition(".")[0] == "torch":
         return None
     try:

@@ -278,7 +278,7 @@ class Workload(ABC):
         return None
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-        """Return a foreign checkpoint's weights as {address `<layer>.<name>`: tensor}, and a list of skipped entries."""
+        """Return a foreign checkpoint's weights as {address `<layer>.<name>`: tensor}, and the skipped entries."""
         raise NotImplementedError(f"workload {self.name!r} cannot read foreign weights from {path}")
 
     def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:

@@ -81,9 +81,8 @@ class _Tracer(fx.Tracer):
 
 
 def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
-    """Replace the call of a module by the operations inside it.
-
-    Raises CapslogError where its code depends on values or on the mode.
+    """Replace the call of a module by the operations inside it. Raises CapslogError where its code depends on values or
+    on the mode.
     """
     target = str(node.target)
     held = root.get_submodule(target)

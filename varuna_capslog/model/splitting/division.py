@@ -105,9 +105,8 @@ Result = tuple[Any, tuple[Any, ...]]
 
 
 def divided_result(call: SharedCall, degree: int) -> Result:
-    """Return how an operator's result is divided, and its arguments in a part.
-
-    Raises CapslogError for an operator that does not keep its operands divided, or is not known.
+    """Return how an operator's result is divided, and its arguments in a part. Raises CapslogError for an operator that
+    does not keep its operands divided, or is not known.
     """
     if call.sizes[call.node] is None:
         return _number(call)

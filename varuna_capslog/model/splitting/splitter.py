@@ -29,9 +29,8 @@ KINDS = {"tensor": "heads and columns", "sequence": "positions"}
 
 
 def wanted_split(text: str, where: str) -> tuple[str, int]:
-    """Return kind and degree of a split as configs write it, such as tensor-4.
-
-    Raises CapslogError, with the place `where` in the config, for any other text.
+    """Return kind and degree of a split as configs write it, such as tensor-4. Raises CapslogError, with the place
+    `where` in the config, for any other text.
     """
     match = re.fullmatch(r"([a-z]+)-(\d+)", text)
     if match is None or match[1] not in KINDS or int(match[2]) < 2:
