@@ -156,7 +156,7 @@ def of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str
     return {address: value for address, value in weights.items() if address not in divided} | parts
 
 
-# -- one layer of a chain
+# -- a layer of a chain
 
 
 @dataclass(frozen=True)

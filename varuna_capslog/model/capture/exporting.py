@@ -96,7 +96,7 @@ class Exporter:
             calls = OpaqueCalls(modules, self._made)
             return export_model(self._model, self._arguments, self._keywords, calls, by_module, self._keeps)
 
-    # -- what fails ----------------------------------------------------------------------------------------------------
+    # -- failing modules -----------------------------------------------------------------------------------------------
 
     def _keep_failing(self, error: NotCaptured) -> None:
         """Keep the module whole that failed in an export, or the module around it where it is whole already."""
@@ -166,7 +166,7 @@ class Exporter:
     def _uncovered(self, drawers: Mapping[str, set[str]]) -> dict[str, set[str]]:
         return {path: names for path, names in drawers.items() if self._covering(path) not in self.whole}
 
-    # -- what else no graph has ----------------------------------------------------------------------------------------
+    # -- further things that no graph has ------------------------------------------------------------------------------
 
     def _hooked(self, captured: Captured) -> dict[str, str]:
         """Modules with a hook on their backward that are not called as a graph calls modules -> reason."""
@@ -219,7 +219,7 @@ class Exporter:
             if change.put is None or change.counts or not all(map(_is_plain, pytree.tree_leaves(change.after)))
         }
 
-    # -- what stays from one forward to the next -----------------------------------------------------------------------
+    # -- state between forwards ----------------------------------------------------------------------------------------
 
     def _refuse_state(self, captured: Captured) -> None:
         """Refuse a model whose graph depends on what its code changed in an earlier forward."""

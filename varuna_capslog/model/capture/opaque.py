@@ -231,7 +231,7 @@ class OpaqueCalls(FiniteValues):
 
         return called
 
-    # -- both ----------------------------------------------------------------------------------------------------------
+    # -- calls of modules and Functions --------------------------------------------------------------------------------
 
     def _make(
         self, arguments: Any, run: Callable[[], Any], call_of: Callable[[Any], PythonCall]
