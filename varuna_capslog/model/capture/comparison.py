@@ -70,7 +70,7 @@ class _Names(NamedTuple):
 
 
 class _SameDraws(MemoryGuard):
-    """Mode in which torch's random operators give the same numbers in any order and layout; dropout keeps everything."""
+    """Mode in which torch's random operators give the same numbers in any order and layout: dropout drops nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
