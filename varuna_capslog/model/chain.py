@@ -1,7 +1,6 @@
 """A model as an ordered list of layers, and the tensors that cross each cut between them.
 
-Everything else rests on this module: profiles cost a chain's layers, planners cut it, the engine runs its pieces. It
-knows names and parameters but never runs anything; shapes come from `varuna_capslog.model.trace`.
+It knows names and parameters; shapes come from `varuna_capslog.model.trace`.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ __all__ = ["Chain", "Layer", "LayerFactory", "LayerModules", "ModelNames", "Tens
 class TensorSpec:
     """Description of a tensor that a receiver needs before the tensor arrives.
 
-    `stride` keeps the memory format (channels_last sent as contiguous changes results; left out, it is contiguous);
-    `requires_grad` says that a gradient of the same shape comes back.
+    `stride` keeps the memory format (channels_last sent as contiguous changes results); default: contiguous.
+    `requires_grad`: a gradient of the same shape comes back.
     """
 
     shape: tuple[int, ...]
@@ -57,11 +56,11 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return an uninitialised tensor of this spec (without requires_grad)."""
+        """Return an uninitialised tensor of this spec, without requires_grad."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def zeros(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return a tensor of zeros of this spec (without requires_grad)."""
+        """Return a tensor of zeros of this spec, without requires_grad."""
         return self.empty(device).zero_()
 
 
@@ -74,7 +73,7 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """True when the elements fill one block without gaps or overlaps, in any order of the dimensions."""
+    """True where the elements fill one block without gaps or overlaps, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -86,9 +85,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class Value(NamedTuple):
-    """A tensor of a chain: its name, and the layer that writes it (-1: an input of the chain).
-
-    Names are reused along a chain, so a name alone identifies a tensor only at one cut.
+    """Tensor of a chain: its name and the layer that writes it (-1: an input of the chain). Layers may reuse a name, so
+    a name alone identifies a tensor only at one cut.
     """
 
     name: str
@@ -97,12 +95,11 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter used by several layers: one value, the sum of all its gradients (engine rule 3).
+    """Parameter used by several layers: one value, the sum of all its gradients (engine rule 3).
 
-    Attributes:
-        name: its address, `<first layer>.<parameter>`.
-        uses: (layer index, name inside that layer's module), in layer order.
-        num_bytes: bytes of one copy.
+    name: its address, `<first layer>.<parameter>`.
+    uses: (layer index, name inside that layer's module), in layer order.
+    num_bytes: bytes of one copy.
     """
 
     name: str
@@ -116,13 +113,13 @@ class TiedParameter:
 
 
 class Chain:
-    """An ordered list of layers `0..L-1`; a cut lies *before* a layer.
+    """Ordered list of layers `0..L-1`; a cut lies *before* a layer.
 
     Args:
-        layers: the layers, in a topological order of the model's graph.
+        layers: in a topological order of the model's graph.
         inputs: names of the tensors that enter before layer 0 (they travel on as far as a layer reads them).
         outputs: names of the tensors that leave after layer L-1; the loss reads them.
-        factories: factories of the layers, whose modules are hollow; see `from_factories`.
+        factories: of the layers, whose modules are hollow; see `from_factories`.
 
     Raises:
         CapslogError: two layers of one name; a layer reads, or an output names, a tensor that no layer wrote.
@@ -226,9 +223,9 @@ class Chain:
         index) alone.
 
         Args:
-            tied: groups of addresses `<layer>.<name inside the layer>` of parameters, or of modules with parameters,
-                that are shared; the factory of the first of these layers gives their values.
-            seed: None: the last seed given to torch (`torch.initial_seed`), as before `build_chain`.
+            tied: groups of addresses `<layer>.<name inside the layer>` of shared parameters, or of modules with
+                parameters; the factory of a group's first layer gives their values.
+            seed: None: torch's last seed (`torch.initial_seed`), as before `build_chain`.
 
         Raises:
             CapslogError: as for a chain; a factory returns no module, or one with another layer's parameter; `tied`
@@ -250,12 +247,12 @@ class Chain:
         return tuple(reversed(crossing))
 
     def crossing(self, cut: int) -> tuple[str, ...]:
-        """Return the sorted names of tensors that cross the cut before layer `cut` (0: inputs, L: the loss's)."""
+        """Return the sorted names of tensors that cross the cut before layer `cut` (0: inputs, L: read by the loss)."""
         return self._crossing[cut]
 
     @cached_property
     def reads(self) -> tuple[tuple[Value, ...], ...]:
-        """layer -> the values that it reads, in the order of its `reads`; the last tuple is what the loss reads."""
+        """layer -> the values that it reads, in the order of its `reads`; the last tuple: those that the loss reads."""
         writer, reads = dict.fromkeys(self.inputs, -1), []
         for index, layer in enumerate(self.layers):
             reads.append(tuple(Value(name, writer[name]) for name in layer.reads))
@@ -268,7 +265,7 @@ class Chain:
 
     @cached_property
     def readers(self) -> dict[Value, tuple[int, ...]]:
-        """Every value that is read -> the layers that read it, rising; the loss is layer L."""
+        """Value -> the layers that read it, ascending; the loss is layer L."""
         readers: dict[Value, tuple[int, ...]] = {}
         for reader, values in enumerate(self.reads):
             for value in dict.fromkeys(values):
@@ -289,9 +286,8 @@ class Chain:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """(layer that writes a value, layer that reads it), each pair once, rising. The inputs have no writer.
-
-        The loss counts as the last layer here: it is computed where that layer is.
+        """(layer that writes a value, layer that reads it), each pair once, ascending; inputs have no writer. The loss
+        counts as the last layer, where it is computed.
         """
         last = len(self) - 1
         pairs = {(value.writer, min(reader, last)) for value, row in self.readers.items() for reader in row}
@@ -299,9 +295,7 @@ class Chain:
 
     @cached_property
     def shared(self) -> tuple[TiedParameter, ...]:
-        """Parameters used by more than one layer, by first use. Found by identity, so tied modules need no
-        declaration.
-        """
+        """Parameters of several layers, by first use; found by identity, so that tied modules need no declaration."""
         return self._find_shared()
 
     def _find_shared(self) -> tuple[TiedParameter, ...]:
@@ -316,7 +310,7 @@ class Chain:
         )
 
     def shared_names(self, index: int) -> dict[str, str]:
-        """Map the name inside a layer -> address, for those of its parameters that are shared."""
+        """Name inside a layer -> address, for its shared parameters."""
         return {name: shared.name for shared in self.shared for use, name in shared.uses if use == index}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -343,7 +337,7 @@ class Chain:
         )
 
     def fill(self, indices: Iterable[int] | None = None) -> None:
-        """Build layers of factories, by default all, with the values that they begin from; others stay as they are.
+        """Build layers of factories (default: all) with their initial values; other layers stay as they are.
 
         With a layer of tied parameters, the layer whose factory gives their values is built as well.
         """
@@ -365,7 +359,7 @@ class Chain:
     def release(self, kept: Iterable[nn.Parameter]) -> None:
         """Free the memory of all other parameters; parameters of the same shapes without values replace them.
 
-        A parameter that several layers share stays one. Buffers stay: some are no part of a layer's state.
+        Shared parameters stay shared. Buffers stay: some are not part of a layer's state.
         """
         self._captured = OfTheModel()  # it knows parameters of the model
         alive = set(kept)
@@ -382,8 +376,8 @@ class Chain:
         replace_parameters((layer.module for layer in self.layers), freed)
 
     def new_module(self, index: int) -> nn.Module:
-        """Return a layer's module with memory of its own, for a state that is loaded into it: where the chain's
-        parameters were released, they have no values. The chain stays as it is.
+        """Return a new module of a layer, with its own memory, to load a state into. Its parameters are uninitialised
+        where the chain's were released. The chain stays as it is.
         """
         if self.factories is not None:
             return self.factories.build(index)
@@ -398,7 +392,7 @@ class Chain:
         return copy.deepcopy(module, empty)
 
     def begin_with(self, values: Mapping[str, Tensor]) -> None:
-        """Give parameters and buffers (by address, as in `named_tensors`) other values than those they were made with.
+        """Replace the initial values of parameters and buffers (by address, as in `named_tensors`).
 
         Layers of factories receive them when they are built; until then, or `release`, the chain keeps `values`.
         """
@@ -414,7 +408,7 @@ class Chain:
 
         Args:
             inputs: the tensors named by `self.inputs`.
-            after_layer: called with each layer's index when it is done (progress, seeding).
+            after_layer: called with each layer's index after the layer (progress, seeding).
         """
         self.check_unchanged()
         self.fill()
@@ -429,8 +423,8 @@ class Chain:
         """Run layers first .. end-1 as they are, and drop every tensor after its last reader.
 
         Args:
-            values: the tensors that cross the cut before layer `first`, by name; it is emptied, so that the caller need
-                not hold them.
+            values: tensors that cross the cut before layer `first`, by name; emptied, so that the caller does not hold
+                them.
 
         Returns:
             The tensors that cross the cut before layer `end`.
@@ -460,8 +454,7 @@ class Chain:
 class LayerModules:
     """Modules and tensors of the captured model that one layer holds, by their qualified names in that model.
 
-    modules: the modules that it runs, innermost ones, by first use.
-    parameters, buffers: its tensors.
+    modules: the innermost modules that it runs, by first use.
     """
 
     modules: tuple[str, ...]
@@ -473,12 +466,12 @@ class LayerModules:
 class ModelNames:
     """Names of a chain's layers.
 
-    layers: their own names, in order.
-    shared: (name of a parameter, the numbers of the layers that use it) for each that several layers use.
-    held: per layer its modules and tensors of the model; None where only the layers' names are known, as in a profile.
+    layers: in order.
+    shared: (name of a parameter, indices of the layers that use it) for each that several layers use.
+    held: modules and tensors of the model per layer; None where only the layers' names are known, as in a profile.
     lists: the ModuleLists and ModuleDicts of the model; other modules with numbers as names are Sequentials.
     copied: modules without parameters whose results several layers read, such as rotary position embeddings. Systems
-        that split a model by its modules give each stage one of its own.
+        that split a model by its modules give each stage a copy.
     """
 
     layers: tuple[str, ...]

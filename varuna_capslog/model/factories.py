@@ -1,8 +1,8 @@
 """Factories of a chain's layers, so that a process builds only the layers that it needs.
 
-`Chain.from_factories` keeps a `Factories`. Names, shapes and buffers of a layer that was never built come from a hollow
-module of the same code. Weights depend on the seed and the layer's index alone: neither on which layers are built, nor
-on their order, nor on torch's generator, which stays as it was.
+A layer that was never built has names, shapes and buffers from a hollow module of the same code. Weights depend on the
+seed and the layer's index alone: not on the layers that are built, their order, or torch's generator, which stays as it
+was.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ __all__ = ["Factories", "LayerFactory"]
 
 @dataclass(frozen=True)
 class LayerFactory:
-    """A layer that is built where it is needed.
+    """Layer that is built where it is needed.
 
-    Attributes:
-        name, reads, writes: as in `Layer`.
-        make: makes a new module at every call, on the CPU, by torch's random numbers only.
+    name, reads, writes: as in `Layer`.
+    make: makes a new module at every call, on the CPU, by torch's random numbers only.
     """
 
     name: str
@@ -38,11 +37,7 @@ class LayerFactory:
 
 
 class Factories:
-    """The factories of a chain's layers.
-
-    Args:
-        layers: in the order of the chain.
-        seed: seed of the chain; layer k is made with (seed, k).
+    """Factories of a chain's layers, in order; layer k is made with (seed, k).
 
     Attributes:
         values: by address `<layer>.<name>`, values of parameters and buffers that replace those of the factory.
@@ -56,7 +51,7 @@ class Factories:
         return self  # a copied chain is built alike
 
     def build(self, index: int) -> nn.Module:
-        """Build the module of one layer with its initial values; tied parameters have their own here."""
+        """Build the module of one layer with its initial values; its tied parameters are not shared yet."""
         module = self._made(index)
         with torch.no_grad():
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -114,7 +109,7 @@ def _tie(layers: Sequence[Layer], group: Sequence[str]) -> None:
 
 
 def _parameters_under(layers: Sequence[Layer], address: str) -> Mapping[str, nn.Parameter]:
-    """Return the parameter at an address, or those of the module there by their names in it."""
+    """Return the parameter at an address, or those of the module there, by their names in it."""
     for layer in sorted(layers, key=lambda layer: -len(layer.name)):
         if f"{address}.".startswith(f"{layer.name}."):
             inner = address[len(layer.name) + 1 :]

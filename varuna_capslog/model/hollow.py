@@ -1,7 +1,7 @@
 """Modules without memory: real buffers, and parameters that have shapes only.
 
-Profiles are made of such modules, and a chain of factories keeps one in the place of every layer that is not built. A
-module is built by its own code; each parameter leaves memory as soon as it is registered.
+Profiles are made of such modules, and a chain of factories keeps one for every layer that is not built. A module is
+built by its own code; each parameter leaves memory as soon as it is registered.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def built_hollow(
 ) -> tuple[_Built, list[nn.Module]]:
     """Return the result of `build`, and its modules with real buffers but all parameters on the meta device.
 
-    During the build every parameter is moved there as soon as a module registers it, so that a model larger than the
-    host can be built; a model that needs its weights then is built whole and stripped afterwards. Buffers that `build`
-    itself puts on the meta device have no values: they become zeros.
+    A parameter moves there as soon as a module registers it, so that a model larger than the host can be built; a model
+    that needs its weights then is built whole and stripped afterwards. Buffers that `build` itself puts on the meta
+    device have no values: they become zeros.
 
     Args:
-        modules: returns the modules of what was built. They are not changed.
-        stripped: from earlier calls, so that a parameter of an earlier build is the same one here.
+        modules: returns the modules of the result, which are not changed.
+        stripped: from earlier calls, so that a parameter of an earlier build is the same parameter here.
     """
     stripped = {} if stripped is None else stripped
     try:
@@ -72,10 +72,8 @@ def built_hollow(
 
 
 def hollow_copy(model: nn.Module) -> nn.Module:
-    """Copy a model with buffers of its own on the CPU, and parameters that have shapes only; `model` is not changed.
-
-    Raises:
-        CapslogError: the module holds something that cannot be copied, such as a tensor computed from a parameter.
+    """Copy a model with its own buffers on the CPU, and parameters that have shapes only; `model` is not changed.
+    Raises CapslogError where it holds something that cannot be copied, such as a tensor computed from a parameter.
     """
     memo = _hollow_memo([model], {})
     memo |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers() if not buffer.is_meta}
@@ -94,7 +92,7 @@ def hollow_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Replace each parameter that is a key of `replaced` by its value there, under all its names."""
+    """Replace each parameter that is a key of `replaced` by its value, under all its names."""
     for module in modules:
         for part in module.modules():
             for name, parameter in part._parameters.items():
@@ -106,8 +104,7 @@ def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parame
 def on_host(model: nn.Module) -> Iterator[None]:
     """Give tensors of `model` on the meta device host memory for a while, for code that asks for devices.
 
-    Nothing is written there, so that it stays a reservation of addresses; the values are undefined. Tied parameters
-    stay tied, and afterwards the model holds what it held before.
+    Nothing is written there, so that only addresses are reserved; the values are undefined. Tied parameters stay tied.
     """
     parameters = {parameter: _reserved(parameter) for parameter in model.parameters() if parameter.is_meta}
     buffers = {buffer: _reserved(buffer) for buffer in model.buffers() if buffer.is_meta}
@@ -133,7 +130,6 @@ def _replace_buffers(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> Non
 
 
 def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, object]:
-    """Return the memo by which a deep copy replaces parameters and buffers."""
     memo: dict[int, object] = {}
     for module in modules:
         for parameter in module.parameters():
@@ -144,8 +140,8 @@ def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, 
 
 
 def kept_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
-    """Return the memo by which a deep copy replaces tensors that modules keep as attributes, where torch cannot copy
-    them: by the values of one with a gradient, such as the weight that `weight_norm` computes; by one without memory
+    """Return a memo for deep copies of modules with tensors as attributes that torch cannot copy: a tensor with a
+    gradient, such as the weight that `weight_norm` computes, is replaced by its values, a tensor without memory by
     itself.
     """
     return {
@@ -168,8 +164,8 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def _parameters_on_meta(stripped: Stripped) -> Iterator[list[nn.Parameter]]:
-    """Strip parameters of modules that are built meanwhile, by torch's own hook for it. Yields a list: the first
-    parameter that the building code itself made on the meta device, once there is one.
+    """Strip parameters of modules that are built meanwhile, by torch's hook for it. Yields a list: the first parameter
+    that the building code itself made on the meta device, if any.
     """
     ours: set[nn.Parameter] = set()
     theirs: list[nn.Parameter] = []
@@ -192,7 +188,7 @@ def _parameters_on_meta(stripped: Stripped) -> Iterator[list[nn.Parameter]]:
 
 
 def _on_meta(parameter: nn.Parameter, stripped: Stripped) -> nn.Parameter:
-    """Return the one parameter of shape only that stands for a parameter, so that tied ones stay tied."""
+    """Return the meta parameter that replaces a parameter, always the same, so that tied parameters stay tied."""
     if parameter.is_meta:
         return parameter
     stored = stripped.get(id(parameter))
@@ -228,12 +224,7 @@ def unlogged() -> Iterator[None]:
 
 
 class NeedsValues(CapslogError):
-    """Code that cannot run on tensors without values, which profiles and plans are made on.
-
-    Args:
-        what: the code.
-        why: torch's reason.
-    """
+    """Code (`what`) that cannot run on tensors without values; `why`: torch's reason."""
 
     def __init__(self, what: str, why: object) -> None:
         super().__init__(
@@ -244,8 +235,8 @@ class NeedsValues(CapslogError):
 
 
 def a_number(dtype: torch.dtype) -> bool | int | float:
-    """Return what reading a number out of a fake tensor gives: True, 1 or 1.5, since optimizers of torch divide by it,
-    and by its difference from 1.
+    """Return the number that is read out of a fake tensor: True, 1 or 1.5, since torch's optimizers divide by it, and
+    by its difference from 1.
     """
     if dtype == torch.bool:
         return True

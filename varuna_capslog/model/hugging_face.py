@@ -1,7 +1,6 @@
 """Builds Hugging Face models from a local folder, for `--hf PATH`: from config.json alone, on the meta device.
 
-Nothing is downloaded, no code of the folder is run, and no weights are read or needed. transformers is imported only
-when a model is built.
+Nothing is downloaded, no code of the folder runs, no weights are read. transformers is imported when a model is built.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def model(
     """Build the model that `config.json` in a folder describes, without memory for its weights, and its example inputs.
 
     Args:
-        path: the folder.
         sequence: tokens of a sequence; None: 1024, or as many as the model takes.
         dtype: of its weights; None: that of the config, or float32.
         trains: whether labels are among the inputs; else logits are asked for the last token alone, as in `generate`.
@@ -81,12 +79,7 @@ def model(
 
 def most_tokens(path: str, changes: Mapping[str, Any]) -> int | None:
     """Return the tokens of the longest sequence that a folder's model takes; None where its config names no limit.
-
-    Args:
-        changes: keys of the config that are replaced, as for `model`.
-
-    Raises:
-        CapslogError: as `model`.
+    `changes` and errors as in `model`.
     """
     with needed("--hf"):
         import transformers
@@ -177,7 +170,6 @@ def _image_size(path: str, config: Any) -> tuple[int, int]:
 
 
 def _labels(name: str, inputs: dict[str, Tensor]) -> Tensor | None:
-    """Return labels for the loss of a language model or a classifier."""
     if name.endswith(("ForImageClassification", "ForSequenceClassification")):
         return torch.ones(1, dtype=torch.int64)
     if name.endswith(

@@ -1,7 +1,4 @@
-"""An ordinary model as it is served: in its own dtype, in eval mode, without a loss; and the caches of its layers.
-
-It is a `ModelWorkload` whose chain ends with the model's result. `profiling/inference` estimates it.
-"""
+"""An ordinary model as it is served: in its own dtype, in eval mode, without a loss; and the caches of its layers."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _LIMITS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 def attention_caches(model: nn.Module, tokens: int | None, itemsize: int) -> dict[str, int] | None:
     """Qualified name of each attention module that caches -> bytes for one sequence.
 
-    None: the model is not one of transformers. An empty dict: it is, and caches nothing (BERT, ViT).
+    None: not a model of transformers. {}: a model of transformers that caches nothing (BERT, ViT).
 
     Args:
         tokens: of a sequence; None where the model's inputs have none.
@@ -80,7 +77,7 @@ def cache_of_layers(caches: Mapping[str, int], layers: Iterable[Layer]) -> list[
 
 
 def _places(model: nn.Module) -> dict[str, int]:
-    """Innermost modules that know their position (`layer_idx`) and look back -> that position."""
+    """Map the innermost modules that look back and know their position (`layer_idx`) to that position."""
     places: dict[str, int] = {}
     for path, module in model.named_modules():
         place = getattr(module, "layer_idx", None)
@@ -129,8 +126,9 @@ class InferenceModel(ModelWorkload):
         sequence: tokens of a sequence: the second size of the inputs of whole numbers; None: as the inputs say.
 
     Attributes:
-        tokens: of a sequence; None where no input has tokens. Known once a chain was built, as is the following.
-        cache_bytes: bytes that each layer caches for one sequence; None where the model does not say it.
+        tokens: of a sequence; None where no input has tokens. Set by the first chain that is built, as is
+            `cache_bytes`.
+        cache_bytes: bytes that each layer caches for one sequence; None where they are unknown.
 
     Raises:
         CapslogError: an input spec that cannot be read; an unknown dtype.

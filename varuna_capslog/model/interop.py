@@ -1,7 +1,7 @@
 """Makes the stages of a rank for torch.distributed.pipelining from our cut lists.
 
-Its users call it with a chain and a plan's `cuts`. It never runs a step, and it refuses beforehand, in one sentence,
-problems that torch would only report in the middle of a run. Formats without modules are `planning/export`'s.
+It never runs a step, and refuses beforehand problems that torch would only report in the middle of a run. Formats
+without modules are `planning/export`'s.
 """
 
 from __future__ import annotations
@@ -25,19 +25,13 @@ __all__ = ["StageModule", "pipeline_stages"]
 
 
 class StageModule(nn.Module):
-    """The layers `first .. end-1` of a chain as one module: tensors in by position, a tensor or a tuple out.
+    """Layers `first .. end-1` of a chain as one module: tensors in by position, a tensor or a tuple out.
 
-    Takes the tensors that cross the cut before `first` and returns those that cross the cut before `end`, in the order
-    of `reads` and `writes`; a tensor that only passes through is passed on.
-
-    Args:
-        chain: its layers' modules are used, not copied.
-        first: index of the first layer.
-        end: index after the last one.
+    A tensor that only passes through is passed on. The chain's modules are used, not copied.
 
     Attributes:
-        reads: names of the tensors that it takes.
-        writes: names of the tensors that it returns.
+        reads: names of the tensors that it takes: those that cross the cut before `first`.
+        writes: names of the tensors that it returns: those that cross the cut before `end`.
     """
 
     def __init__(self, chain: Chain, first: int, end: int) -> None:
@@ -49,7 +43,7 @@ class StageModule(nn.Module):
         self.writes = chain.outputs if end == len(chain) else chain.crossing(end)
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the layers on the tensors named by `reads`."""
+        """Run the layers on the tensors named by `reads`, in that order; return those named by `writes`."""
         values = dict(zip(self.reads, tensors, strict=True))
         received = {id(tensor) for tensor in tensors}
         for layer in self._layers:
@@ -75,14 +69,12 @@ def pipeline_stages(
     """Return this rank's stages of a cut list, ready for torch's schedules: stage s lives on rank s % num_ranks.
 
     `Schedule1F1B(stages[0], n_microbatches, loss_fn).step(...)` takes the chain's inputs by position in the order of
-    `chain.inputs`, and the loss function gets the chain's outputs (one tensor, or a tuple in the order of
-    `chain.outputs`).
+    `chain.inputs`; `loss_fn` gets its outputs (one tensor, or a tuple in the order of `chain.outputs`).
 
     Args:
         chain: its layers of this rank are moved to `device`.
         cuts: first layer of each stage, beginning with 0 (a plan's `cuts`).
         rank: of this process within `group`.
-        device: where its stages run.
         inputs: specs of one microbatch's inputs, or one such mapping per microbatch.
         num_ranks: processes in the pipeline; default: one per stage.
         group: passed on to torch; default: the world.

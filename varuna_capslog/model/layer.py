@@ -1,4 +1,4 @@
-"""One layer of a chain: a module with the names of the tensors that it reads and writes; its parameters' gradients."""
+"""A layer of a chain: a module with the names of the tensors that it reads and writes; its parameters' gradients."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class TensorPiece:
     """Elements of one tensor of a whole layer, in order.
 
     name: of the tensor inside the whole layer.
-    size: of its dimension `dim`.
-    dim: the dimension that is cut; ranges: (first, end) of its indices, in order; () for all of them.
+    dim, size: the dimension that is cut, and its size.
+    ranges: (first, end) of its indices, in order; () for all of them.
     """
 
     name: str
@@ -56,8 +56,8 @@ class TensorPiece:
     ranges: tuple[tuple[int, int], ...] = ()
 
     def of(self, full: Any) -> Any:
-        """Return these elements of the full tensor, or of one of its shape such as an optimizer's moment; numbers as
-        they are.
+        """Return these elements of the full tensor, or of a tensor of its shape (an optimizer's moment); numbers
+        unchanged.
         """
         if not self._cuts(full):
             return full
@@ -65,7 +65,7 @@ class TensorPiece:
         return torch.cat([full.narrow(self.dim, first, end - first) for first, end in self.ranges], self.dim)
 
     def put(self, part: Any, full: Any) -> Any:
-        """Copy a part into the full tensor, and return it; full: None where no part has been copied into it yet."""
+        """Copy a part into the full tensor, and return it; full: None where no part has been copied yet."""
         if not self._cuts(part):
             return part if full is None else full
         self._check(part, sum(end - first for first, end in self.ranges))
@@ -103,9 +103,8 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class PartOf:
-    """Whole layer that a layer of a chain is a part of.
+    """Whole layer, not in the chain, that a layer of the chain is a part of.
 
-    layer: name of the whole layer, which is not in the chain.
     pieces: name of each tensor inside the part -> the elements that it has.
     """
 
@@ -114,7 +113,7 @@ class PartOf:
 
 
 def split_table(layers: Iterable[Layer]) -> SplitTable:
-    """Return a manifest's table of those layers of a chain that are parts; {} where none is."""
+    """Return a manifest's table of the layers of a chain that are parts; {} where none is."""
     table: SplitTable = {}
     for layer in layers:
         if layer.part is not None:
@@ -133,8 +132,7 @@ def parts_from_json(rows: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str
 def put_together(parts: Iterable[tuple[Mapping[str, TensorPiece], Mapping[str, Any]]]) -> dict[str, Any]:
     """Return the whole layer's tensors by name; numbers, such as an optimizer's step, are those of the first part.
 
-    Args:
-        parts: (pieces, tensors by name) of each part; a tensor that is missing is in another part.
+    parts: (pieces, tensors by name) of each part; a tensor that is missing is in another part.
     """
     layer_tensors: dict[str, Any] = {}
     for pieces, tensors in parts:
@@ -145,7 +143,7 @@ def put_together(parts: Iterable[tuple[Mapping[str, TensorPiece], Mapping[str, A
 
 
 def of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str, Tensor]:
-    """Return the weights by their addresses `<layer>.<name>`, those of whole layers divided among their parts."""
+    """Return the weights by their addresses `<layer>.<name>`, those of whole layers divided among the parts."""
     parts, divided = {}, set()
     for layer in layers:
         if layer.part is None:
@@ -158,7 +156,7 @@ def of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str
     return {address: value for address, value in weights.items() if address not in divided} | parts
 
 
-# -- one layer of a chain
+# -- a layer of a chain
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,7 @@ class Layer:
 
     Attributes:
         name: unique in the chain; checkpoints and profiles address the layer by it.
-        module: called as `module(*[tensor for name in reads])`; returns one tensor, or a tuple in the order of
-            `writes`.
+        module: called as `module(*[tensor for name in reads])`; returns a tensor, or a tuple in the order of `writes`.
         reads: names of the tensors that it takes.
         writes: names of the tensors that it returns; a name that existed before is replaced.
         part: the layer that it is a part of, where one was split (`splitting.splitter`).
@@ -185,7 +182,7 @@ class Layer:
         return self.run(values)
 
     def run(self, values: Mapping[str, Tensor], instead: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-        """Do the same as a call of the layer; `instead`: called in the place of its module."""
+        """Run the layer; `instead`: called in the place of its module."""
         result = (instead or self.module)(*[values[name] for name in self.reads])
         if isinstance(result, Tensor):
             result = (result,)
@@ -223,11 +220,9 @@ autocast both kinds of activations come. Running statistics are 32 bits, and par
 
 
 def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.dtype]:
-    """Return the parameters of a module that are kept in 16 bits, with the dtype: those of float32, except those of
-    normalisations.
+    """Return the parameters kept in 16 bits, with the dtype: those of float32, except those of normalisations.
 
-    Args:
-        weights: "float32" (none are), "bfloat16" or "float16".
+    weights: "float32" (none are), "bfloat16" or "float16".
     """
     if weights == "float32":
         return {}
@@ -240,10 +235,8 @@ def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.
 
 
 def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
-    """Return how 16 bits change a module's bytes: (bytes added by parameters that lie beside their float32 masters,
-    bytes saved by frozen ones, which have no master).
-
-    Args as of `low_parameters`.
+    """Return (bytes added by 16-bit parameters beside their float32 masters, bytes saved by frozen ones, which have no
+    master). Arguments as of `low_parameters`.
     """
     low = low_parameters(module, weights).items()
     beside = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
@@ -298,8 +291,7 @@ def put_in_training(layers: Iterable[nn.Module], chain: Sequence[nn.Module] | No
     and were not then; and modules of other layers that are in eval mode. If all modules of one of the last two kinds
     are in eval mode, their user has evaluated the model, and none of that kind is frozen.
 
-    Args:
-        chain: the modules of all layers, where `layers` are only some of them, or copies; None: they are all.
+    chain: the modules of all layers, where `layers` are only some of them, or copies; None: they are all.
     """
     layers = list(layers)
     trains = {isinstance(module, Frozen) for module in chain or layers if any(part.training for part in _parts(module))}

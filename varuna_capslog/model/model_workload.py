@@ -1,9 +1,7 @@
-"""Makes a workload around an ordinary model, for `capslog plan --model package.module:function` and configs without
-code.
+"""Makes a workload of an ordinary model, for `capslog plan --model package.module:function` and configs without code.
 
-Built by `workload` from the config's `model` section. It captures the model as a chain, makes up data of the right
-shapes from a fixed seed, and takes a loss, so that profiling, planning and a trial training need nothing else. To train
-on real data, write a `Workload`.
+It captures the model as a chain, makes up data of the right shapes from a fixed seed, and takes a loss, so that
+profiling, planning and a trial training need nothing else. To train on real data, write a `Workload`.
 """
 
 from __future__ import annotations
@@ -69,8 +67,8 @@ class InputSpec:
     Made-up values are normally distributed for floating types, whole numbers from 0 below `high` for integers (default
     2, valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead. A size
     LOW..HIGH changes from microbatch to microbatch: `shape` has its greatest value and `least` the smallest, by
-    dimension. So does a size A/B/C, which has only these values (`choices`, rising): the first ones of all sizes of a
-    model go together, and so on.
+    dimension. So does a size A/B/C, which has only these values (`choices`, ascending): the first values of all sizes
+    of a model go together, and so on.
     """
 
     name: str
@@ -104,8 +102,7 @@ class InputSpec:
 def parse_input(text: str) -> InputSpec:
     """Read one `--input`.
 
-    Raises:
-        CapslogError: not of the form; an unknown dtype; a size of 0; a number that does not go with the dtype.
+    Raises CapslogError: not of the form; an unknown dtype; a size of 0; a number that does not go with the dtype.
     """
     match = _PATTERN.match(text.strip().replace(" ", ""))
     if match is None:
@@ -192,10 +189,7 @@ def config_values(
     `config.section(Config, ...)`.
 
     The microbatch size is the batch size of the first input spec (1 without specs); a minibatch holds
-    `defaults.MICROBATCHES_PER_DEVICE` microbatches for each device.
-
-    Raises:
-        CapslogError: an input spec that cannot be read.
+    `defaults.MICROBATCHES_PER_DEVICE` microbatches for each device. Raises CapslogError for a spec that cannot be read.
     """
     size = parse_input(inputs[0]).shape[0] if inputs else 1
     return {
@@ -253,13 +247,12 @@ class ModelWorkload(Workload):
     def build_chain(self) -> Chain:
         """Call the factory and capture its model for this run's microbatch size.
 
-        Raises:
-            CapslogError: no such function, it failed or returned something else, or the model cannot be captured.
+        Raises CapslogError: no such function, it failed or returned something else, or the model cannot be captured.
         """
         return self._captured(evaluates=True)
 
     def build_training_chain(self) -> Chain:
-        """Do the same for training only, in half the time; raises as `build_chain`."""
+        """As `build_chain`, but for training only, in half the time."""
         return self._captured(evaluates=False)
 
     def build_model(self) -> nn.Module | None:
@@ -315,7 +308,7 @@ class ModelWorkload(Workload):
         return self._finished(chain)
 
     def _from_module(self, model: nn.Module, evaluates: bool) -> Chain:
-        """Capture once for all sizes where torch can leave the changing ones open, else once for each of them."""
+        """Capture once for all sizes where torch can leave the changing ones open, else once for each size."""
         capture = functools.partial(
             Chain.from_module,
             model,
@@ -378,8 +371,7 @@ class ModelWorkload(Workload):
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
         """Return the specs of one microbatch, with the greatest value of each changing size: plans are for these.
 
-        Raises:
-            CapslogError: the chain was captured for another microbatch size.
+        Raises CapslogError where the chain was captured for another microbatch size.
         """
         if not self._specs:
             self.build_chain()  # the shapes are the factory's
@@ -446,7 +438,6 @@ class ModelWorkload(Workload):
         return {spec.name: TensorSpec(self._shape(spec, size, part), spec.dtype) for spec in self._specs}
 
     def _part(self, samples: Sequence[int]) -> float:
-        """Return the position of a microbatch in the ranges of the changing sizes."""
         parts = self._bucket_parts()
         return parts[zlib.crc32(f"{SEED} {samples[0]}".encode()) % len(parts)]
 
@@ -460,8 +451,7 @@ class ModelWorkload(Workload):
     def take_example(self, model: nn.Module | Chain, example: Any) -> None:
         """Take shapes from example inputs, unless specs state them, and keep inputs that are not plain tensors.
 
-        Raises:
-            CapslogError: neither states a shape; more inputs than the model has.
+        Raises CapslogError: neither states a shape; more inputs than the model has.
         """
         if isinstance(example, (tuple, list)):
             names = model.inputs if isinstance(model, Chain) else inspect.signature(model.forward).parameters
@@ -550,11 +540,11 @@ def workload_of_model(
 ) -> tuple[ModelWorkload, int]:
     """Return the workload around a model object, and its microbatch size: the batch size of the sample.
 
-    The model is not changed: every chain is one of a copy whose parameters have shapes only, so that it can be planned
+    The model is not changed: every chain is made of a copy whose parameters have shapes only, so that it can be planned
     and estimated, but not trained.
 
     Args:
-        model: on any device, the meta device too.
+        model: on any device, also meta.
         sample: its example inputs, batch first: a tensor, a tuple of them in the order of its `forward`, a mapping by
             name; or input specs as text (`x=float32[8,3,224,224]`), one or a list.
         cut_points: as `ModelSection.cut_points`.

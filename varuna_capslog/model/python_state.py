@@ -1,8 +1,7 @@
 """Records the state that a model's Python code may keep and change beside its tensors: attributes and their contents.
 
-A capture runs that code once, on tensors without values. This module finds the changes and undoes them. `fit` undoes
-with it the changes of a layer that runs again, and the runner of a captured model checks with it that the attributes
-are still those of the capture.
+A capture runs that code once, on tensors without values; this module finds the changes and undoes them. `fit` does so
+for a layer that runs again, and a captured model is checked for the attributes of its capture.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ GLOBAL: Mapping[str, Any] = {"random": random, "numpy.random": np.random}
 
 
 class RandomStates:
-    """States of generators as they are now.
-
-    Args:
-        generators: by name; `GLOBAL`, and others that a model keeps.
-    """
+    """Saved states of generators by name: `GLOBAL`, and others that a model keeps."""
 
     def __init__(self, generators: Mapping[str, Any]) -> None:
         self._generators = dict(generators)
@@ -111,10 +106,10 @@ def seed_generators(generators: Mapping[str, Any], seed: int) -> None:
 
 @contextmanager
 def crafted_draws(high: bool) -> Iterator[None]:
-    """Make the next numbers of `random` and of numpy's global generator the lowest, or highest, ones, for a while.
+    """Make the next numbers of `random` and of numpy's global generator the lowest, or the highest, for a while.
 
     A decision that compares a draw with a probability goes one way with the lowest and the other way with the highest
-    numbers, and a value computed from a draw differs between the two. The states are put back.
+    numbers, and a value computed from a draw differs between the two.
     """
     before = RandomStates(GLOBAL)
     word = _HIGHEST if high else 0
@@ -157,14 +152,13 @@ _CLOSED = (
 
 @dataclass(frozen=True)
 class StateChange:
-    """An attribute, entry of a container, parameter, buffer or submodule whose value has changed.
+    """Attribute, entry of a container, parameter, buffer or submodule whose value has changed.
 
-    Attributes:
-        module: qualified name of the module that it is kept on; None for a class or a file.
-        name: of the attribute, such as `steps` or `losses[...]`.
-        kind: "attribute", "buffer", "parameter" or "submodule"; "iterator" for one that has advanced.
-        before, after: the values; None where there was none.
-        put: sets another value; None where that is impossible.
+    module: qualified name of the module that it is kept on; None for a class or a file.
+    name: of the attribute, such as `steps` or `losses[...]`.
+    kind: "attribute", "buffer", "parameter" or "submodule"; "iterator" for one that has advanced.
+    before, after: the values; None where there was none.
+    put: sets another value; None where that is impossible.
     """
 
     module: str | None
@@ -266,7 +260,7 @@ def _same(a: Any, b: Any, depth: int = _DEPTH) -> bool:
 
 
 class PythonState:
-    """Attributes of modules as they are now.
+    """Attributes of modules when the state is taken.
 
     Args:
         modules: by qualified name.
@@ -360,7 +354,6 @@ class PythonState:
     def _follow_cells(
         self, path: str | None, name: str, cells: Iterable[tuple[str, types.CellType]], depth: int, seen: set[int]
     ) -> None:
-        """Follow the variables that a function closes over."""
         for variable, cell in cells:
             if id(cell) not in seen:
                 seen.add(id(cell))
@@ -383,7 +376,7 @@ class PythonState:
         return [change for place in self._places for change in place.changes()]
 
     def put_back(self) -> None:
-        """Restore everything; of tensors only which ones they are, not their values."""
+        """Restore everything, but of tensors only their identity, not their values."""
         for place in self._places:
             place.put_back()
 
@@ -406,7 +399,7 @@ class _Attributes(_Place):
 
 
 class _Owned(_Place):
-    """Values kept by something else than a container."""
+    """Values kept by something other than a container."""
 
     def put_back(self) -> None:
         now = self._content()
@@ -416,11 +409,7 @@ class _Owned(_Place):
 
 
 class _Files(_Owned):
-    """Plain values that a class or a file of Python keeps.
-
-    Args:
-        names: names that are included; None: all.
-    """
+    """Plain values that a class or a file of Python keeps: those of `names`; None: all."""
 
     def __init__(self, name: str, owner: Any, names: Collection[str] | None = None) -> None:
         self._names = names
@@ -454,7 +443,7 @@ def _slots_of(kind: type) -> list[str]:
 
 
 class _Cell(_Owned):
-    """A variable that a function closes over."""
+    """Variable that a function closes over."""
 
     def __init__(self, module: str | None, name: str, cell: types.CellType, variable: str) -> None:
         self._variable = variable
@@ -471,7 +460,7 @@ class _Cell(_Owned):
 
 
 class _Iterating(_Place):
-    """An iterator, which cannot be put back."""
+    """Iterator, which cannot be put back."""
 
     def _content(self) -> Any:
         return _progress(self.table)
@@ -485,7 +474,7 @@ class _Iterating(_Place):
 
 
 def _progress(value: Any) -> Any:
-    """Return how far an iterator has advanced, as far as it can be known."""
+    """Return how far an iterator has advanced, as far as that can be known."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         plain = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, _SCALARS)}
@@ -518,7 +507,7 @@ class _Cache(_Place):
 
 
 def _values_of(owner: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield its plain values; with names, all values but classes and functions that have one of these."""
+    """Yield its plain values; with `names`, all values of these names except classes and functions."""
     for key, value in list(vars(owner).items()):
         if key.startswith("__") or (names is not None and key not in names):
             continue
@@ -551,7 +540,7 @@ def _files_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def _closures(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what the module's hooks close over: lists and the like that are theirs."""
+    """Yield the contents of the cells that the module's hooks close over, such as lists."""
     for hook in [*vars(module)["_forward_hooks"].values(), *vars(module)["_forward_pre_hooks"].values()]:
         for cell in getattr(hook, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # not filled yet

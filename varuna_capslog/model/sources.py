@@ -64,7 +64,7 @@ def class_name(kind: type) -> str:
 
 
 def source_file(kind: type) -> Path | None:
-    """Return the file that defines a class, if it is not torch's own (its version is a condition of its own)."""
+    """Return the file that defines a class, or None; torch's classes have none: its version is a separate condition."""
     if kind.__module__.partition(".")[0] == "torch":
         return None
     try:
@@ -75,8 +75,8 @@ def source_file(kind: type) -> Path | None:
 
 
 def line_of(kind: type, pattern: str) -> str:
-    """Return the place where a class's code first matches a pattern, as ` (net.py:12)`; else where the class begins;
-    empty where it is unknown, and for classes of torch's.
+    """Return where a class's code first matches a pattern, as ` (net.py:12)`; else where the class begins; empty where
+    that is unknown, and for torch's classes.
     """
     if kind.__module__.partition(".")[0] == "torch":
         return ""
@@ -148,12 +148,12 @@ _APART = ("torch", "builtins", __name__.partition(".")[0])
 
 
 def is_users_file(file: str) -> bool:
-    """True where a file of Python is the user's own, and not one of an installed package."""
+    """True where a Python file is the user's own, not an installed package's."""
     return file.endswith(".py") and not file.startswith(_INSTALLED)
 
 
 def _home(value: Any) -> str:
-    """Return the Python module that a value of a module's namespace is, or comes from."""
+    """Return the name of the Python module that a value is, or comes from."""
     return value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", ""))
 
 
@@ -163,9 +163,7 @@ _NOT_FORWARD = {"__init__", "__new__", "__repr__", "extra_repr", "train", "__ini
 
 def code_reads(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any, set[str], set[str]]]:
     """Yield the user's classes and files whose values the modules' methods read: (name, class or file, names that are
-    read there, names that are read of any object).
-
-    Functions of the user's files that a method calls by name count, too.
+    read there, names that are read of any object). The user's functions that a method calls by name count, too.
     """
     kinds = {base for module in modules for base in type(module).__mro__}
     kinds = {kind for kind in kinds if is_users_file(_file_of(sys.modules.get(kind.__module__)))}
@@ -246,16 +244,15 @@ def run_signature(layers: Sequence[Layer]) -> tuple[object, ...]:
     """Return a key that is equal for two lists of layers that do the same work.
 
     It holds: the classes of all modules, their attributes (dilation, stride, eps, dropout rates), hooks and modes; the
-    operations of captured graphs with their constants; of every parameter and buffer shape, strides, dtype and whether
-    it takes a gradient; which of them, and which modules, are one and the same; how many tensors each layer reads and
-    writes.
+    operations of captured graphs with their constants; shape, strides, dtype and `requires_grad` of every parameter and
+    buffer; which of them, and which modules, are identical; how many tensors each layer reads and writes.
     """
     description = _Description()
     return tuple((len(layer.reads), len(layer.writes), description.module(layer.module)) for layer in layers)
 
 
 class _Same:
-    """A key equal to itself only; it keeps the object, so that no other one can take its id."""
+    """Key equal to itself only; it keeps the object, so that no other object can take its id."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -268,7 +265,7 @@ class _Same:
 
 
 class _Description:
-    """Describes modules and tensors by their properties; one that comes again, by the number of its first mention."""
+    """Describes modules and tensors by their properties; repeated ones by the number of their first mention."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -301,9 +298,8 @@ class _Description:
         return (module.training, *frozen), tuple(hooks), content
 
     def value(self, value: object, numbers: dict[fx.Node, int] | None = None) -> object:
-        """Describe a value of an attribute or of an operation's argument.
-
-        numbers: numbers of the nodes of the graph that the operation is in.
+        """Describe a value of an attribute, or of an operation's argument; numbers: of the nodes of the operation's
+        graph.
         """
         if isinstance(value, fx.Node):
             assert numbers is not None

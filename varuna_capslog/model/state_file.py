@@ -1,5 +1,4 @@
-"""Reads files of tensors, which may come from untrusted sources: those of torch.save, and state dicts of other
-programs.
+"""Reads files of tensors that may come from untrusted sources: torch.save's, and state dicts of other programs.
 
 No code of a file runs, and no file takes more memory than it has bytes on the disk.
 """
@@ -25,8 +24,7 @@ __all__ = ["load_tensors", "read_state_file"]
 def load_tensors(path: Path | str, mapped: bool = False) -> Any:
     """Load a file that torch.save wrote, tensors and plain values only, on the CPU.
 
-    Args:
-        mapped: leave the tensors in the file until they are read.
+    mapped: leave the tensors in the file until they are read.
 
     Raises:
         OSError: it cannot be read.
@@ -52,10 +50,10 @@ def load_tensors(path: Path | str, mapped: bool = False) -> Any:
 
 
 def read_state_file(path: Path | str) -> dict[str, Tensor]:
-    """Return the state dict of `FILE.safetensors` or of a torch file: `{"model": state dict, ...}` or a bare one.
+    """Return the state dict of `FILE.safetensors` or of a torch file: `{"model": state dict, ...}` or a bare state
+    dict.
 
-    Raises:
-        CapslogError: missing, unreadable, holds other objects than tensors and plain values, or no state dict.
+    Raises CapslogError: missing, unreadable, holds other objects than tensors and plain values, or no state dict.
     """
     if Path(path).suffix == ".safetensors":
         return _safetensors(path)
@@ -93,7 +91,7 @@ def _safetensors(path: Path | str) -> dict[str, Tensor]:
 
 
 def _size_of(path: Path | str) -> int:
-    """Return a file's bytes. Raises CapslogError for a device, or a pipe, which would block the reader; OSError."""
+    """Return a file's bytes. Raises OSError; CapslogError for a device, or a pipe, which would block the reader."""
     about = os.stat(path)
     if not stat.S_ISREG(about.st_mode):
         raise CapslogError("it is no file")

@@ -1,7 +1,6 @@
 """Finds the tensors that cross every cut for a given input size, by one run on fake tensors: no memory, no messages.
 
-The engine posts its receives from these specs and the profilers make dummy neighbours from them. Tracing never touches
-real parameters: it works on a skeleton of the chain whose parameters have shapes only.
+The run works on a copy of the chain whose parameters have shapes only, never on real parameters.
 """
 
 from __future__ import annotations
@@ -43,12 +42,11 @@ def autocast_context(device_type: str, precision: str) -> AbstractContextManager
 class ShapeTable:
     """Specs of the tensors at every cut, cached per input size.
 
-    Equal layers with equal inputs are traced once, so a new image size costs tens of milliseconds and a repeated one
-    nothing.
+    Equal layers with equal inputs are traced once, so that a new image size costs tens of milliseconds.
 
     Args:
         chain: real or on the meta device; it is not changed and not kept.
-        device_type: where the run happens, such as "cuda"; without such a device the trace runs on fake CPU tensors.
+        device_type: of the run, such as "cuda"; without such a device the trace runs on fake CPU tensors.
         precision: as of `autocast_context` (autocast changes the dtypes of sent tensors).
         weights: as of `low_parameters`; an embedding of 16 bits writes 16 bits.
     """
@@ -87,8 +85,7 @@ class ShapeTable:
     def boundaries(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
         """Return the specs at cut 0..L (inputs of layer 0, ..., tensors that the loss reads), by tensor name.
 
-        Raises:
-            CapslogError: a layer fails on these inputs (its name, the shapes and torch's reason).
+        Raises CapslogError where a layer fails on these inputs (its name, the shapes and torch's reason).
         """
         key = tuple(sorted(inputs.items()))
         table = self._cache.get(key)
@@ -190,6 +187,6 @@ def fake_operands(
 
 
 def call_on(layer: Layer, state: dict[str, Tensor], arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return what a layer writes with `state` in place of its own parameters and buffers."""
+    """Return the tensors that a layer writes with `state` in place of its own parameters and buffers."""
     result = torch.func.functional_call(layer.module, state, arguments, tie_weights=True)
     return (result,) if isinstance(result, Tensor) else result

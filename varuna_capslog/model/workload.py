@@ -1,7 +1,6 @@
 """Interface of a config's `workload: package.module:function`: a chain, data, a loss, and an evaluation of the result.
 
-Every command works for any `Workload`; `detr_pipeline` is one. `load_workload` finds the function and calls it. The
-engine calls a workload only through this interface, and a workload never calls the engine.
+The engine calls a workload only through this interface, and a workload never calls the engine.
 """
 
 from __future__ import annotations
@@ -82,12 +81,12 @@ class Minibatch:
 
     Attributes:
         inputs: per microbatch (global index), the spec of every chain input.
-        targets: per microbatch, whatever the loss takes; small, on the CPU (the loss gets them on its own device, but
-            for `HostTargets`). Or `LateTargets`, where they are not available before the samples are read.
+        targets: per microbatch, the targets that the loss takes; small, on the CPU (the loss gets them on its own
+            device, but for `HostTargets`). Or `LateTargets`, where they are not available before the samples are read.
         normalisers: of the *whole* minibatch (e.g. the number of boxes): the sum over microbatches of the loss with
             these is the unsplit minibatch's loss.
         sample_ids: per microbatch, the ids that an error message names (image ids, file names).
-        recipes: per microbatch, private to the data source: what `load` needs to make the tensors.
+        recipes: per microbatch, private to the data source: its input to `load`.
     """
 
     inputs: list[dict[str, TensorSpec]]
@@ -111,7 +110,7 @@ class DataSource(Protocol):
 
 
 class Reading(Protocol):
-    """A microbatch that is being read."""
+    """Microbatch that is being read."""
 
     def result(self) -> tuple[dict[str, Tensor], Any]:
         """Wait for its inputs and its targets and return them. Raises CapslogError where it cannot be read."""
@@ -119,7 +118,7 @@ class Reading(Protocol):
 
 @runtime_checkable
 class ReadingSource(Protocol):
-    """A `DataSource` whose targets are read together with the inputs, and that reads ahead by itself.
+    """`DataSource` whose targets are read together with the inputs, and that reads ahead by itself.
 
     ahead: number of microbatches that are worth beginning before they are needed.
     """
@@ -141,7 +140,7 @@ class Evaluator(Protocol):
 
 
 class Workload(ABC):
-    """Built by the config's function from the resolved config. Building one must not open the data set."""
+    """Workload made by the config's function from the resolved config. Making it must not open the data set."""
 
     name: str = "model"
     variants: Mapping[str, str] = MappingProxyType({})
@@ -153,7 +152,7 @@ class Workload(ABC):
 
     def chosen_chain(self, evaluates: bool = True) -> Chain:
         """Return the chain that a run trains: that of `build_chain`, or of `build_training_chain` where it never
-        evaluates, its layers split as in `splits`, and these computed as in `variants`.
+        evaluates, with its layers split as in `splits` and computed as in `variants`.
 
         Raises:
             CapslogError: a split or variant that is unknown, not allowed or without a layer; as the builder raises.
@@ -178,8 +177,8 @@ class Workload(ABC):
         """Make a freshly initialised chain on the CPU; the caller has seeded torch. Equal seeds give equal weights."""
 
     def build_training_chain(self) -> Chain:
-        """Do the same as `build_chain` for layers that only run in training mode, as for a profile; a model that is
-        captured need not be captured in eval mode then.
+        """As `build_chain`, for layers that only run in training mode, as for a profile; a model need not be captured
+        in eval mode then.
         """
         return self.build_chain()
 
@@ -205,15 +204,15 @@ class Workload(ABC):
         return {name: len(source) for name, source in read.items()}
 
     def data_facts(self) -> Mapping[str, Any]:
-        """Return facts of the training data that must be the same when a run is continued, as {name: plain value}; none
-        by default. `number of samples`, where it is given, is reported before the workers start.
+        """Return facts of the training data that must be the same when a run is continued, as {name: plain value};
+        default: none. `number of samples`, if present, is reported before the workers start.
         """
         return {}
 
     def hand_over(self) -> None:  # noqa: B027 (most workloads have nothing to hand over)
         """Write into the run's folder results that workers would otherwise compute again, such as a captured model.
 
-        Called once before the workers of a run start. Does nothing by default.
+        Called once before the workers of a run start. Default: does nothing.
         """
 
     @abstractmethod
@@ -231,7 +230,7 @@ class Workload(ABC):
 
     def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
         """Return specs of one microbatch from each of `count` random training minibatches: usual sizes, where
-        `profile_inputs` is the largest. Decodes nothing. One entry where all are alike, as in this default.
+        `profile_inputs` is the largest. Decodes nothing. Default: one entry, as where all are alike.
         """
         return [self.profile_inputs(microbatch_size)]
 
@@ -241,8 +240,8 @@ class Workload(ABC):
 
     def loss_key(self) -> object:
         """Return a key that is equal for two workloads whose losses, on equal outputs, take the same operators and
-        shapes with their profile targets; estimates of several models then share them. By default every workload has
-        its own.
+        shapes with their profile targets, so that estimates of several models share them. Default: unique to the
+        workload.
         """
         return id(self)
 
@@ -271,7 +270,7 @@ class Workload(ABC):
         return ()
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
-        """Map address -> the name by which other programs know that weight; here the address itself."""
+        """Map address -> the name by which other programs know that weight; default: the address itself."""
         return {address: address for address in chain.named_tensors()}
 
     def build_model(self) -> nn.Module | None:
@@ -279,9 +278,7 @@ class Workload(ABC):
         return None
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-        """Return weights of a foreign checkpoint as {address `<layer>.<name>`: tensor}, and the list of skipped
-        entries.
-        """
+        """Return a foreign checkpoint's weights as {address `<layer>.<name>`: tensor}, and the skipped entries."""
         raise NotImplementedError(f"workload {self.name!r} cannot read foreign weights from {path}")
 
     def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:
@@ -292,8 +289,7 @@ class Workload(ABC):
 def load_workload(config: Config) -> Workload:
     """Import `config.workload` and call it with the config; return the object itself where the config was given one.
 
-    Raises:
-        ConfigError: as `call_function`, or the function returned no Workload.
+    Raises ConfigError: as `call_function`, or the function returned no Workload.
     """
     if config.given_workload is not None:
         return _with_variants(config.given_workload, config)
@@ -310,7 +306,6 @@ def load_workload(config: Config) -> Workload:
 
 
 def _with_variants(workload: Workload, config: Config) -> Workload:
-    """Return the workload or, where the config chooses variants or splits, a copy that has them."""
     if not (config.variants or config.splits):
         return workload
     workload = copy.copy(workload)

@@ -1,7 +1,5 @@
-"""Stores measured profiles between runs: one file per model and conditions.
-
-`measure` looks here before it starts a process. A cache may lose everything at any time, so a file that cannot be read
-is no error: the profile is measured again.
+"""Stores measured profiles between runs: one file per model and conditions. A cache may lose everything at any time, so
+a file that cannot be read is no error: the profile is measured again.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ def cpu_name() -> str:
 def load(conditions: Mapping[str, Any]) -> Profile | None:
     """Return the profile that was stored under exactly these conditions (`model_digest` among them), or None.
 
-    A damaged file is logged and treated as missing; a file of an older version with fewer fields is treated as missing
-    without a log entry. The next `store` replaces it.
+    A damaged file is logged and counts as missing; a file of an older version with fewer fields is missing without a
+    log entry. The next `store` replaces it.
     """
     path = _path(conditions)
     if path is None or not path.exists():
@@ -85,9 +83,8 @@ def store(profile: Profile) -> None:
 
 
 def kept(conditions: Mapping[str, Any], model: str, make: Callable[[], Profile]) -> Profile:
-    """Return the profile stored under these conditions; where there is none, store and return the result of `make`.
-
-    model: current name of the model, which the profile gets; it may have been stored under another name.
+    """Return the profile stored under these conditions; where there is none, store and return the result of `make`. The
+    profile gets the model's current name `model`; it may have been stored under another name.
     """
     profile = load(conditions)
     if profile is None:

@@ -1,9 +1,8 @@
 """Corrects the seconds of estimates by measured profiles of this machine's device.
 
-`capslog profile` measures layers and calls `learn`, which compares the measured seconds with those of the operators'
-classes. The factors of `rates.GROUPS` that fit best are stored per kind of device, and `corrected_speed` applies them
-to estimates of that kind from then on. The newest profile of each model counts; to forget all, delete the file, which
-is beside the cached profiles.
+`learn` compares a profile's measured seconds with those of the operators' classes. The factors of `rates.GROUPS` that
+fit best are stored per kind of device, and `corrected_speed` applies them to estimates of that kind. The newest profile
+of each model counts; to forget all, delete the file, which is beside the cached profiles.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _SMALLEST, _LARGEST = 0.1, 30.0
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A forward or backward: its work by class, and the seconds that it took."""
+    """Forward or backward: its work by class, and the seconds that it took."""
 
     work: Work
     seconds: float
@@ -52,15 +51,14 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured runs of one kind of device, and the corrections that follow from them.
+    """Measured runs of one kind of device, and the corrections that follow from them.
 
-    Attributes:
-        device: its kind in `GPUS`, or a name made of torch's and the number of threads.
-        base: seconds of a unit of each class before any correction.
-        host_seconds: of the host for each operator, 0 on a CPU.
-        rates_version: `rates.RATES_VERSION` of `base` and `host_seconds`.
-        models: digest of a model -> the runs of its newest profile.
-        date: of the newest profile.
+    device: its kind in `GPUS`, or a name made of torch's and the number of threads.
+    base: seconds of a unit of each class before any correction.
+    host_seconds: of the host for each operator, 0 on a CPU.
+    rates_version: `rates.RATES_VERSION` of `base` and `host_seconds`.
+    models: digest of a model -> the runs of its newest profile.
+    date: of the newest profile.
     """
 
     device: str
@@ -114,13 +112,13 @@ class Calibration:
 
     @property
     def uncorrected(self) -> Speed:
-        """The speed before any correction."""
+        """Speed before any correction."""
         plain = Speed.of_gpu(self.device, GPUS[self.device]) if self.device in GPUS else Speed(self.device, {})
         return dataclasses.replace(plain, seconds_of=self.base, host_seconds=self.host_seconds)
 
     @property
     def speed(self) -> Speed:
-        """The corrected speed."""
+        """Corrected speed."""
         factors = self.factors()
         seconds = {kind: value * factors[CLASSES[kind].group] for kind, value in self.base.items()}
         host = [
@@ -142,12 +140,8 @@ class Calibration:
 
 
 def device_kind(device: str, name: str, threads: int | None = None) -> str:
-    """Return the key of a device's corrections: its kind in `GPUS`, or torch's name of it in small letters.
-
-    Args:
-        device: its type.
-        name: as torch or the processor gives it.
-        threads: of a CPU.
+    """Return the key of a device's corrections: its kind in `GPUS`, or its `name` by torch or the processor, in small
+    letters. `device`: its type. `threads`: of a CPU.
     """
     if device != "cpu":
         try:
@@ -161,9 +155,8 @@ def device_kind(device: str, name: str, threads: int | None = None) -> str:
 def corrected_speed(device: str, gpu: str = "", threads: int | None = None) -> Speed:
     """Return the speed for estimates of a device: `rates.speed_of`, corrected if profiles of its kind were measured.
 
-    Args:
-        gpu: kind of GPU (`base.gpus`); "" for none in particular, which nothing corrects.
-        threads: of a worker on a CPU; None: those of this process.
+    gpu: kind of GPU (`base.gpus`); "" for none in particular, which nothing corrects.
+    threads: of a worker on a CPU; None: those of this process.
     """
     kind = gpu if device != "cpu" else device_kind("cpu", cache.cpu_name(), threads or torch.get_num_threads())
     calibration = _read(kind) if kind else None
@@ -174,9 +167,7 @@ def corrected_speed(device: str, gpu: str = "", threads: int | None = None) -> S
 
 def learn(profile: Profile, work_of_runs: Mapping[tuple[int, int], Mapping[str, Work]]) -> Calibration | None:
     """Add a measured profile to the corrections of its device, and store them; return None if it has too few runs.
-
-    Args:
-        work_of_runs: layers (first, end) of a run -> its work by class, forward "F" and backward "B".
+    `work_of_runs`: layers (first, end) of a run -> its work by class, forward "F" and backward "B".
     """
     conditions = profile.conditions
     device = str(conditions["device"])

@@ -1,7 +1,6 @@
 """The conditions of all runs of a profile, the sizes of the inputs, and the rows made under these conditions.
 
-`measure` runs stages under these conditions, `estimate` and `rehearsal` compute under them; a profile's own conditions
-begin with them. Sizes come from the workload's description of its data; nothing is decoded.
+Sizes come from the workload's description of its data; nothing is decoded.
 """
 
 from __future__ import annotations
@@ -57,19 +56,17 @@ Inputs = Mapping[str, TensorSpec]
 
 @dataclass(frozen=True)
 class RunConditions:
-    """The conditions of all runs of a profile.
+    """Conditions of all runs of a profile.
 
-    Attributes:
-        device: its type, such as "cpu" or "cuda".
-        input: shape of every input of the chain.
-        precision, weights: as in the config's `train` section.
-        recompute, stage_inputs: as in the config's `pipeline` section.
-        blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
-        halves: True where the training run splits its backwards: each row then has the bytes of the halves too.
-        recipe: of the update of parameters, which determines the optimizer state of each.
-        gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
-        grains: microbatches of one call, other than 1, in stages of the plan that the run is given; an estimate has
-            rows of calls of these sizes too.
+    device: its type, such as "cpu" or "cuda".
+    input: shape of every input of the chain.
+    precision, weights: as in the config's `train` section. recompute, stage_inputs: as in its `pipeline` section.
+    blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
+    halves: True where the training run splits its backwards: each row then has the bytes of the halves too.
+    recipe: of the update of parameters, which determines the optimizer state of each.
+    gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
+    grains: microbatches of one call, other than 1, in stages of the plan that the run is given; an estimate has rows of
+        calls of these sizes too.
     """
 
     device: str = "cpu"
@@ -86,11 +83,9 @@ class RunConditions:
     weights: str = "float32"
 
     def types(self, chain: Chain) -> dict[str, Any]:
-        """Return the conditions of a profile about dtypes, and about the copies of this chain's parameters.
-
-        Returns:
-            "dtype"; where weights have 16 bits "weights" and "weight_copies", their bytes in parts of those of the
-            trained parameters; and as `Recipe.described`.
+        """Return a profile's conditions about dtypes and the copies of this chain's parameters: "dtype"; with weights
+        of 16 bits "weights" and "weight_copies" (their bytes divided by those of the trained parameters); and those of
+        `Recipe.described`.
         """
         parameters = chain.named_parameters().values()
         told: dict[str, Any] = {"dtype": self.precision}
@@ -107,7 +102,7 @@ class RunConditions:
 
     @property
     def schedule(self) -> str:
-        """The schedule that a profile of these conditions names."""
+        """Schedule that a profile of these conditions names."""
         return "zb-h1" if self.halves else "varuna" if self.recompute else "1f1b"
 
     def row(
@@ -120,12 +115,10 @@ class RunConditions:
     ) -> Observation:
         """Return the row of one run.
 
-        Args:
-            layers: (first, end) of the stage in its whole chain.
-            boundaries: tensors across its first and its last cut.
-            bytes_: peak, static and saved.
-            seconds: of a forward and of a backward.
-            actions: bytes of each action, where they are known.
+        layers: (first, end) of the stage in its whole chain.
+        boundaries: tensors across its first and its last cut.
+        bytes_: peak, static and saved. seconds: of a forward and of a backward.
+        actions: bytes of each action, where they are known.
         """
         peak_bytes, static_bytes, saved_bytes = bytes_
         return Observation(
@@ -204,9 +197,8 @@ def profile_of(
 ) -> Profile:
     """Make the profile of these rows.
 
-    Args:
-        grown_from_first: as for `layers_of_runs`.
-        specs: of the tensors across the cuts 0 .. L, from which the profile's `tensors` are made; () leaves them out.
+    grown_from_first: as for `layers_of_runs`.
+    specs: of the tensors across the cuts 0 .. L, from which the profile's `tensors` are made; () leaves them out.
     """
     names = [layer.name for layer in chain.layers]
     weights = conditions.get("weights", "float32")
@@ -257,9 +249,8 @@ def _tensors(chain: Chain, specs: Sequence[Inputs]) -> tuple[TensorRecord, ...]:
 class InputSizes:
     """Inputs of one microbatch.
 
-    Attributes:
-        largest: of those that the run can meet.
-        sampled: of random minibatches, the smallest first; one entry where all are alike.
+    largest: of those that the run can meet.
+    sampled: of random minibatches, the smallest first; one entry where all are alike.
     """
 
     largest: Inputs
@@ -270,7 +261,7 @@ class InputSizes:
         return self.sampled[min(int(part * len(self.sampled)), len(self.sampled) - 1)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return shapes: largest, median, and the histogram as [shapes, number of minibatches] by rising bytes."""
+        """Return shapes: largest, median, and the histogram as [shapes, number of minibatches] by ascending bytes."""
         counts = Counter(_text(inputs) for inputs in self.sampled)
         shapes = {_text(inputs): shapes_of(inputs) for inputs in self.sampled}
         return {
@@ -297,6 +288,6 @@ def shapes_of(inputs: Inputs) -> dict[str, list[int]]:
 
 
 def _text(inputs: Inputs) -> str:
-    """Return the shape of the input with most bytes as text, which stands for all inputs."""
+    """Return the shape of the input with most bytes as text, which represents all inputs."""
     name, spec = max(inputs.items(), key=lambda item: item[1].num_bytes)
     return f"{name} {'x'.join(map(str, spec.shape))}"

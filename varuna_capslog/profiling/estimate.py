@@ -1,8 +1,8 @@
 """Profiles without a device: every stage's real program of a step on fake tensors, its storages followed.
 
-`capslog profile --estimate` and `prepare` call this. The runs, the record and the meaning of every number are those of
-`measure`; the bytes are those of `hollow`, the seconds those of `rates`. Runs that do the same work are run once.
-Nothing is allocated, and the device that the profile is for need not be there.
+The runs, the record and the meaning of every number are those of `measure`; the bytes are those of `hollow`, the
+seconds those of `rates`. Runs that do the same work are run once. Nothing is allocated, and the device that the profile
+is for need not be there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _SIMULATED = 6
 
 @dataclass(frozen=True)
 class StageEstimate(HollowRun):
-    """The costs of layers [first, end) as one stage."""
+    """Costs of layers [first, end) as one stage."""
 
     layers: tuple[int, int]
 
@@ -74,12 +74,11 @@ class StageEstimate(HollowRun):
 class Memo:
     """Results that estimators of related models share.
 
-    Attributes:
-        runs, halves: results of runs by key.
-        alive: objects that the keys name by identity; they stay alive, so that no identity is used twice.
-        recipes: for the operators of runs that are not known yet.
-        estimators: of configs, by their text and conditions.
-        speeds: by device, kind of GPU and threads; a CPU is measured once, so that its seconds can be compared.
+    runs, halves: results of runs by key.
+    alive: objects that the keys name by identity; they stay alive, so that no identity is used twice.
+    recipes: for the operators of runs that are not known yet.
+    estimators: of configs, by their text and conditions.
+    speeds: by device, kind of GPU and threads; a CPU is measured once, so that its seconds can be compared.
     """
 
     def __init__(self) -> None:
@@ -98,7 +97,7 @@ class StageEstimator:
         conditions: their device need not be there; their `input` is taken from `inputs`.
         inputs: specs of the chain's inputs; None: the workload's `profile_inputs`.
         speed: for the seconds; None: that of `calibration` for the device.
-        memo: shared by estimators of related models, so that what they have in common is run once.
+        memo: shared by estimators of related models, so that work in common is run once.
         grain: microbatches of one call; the other arguments are of one microbatch.
 
     Raises:
@@ -139,7 +138,7 @@ class StageEstimator:
 
     @property
     def recipes(self) -> Recipes:
-        """The recipes of the operators that its runs met."""
+        """Recipes of the operators that its runs met."""
         return self._memo.recipes
 
     @classmethod
@@ -183,10 +182,8 @@ class StageEstimator:
         return estimator
 
     def stage(self, first: int, end: int) -> StageEstimate:
-        """Estimate the stage of layers first .. end-1; any range of the chain.
-
-        Raises:
-            CapslogError: a layer or the loss cannot run on fake tensors.
+        """Estimate the stage of layers first .. end-1, any range of the chain. Raises CapslogError where a layer or the
+        loss cannot run on fake tensors.
         """
         run, key = self._run(first, end), (self.run_key(first, end), self.speed)
         hollow = self._memo.runs.get(key)
@@ -231,14 +228,10 @@ def estimate_config(
     memo: Memo | None = None,
     use_cache: bool = False,
 ) -> Profile:
-    """Profile the model of a config under the conditions of its training run, without a device.
+    """Profile the model of a config under the conditions of its training run, without a device. Raises CapslogError
+    where a layer or the loss cannot run on fake tensors.
 
-    Args:
-        memo: see `StageEstimator`.
-        use_cache: take the estimate that was made of the same model and conditions before, and keep a new one.
-
-    Raises:
-        CapslogError: a layer or the loss cannot run on fake tensors.
+    use_cache: take the estimate that was made of the same model and conditions before, and keep a new one.
     """
     estimator = StageEstimator.of_config(config, memo)
     sizes, transport = input_sizes(estimator.workload, config.train.microbatch_size), config.pipeline.transport
@@ -285,9 +278,8 @@ def _progress_behind(progress: Progress, before: int, count: int, done: int, tex
 def _rows(
     estimator: StageEstimator, progress: Callable[[int, str], None]
 ) -> tuple[list[StageEstimate], list[Observation]]:
-    """Return the runs of all layers and pairs, and their rows.
-
-    progress: called with the number of runs done and the names of the last run's layers.
+    """Return the runs of all layers and pairs, and their rows. `progress` is called with the number of finished runs
+    and the names of the last run's layers.
     """
     names, stages, rows = [layer.name for layer in estimator.chain.layers], [], []
     for number, (first, end) in enumerate(stage_runs(len(names))):
@@ -395,10 +387,7 @@ def _whole_numbers(value: Any) -> list[int]:
 
 
 def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: Workload) -> object:
-    """Return a key that is equal for runs that do the same work; it must hold all that a result depends on.
-
-    It holds: `key_of_range`; whether stages come before and after; the conditions; the loss key of the last stage.
-    """
+    """Return a key that is equal for runs that do the same work; it must hold all that a result depends on."""
     return (
         key_of_range(chain, run.first, run.end, run.specs),
         (run.has_upstream, run.has_downstream),

@@ -1,8 +1,7 @@
 """Profiles for inference: one forward of every layer and of every two neighbours, on fake tensors and without graphs.
 
-`capslog plan --for inference` calls `estimate_inference`. The runs and the record are those of `estimate`; the bytes
-are those of `estimation/hollow`, with nothing of a training step in them. What the layers cache for each sequence
-stands beside them, since it is there however many microbatches have passed.
+The bytes are those of `estimation/hollow`, without a training step. The caches of the layers for each sequence are
+listed beside them, since they stay, however many microbatches have passed.
 """
 
 from __future__ import annotations
@@ -39,11 +38,9 @@ _SIMULATED = 6
 class Served:
     """Settings with which a model is served.
 
-    Attributes:
-        microbatch_size: sequences, or samples, of one forward.
-        device, gpu: "cpu" or "cuda", and the kind of GPU (`base.gpus`) that the seconds are for; "" for none.
-        cache_bytes_per_token: cache of each attending layer for one token, for models that do not tell it themselves;
-            None: nothing.
+    microbatch_size: sequences, or samples, of one forward.
+    device, gpu: "cpu" or "cuda", and the kind of GPU (`base.gpus`) that the seconds are for; "" for none.
+    cache_bytes_per_token: cache of each attending layer for one token, for models that do not tell it; None: nothing.
     """
 
     microbatch_size: int = 1
@@ -57,9 +54,8 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
 
     Its conditions name the purpose, and the cache of every layer for one sequence.
 
-    Raises:
-        CapslogError: the model cannot be captured, or a layer cannot run on fake tensors; a cache is stated where the
-            model says itself what it caches, or where no layer attends.
+    Raises CapslogError: the model cannot be captured, or a layer cannot run on fake tensors; a cache is stated where
+    the model says itself what it caches, or where no layer attends.
     """
     size, quirks = served.microbatch_size, Quirks(served.device, served.gpu)
     with torch.random.fork_rng(devices=[]):

@@ -1,8 +1,8 @@
 """The three orders in which a profile's real runs are launched, and the time of each launch.
 
-`packed` (ours): all 2L-1 stage runs in one launch, spread over the workers there are. `capslog`: that paper's trimmed
+`packed` (ours): all 2L-1 stage runs in one launch, spread over the available workers. `capslog`: that paper's trimmed
 partitionings (Sec. III-A), one launch of new processes after the other, the GPUs that are read in parallel. `mcap`:
-whole pipelines, one after the other. `measure` prepares the runs and makes the profile of what comes back.
+whole pipelines, one after the other.
 """
 
 from __future__ import annotations
@@ -71,11 +71,7 @@ RunKey = tuple[int, int, str | None]
 
 @dataclass
 class LaunchTimes:
-    """When stage runs began and ended: (worker, from, to) in seconds, a list per launch; and how many rounds it took.
-
-    Attributes:
-        began: when the profile was asked for.
-    """
+    """Times of stage runs: (worker, from, to) in seconds, a list per launch. began: when the profile was asked for."""
 
     began: float = field(default_factory=time.perf_counter)
     launches: list[list[tuple[int, float, float]]] = field(default_factory=list)
@@ -100,7 +96,7 @@ class LaunchTimes:
 
 
 def devices_of(kind: str, workers: int) -> list[torch.device]:
-    """The device of each worker: the CPU, or the accelerators in turn."""
+    """Device of each worker: the CPU, or the accelerators in turn."""
     return list(itertools.islice(itertools.cycle(accelerator.all_devices(kind)), workers))
 
 
@@ -120,7 +116,7 @@ def failures_named(names: Sequence[str]) -> Iterator[None]:
 def in_one_launch(
     tasks: Sequence[Task], group: WorkerGroup, workers: Workers, clock: LaunchTimes, progress: Progress
 ) -> dict[RunKey, Observation]:
-    """Carry out trimmed runs on the workers there are, as many at once as fit into what is free before the first.
+    """Carry out trimmed runs on the available workers, as many at once as fit into the memory free at the start.
 
     Raises:
         DoesNotFit: a run needs more than there is; nothing is tried then.
@@ -158,8 +154,8 @@ def in_capslog_order(
 ) -> dict[RunKey, Observation]:
     """Carry out trimmed runs in the launches of CAPSlog, Sec. III-A, each with new processes.
 
-    A GPU whose layers are trimmed away needs no process here, and a measured GPU whose neighbour is measured too gets
-    dummies from its own companion all the same: to either it makes no difference where a tensor comes from.
+    A GPU whose layers are trimmed away needs no process here, and a measured GPU with a measured neighbour gets dummies
+    from its own companion all the same: the source of a tensor makes no difference to either.
 
     Raises as `in_one_launch`, and CapslogError for fewer than 3 workers when the layers outnumber them.
     """
@@ -186,9 +182,7 @@ def in_mcap_order(
 ) -> dict[StageRun, Observation]:
     """Carry out mCAP's launches of whole pipelines; of a range that several launches measure the first one counts.
 
-    Args:
-        goal: targets and normalisers of the loss.
-        bound_bytes: the most that a stage may take.
+    goal: targets and normalisers of the loss. bound_bytes: the most that a stage may take.
 
     Raises:
         DoesNotFit: a whole pipeline needs more than there is, as it did for the paper's dilated models.
@@ -248,9 +242,8 @@ def _name(run: StageRun, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """A launch without trimming: the stages of a whole chain, and the tensors across the cuts 0 .. L.
-
-    Every stage computes on the real outputs of the stage before; peaks are read as in trimmed runs (`trim.observe`).
+    """Launch without trimming: the stages of a whole chain, and the tensors across the cuts 0 .. L. Every stage
+    computes on the real outputs of the stage before; peaks are read as in trimmed runs (`trim.observe`).
     """
 
     stages: tuple[StageRun, ...]
@@ -260,7 +253,7 @@ class _Pipeline:
 
 
 class _Ranks(WorkerGroup):
-    """The workers of one launch, a rank each; a failure names the rank's stage."""
+    """Workers of one launch, a rank each; a failure names the rank's stage."""
 
     def failure(self, worker: int, reason: str | None) -> WorkerFailure:
         told = f"the process of stage {worker} died" if reason is None else f"stage {worker}: {reason}"
@@ -268,13 +261,8 @@ class _Ranks(WorkerGroup):
 
 
 def _measure_pipeline(pipeline: _Pipeline, workers: Workers) -> tuple[list[Observation], float]:
-    """Start one process per stage, train, read every stage's peak, end them.
-
-    Returns:
-        An observation per stage, and the seconds from the moment when all processes were connected.
-
-    Raises:
-        WorkerFailure: a rank failed or died.
+    """Start one process per stage, train, read every stage's peak, end them. Returns an observation per stage, and the
+    seconds from the moment when all processes were connected. Raises WorkerFailure where a rank failed or died.
     """
     rows: dict[int, Observation] = {}
     workers = dataclasses.replace(workers, roles=functools.partial(_roles, pipeline))
@@ -360,7 +348,7 @@ class BoundTable:
     A layer counts twice its trainable parameters (value and gradient; on an accelerator once more, for an update of all
     of them together), their copies of 16 bits and their optimizer state, the largest one 3 times more, the frozen ones
     and its buffers once, and twice the bytes that its forward saves (backward holds gradients of at most that size
-    beside them). The loss is not counted. Equal layers are traced once.
+    beside them). The loss is not counted.
 
     Args:
         chain: from `skeleton`.
@@ -386,9 +374,7 @@ class BoundTable:
 
     def bound_bytes(self, first: int, end: int, chain: Chain | None = None) -> int:
         """Return an upper bound on the bytes of the run of layers [first, end) on its device (on the CPU with those of
-        its neighbours).
-
-        chain: another chain, whose layers pass on the same tensors.
+        its neighbours). `chain`: another chain, whose layers pass on the same tensors.
         """
         layers = (chain or self._chain).layers
         on_cpu = self._device_type == "cpu"

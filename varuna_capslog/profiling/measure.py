@@ -1,7 +1,7 @@
 """Real runs of every layer and every pair of neighbours, into a `Profile`.
 
-`capslog profile` and `prepare` call this. It decides which runs are needed, has them launched (`launches`), and
-computes M_i and M_a from what comes back (CAPSlog, Sec. III-A). It never touches a layer itself.
+It decides which runs are needed, has them launched (`launches`), and computes M_i and M_a from the results (CAPSlog,
+Sec. III-A). It never touches a layer itself.
 """
 
 from __future__ import annotations
@@ -96,14 +96,13 @@ def profile_workload(
     Args:
         conditions: of the training that the profile is for; their `input` is taken from the workload. With several GPUs
             the workers take turns.
-        workers: as in `profile_config`.
-        threads: CPU threads of each worker.
+        workers: as in `profile_config`. threads: CPU threads of each worker.
         order: "packed", "capslog" or "mcap", with this number of `workers`; see `launches`.
         free_bytes: device -> its free bytes.
 
     Raises:
         as `profile_config`; also CapslogError where an accelerator is in use and the workload cannot be sent to another
-        process.
+            process.
     """
     fields.choice(order, "order", ORDERS)
     conditions = conditions or RunConditions()
@@ -161,9 +160,7 @@ def _profile(
 
 
 def _digests(workload: Workload, others: Sequence[VariantRun]) -> dict[str, str]:
-    """Return the name of every variant in the profile -> digest of a model that uses it, since variants may be
-    anybody's code.
-    """
+    """Name of every variant in the profile -> digest of a model that uses it: variants may be third-party code."""
     single = {run.names[0]: run.chain for run in others if len(run.names) == 1}
     return {name: cache.model_digest(workload, chain) for name, chain in sorted(single.items())}
 
@@ -172,10 +169,7 @@ _Rows = list[Observation]
 
 
 class _Runs:
-    """The runs of one profile, and their launch.
-
-    others: the runs with variants.
-    """
+    """Runs of one profile, and their launch. others: the runs with variants."""
 
     def __init__(
         self,
@@ -293,11 +287,9 @@ def _device_name(device: str) -> str:
 
 
 class WholeRuns:
-    """A process that trains the whole chain again and again; a context manager that ends it.
+    """Process that trains the whole chain again and again; a context manager that ends it.
 
-    Args:
-        source: makes the workload, whose own `variants` must be empty, in every process.
-        threads: CPU threads.
+    source: makes the workload, whose own `variants` must be empty, in every process. threads: CPU threads.
     """
 
     def __init__(self, source: Callable[[], Workload], conditions: RunConditions, threads: int = 1) -> None:
@@ -326,9 +318,7 @@ class WholeRuns:
 
     def seconds(self, choices: Sequence[Mapping[int, str]], rounds: int = 1) -> list[list[float]]:
         """Return, for each choice (layer -> variant), the seconds of forward and backward of one microbatch in each
-        round. Every round runs all choices, in another order.
-
-        Raises CapslogError where one of them cannot run.
+        round. Every round runs all choices, in another order. Raises CapslogError where one of them cannot run.
         """
         names = [tuple(choice.get(at, PLAIN) for at in range(len(self._chain))) for choice in choices]
         seconds_of: dict[tuple[str, ...], list[float]] = {names_of_choice: [] for names_of_choice in names}

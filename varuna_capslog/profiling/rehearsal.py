@@ -1,9 +1,9 @@
 """Runs every rank's program of a plan on fake tensors, so that its peak is known before the launch.
 
-Where `estimate` runs single layers and pairs between dummies, from which a memory model predicts any stage, this runs
-whole ranks of one plan, whatever stages, blocks and action lists it has, with all that is in flight: inputs and
-graphs that wait, receives posted ahead, messages sent and not yet confirmed, blocks of gradients until they are added.
-On the CPU these share one memory. It takes a few seconds, so it confirms a plan and does not search for one.
+Where `estimate` runs single layers and pairs between dummies, this runs whole ranks of one plan, whatever stages,
+blocks and action lists it has, with all that is in flight: inputs and graphs that wait, receives posted ahead, messages
+sent and not yet confirmed, blocks of gradients until they are added. On the CPU these share one memory. It takes a few
+seconds, so it confirms a plan and does not search for one.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ _Doing: TypeAlias = tuple[str, str | None]
 
 
 class ShortSteps:
-    """The short steps of one pipeline of one stage per rank, without accumulation in several blocks.
+    """Short steps of one pipeline of one stage per rank, without accumulation in several blocks.
 
-    Args:
-        options: of the whole step; it has one accumulation block.
-        inputs_wait: True where the inputs or graphs of microbatches in flight wait on the device.
+    options: of the whole step; it has one accumulation block.
+    inputs_wait: True where the inputs or graphs of microbatches in flight wait on the device.
     """
 
     def __init__(self, chain: Chain, layout: Layout, options: EngineOptions, inputs_wait: bool) -> None:
@@ -72,17 +71,16 @@ class ShortSteps:
 
     @staticmethod
     def know(layout: Layout, options: EngineOptions) -> bool:
-        """Return True where a layout and its step are such a pipeline, without offloading and explicit action lists."""
+        """True where a layout and its step are such a pipeline, without offloading and explicit action lists."""
         one_each = [stage.rank for stage in layout.stages] == list(range(len(layout.stages)))
         plain = all(stage.grain == 1 and not stage.offloads for stage in layout.stages)
         listed = options.actions is not None or layout.direct
         return one_each and plain and not listed and options.num_blocks == layout.num_blocks == 1
 
     def microbatches(self, rank: int) -> int:
-        """Return the smallest number whose step takes the rank through the same moments as the whole step.
-
-        It is the whole number for a rank that keeps tensors of every microbatch until the end of the step: parts of the
-        loss, or running statistics.
+        """Return the smallest number whose step takes the rank through the same moments as the whole step: the whole
+        number for a rank that keeps tensors of every microbatch until the end of the step (parts of the loss, or
+        running statistics).
         """
         count = self._options.num_microbatches
         if self._collects(rank):
@@ -163,13 +161,7 @@ class RankRehearsal:
 
 def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_microbatches: int) -> list[int]:
     """Return peak bytes of every stage of a cut list, stage s on rank s, in one step of training after the first.
-
-    Args:
-        estimator: the workload and its conditions.
-        num_microbatches: of a pipeline's step.
-
-    Raises:
-        CapslogError: a layer or the loss cannot run on fake tensors; cuts that do not fit the chain.
+    Raises CapslogError: a layer or the loss cannot run on fake tensors; cuts that do not fit the chain.
     """
     estimator.chain.check_cuts(cuts)
     options = _options(estimator, num_microbatches, schedule)
@@ -177,8 +169,7 @@ def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_
 
 
 def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[int]:
-    """Return peak bytes of every rank; only one of several equal ranks is rehearsed, with as few microbatches as show
-    its peak."""
+    """Return peak bytes of every rank; of equal ranks one is rehearsed, with as few microbatches as show its peak."""
     conditions = estimator.conditions
     if not Quirks(conditions.device).has("host staging") or not ShortSteps.know(layout, options):
         return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
@@ -205,14 +196,10 @@ def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions
 
 
 def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[RankRehearsal]:
-    """Rehearse every rank of a layout in one step of training after the first; an idle rank holds nothing.
+    """Rehearse every rank of a layout in one step of training after the first; an idle rank holds nothing. The
+    precision of `options` must be the estimator's.
 
-    Args:
-        estimator: the workload, its input size and its device.
-        options: the step; its precision must be the estimator's.
-
-    Raises:
-        CapslogError: a layer or the loss cannot run on fake tensors; actions that do not make a step of this layout.
+    Raises CapslogError: a layer or the loss cannot run on fake tensors; actions that do not make a step of this layout.
     """
     return _rehearse_ranks(estimator, layout, options, range(layout.world_size))
 
@@ -246,15 +233,13 @@ def rehearse_plan(
 ) -> list[int]:
     """Return peak bytes of every rank of any plan that the engine runs, for the run that a config describes.
 
-    The config must be one that agrees with the plan (`start.given_plan.with_given_plan`): where a plan of the short
-    form stands in several replicas, the ranks of all of them are listed.
+    The config must agree with the plan (`start.given_plan.with_given_plan`): where a plan of the short form is used in
+    several replicas, the ranks of all of them are listed.
 
-    Args:
-        shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.
-        memo: may know the run's estimator.
+    shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.
+    memo: may know the run's estimator.
 
-    Raises:
-        CapslogError: as `rehearse_layout`; a plan that the engine does not run, named by the field.
+    Raises CapslogError: as `rehearse_layout`; a plan that the engine does not run, named by the field.
     """
     layout, estimator = layout_of(plan, config), _estimator(config, shapes, memo)
     blocks, count = config.num_blocks, config.num_microbatches
@@ -272,14 +257,8 @@ def rehearse_config(
     shapes: Mapping[str, Sequence[int]] | None = None,
     memo: Memo | None = None,
 ) -> list[int]:
-    """Run `rehearse` for the run that a config describes.
-
-    Args:
-        shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.
-        memo: may know the run's estimator.
-
-    Raises:
-        CapslogError: as `rehearse`; also shapes whose names are not those of the chain's inputs.
+    """Run `rehearse` for the run that a config describes; `shapes` and `memo` as in `rehearse_plan`. Raises
+    CapslogError: as `rehearse`; also shapes whose names are not those of the chain's inputs.
     """
     pipeline, estimator = config.pipeline, _estimator(config, shapes, memo)
     # more microbatches than any stage has in flight show nothing new; GPipe has all of them
@@ -357,8 +336,6 @@ def _rehearse_rank(
 
 
 class _Positions(StepMeter):
-    """Records the peak bytes of every instruction."""
-
     def __init__(self) -> None:
         self.course: list[tuple[str, int]] = []
         self._doing = "begin"

@@ -1,8 +1,8 @@
 """One stage alone, its neighbours replaced by dummy tensors: CAPSlog's model trimming (Sec. III-A).
 
 Two ranks train a three-stage pipeline by the engine's own code: the measured rank holds the run's one or two layers,
-the other plays the stage before and the stage after with layers that only hand tensors on. No other layer is ever made
-real. Processes are the business of `worker`, the choice of runs that of `measure`.
+the other plays the stage before and the stage after with layers that only pass tensors on. No other layer is ever made
+real.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ __all__ = [
 
 def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
     """Return the workload's chain in training mode with real buffers and all parameters on the meta device; see
-    `built_hollow`.
-
-    evaluates: its layers run in eval mode too.
+    `built_hollow`. evaluates: its layers run in eval mode too.
     """
     torch.manual_seed(0)
     build = functools.partial(workload.chosen_chain, evaluates)
@@ -150,9 +148,8 @@ def program(
 ) -> tuple[Layout, Schedule]:
     """Return stages, their ranks and both ranks' actions: the steady state of Varuna's schedule.
 
-    Args:
-        count: layers of the run. around: True for a stage before it, and for one behind.
-        microbatches: at most 4. halves: split the backwards of the run; then there are 3 microbatches.
+    count: layers of the run. around: True for a stage before it, and for one behind.
+    microbatches: at most 4. halves: split the backwards of the run; then there are 3 microbatches.
 
     A stage with another behind it has a second microbatch in flight while it recomputes and differentiates the first.
     The neighbour sends ahead as far as real neighbours would, so that as many receives are posted and sends in flight.
@@ -202,10 +199,9 @@ _TIMED = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 class TrimmedRun:
     """Layers [first, end) of a chain of `num_layers`, and the facts about other layers that a run needs.
 
-    Attributes:
-        specs: of the tensors across the cuts first .. end.
-        targets, normalisers: for the loss, which is computed where the run holds the last layer.
-        variants: the variant of each of its layers (`profiles/variants`); (): all as configured.
+    specs: of the tensors across the cuts first .. end.
+    targets, normalisers: for the loss, which is computed where the run holds the last layer.
+    variants: the variant of each of its layers (`profiles/variants`); (): all as configured.
     """
 
     first: int
@@ -236,7 +232,7 @@ class TrimmedRun:
 
 
 class _HandOn(nn.Module):
-    """A dummy stage, which passes its tensors on. It holds parameters that the run shares with layers elsewhere."""
+    """Dummy stage, which passes its tensors on. It holds parameters that the run shares with layers elsewhere."""
 
     def __init__(self, shared: Sequence[nn.Parameter] = ()) -> None:
         super().__init__()
@@ -247,7 +243,7 @@ class _HandOn(nn.Module):
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """A loss of 0 whose gradients are zeros, without arithmetic."""
+    """Loss of 0 with gradients of zeros, without arithmetic."""
 
     @staticmethod
     def forward(context: Any, *tensors: Tensor) -> Tensor:
@@ -275,11 +271,8 @@ class KnownShapes(ShapeTable):
 
 
 def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
-    """The run's layers between dummies.
-
-    Args:
-        chain: from `skeleton`; not changed.
-        real: the run's parameters get memory (on the measured rank); else only those of the dummies.
+    """Put the run's layers between dummies; `chain`, from `skeleton`, is not changed. `real`: the run's parameters get
+    memory (on the measured rank); else only those of the dummies.
     """
     layers = chain.layers[run.first : run.end]
     inside = set(range(run.first, run.end))
@@ -310,7 +303,7 @@ def _parameter_of(chain: Chain, use: tuple[int, str]) -> nn.Parameter:
 
 
 def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: int = MICROBATCHES) -> EngineOptions:
-    """Return options to run dummy microbatches (at most 4) in a schedule's order, whatever their values lead to."""
+    """Return options to run dummy microbatches (at most 4) in a schedule's order, whatever values they lead to."""
     return EngineOptions(
         num_microbatches=microbatches,
         # more than two blocks are never alive at once
@@ -327,7 +320,7 @@ def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: i
 
 @dataclass(frozen=True)
 class TrimmedPipeline:
-    """A trimmed run as an engine carries it out: the chain between dummies, and dummy microbatches (at most 4)."""
+    """Trimmed run as an engine carries it out: the chain between dummies, and dummy microbatches (at most 4)."""
 
     chain: Chain
     layout: Layout
@@ -347,10 +340,8 @@ class TrimmedPipeline:
     ) -> TrimmedPipeline:
         """Make the pipeline of a run.
 
-        Args:
-            chain, real: see `trimmed_chain`.
-            microbatches: of a step.
-            halves: split the backwards; then there are `HALVED_MICROBATCHES`, and nothing is recomputed.
+        chain, real: see `trimmed_chain`. microbatches: of a step.
+        halves: split the backwards; then there are `HALVED_MICROBATCHES`, and nothing is recomputed.
         """
         microbatches = HALVED_MICROBATCHES if halves else microbatches
         around = run.has_upstream, run.has_downstream
@@ -408,13 +399,13 @@ def measure_run(
 
     Args:
         chain: from `skeleton`.
-        loss: the workload's.
         communicator: of this rank (1) and the rank that plays the neighbours (0).
 
     Returns:
         Peak bytes of a whole step, update included; static bytes (parameters, gradients, moments, buffers); saved bytes
-        (all that a graph keeps alive between forward and backward, the stage's inputs included); medians of seconds.
-        Where the conditions ask for the halves of the backward, further steps with split backwards tell them.
+            (all that a graph keeps alive between forward and backward, the stage's inputs included); medians of
+            seconds. Where the conditions ask for the halves of the backward, further steps with split backwards measure
+            them.
 
     Raises:
         CapslogError: the loss refuses the dummy values, so that its backward would go unmeasured.
@@ -438,11 +429,9 @@ def observe(
     run: TrimmedRun,
     conditions: RunConditions,
 ) -> Observation:
-    """Train the one stage of this rank as `measure_run` says, and read it; the other ranks train as many steps.
+    """Train the one stage of this rank as in `measure_run`, and read it; the other ranks train as many steps.
 
-    Args:
-        measured: the engine's observer.
-        run: the layers of the stage.
+    measured: the engine's observer. run: the layers of the stage.
     """
     meter = StageMeter(engine.device, lambda: resident_tensors(engine.layers, engine.optimizer))
 
@@ -476,7 +465,6 @@ def observe(
 
 
 def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: Minibatch, run: TrimmedRun) -> Halves:
-    """Run `observe` with an engine that splits its backwards."""
 
     def load(microbatch: int) -> dict[str, Tensor]:
         return dummy_inputs(run.specs[0])
@@ -511,10 +499,8 @@ _Seen = tuple[str, Stage, MicrobatchContext, Left]
 
 
 class MeasuredStage(Observer):
-    """Opens a stage meter around the forwards, recomputations and backwards of an engine with one stage.
-
-    Attributes:
-        refused: the message of the loss about values that it refused.
+    """Opens a stage meter around the forwards, recomputations and backwards of an engine with one stage. `refused`: the
+    message of the loss about values that it refused.
     """
 
     def __init__(self) -> None:
@@ -526,8 +512,8 @@ class MeasuredStage(Observer):
 
     @contextlib.contextmanager
     def weighed_by(self, probe: ActionProbe) -> Iterator[list[_Seen]]:
-        """Let the probe see every action of the block; yield the list of the actions, in the order of its windows,
-        with the bytes that they left (`weighing.Left`).
+        """Let the probe see every action of the block; yield the list of the actions, in the order of its windows, with
+        the bytes that they left (`weighing.Left`).
         """
         self._probe, self._seen = probe, []
         try:
@@ -537,10 +523,8 @@ class MeasuredStage(Observer):
 
     @contextlib.contextmanager
     def watching(self, meter: StageMeter, resident: list[Tensor] | None = None) -> Iterator[None]:
-        """Let the meter time every forward and backward of the block.
-
-        Args:
-            resident: the resident tensors; the meter then counts the tensors that forwards save, and times nothing.
+        """Let the meter time every forward and backward of the block. With the `resident` tensors, it counts the
+        tensors that forwards save, and times nothing.
         """
         self._meter, self._own = meter, resident
         try:

@@ -69,15 +69,11 @@ _PARTS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class VariantCheck:
-    """The result of one check, for all layers that do the same work.
+    """Result of one check, for all layers that do the same work.
 
-    Attributes:
-        layers: their numbers.
-        names: their names.
-        variant: that computes them.
-        inputs: shapes of the layer's inputs in the check, as text.
-        smaller: True where these are smaller than in the run.
-        fault: reason why the variant breaks its promise; empty where it keeps it.
+    layers, names: their indices and names. variant: computes them.
+    inputs: shapes of the layer's inputs in the check, as text. smaller: True where these are smaller than in the run.
+    fault: reason why the variant breaks its promise; empty where it keeps it.
     """
 
     layers: tuple[int, ...]
@@ -101,10 +97,8 @@ class VariantCheck:
 
 
 def plain_chain(workload: Workload) -> Chain:
-    """Return the chain of a workload without its variants and without memory for parameters, in training mode.
-
-    Raises:
-        CapslogError: its layers are built by factories, which no variant can change.
+    """Return the chain of a workload without its variants and without memory for parameters, in training mode. Raises
+    CapslogError where its layers are built by factories, which no variant can change.
     """
     plain = copy.copy(workload)
     plain.variants = {}
@@ -119,9 +113,7 @@ def checked_choices(workload: Workload, microbatch_size: int) -> tuple[dict[str,
     """Return the workload's `variants` without the layers whose variant fails its check, and all checks.
 
     Where nothing fails the patterns are unchanged, else they are the numbers of the remaining layers, such as `#3`.
-
-    Raises:
-        CapslogError: as `registry.apply_variants`.
+    Raises CapslogError as `registry.apply_variants`.
     """
     chain = plain_chain(workload)
     copies = [(layer.name, copy.deepcopy(layer.module)) for layer in chain.layers]
@@ -138,10 +130,7 @@ def checked_choices(workload: Workload, microbatch_size: int) -> tuple[dict[str,
 def check_variants(chain: Chain, chosen: Mapping[int, str], inputs: Mapping[str, TensorSpec]) -> list[VariantCheck]:
     """Check the variants of some layers of a plain chain, which is not changed; skips layers without a place for them.
 
-    Args:
-        chain: its parameters may have shapes only.
-        chosen: layer -> variant.
-        inputs: specs of the chain's inputs in the run.
+    chain: its parameters may have shapes only. chosen: layer -> variant. inputs: specs of its inputs in the run.
     """
     sizes = _Sizes(chain, inputs)
     alike: dict[object, list[int]] = {}
@@ -299,9 +288,8 @@ def _arguments(read: Sequence[TensorSpec], drawn: bool) -> Iterator[Tensor]:
 def allowed_variants(numerics: str, more: Sequence[str] = ()) -> list[Variant]:
     """Return the variants that planners may choose and that are at least as strict as `numerics`.
 
-    more: names of variants that are searched only where a config asks for them (`profile.variants`).
-
-    Raises CapslogError for a name in `more` that is unknown or of a weaker class.
+    more: names of variants that are searched only where a config asks for them (`profile.variants`). Raises
+        CapslogError for a name in `more` that is unknown or of a weaker class.
     """
     classes, all_variants = list(NUMERICS), known_variants().values()
     for variant in map(variant_named, more):
@@ -317,13 +305,10 @@ def allowed_variants(numerics: str, more: Sequence[str] = ()) -> list[Variant]:
 
 @dataclass(frozen=True)
 class VariantRun:
-    """A run of one or two layers, at least one of which has a variant.
+    """Run of one or two layers, at least one of which has a variant.
 
-    Attributes:
-        first: the first layer.
-        names: the variant of each layer.
-        chain: the whole chain, with these layers rewritten; it shares the other layers, and all parameters, with the
-            plain chain.
+    first: the first layer. names: the variant of each layer.
+    chain: the chain, with these layers rewritten; it shares the other layers and all parameters with the plain chain.
     """
 
     first: int
@@ -332,23 +317,17 @@ class VariantRun:
 
     @property
     def end(self) -> int:
-        """The layer behind it."""
+        """Index after the last layer."""
         return self.first + len(self.names)
 
     def work(self, specs: Sequence[Mapping[str, TensorSpec]]) -> object:
-        """Return a key that is equal for runs that do the same work, which is done once.
-
-        specs: of the tensors across the cuts 0 .. L.
-        """
+        """Return a key that is equal for runs that do the same work, done once. specs: across the cuts 0 .. L."""
         key = key_of_range(self.chain, self.first, self.end, specs[self.first : self.end + 1])
         return key, self.first > 0, self.end < len(self.chain)
 
 
 def variant_runs(chain: Chain, variants: Sequence[Variant]) -> list[VariantRun]:
-    """Return the runs of all variants that change a layer.
-
-    chain: with the plain layers; not changed.
-    """
+    """Return the runs of all variants that change a layer; `chain` has the plain layers, and is not changed."""
     rewritten = _rewritten(chain, variants)
     alternatives: dict[int, list[str]] = {}
     for layer, name in rewritten:
@@ -367,10 +346,7 @@ def joined_variants(runs: Sequence[VariantRun]) -> dict[str, list[str]]:
 
 
 def with_variant_rows(profile: Profile, estimator: StageEstimator, variants: Sequence[Variant]) -> Profile:
-    """Return an estimated profile with rows of all `variant_runs`, without variants that cannot be estimated.
-
-    profile: of the estimator's workload.
-    """
+    """Return the profile with rows of all `variant_runs` that can be estimated; it is of the estimator's workload."""
     rows, runs = [], variant_runs(estimator.chain, [variant for variant in variants if variant.estimated])
     for run in runs:
         row = row_of(estimator.of_chain(run.chain), run.first, run.end)

@@ -1,7 +1,7 @@
 """The bytes of each action of a stage, read from a step of a real run, or from a step on fake tensors.
 
-`trim` and `estimation/hollow` call it. `ActionWeights` makes an observation's `action_bytes` from the live bytes
-before, during and after every action; `ActionProbe` reads these numbers from the device's allocator.
+`ActionWeights` makes an observation's `action_bytes` from the live bytes before, during and after every action;
+`ActionProbe` reads these numbers from the device's allocator.
 """
 
 from __future__ import annotations
@@ -75,10 +75,7 @@ class ActionWeights:
         self._separate_bytes: int | None = None
 
     def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, statistics: int) -> None:
-        """Add one action.
-
-        statistics: bytes that remain after a forward of this microbatch until the commit.
-        """
+        """Add one action. `statistics`: bytes that remain after a forward of this microbatch until the commit."""
         first, last = context.index == 0, stage.ends_in_loss
         name = "first_backward" if first else "backward"
         if kind != "B":
@@ -106,8 +103,7 @@ class ActionWeights:
         """Return the bytes of each action.
 
         update_bytes: the peak after the last action, beside static and lasting bytes.
-        meter: has counted the tensors that the stage's forwards save.
-        lasting_bytes: as in `ActionBytes`.
+        meter: has counted the tensors that the stage's forwards save. lasting_bytes: as in `ActionBytes`.
         """
         graph = meter.saved_bytes if self._graph_bytes is None else self._graph_bytes
         shared = 0 if self._separate_bytes is None else graph + self._output_bytes - self._separate_bytes
@@ -134,7 +130,6 @@ class Halves:
     """Bytes and seconds of the two halves of a stage's backward of one microbatch, in the terms of `ActionBytes`.
 
     held_bytes: held between them and freed by W.
-    input_seconds, weight_seconds: of each.
     """
 
     input_half_bytes: int
@@ -169,10 +164,7 @@ class HalfWeights:
         self._noted = (0, 0)
 
     def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, residue: Left) -> None:
-        """Add one action; actions that are no half of a backward are ignored.
-
-        residue: the bytes that remain after the action.
-        """
+        """Add one action, or ignore it where it is no half of a backward. residue: bytes that remain after it."""
         if kind not in "IW":
             return
         before, behind = (
@@ -199,17 +191,12 @@ class HalfWeights:
 
 
 class ActionProbe(PeakProbe):
-    """A `PeakProbe` that also gives the window of every action inside it.
+    """`PeakProbe` that also gives the window of every action inside it.
 
-    held: a list.
-
-    Attributes:
-        lasting_bytes: bytes on the device beside `held` when the probe was made, as in `ActionBytes`; None on the CPU,
-            where they are no part of the peak.
-
-    Attributes, set when the block has ended:
-        windows: in the order of their begins.
-        end_bytes: the most after the last window.
+    lasting_bytes: bytes on the device beside `held` when the probe was made, as in `ActionBytes`; None on the CPU,
+        where they are no part of the peak.
+    windows, end_bytes: the windows in the order of their begins, and the most after the last one; set at the block's
+        end.
     """
 
     def __init__(self, device: torch.device, held: Sequence[Tensor] = ()) -> None:

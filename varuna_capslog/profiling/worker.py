@@ -1,7 +1,7 @@
 """The processes of a profile: workers that measure one trimmed run after another, each with its own neighbour process.
 
-`measure` starts a `WorkerGroup` and assigns runs. A worker builds the chain's skeleton once and then forks the process
-that plays its neighbours, so that torch is imported only once. No process outlives the process that started it.
+A worker builds the chain's skeleton once and then forks the process that plays its neighbours, so that torch is
+imported only once. No process outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class WorkerFailure(CapslogError):
 
 @dataclass(frozen=True)
 class Given(Generic[T]):
-    """A source that returns an existing value; it can be sent to the workers where the value can be pickled."""
+    """Source that returns an existing value; it can be sent to the workers where the value can be pickled."""
 
     value: T
 
@@ -100,17 +100,13 @@ class Given(Generic[T]):
 
 @dataclass(frozen=True)
 class Workers:
-    """The settings with which processes are started.
+    """Settings with which processes are started.
 
-    Attributes:
-        source: makes the workload in every process.
-        devices: one per worker.
-        threads: CPU threads of each worker; their neighbours have one.
-        preload: modules that are imported once, before processes fork; one that cannot be imported is left out.
-        conditions: of all runs.
-        free_bytes: device -> its free bytes.
-        names: of the layers.
-        roles: the roles of a worker and its neighbours; None: stages on our own engine.
+    source: makes the workload in every process.
+    devices: one per worker. threads: CPU threads of each worker; their neighbours have one.
+    preload: modules that are imported once, before processes fork; one that cannot be imported is left out.
+    conditions: of all runs. free_bytes: device -> its free bytes. names: of the layers.
+    roles: the roles of a worker and its neighbours; None: stages on our own engine.
     """
 
     source: Callable[[], Workload]
@@ -128,14 +124,8 @@ class Workers:
 
 
 class WorkerGroup:
-    """Workers, each with a pipe to it; a context manager that ends all of them, however it is left.
-
-    Args:
-        workers: their settings.
-        count: number of workers, which use the first devices.
-
-    Attributes:
-        idle: workers that are ready for a run.
+    """Workers, which use the first `count` devices, each with a pipe to it; a context manager that ends all of them,
+    however it is left. idle: workers that are ready for a run.
     """
 
     def __init__(self, workers: Workers, count: int) -> None:
@@ -173,10 +163,8 @@ class WorkerGroup:
             pipe.close()
 
     def wait_until_ready(self) -> None:
-        """Wait until every worker is idle; to be called before the first run.
-
-        Raises:
-            WorkerFailure: a worker could not be started.
+        """Wait until every worker is idle; to be called before the first run. Raises WorkerFailure where one could not
+        be started.
         """
         while len(self.idle) < len(self._processes):
             ended = list(self.finished())
@@ -193,9 +181,7 @@ class WorkerGroup:
 
     def finished(self) -> Iterator[tuple[int, Task, Observation]]:
         """Wait for messages; yield (worker, task, result) of every run that has ended (none: workers became ready).
-
-        Raises:
-            WorkerFailure: a run failed or its worker died.
+        Raises WorkerFailure where a run failed or its worker died.
         """
         for ready in multiprocessing.connection.wait(self._pipes):
             worker = self._pipes.index(ready)  # type: ignore[arg-type]
@@ -329,11 +315,7 @@ def next_task(pipe: Connection) -> tuple[TrimmedRun, RunConditions] | None:
 
 
 def pass_on(task: tuple[TrimmedRun, RunConditions], neighbours: Sequence[Connection]) -> None:
-    """Send a run to the processes that play the stages around it.
-
-    Raises:
-        PeerLost: one of these processes has ended.
-    """
+    """Send a run to the processes that play the stages around it. Raises PeerLost where one of them has ended."""
     for pipe in neighbours:
         try:
             pipe.send(task)
@@ -349,10 +331,7 @@ def report(pipe: Connection, kind: str, value: Any) -> None:
 
 def cause_of_loss(lost: PeerLost, neighbours: Sequence[tuple[BaseProcess, Connection]]) -> str:
     """Return the reason why a worker's run lost a neighbour: the neighbour's error, or else the end of its process.
-
-    Args:
-        lost: the worker's error.
-        neighbours: the processes that play the stages around the run, each with the worker's end of its pipe.
+    `neighbours`: each with the worker's end of its pipe.
     """
     deadline = time.monotonic() + _GRACE_SECONDS
     messages = [_last_message(pipe, deadline) for _, pipe in neighbours]

@@ -1,8 +1,7 @@
-"""Builds a chain from an ordinary module without edits to it: the way in for models that were not written as a chain.
+"""Builds a chain from an ordinary module without edits to it.
 
-`Chain.from_module` calls `capture_layers`. This package never copies a parameter (every layer holds the model's own
-`Parameter` objects, so tied weights stay tied) and never returns a layer that silently runs on something other than
-what was captured.
+This package never copies a parameter (every layer holds the model's own `Parameter` objects, so tied weights stay tied)
+and never returns a layer that silently runs on something other than what was captured.
 """
 
 from __future__ import annotations
@@ -69,15 +68,15 @@ def capture_layers(
     Returns the layers, and the names of the tensors that enter and leave the chain of them.
 
     An `nn.Sequential` is split between its children: no example is needed, and any input shape runs. Every other model
-    is captured twice by `torch.export` (training and eval mode) with the example's shapes; a layer refuses others than
-    the sizes that the example leaves open.
+    is captured twice by `torch.export` (training and eval mode) with the example's shapes; a layer refuses other
+    shapes, except in sizes that the example leaves open.
 
     Args:
         model: stays as it is; the chain's layers hold its own parameters and submodules.
         cut_points: qualified names of submodules (`"layer3.0"`, `"model.layers.2"`); a cut lies *before* each. The
-            layer that begins there has that name; the first layer has the name of the first module that runs. One
-            layer waits for another only where the model's own modules do (`assign`). None takes `automatic_cut_points`,
-            less those that never run, what follows the last block (norm and head), and modules outside the blocks that
+            layer that begins there has that name; the first layer has the name of the first module that runs. One layer
+            waits for another only where the model's own modules do (`assign`). None takes `automatic_cut_points`, less
+            those that never run, the modules after the last block (norm and head), and modules outside the blocks that
             read one tensor side by side, such as the branches of an Inception block (`collapse`).
         example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones. Entries that are no tensors
             (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open. For
@@ -151,8 +150,8 @@ def capture_layers(
 
 
 def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
-    """Return the layers; the last one now holds the parameters of the model that no layer uses, so that states, weight
-    files and memory are those of the whole model.
+    """Give the last layer the parameters of the model that no layer uses, so that states, weight files and memory are
+    those of the whole model.
     """
     last = captured[0][-1].module
     held = {id(parameter) for layer in captured[0] for parameter in layer.module.parameters()}
@@ -172,9 +171,7 @@ def _arguments_of(
 
 
 def _takes_use_cache(model: nn.Module) -> bool:
-    """True where `use_cache` is an argument of the model, or of the Hugging Face model that it passes its arguments to,
-    as models of peft do.
-    """
+    """True where `use_cache` is an argument of the model, or of the Hugging Face model that it wraps, as peft's do."""
     parameters = inspect.signature(model.forward).parameters
     hands_on = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return "use_cache" in parameters or (hands_on and bool(getattr(getattr(model, "config", None), "use_cache", False)))
@@ -183,7 +180,7 @@ def _takes_use_cache(model: nn.Module) -> bool:
 def _exported(
     request: CaptureRequest, cut_points: Sequence[str], both: bool, keeps: bool
 ) -> dict[bool, CapturedLayers]:
-    """Map `evaluates` of the request -> the captured model; with `both` also False -> the one of training mode only."""
+    """Map `evaluates` of the request -> the captured model; with `both` also False -> that of training mode only."""
     model, requested = request.model, request.cut_points
     exporter = Exporter(model, *request.example, keeps)
     alone: Captured | None = None
@@ -225,8 +222,7 @@ def automatic_cut_points(model: nn.Module) -> list[str]:
     A child that is itself a list of modules of one class (`layer1` of a ResNet within `features`) gives its own
     children; a model that is an nn.Sequential gives its direct children only, which needs no capture.
 
-    Raises:
-        CapslogError: the model has no such list.
+    Raises CapslogError where the model has no such list.
     """
     cut_points = _list_children(model)
     if not cut_points:
@@ -261,18 +257,17 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def source_modules(layer: Layer) -> tuple[str, ...] | None:
-    """Qualified names, in the captured model, of the modules that this layer runs (innermost ones, by first use).
-
-    None for a layer that `capture_layers` did not make.
+    """Qualified names, in the captured model, of the modules that this layer runs (innermost ones, by first use); None
+    for a layer that `capture_layers` did not make.
     """
     names = getattr(layer.module, "meta", {}).get("source_modules")
     return None if names is None else tuple(names)
 
 
 def captured_result(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> Any:
-    """Return what the captured model returns, built by its own code from the tensors that leave its chain, by name.
+    """Return the captured model's result, built by its own code from the tensors that leave its chain, by name.
 
-    Anything else that the model returned with its example (None, numbers) is in its place as it was.
+    All else that the model returned with its example (None, numbers) is in its place as it was.
     """
     result = getattr(layers[-1].module, "meta", {}).get("result", OutputName("x"))
     return pytree.tree_map(lambda leaf: outputs[leaf] if isinstance(leaf, OutputName) else leaf, result)
@@ -280,9 +275,9 @@ def captured_result(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> Any:
 
 def open_state(model: nn.Module, layers: Sequence[Layer], modes: bool) -> PythonState:
     """Record what a captured model depended on when it was captured: the attributes of those of its modules whose code
-    does not run in its layers, and what else that code names of their files.
+    does not run in its layers, and other values of their files that this code names.
 
-    modes: whether it counts which of them are in training mode.
+    modes: whether the modules' training modes count.
     """
     runs = {id(part) for layer in layers for part in _called(layer.module)}
     parts = {path: part for path, part in model.named_modules() if id(part) not in runs}
@@ -307,9 +302,8 @@ def runs_python(layers: Sequence[Layer]) -> bool:
 
 
 def leave_behind(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> None:
-    """Leave on the modules of a model that was captured with `keeps` what its code would have left there.
-
-    outputs: the tensors that leave its chain, by name.
+    """Leave on the modules of a model that was captured with `keeps` what its code would have left there. `outputs`:
+    the tensors that leave its chain, by name.
     """
     for put, values in getattr(layers[-1].module, "meta", {}).get("left", OfTheModel()).value or ():
         put(pytree.tree_map(lambda leaf: outputs[leaf] if isinstance(leaf, OutputName) else leaf, values))

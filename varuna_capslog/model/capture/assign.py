@@ -1,10 +1,10 @@
 """Assigns every operation of a captured graph to a layer, so that parallel branches stay parallel.
 
-Called by `split_graph`. What runs in a cut point's module is that cut point's layer. For every other operation two
-facts count: which cut points it waits for, and after which one it was executed. It goes into the layer of the latter if
-that layer already waits for all that the operation waits for, and if everything that needs the operation already waits
-for that layer; in a plain chain this always holds. Other operations form layers of their own. Therefore a cut point
-never waits for one that it does not need, and the layers have a topological order.
+Operations in a cut point's module belong to that cut point's layer. For every other operation two facts count: which
+cut points it waits for, and after which of them it was executed. It goes into the layer of the latter if that layer
+already waits for all that the operation waits for, and if everything that needs the operation already waits for that
+layer; in a plain chain this always holds. Other operations form layers of their own. Therefore a cut point never waits
+for one that it does not need, and the layers have a topological order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ __all__ = ["assign_layers", "joined"]
 def joined(count: int, ranges: Iterable[tuple[int, int]]) -> list[int]:
     """For each of `count` consecutive positions, return the first position that it is joined with.
 
-    Args:
-        ranges: first and last position of each group that is joined; ranges that overlap are joined as well.
+    ranges: first and last position of each group that is joined; ranges that overlap are joined as well.
     """
     place = list(range(count))
     for first, last in ranges:
@@ -41,14 +40,13 @@ def joined(count: int, ranges: Iterable[tuple[int, int]]) -> list[int]:
 
 @dataclass
 class _Cut:
-    """A cut point: the graph is cut before it.
+    """Cut point: the graph is cut before it.
 
-    Attributes:
-        name: of the module, and of the layer.
-        position: of the first operation, in the order of execution.
-        end: end of those operations of the module that belong to its layer in any case.
-        rest_of: number of the other cut point, where this one is the remainder behind that one's module.
-        behind: the cut points that its layer waits for, itself included.
+    name: of the module, and of the layer.
+    position: of the first operation, in the order of execution.
+    end: end of those operations of the module that belong to its layer in any case.
+    rest_of: number of the cut point whose module it follows, where it is only the rest behind that module.
+    behind: the cut points that its layer waits for, itself included.
     """
 
     name: str
@@ -60,16 +58,14 @@ class _Cut:
 
 @dataclass(eq=False)
 class _Unit:
-    """Operations that stay together: one with its tuple's getitem operations, or those of a cut point's module.
+    """Operations that stay together: an operation with its tuple's getitem operations, or those of a cut point's
+    module.
 
     Sets of cut points are integers, with one bit for each.
 
-    Attributes:
-        position: of its first operation.
-        cut: the last cut point before it, -1 for none.
-        own: True where it is that cut point's module.
-        behind: the cut points that it waits for, its own included.
-        ahead: the cut points that wait for it.
+    position: of its first operation.
+    cut: the last cut point before it, -1 for none. own: True where the unit is that cut point's module.
+    behind: the cut points that it waits for, its own included. ahead: the cut points that wait for it.
     """
 
     position: int
@@ -84,7 +80,7 @@ class _Unit:
 
 @dataclass(eq=False)
 class _Layer:
-    """A layer. rest: True where it follows a cut point's module and automatic cut points end with their modules."""
+    """Layer. rest: True where it follows a cut point's module and automatic cut points end with their modules."""
 
     units: list[_Unit]
     name: str = ""
@@ -104,11 +100,7 @@ def assign_layers(
 ) -> tuple[dict[fx.Node, int], list[str]]:
     """Return the layer of every operation and the layers' names; put the graph's operations into the layers' order.
 
-    Args:
-        lenient: see `split_graph`.
-
-    Raises:
-        CapslogError: a cut point that never runs or begins where another one does.
+    lenient: see `split_graph`. Raises CapslogError: a cut point that never runs or begins where another one does.
     """
     nodes = [node for node in captured.graph.nodes if node.op in ("call_function", "call_module")]
     cuts = _find_cuts(nodes, model, cut_points, lenient)
@@ -228,9 +220,8 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _find_dependences(units: Sequence[_Unit], cuts: Sequence[_Cut]) -> None:
-    """Fill in `behind` and `ahead` of units, and `behind` of cut points.
-
-    An operation that joins the layer of the preceding cut point takes over `behind` of that cut point.
+    """Fill in `behind` and `ahead` of units, and `behind` of cut points. An operation that joins the layer of the
+    preceding cut point takes over `behind` of that cut point.
     """
     for unit in units:
         for source in unit.sources:

@@ -21,15 +21,14 @@ __all__ = ["collapse_modules", "forked_modules", "mutated_arguments"]
 
 
 def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[str]) -> None:
-    """Replaces, outermost first, each call of a submodule by one `call_module` node; changes the graph in place.
+    """Replace, outermost first, each call of a submodule by one `call_module` node; changes the graph in place.
 
     A call is replaced when neither a cut point nor a module that is kept whole lies inside the module, every call of it
     in this model had one tensor as its only argument and returned one tensor, and its operations form one run of nodes
     that take one value from outside (beside the module's own parameters and buffers) and leave one value. An embedding
     of sparse gradients is left as an operation, with dense ones.
 
-    Raises:
-        CapslogError: a module that is no batch norm changes a buffer or a parameter in its forward.
+    Raises CapslogError for a module, other than a batch norm, that changes a buffer or a parameter in its forward.
     """
     _refuse_state(captured, model)
     _read_buffers_themselves(captured)
@@ -79,8 +78,7 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
 def _read_buffers_themselves(captured: Captured) -> None:
     """Make readers of an in-place operation's result on a buffer read the buffer itself.
 
-    A batch norm that is called again counts on from the count that its first call returned, which no other module
-    needs.
+    A second call of a batch norm continues from the count that the first call returned, which no other module needs.
     """
     for node in captured.graph.nodes:
         for argument in mutated_arguments(node):
@@ -179,8 +177,7 @@ def forked_modules(captured: Captured, model: nn.Module, blocks: Sequence[str]) 
     Two children of one module are side by side if neither waits for the other. Operations between the tensor and a
     child that belong to no child, such as a functional pooling, count as the child's.
 
-    Args:
-        blocks: modules whose inside is not searched, and that are not named again.
+    blocks: modules that are neither searched inside nor returned.
     """
     children: dict[str, dict[str, str]] = {"": {}}
     for node in captured.graph.nodes:

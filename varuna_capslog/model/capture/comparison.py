@@ -1,8 +1,8 @@
 """Compares one step of a captured model with the model's own on its example: outputs, gradients and buffers.
 
-`capture_layers` calls this before a model with weights trains, to notice any difference that other checks missed. The
-captured layers may run other operators than the model, equal up to rounding; a lost backward, or Python code that was
-not run, makes a different step.
+It notices differences that other checks missed, before a model with weights trains. The captured layers may run other
+operators than the model, equal up to rounding; a lost backward, or Python code that was not run, makes a different
+step.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ _LEAST = 1e-3
 
 @dataclass
 class _OneStep:
-    """Outputs, gradients and buffers of one step, by name."""
-
     outputs: dict[str, KeptTensor]
     gradients: dict[str, KeptTensor | None]
     buffers: dict[str, KeptTensor]
@@ -72,9 +70,7 @@ class _Names(NamedTuple):
 
 
 class _SameDraws(MemoryGuard):
-    """Mode in which torch's random operators give the same numbers, whatever the order and layout of the draws: dropout
-    keeps everything.
-    """
+    """Mode in which torch's random operators give the same numbers in any order and layout: dropout drops nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,17 +102,14 @@ def _fill(func: Any, drawn: Tensor) -> Tensor:
 def compare_steps(
     model: nn.Module, captured: CapturedLayers, example: tuple[tuple[Any, ...], Mapping[str, Any]]
 ) -> str | None:
-    """Say how a step of the captured layers differs from one of the model; None where it does not.
+    """Say how a step of the captured layers differs from one of the model; None where it does not. `example`:
+    positional and keyword arguments.
 
     Where the model's own step fails there is nothing to compare: training will fail with the model's own error. Where
     two steps do not fit into memory, their large tensors become files; where that does not help either, the log says
     that nothing was compared.
 
-    Args:
-        example: positional and keyword arguments.
-
-    Raises:
-        CapslogError: the model's code changed something in the first step that makes its next step different.
+    Raises CapslogError where the model's code changed something in the first step that makes its next step different.
     """
     try:
         return with_room(model, functools.partial(_compare, model, captured, example))
@@ -236,12 +229,10 @@ def _step(
     memory: StepMemory,
     state: Sequence[tuple[StateChange, Any]] = (),
 ) -> tuple[_OneStep, list[StateChange]]:
-    """Run a forward and a backward; also return what the model's code changed, which is put back.
+    """Run a forward and a backward; return also the changes by the model's code, which are undone.
 
     Code that refuses all but a whole backward, as torch's old checkpointing does, gets one, unless hooks wait for it
-    that may change weights.
-
-    state: changes of an earlier step, made before this one.
+    that may change weights. `state`: changes of an earlier step, made before this one.
     """
     try:
         return _one_step(model, run, memory, state, whole=False)
@@ -290,10 +281,7 @@ def _one_step(
 
 
 def _changed_parameters(model: nn.Module, values: Mapping[str, KeptTensor]) -> Iterator[StateChange]:
-    """Yield the parameters that the model's own forward has written into.
-
-    values: before the forward, by name.
-    """
+    """Yield the parameters that the model's own forward has written into; values: before the forward, by name."""
     for name, kept in values.items():
         parameter, before = model.get_parameter(name), kept()
         if not same_bits(parameter, before):
@@ -338,7 +326,6 @@ def _left_alone(model: nn.Module) -> Iterator[PythonState]:
 
 
 def _difference(expected: _OneStep, actual: _OneStep, exact: bool = False) -> str | None:
-    """Describe the first difference."""
     largest = max(
         (_largest(gradient()) for gradient in expected.gradients.values() if gradient is not None), default=0.0
     )
@@ -359,9 +346,8 @@ def _difference(expected: _OneStep, actual: _OneStep, exact: bool = False) -> st
 
 
 def _tensors_differ(expected: Tensor | None, actual: Tensor | None, least: float, exact: bool) -> str | None:
-    """Describe how the second tensor differs from the first; a missing one counts as zeros.
-
-    least: counts as the first one's largest value where that is smaller.
+    """Describe how the second tensor differs from the first; a missing one counts as zeros. `least` replaces the first
+    tensor's largest value where that is smaller.
     """
     present = expected if expected is not None else actual
     if present is None:

@@ -1,7 +1,7 @@
 """Exports a module's forward to one flat graph by `torch.export`, and replaces torch's private constructs by ours.
 
-`capture_layers` calls it once per mode. The graph has one node per tensor operation, each knowing the modules it ran
-in; parameters and buffers are `get_attr` nodes with their own qualified names. Nothing is split here.
+The graph has one node per tensor operation, each knowing the modules it ran in; parameters and buffers are `get_attr`
+nodes with their own qualified names.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ def input_tensors(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def named_leaves(tree: Any, taken: Collection[str] = ()) -> list[tuple[str, Any]]:
-    """Return every leaf of a model's result, named by its place: `logits`, `loss`, `0.1`; a bare one is `output`.
-
-    Args:
-        taken: names that no leaf gets.
+    """Return every leaf of a model's result, named by its place: `logits`, `loss`, `0.1`; a bare one is `output`. No
+    leaf gets a name in `taken`.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in paths_of(tree):
@@ -132,18 +130,17 @@ _SLICE = re.compile(r"^(.*?)\.slice\((\S+), (\S+), (\S+)\)\.(\d+)")
 class Captured:
     """A model's forward as one graph.
 
-    Attributes:
-        graph: placeholders (the model's tensor inputs), `get_attr` nodes, operations; no output node.
-        inputs: name and node of every tensor input, in order.
-        outputs: name and node of every tensor that the model returns.
-        extra: modules and tensors that the graph refers to and the model lacks, by attribute name.
-        simple: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
-        bounds: least and greatest value of every size that may change, by its name in torch's shapes.
-        conditions: what else the model's code asked of these sizes, as comparisons of their names.
-        result: what the model returns, with the names of its tensors in their places.
-        left: likewise, what its code leaves on its modules, one for each of the watch's changes.
-        watch: what was noticed of the model's code.
-        whole: why a module is kept whole, by its qualified name.
+    graph: placeholders (the model's tensor inputs), `get_attr` nodes, operations; no output node.
+    inputs: name and node of every tensor input, in order.
+    outputs: name and node of every tensor that the model returns.
+    extra: modules and tensors that the graph refers to and the model lacks, by attribute name.
+    simple: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
+    bounds: least and greatest value of every size that may change, by its name in torch's shapes.
+    conditions: further demands of the model's code on these sizes, as comparisons of their names.
+    result: the model's result, with the names of its tensors in their places.
+    left: likewise, what its code leaves on its modules, one for each of the watch's changes.
+    watch: observations of the model's code.
+    whole: why a module is kept whole, by its qualified name.
     """
 
     graph: fx.Graph
@@ -175,15 +172,13 @@ LEFT = "left behind: "
 
 
 class OutputName(str):
-    """Stands in a model's result for the tensor of that name."""
+    """Replaces the tensor of that name in a model's result."""
 
 
 class NotCaptured(CapslogError):
     """torch cannot capture a model.
 
-    Attributes:
-        path: qualified name of the module that was running.
-        why: in short.
+    path: qualified name of the module that was running. why: in short.
     """
 
     def __init__(self, path: str, why: str, sentence: str) -> None:
@@ -201,14 +196,10 @@ def export_model(
 ) -> Captured:
     """Capture `model` in its present mode on these arguments' shapes; a `Varying` one leaves some of its sizes open.
 
-    Everything that the model's code keeps is as before afterwards.
+    All state that the model's code keeps is as before afterwards. `opaque` knows what of the model is kept whole; None:
+    nothing. `by_module`, `keeps`: as for `Watch`.
 
-    Args:
-        opaque: knows what of the model is kept whole; None: nothing.
-        by_module, keeps: as for `Watch`.
-
-    Raises:
-        NotCaptured: names the module that was running and torch's reason.
+    Raises NotCaptured, which names the module that was running and torch's reason.
     """
     varies = {}
     if any(isinstance(argument, Varying) for argument in [*arguments, *keywords.values()]):
@@ -258,7 +249,7 @@ def export_model(
 
 
 def _open_sizes(value: Any) -> Any:
-    """Dynamic-shape specification of torch for the sizes of an argument that are left open where possible."""
+    """torch's dynamic-shape specification for the sizes of an argument that are left open where possible."""
     return dict.fromkeys(value.dimensions, torch.export.Dim.AUTO) if isinstance(value, Varying) else None
 
 
@@ -275,8 +266,8 @@ def _check_open(program: Any, varies: Mapping[str, Any]) -> None:
 
 
 def _check_functions(model: nn.Module, root: fx.GraphModule) -> None:
-    """Raise NotCaptured where the code calls a function of torch's that is in the graph as an object, such as indexing
-    under `torch.vmap`: no operator stands for it.
+    """Raise NotCaptured where the code calls a function of torch's that is in the graph as an object, without an
+    operator, such as indexing under `torch.vmap`.
     """
     for node in root.graph.find_nodes(op="get_attr"):
         if not node.users or isinstance(getattr(root, str(node.target), None), (Tensor, nn.Module, type(None))):
@@ -288,9 +279,8 @@ def _check_functions(model: nn.Module, root: fx.GraphModule) -> None:
 
 
 def _conditions(program: Any, inputs: Mapping[str, fx.Node]) -> tuple[str, ...]:
-    """Return the comparisons of open sizes that the model's code made, in the names of the sizes.
-
-    Raises CapslogError for a comparison that is not one of whole numbers.
+    """Return the comparisons of open sizes that the model's code made, in the names of the sizes. Raises CapslogError
+    for a comparison that is not one of whole numbers.
     """
 
     def named(match: re.Match[str]) -> str:
@@ -354,9 +344,8 @@ def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Nod
 
 
 def _named(captured: Captured, tree: Any, result: Sequence[Any], env: Mapping[fx.Node, fx.Node], before: str) -> Any:
-    """Return a part of the model's result with names in the places of its tensors, which become outputs.
-
-    tree: the places of its leaves in `result`.
+    """Return a part of the model's result with names in the places of its tensors, which become outputs. `tree`: the
+    places of its leaves in `result`.
     """
     names: dict[int, Any] = {}
     for place, index in named_leaves(tree, captured.inputs):
@@ -371,8 +360,7 @@ def _bypass_copies_of_nothing(captured: Captured) -> None:
     """Let readers in other modules read the value itself where a module's `x.to(x.dtype)` returned it unchanged.
 
     The tracer knows a tensor by the last operation that returned it, so a residual connection seems to come out of the
-    middle of the norm that followed. Inside the module the conversion stays: under autocast it may have something to
-    do.
+    middle of the norm that followed. Inside the module the conversion stays: autocast may need it.
     """
     for node in list(captured.graph.nodes):
         if node.op != "call_function" or not str(node.target).startswith(
@@ -443,15 +431,10 @@ _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range")
 def _copy_operations(
     root: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, fx.Node], extra: dict[str, Any], calls: Calls
 ) -> None:
-    """Copy torch's operations into our graph. A region under its own gradient or autocast mode becomes a `Region`; a
-    call that was not followed becomes its module.
+    """Copy torch's operations from `root` into our graph. A region under its own gradient or autocast mode becomes a
+    `Region`; a call that was not followed (`calls`) becomes its module.
 
-    Args:
-        root: owner of torch's graph and of the bodies of its regions.
-        graph: receives the copies.
-        env: torch's node -> our copy; holds the inputs already.
-        extra: receives the regions by attribute name.
-        calls: the calls that were not followed.
+    env: torch's node -> our copy; holds the inputs already. extra: receives the regions by attribute name.
     """
     for node in root.graph.nodes:
         # a get_attr is the body of a region, fetched where it is used

@@ -1,9 +1,8 @@
 """Exports one model until an export does what the model does; decides which modules have to stay Python, and why.
 
-`capture_layers` gets the graph of each mode here. A module whose code cannot be exported, or whose random numbers an
-export would take for constants, is kept whole: its Python runs at every step. Where this applies to the model's own
-outermost code, the whole model is kept. A model that keeps a state from one forward to the next is refused: a pipeline
-runs forwards again, and on several ranks.
+A module whose code cannot be exported, or whose random numbers an export would take for constants, is kept whole: its
+Python runs at every step. Where this applies to the model's own outermost code, the whole model is kept. A model that
+keeps a state from one forward to the next is refused: a pipeline runs forwards again, and on several ranks.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class KeptWhole(Exception):
 class Exporter:
     """Exports of a model with an example.
 
-    Args:
-        keeps: whether the graphs leave on the model's modules what its code does.
+    keeps: whether the graphs leave on the model's modules what its code does.
 
     Attributes:
         whole: why a module is kept whole, by its qualified name.
@@ -98,10 +96,10 @@ class Exporter:
             calls = OpaqueCalls(modules, self._made)
             return export_model(self._model, self._arguments, self._keywords, calls, by_module, self._keeps)
 
-    # -- what fails ----------------------------------------------------------------------------------------------------
+    # -- failing modules -----------------------------------------------------------------------------------------------
 
     def _keep_failing(self, error: NotCaptured) -> None:
-        """Keep the module whole that failed in an export, or the one around it where it is whole already."""
+        """Keep the module whole that failed in an export, or the module around it where it is whole already."""
         path = self._covering(error.path)
         if path in self._made:
             path = path.rpartition(".")[0]
@@ -168,7 +166,7 @@ class Exporter:
     def _uncovered(self, drawers: Mapping[str, set[str]]) -> dict[str, set[str]]:
         return {path: names for path, names in drawers.items() if self._covering(path) not in self.whole}
 
-    # -- what else no graph has ----------------------------------------------------------------------------------------
+    # -- further things that no graph has ------------------------------------------------------------------------------
 
     def _hooked(self, captured: Captured) -> dict[str, str]:
         """Modules with a hook on their backward that are not called as a graph calls modules -> reason."""
@@ -199,9 +197,7 @@ class Exporter:
         return reasons
 
     def _normed(self, captured: Captured) -> dict[str, str]:
-        """Modules with a batch norm under autocast or no_grad of their own code, whose statistics only its own call
-        counts -> reason.
-        """
+        """Modules with a batch norm in a `Region` -> reason: its statistics are counted by its own call alone."""
         reasons: dict[str, str] = {}
         for node in captured.graph.find_nodes(op="call_module"):
             region = captured.extra.get(str(node.target))
@@ -223,7 +219,7 @@ class Exporter:
             if change.put is None or change.counts or not all(map(_is_plain, pytree.tree_leaves(change.after)))
         }
 
-    # -- what stays from one forward to the next -----------------------------------------------------------------------
+    # -- state between forwards ----------------------------------------------------------------------------------------
 
     def _refuse_state(self, captured: Captured) -> None:
         """Refuse a model whose graph depends on what its code changed in an earlier forward."""
@@ -308,7 +304,7 @@ def state_sentence(model: nn.Module, changes: Sequence[StateChange]) -> str:
 
 
 def graph_text(captured: Captured) -> str:
-    """Text of what a graph computes: equal for graphs that do the same."""
+    """Text of a graph's computation: equal for graphs that do the same."""
     lines = [f"{node.op} {node.target} {node.args} {node.kwargs}" for node in captured.graph.nodes]
     for name, held in sorted(captured.extra.items()):
         if isinstance(held, Tensor):
@@ -355,15 +351,12 @@ def _with_generators(captured: Captured) -> Iterator[str]:
 
 
 def merge_modes(training: Captured, evaluation: Captured, model: nn.Module) -> str | None:
-    """Merge the eval capture into the training one, in place.
+    """Merge the eval capture into the training one, in place; return None, or why they differ further. The training
+    graph is then unchanged in meaning and must not be run in eval mode.
 
     The two lists of nodes are walked side by side. A node may differ in its constants (it becomes a `ByMode`), and a
     module that did nothing in eval mode (dropout, stochastic depth) may be missing there, as may a `contiguous()` of a
     tensor that is contiguous in eval mode already.
-
-    Returns:
-        None, or why the two do more than that differently; then the training graph is unchanged in meaning and must
-        not be run in eval mode.
     """
     if _shapes(training) != _shapes(evaluation):
         return "it fixes other sizes of its inputs in eval mode"
@@ -459,7 +452,6 @@ def _equal_leaves(node: fx.Node, counterpart: fx.Node) -> bool:
 
 
 def _same_extra(mine: Any, yours: Any) -> bool:
-    """True where two modules that a capture has added do the same."""
     return type(mine) is type(yours) and bool(mine.key == yours.key)
 
 
@@ -491,13 +483,12 @@ def whole_layer(
 ) -> CapturedLayers:
     """Return the model as one layer, and the names of the tensors that enter and leave it, as a capture names them.
 
-    Args:
-        example: positional and keyword arguments.
-        outputs, cut_points: as for `capture_layers`.
-        why: no graph can stand for it.
+    example: positional and keyword arguments.
+    outputs, cut_points: as for `capture_layers`.
+    why: no graph can replace it.
 
-    Raises:
-        CapslogError: cut points, of which it has none; an unknown output; a result of a class that torch does not know.
+    Raises CapslogError: cut points, of which it has none; an unknown output; a result of a class that torch does not
+    know.
     """
     if cut_points:
         raise CapslogError(

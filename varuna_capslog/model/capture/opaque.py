@@ -2,8 +2,8 @@
 
 torch's export follows the forward of an autograd Function and knows nothing of its backward, nor of hooks that code
 gives a tensor; and it takes what Python decides by random numbers for a constant. Here calls of Functions, hooks, and
-calls of chosen modules are not followed: they stand in the graph as operations of our own, each of which later becomes
-a module that makes the call (`python_calls`).
+calls of chosen modules are not followed: each is an operation of our own in the graph, which later becomes a module
+that makes the call (`python_calls`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _ASKED = ("__bool__", "item")
 class FiniteValues(TorchFunctionMode):
     """Mode in which Python code that asks whether values are finite is told that they are.
 
-    An engine refuses a step whose loss or gradients are not finite anyway. A model that would have clamped an infinite
-    value ends with that refusal instead.
+    An engine refuses a step whose loss or gradients are not finite anyway: a model that would have clamped an infinite
+    value ends with that refusal.
     """
 
     def __init__(self) -> None:
@@ -97,10 +97,7 @@ class NeedsPython(CapslogError):
 
 
 class MadeCall(NamedTuple):
-    """A call of Python code that was made once.
-
-    changes: whether it writes into one of its arguments.
-    """
+    """Call of Python code that was made once. changes: whether it writes into one of its arguments."""
 
     call: PythonCall
     changes: bool
@@ -119,7 +116,7 @@ class OpaqueCalls(FiniteValues):
         records: record the calls of `modules` in `made` instead.
 
     Attributes:
-        calls: what each operation of ours stands for, by its number.
+        calls: the call that each operation of ours replaces, by its number.
     """
 
     def __init__(
@@ -225,8 +222,8 @@ class OpaqueCalls(FiniteValues):
         return called
 
     def _checkpointed(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """torch's old checkpointing (`use_reentrant=True`) runs code without gradients, which an export would believe:
-        there the code is followed as it is. Whether to recompute is decided where the graph is run.
+        """Let an export follow code under torch's old checkpointing (`use_reentrant=True`), which would seem to run
+        without gradients. Whether to recompute is decided where the graph is run.
         """
 
         def called(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -234,7 +231,7 @@ class OpaqueCalls(FiniteValues):
 
         return called
 
-    # -- both ----------------------------------------------------------------------------------------------------------
+    # -- calls of modules and Functions --------------------------------------------------------------------------------
 
     def _make(
         self, arguments: Any, run: Callable[[], Any], call_of: Callable[[Any], PythonCall]
@@ -326,11 +323,8 @@ def _kept_by(hook: Any) -> Iterator[Any]:
 
 
 def put_in_calls(graph: fx.Graph, calls: Calls, extra: dict[str, Any]) -> dict[fx.Node, fx.Node]:
-    """Replace our operations in an exported graph by modules; return old node -> the node that stands for it.
-
-    Args:
-        calls: of the `OpaqueCalls`.
-        extra: receives the modules by attribute name.
+    """Replace our operations in an exported graph by modules, which `extra` receives by attribute name; return old node
+    -> the node that replaces it. `calls`: of the `OpaqueCalls`.
     """
     replaced: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(graph.nodes)):  # of two hooks of one tensor the first gets the gradient first

@@ -1,8 +1,8 @@
 """Modules of a captured layer that run the user's own Python at every step, where a graph would not do the same.
 
-`opaque` makes them while a model is exported: for a module that is kept whole, for an autograd Function, whose backward
-a graph cannot hold, and for a hook that the model's code gives a tensor. They hold no parameters: a module that is kept
-whole lies beside them in the layer, under its own name.
+`opaque` makes them for a module that is kept whole, for an autograd Function, whose backward a graph cannot hold, and
+for a hook that the model's code gives a tensor. They hold no parameters: a module that is kept whole lies beside them
+in the layer, under its own name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CallShape", "FunctionCall", "Hooked", "MadeTensor", "PythonCall", "W
 
 
 class MadeTensor(NamedTuple):
-    """A tensor that a call has made."""
+    """Tensor that a call has made."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,13 +45,12 @@ class MadeTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class CallShape:
-    """A call of Python code without its tensors.
+    """Call of Python code without its tensors.
 
-    Attributes:
-        spec, constants: structure and leaves of (args, kwargs), with None in the places (`slots`) of tensors.
-        given: the tensors' shapes.
-        result_spec, result_constants, made: likewise of what it returned; tensors: what it made.
-        passed: number of a tensor that it made, and of the argument that it was; another call may make one anew.
+    spec, constants: structure and leaves of (args, kwargs), with None in the places (`slots`) of tensors.
+    given: the tensors' shapes.
+    result_spec, result_constants, made: likewise of its result. tensors: those that it made.
+    passed: number of a tensor that it made, and of the argument that it was; another call may make a new tensor.
     """
 
     spec: pytree.TreeSpec
@@ -108,11 +107,10 @@ def _without_tensors(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class PythonCall(nn.Module):
-    """A call of Python code, with tensors in the places where the captured call had some.
+    """Call of Python code, with tensors in the places where the captured call had some.
 
-    Attributes:
-        from_memory: give tensors without values like those of the captured call instead of making it, where shapes are
-            asked for.
+    from_memory: where shapes are asked for, give tensors without values like those of the captured call instead of
+        making it.
     """
 
     def __init__(self, shape: CallShape) -> None:
@@ -179,10 +177,9 @@ def _told(leaves: Sequence[Any]) -> str:
 
 
 class Whole(PythonCall):
-    """A module that is called as a whole, with any arguments and results.
+    """Module that is called as a whole, with any arguments and results.
 
-    Args:
-        path: its qualified name in the model, under which the layer holds it.
+    path: its qualified name in the model, under which the layer holds it.
     """
 
     def __init__(self, module: nn.Module, path: str, shape: CallShape) -> None:
@@ -206,11 +203,9 @@ class Whole(PythonCall):
 
 
 class WholeModel(Frozen, PythonCall):
-    """A model that is one layer, with its own parameters, buffers and submodules under their own names.
+    """Model that is one layer, with its own parameters, buffers and submodules under their own names.
 
-    Args:
-        outputs: which of all that it returns, flat, the layer writes.
-        why: no graph can stand for it.
+    outputs: the part of its flat result that the layer writes, as indices. why: no graph can replace it.
     """
 
     def __init__(self, model: nn.Module, shape: CallShape, outputs: Sequence[int], why: str) -> None:
@@ -254,7 +249,7 @@ class WholeModel(Frozen, PythonCall):
 
 
 class FunctionCall(PythonCall):
-    """A call of an autograd Function, which keeps its own backward."""
+    """Call of an autograd Function, which keeps its own backward."""
 
     def __init__(self, kind: type, shape: CallShape) -> None:
         super().__init__(shape)
@@ -268,7 +263,7 @@ class FunctionCall(PythonCall):
 
 
 class Hooked(nn.Module):
-    """A tensor with a hook of the user's on its gradient."""
+    """Tensor with a hook of the user's on its gradient."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()

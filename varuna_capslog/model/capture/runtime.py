@@ -1,4 +1,4 @@
-"""The few modules beside the model's own that a captured layer is made of. They run layers and know nothing of graphs.
+"""The few modules beside the model's own that a captured layer is made of.
 
 They hold no parameters (a layer's parameters keep the model's own names) and refuse what was not captured.
 """
@@ -45,11 +45,9 @@ class FixedSize(CapslogError):
 
 
 class Varying:
-    """An example input some of whose sizes may change when the captured model runs.
+    """Example input of which the sizes of some `dimensions` may change when the captured model runs.
 
-    Args:
-        tensor: the example, of at least 2 in these dimensions.
-        dimensions: dimensions whose size may change.
+    `tensor`: the example, of at least 2 in these dimensions.
     """
 
     def __init__(self, tensor: Tensor, dimensions: Sequence[int]) -> None:
@@ -57,7 +55,7 @@ class Varying:
 
 
 class OfTheModel:
-    """A value of the captured model that a layer or chain holds; copies and pickles hold None instead."""
+    """Value of the captured model that a layer or chain holds; copies and pickles hold None instead."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -70,10 +68,7 @@ class OfTheModel:
 
 
 class Frozen(nn.Module):
-    """A layer some of whose modules stay in eval mode when it is put into training mode.
-
-    frozen: their names in the layer.
-    """
+    """Layer in which the modules of the names `frozen` stay in eval mode when it is put into training mode."""
 
     frozen: tuple[str, ...] = ()
     _trained: tuple[str, ...] = ()
@@ -95,7 +90,7 @@ class Frozen(nn.Module):
         self._trained = tuple(name for name, key in held if key in trained_ids)
 
     def freeze_as(self, layer: Frozen) -> None:
-        """Record what is frozen in a layer that holds modules of the same names."""
+        """Record the frozen modules of a layer that holds modules of the same names."""
         names = {name for name, _ in self.named_modules(remove_duplicate=False)}
         if frozen := tuple(name for name in layer.frozen if name in names):
             self.frozen = frozen
@@ -108,9 +103,8 @@ class Frozen(nn.Module):
 
 
 class CapturedGraph(Frozen, fx.GraphModule):
-    """A part of a captured model's graph. It never changes once it is made, so that copies share graph and code.
-
-    A copy of an `fx.GraphModule` copies the graph and compiles its code anew, which takes longer than estimating it.
+    """Part of a captured model's graph. It never changes once it is made, so that copies share graph and code: a copy
+    of an `fx.GraphModule` copies the graph and compiles its code anew, which takes longer than estimating it.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedGraph:
@@ -140,13 +134,11 @@ def hold(layer: fx.GraphModule, name: str, value: Any) -> None:
 class Guard(nn.Module):
     """Refuses inputs of a shape that was not captured, and eval mode where only training was captured.
 
-    Args:
-        layer: the layer's name, for the message.
-        names: its inputs' names.
-        shapes: their captured shapes, with a name and bounds for each size that may change.
-        train_only: why the layer is right in training mode only, or None.
-        conditions: comparisons of the names of sizes that may change; the capture is right where they hold.
-        dtypes: of its inputs in the example; they are not checked. () where they are not needed.
+    layer: the layer's name, for the message. names: of its inputs.
+    shapes: their captured shapes, with a name and bounds for each size that may change.
+    train_only: why the layer is right in training mode only, or None.
+    conditions: comparisons of the names of sizes that may change; the capture is right where they hold.
+    dtypes: of its inputs in the example; they are not checked. () where they are not needed.
     """
 
     def __init__(
@@ -242,7 +234,7 @@ def _size_text(size: int | tuple[str, int, int | None]) -> str:
 
 
 class ByShape(CapturedGraph):
-    """A captured layer with a graph for each of several shapes, all on the same modules; its own graph is the first."""
+    """Captured layer with a graph for each of several shapes, all on the same modules; its own graph is the first."""
 
     graphs: tuple[fx.Graph, ...]
     """Graphs of all shapes."""
@@ -274,14 +266,10 @@ def _run_chosen(self: ByShape, *values: Tensor) -> Any:
 
 
 class ByMode(nn.Module):
-    """A function whose constant arguments differ between training and eval: dropout's probability, `training=` flags.
+    """Function with constant arguments that differ between training and eval: dropout's probability, `training=` flags.
 
-    Args:
-        target: the function.
-        spec: the structure of (args, kwargs).
-        training: its flattened arguments in training; `slots` of them are overwritten by the tensors of the call.
-        evaluation: likewise in eval mode.
-        slots: positions of the tensors among the flattened arguments.
+    target: the function. spec: the structure of (args, kwargs).
+    training, evaluation: its flattened arguments in each mode. slots: positions of the call's tensors among them.
     """
 
     def __init__(
@@ -306,12 +294,9 @@ class ByMode(nn.Module):
 
 
 class Region(nn.Module):
-    """A part of the graph that runs under the gradient mode or autocast that the model's code sets.
+    """Part of the graph that runs under the gradient mode or autocast that the model's code sets.
 
-    Args:
-        body: the graph that runs.
-        context: `torch.set_grad_enabled` or `torch.autocast`.
-        arguments: arguments of `context`.
+    context, arguments: `torch.set_grad_enabled` or `torch.autocast`, and its arguments.
     """
 
     def __init__(
@@ -336,7 +321,7 @@ class Region(nn.Module):
 
 def _no_leaf(value: Any) -> Any:
     """Return a view of a value that crossed a cut: autocast makes one copy of a leaf for all readers, as of a weight,
-    and the gradients of that copy would be added in the lower precision.
+    and would add the gradients of that copy in the lower precision.
     """
     crossed = (
         isinstance(value, Tensor) and value.is_leaf and value.requires_grad and not isinstance(value, nn.Parameter)
@@ -345,9 +330,7 @@ def _no_leaf(value: Any) -> Any:
 
 
 def runs_its_children(model: nn.Module) -> bool:
-    """True where a module only runs its children in order: an nn.Sequential without a forward of its own, in its class
-    or on the object, and without hooks.
-    """
+    """True for an nn.Sequential without a forward of its own, in its class or on the object, and without hooks."""
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     has_own_forward = getattr(model.forward, "__func__", None) is not nn.Sequential.forward
     return isinstance(model, nn.Sequential) and not has_own_forward and not any(hooks)
@@ -356,9 +339,9 @@ def runs_its_children(model: nn.Module) -> bool:
 class SequentialSlice(Frozen, nn.Sequential):
     """Consecutive children of an nn.Sequential, under their own names.
 
-    The first of them may work in place (`nn.ReLU(inplace=True)`); its input has crossed a cut, where others read it
-    and gradients are taken of it, so it works on a copy. The copy is made for every slice that begins with such a
-    module or with one that may pass its input through (dropout in eval mode).
+    The first child may work in place (`nn.ReLU(inplace=True)`); its input has crossed a cut, where others read it and
+    gradients are taken of it, so it works on a copy. The copy is made for every slice that begins with such a module or
+    with one that may pass its input through (dropout in eval mode).
     """
 
     def __init__(self, children: Sequence[tuple[str, nn.Module]]) -> None:

@@ -1,7 +1,7 @@
 """Cuts a captured graph into the layers of a chain.
 
-Called last by `capture_layers`. `assign` decides which layer each node belongs to; values that later layers need cross
-the cut under a readable name. In-place operations never reach a tensor that crossed a cut.
+`assign` decides which layer each node belongs to; values that later layers need cross the cut under a readable name.
+In-place operations never reach a tensor that crossed a cut.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _near(
 def _tensors_with(
     number: fx.Node, user: fx.Node, position: dict[fx.Node, int], everywhere: bool
 ) -> Iterator[tuple[fx.Node, int]]:
-    """Yield (tensor, dimension) with that size among what `user` was computed from, last first; then among the operands
-    of what its result meets, which an operation without operands needs (the noise of a stochastic depth).
+    """Yield (tensor, dimension) with that size among the values from which `user` was computed, last first; then among
+    the other operands of operations on its result, for operations without operands (the noise of a stochastic depth).
 
     everywhere: False: search its operands only.
     """
@@ -127,7 +127,7 @@ def _tensors_with(
 def _reached(
     start: fx.Node, position: dict[fx.Node, int], following: Callable[[fx.Node], Iterable[fx.Node]], order: int
 ) -> Iterator[fx.Node]:
-    """Yield nodes reachable from a node, by rising position or, with order -1, falling; numbers are left out."""
+    """Yield nodes reachable from a node, by ascending position or, with order -1, descending; numbers are left out."""
     seen = {start}
     waiting: list[tuple[int, fx.Node]] = []
     node = start
@@ -267,9 +267,8 @@ def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[s
 
 
 def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
-    """Give an in-place operation on (a view of) a value from an earlier layer a copy, made at the head of its layer.
-
-    Later readers of that value read the copy, as they would have seen the change.
+    """Give an in-place operation on (a view of) a value from an earlier layer a copy, made at the head of its layer;
+    later readers of that value read the copy.
     """
     for node in list(captured.graph.nodes):
         if node not in layer_of:
@@ -363,11 +362,8 @@ def _layer_module(
 
 
 def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, paths: Sequence[str]) -> CapturedGraph:
-    """Make the module of a layer: its graph on the model's parameters and modules, and on what the model lacks.
-
-    Args:
-        extra: objects that the graph refers to and the model lacks, by attribute name.
-        paths: qualified names of the model's modules that the layer runs.
+    """Make the module of a layer: its graph on the model's parameters and modules, and on objects that the model lacks
+    (`extra`, by attribute name). `paths`: qualified names of the model's modules that the layer runs.
     """
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     held = {target: extra[target] if target in extra else operator.attrgetter(target)(model) for target in targets}
@@ -416,7 +412,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def open_regions(captured: Captured, cut_points: Collection[str]) -> None:
-    """Replace each region that runs several cut points' modules by one region for each of them and for what lies
+    """Replace each region that runs several cut points' modules by one region for each of them and for the operations
     between; changes the graph in place. A region whose pieces would change each other's tensors stays one.
     """
     for node in captured.graph.find_nodes(op="call_module"):
@@ -473,7 +469,7 @@ def _with_weights_together(node: fx.Node, region: Region, pieces: list[list[fx.N
 
 
 def _put_pieces(captured: Captured, node: fx.Node, region: Region, pieces: Sequence[list[fx.Node]]) -> None:
-    """Replace one region by a region for each of the pieces, and its results by what the pieces make."""
+    """Replace one region by a region for each of the pieces, and its results by theirs."""
     body = region.body.graph
     values: dict[fx.Node, fx.Node] = dict(zip(body.find_nodes(op="placeholder"), node.args, strict=True))  # type: ignore[arg-type]
     (results,) = body.find_nodes(op="output")[0].args
@@ -516,7 +512,6 @@ def _stack_of(piece: Sequence[fx.Node]) -> dict[str, Any]:
 
 
 def _graph_of(piece: Sequence[fx.Node], writes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return the graph of some operations, and the values that it reads."""
     graph, inputs = fx.Graph(), dict[fx.Node, fx.Node]()
     env: dict[fx.Node, fx.Node] = {}
 

@@ -1,8 +1,8 @@
 """Writes a captured model as text and reads it: a process that has captured passes it to others that have not.
 
-`Kept` keeps it in a file. The text holds the graphs of the layers, and what the model lacks; the parameters, buffers
-and modules that the graphs name are those of the model that the reader has built itself. It is data, not code: the
-only functions that it names are operators on tensors and a few functions of Python and torch.
+The text holds the graphs of the layers, and objects that the model lacks; the parameters, buffers and modules that the
+graphs name are those of the model that the reader has built itself. It is data, not code: the only functions that it
+names are operators on tensors and a few functions of Python and torch.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class NotText(Exception):
 def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, Tensor]]:
     """Return the text of a captured model, and the tensors that it refers to by name.
 
-    Raises:
-        NotText: a constant that is no tensor, or a function that the text may not name.
+    Raises NotText for a constant that is no tensor, or a function that the text may not name.
     """
     layers, inputs, outputs = captured
     tensors: dict[str, Tensor] = {}
@@ -329,8 +328,7 @@ _log = logging.getLogger(__name__)
 class CaptureRequest:
     """Arguments of `capture_layers`, which decide what is captured.
 
-    Attributes:
-        example: (positional arguments, keyword arguments).
+    example: (positional arguments, keyword arguments).
     """
 
     model: nn.Module
@@ -340,10 +338,8 @@ class CaptureRequest:
     evaluates: bool
 
     def digest(self, code: Sequence[str] = ()) -> str:
-        """SHA-256 of all that decides what is captured; weights do not count.
-
-        Args:
-            code: Python modules beside those of the model's classes.
+        """SHA-256 of all that decides what is captured; weights do not count. `code`: Python modules beside those of
+        the model's classes.
         """
         digest = hashlib.sha256(repr((torch.__version__, self.cut_points, self.outputs, self.evaluates)).encode())
         leaves, spec = pytree.tree_flatten((self.example[0], dict(self.example[1])))
@@ -371,14 +367,13 @@ def _described(leaf: Any) -> object:
 
 
 class Kept:
-    """The captures of one run.
+    """Captures of one run.
 
-    Args:
-        folder: of the run's captures; it may be missing.
-        code: Python modules, beside those of the model's classes, whose code decides what is captured.
+    folder: of the run's captures; it may be missing.
+    code: Python modules, beside those of the model's classes, whose code decides what is captured.
 
     Attributes:
-        writes: whether what is captured anew is kept here.
+        writes: whether new captures are kept here.
     """
 
     def __init__(self, folder: Path, code: Sequence[str] = ()) -> None:
@@ -386,9 +381,8 @@ class Kept:
         self.writes = False
 
     def read(self, request: CaptureRequest) -> CapturedLayers | None:
-        """Return the capture that was kept for this request, on the modules of its model; None if there is none.
-
-        Raises FixedSize where it is known that the request cannot be captured.
+        """Return the capture that was kept for this request, on the modules of its model; None if there is none. Raises
+        FixedSize where it is known that the request cannot be captured.
         """
         if not self._folder.is_dir():
             return None
@@ -455,9 +449,8 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 class OneOf:
     """Example inputs of several shapes, each captured by itself.
 
-    Args:
-        examples: each as for one capture: a mapping of keyword arguments, or positional ones. The first decides where
-            the model is cut.
+    examples: each as for one capture: a mapping of keyword arguments, or positional ones. The first decides where the
+        model is cut.
     """
 
     def __init__(self, examples: Sequence[Mapping[str, Any] | Sequence[Any]]) -> None:
@@ -465,13 +458,10 @@ class OneOf:
 
 
 def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
-    """Merge the layers of several captures; those of a single capture are returned as they are.
+    """Merge the layers of several captures; those of a single capture are returned as they are. `name`: the model's,
+    for messages.
 
-    Args:
-        name: the model's, for messages.
-
-    Raises:
-        CapslogError: for some sizes the model is cut into other layers or hands on other tensors.
+    Raises CapslogError where for some sizes the model is cut into other layers or hands on other tensors.
     """
     layers, inputs, outputs = captures[0]
     for others, other_inputs, other_outputs in captures[1:]:
@@ -530,9 +520,8 @@ def _layer_text(layer: Layer) -> str:
 
 
 def _merged(modules: Sequence[fx.GraphModule], extra: Sequence[tuple[str, Sizes]]) -> nn.Module:
-    """Merge a layer's graphs for several shapes into one module.
-
-    extra: for each module, name and shape of one more input that selects the graph; empty where none is needed.
+    """Merge a layer's graphs for several shapes into one module. `extra`: for each module, name and shape of one more
+    input that selects the graph; empty where none is needed.
     """
     graphs: list[fx.Graph] = []
     guards: list[str] = []
@@ -607,9 +596,8 @@ def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
 
 
 def _told_apart_by(layer: str, modules: Sequence[fx.GraphModule], sizes: Sequence[Mapping[str, Sizes]]) -> str | None:
-    """Return the model's input that a layer must read as well, or None.
-
-    It needs one where its own tensors have the same shapes for two sizes but it does not do the same with them.
+    """Return the model's input that a layer must read as well: where its own tensors have the same shapes for two sizes
+    but it does not do the same with them. Else None.
     """
     unclear = [
         (first, second)

@@ -71,7 +71,6 @@ _WIDEST = 16
 
 
 def _in_memory(tensor: Tensor) -> KeptTensor:
-    """Keep a tensor where it is."""
     return lambda: tensor
 
 
@@ -87,10 +86,8 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def with_room(model: nn.Module, run: Callable[[StepMemory], _Answer]) -> _Answer:
-    """Return the result of `run` in memory or, where a step of the model does not fit there, with files.
-
-    Raises:
-        NoRoom: it does not fit with files either.
+    """Return the result of `run` in memory or, where a step of the model does not fit there, with files. Raises NoRoom
+    where it does not fit with files either.
     """
     memory = StepMemory(model)
     if memory.holds_weights():
@@ -116,11 +113,7 @@ def with_room(model: nn.Module, run: Callable[[StepMemory], _Answer]) -> _Answer
 
 
 class StepMemory:
-    """Keeps the tensors of a step.
-
-    Args:
-        folder: folder of the large ones' files; None: all stay in memory.
-    """
+    """Keeps the tensors of a step. folder: of the large tensors' files; None: all stay in memory."""
 
     def __init__(self, model: nn.Module, folder: Path | None = None) -> None:
         self._model, self.folder = model, folder
@@ -183,9 +176,8 @@ class StepMemory:
     ) -> dict[str, KeptTensor | None]:
         """Return a step's gradients by the parameters' names; with files, each is written as soon as it is computed.
 
-        Args:
-            tensors, directions: the outputs of the step, and their gradients.
-            full_backward: compute the whole backward, not only the one for the parameters.
+        tensors, directions: the outputs of the step, and their gradients.
+        full_backward: compute the whole backward, not only the one for the parameters.
         """
         if self.folder is not None:
             return self._gradients_in_files(tensors, directions, parameters, full_backward)
@@ -247,7 +239,7 @@ def _sum(parts: Sequence[KeptTensor]) -> Tensor:
 
 
 class _InFile:
-    """A tensor in a file, which is removed with this object."""
+    """Tensor in a file, which is removed with this object."""
 
     def __init__(self, path: Path, tensor: Tensor) -> None:
         tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -355,7 +347,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _folder_on_disk() -> str:
-    """Return the folder for temporary files, or the one for large ones where the former lies in memory."""
+    """Return the folder for temporary files, or that for large ones where the former lies in memory."""
     folders = [tempfile.gettempdir(), "/var/tmp"]
     for folder in folders:
         if os.access(folder, os.W_OK | os.X_OK) and _file_system(os.path.realpath(folder)) not in ("tmpfs", "ramfs"):
@@ -387,10 +379,7 @@ def has_weights(model: nn.Module) -> bool:
 
 @contextmanager
 def untouched(model: nn.Module, memory: StepMemory) -> Iterator[dict[str, KeptTensor]]:
-    """Restore parameters, buffers and random states at the end.
-
-    Yields the parameters' values at the beginning, by name.
-    """
+    """Restore parameters, buffers and random states at the end. Yields the parameters' initial values by name."""
     values = {
         name: memory.keep(parameter.detach(), changes=True)
         for name, parameter in model.named_parameters()
@@ -423,13 +412,9 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 def try_model(
     model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], calls: OpaqueCalls
 ) -> tuple[Watch, Any]:
-    """Call the model; return what was noticed, and its result.
+    """Call the model; return the observations, and its result. `calls` records what it is made to record.
 
-    Args:
-        calls: records what it is made to record.
-
-    Raises:
-        CapslogError: its weights and one operator do not fit into memory.
+    Raises CapslogError where its weights and one operator do not fit into memory.
     """
     if not has_weights(model):
         return _try(model, arguments, keywords, calls, StepMemory(model))
@@ -448,7 +433,6 @@ def _try(
     calls: OpaqueCalls,
     memory: StepMemory,
 ) -> tuple[Watch, Any]:
-    """Call the model with this memory."""
     watch = Watch(model)
     with ExitStack() as stack:
         stack.enter_context(untouched(model, memory))
@@ -475,13 +459,11 @@ class Watch:
 
     Args:
         by_module: find also which modules draw random numbers.
-        keeps: the model also returns the tensors that its code leaves on its modules: a pair of its own result and
-            these.
+        keeps: the model returns a pair: its own result, and the tensors that its code leaves on its modules.
 
     Attributes:
-        simple: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
         running: (qualified name, class) of the modules that run now, or ran when something failed.
-        changes: what its code has changed.
+        changes: made by the model's code.
         drawn: names of the generators that its code has drawn from.
         drawers: module's qualified name -> the generators that its own code draws from.
     """

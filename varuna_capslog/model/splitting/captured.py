@@ -41,7 +41,7 @@ def operator_name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear map in a graph.
+    """Linear map in a graph.
 
     weight, bias: names of its parameters. into_columns: True where the weight has a column for each output, not a row.
     """
@@ -81,9 +81,8 @@ class _Tracer(fx.Tracer):
 
 
 def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
-    """Replace the call of a module by the operations inside it.
-
-    Raises CapslogError where its code depends on values or on the mode.
+    """Replace the call of a module by the operations inside it. Raises CapslogError where its code depends on values or
+    on the mode.
     """
     target = str(node.target)
     held = root.get_submodule(target)
@@ -164,9 +163,7 @@ def _some_shapes(guard: Guard) -> list[list[int]]:
 def whole_sizes(module: nn.Module, graph: fx.Graph, guard: Guard) -> dict[fx.Node, Any]:
     """Return the sizes of every value of a layer's graph: a tuple for a tensor, None for other values.
 
-    Sizes that may change have one of their possible values.
-
-    Raises CapslogError where the graph does not run without values.
+    Sizes that may change have one of their values. Raises CapslogError where the graph does not run without values.
     """
     memo: dict[int, Any] = {id(tensor): _bare(tensor) for tensor in (*module.parameters(), *module.buffers())}
     shapes = _some_shapes(guard)
@@ -190,7 +187,7 @@ _ATEN = torch.ops.aten
 
 
 class _Closed(Exception):
-    """A module's inside must be known; `node` calls it."""
+    """Module whose operations must be known; `node` calls it."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node)
@@ -215,9 +212,8 @@ def splits_captured(module: nn.Module) -> bool:
 def split_captured(module: CapturedGraph, into: Splitter) -> None:
     """Add the parts of a captured layer.
 
-    Raises:
-        CapslogError: an operator that is not known to keep heads or columns separate, shares that are not equal, or a
-            layer of several graphs.
+    Raises CapslogError: an operator that is not known to keep heads or columns separate, shares that are not equal, or
+    a layer of several graphs.
     """
     if hasattr(module, "graphs"):
         raise CapslogError("it has a graph for each of several sizes; capture the model for one of them")
@@ -236,10 +232,9 @@ def split_captured(module: CapturedGraph, into: Splitter) -> None:
 class _Parts:
     """Analysis of a captured layer that is split.
 
-    Attributes:
-        divided: how each divided value is divided; `args`: arguments with which a part calls their operators.
-        linears: the linear maps. rows: those of them that read divided values.
-        phase: of every value: even for whole ones, odd for divided ones, not less than that of its operands.
+    divided: how each divided value is divided; `args`: arguments with which a part calls their operators.
+    linears: the linear maps. rows: those of them that read divided values.
+    phase: of every value: even for whole ones, odd for divided ones, not less than that of its operands.
     """
 
     def __init__(self, module: CapturedGraph, graph: fx.Graph, into: Splitter) -> None:
@@ -388,10 +383,9 @@ class _Parts:
 
 
 class _OnePart:
-    """A layer that a captured layer is split into: the operators of one phase, with one share of divided values.
+    """Layer that a captured layer is split into: the operators of one phase, with one share of divided values.
 
-    Attributes:
-        reads: names of the values that it reads, in order.
+    reads: names of the values that it reads, in order.
     """
 
     def __init__(self, parts: _Parts, phase: int, part: int | None) -> None:
@@ -428,7 +422,6 @@ class _OnePart:
         into.add(self._name, module, list(self.reads), list(writes))
 
     def _get(self, node: fx.Node) -> fx.Node:
-        """Return a value as a node of this part's graph."""
         parts = self._parts
         if node in self._made:
             return self._made[node]

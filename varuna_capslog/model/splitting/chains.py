@@ -65,11 +65,7 @@ def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same")
 def _split_layer(layer: Layer, kind: str, degree: int, shared: Mapping[str, str]) -> list[Layer] | None:
     """Return the parts of a layer; None where its module cannot be split.
 
-    Args:
-        shared: name inside the layer -> address, of the parameters that other layers use too.
-
-    Raises:
-        CapslogError: it cannot be split in this way, or a parameter would be cut that other layers use whole.
+    shared: name inside the layer -> address, of the parameters that other layers use too. They cannot be cut.
     """
     split = splitting_of(layer.module)
     if split is None:

@@ -22,20 +22,18 @@ __all__ = ["VIEWS", "Divided", "Share", "SharedCall", "divided_result", "sliced"
 
 @dataclass(frozen=True)
 class Divided:
-    """Division of a value.
+    """Division of a value along the dimension `dim`, from 0.
 
-    dim: the dimension, from 0.
-    blocks: sizes of the blocks in it, one after the other; every part has an equal share of each. Queries, keys and
-        values that one linear map makes are three blocks.
+    blocks: sizes of the consecutive blocks in it; every part has an equal share of each. Queries, keys and values that
+        one linear map makes are three blocks.
     """
 
     dim: int
     blocks: tuple[int, ...]
 
     def ranges(self, part: int, degree: int, label: str = "entries") -> list[tuple[int, int]]:
-        """Return (first, end) of a part's share of each block.
-
-        Raises CapslogError where a block has no equal shares; `label`: name of the entries in the error.
+        """Return (first, end) of a part's share of each block. Raises CapslogError, with the entries' name `label`,
+        where a block has no equal shares.
         """
         shares = [share_of(size, part, degree, label) for size in self.blocks]
         return [(at + first, at + end) for (at, _), (first, end) in zip(spans(self.blocks), shares, strict=True)]
@@ -56,10 +54,10 @@ class Share:
 
 @dataclass(frozen=True)
 class SharedCall:
-    """A call of an operator in a graph.
+    """Call of an operator in a graph.
 
     name: of the operator, as aten has it. exact: True where the arguments are those of an aten operator.
-    sizes: of every value, a tuple for a tensor. divided: divisions of divided values; a tuple for those of several
+    sizes: of every value, a tuple for a tensor. divided: divisions of divided values; a tuple where there are several
         tensors.
     origin: the linear map whose result was divided, for messages.
     """
@@ -87,7 +85,7 @@ class SharedCall:
         return division
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument, by its place or its name."""
+        """Return an argument by its place or its name."""
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
     def dim(self, place: int = 1, default: int = 0, rank: int | None = None) -> int:
@@ -107,9 +105,8 @@ Result = tuple[Any, tuple[Any, ...]]
 
 
 def divided_result(call: SharedCall, degree: int) -> Result:
-    """Return how an operator's result is divided, and its arguments in a part.
-
-    Raises CapslogError for an operator that does not keep its operands divided, or is not known.
+    """Return how an operator's result is divided, and its arguments in a part. Raises CapslogError for an operator that
+    does not keep its operands divided, or is not known.
     """
     if call.sizes[call.node] is None:
         return _number(call)
@@ -193,9 +190,8 @@ def _view(call: SharedCall, degree: int) -> Result:
 
 
 def _fewer(call: SharedCall, dim: int, degree: int, place: int = 1) -> tuple[Any, ...]:
-    """Return the arguments with a smaller size in the divided dimension; -1 is computed where it runs.
-
-    place: place of the sizes among the arguments.
+    """Return the arguments with a smaller size in the divided dimension; -1 is computed where it runs. `place`: place
+    of the sizes among the arguments.
     """
     size = call.args[place][dim]
     if isinstance(size, fx.Node):

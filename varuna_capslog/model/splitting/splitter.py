@@ -1,9 +1,8 @@
 """Splits one layer of a chain into parts, which are layers of the chain themselves.
 
 A part holds some heads of an attention, some columns of a feed-forward, or some of the positions; a last part joins the
-results, in the order of the parts. So everything that handles chains handles split layers: profiles have a row for
-every part, planners place parts on ranks like all layers (on one rank, one after the other, or side by side on
-several), and results do not depend on where they run. Tensors between parts are sent like any other tensor.
+results, in the order of the parts, so that they do not depend on where the parts run: on one rank, one after the other,
+or side by side on several. Code for chains handles split layers as any others.
 
 A module can be split if it has a method `split(splitter)`, which adds the parts, or if `torch_layers` knows how.
 """
@@ -30,10 +29,8 @@ KINDS = {"tensor": "heads and columns", "sequence": "positions"}
 
 
 def wanted_split(text: str, where: str) -> tuple[str, int]:
-    """Return kind and degree of a split as configs write it, such as tensor-4.
-
-    Raises:
-        CapslogError: no such split; `where` names the place in the config.
+    """Return kind and degree of a split as configs write it, such as tensor-4. Raises CapslogError, with the place
+    `where` in the config, for any other text.
     """
     match = re.fullmatch(r"([a-z]+)-(\d+)", text)
     if match is None or match[1] not in KINDS or int(match[2]) < 2:
@@ -44,13 +41,8 @@ def wanted_split(text: str, where: str) -> tuple[str, int]:
 
 
 def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
-    """Return (first, end) of one of equal shares.
-
-    Args:
-        what: name of the things that are divided, such as "heads", for the error.
-
-    Raises:
-        CapslogError: the shares are not equal.
+    """Return (first, end) of one of equal shares. Raises CapslogError, with the name `what` of what is divided, such as
+    "heads", where they are not equal.
     """
     if count % degree:
         raise CapslogError(
@@ -64,8 +56,7 @@ def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
 class Splitter:
     """Collects the parts of one layer.
 
-    Args:
-        shared: name inside the layer -> address, of the parameters that other layers use too.
+    shared: name inside the layer -> address, of the parameters that other layers use too.
 
     Attributes:
         kind, degree: of the split, as in `tensor-4`.
@@ -87,9 +78,7 @@ class Splitter:
         return f"{self._layer.name}.{name}"
 
     def cut(self, parameter: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> nn.Parameter:
-        """Return a part's parameter: these ranges of one dimension of a parameter of the whole layer.
-
-        Without ranges it has all of them.
+        """Return a part's parameter: these ranges of one dimension of the layer's parameter; without ranges all of it.
 
         Raises CapslogError for a parameter that other layers use whole.
         """
@@ -102,7 +91,7 @@ class Splitter:
         return self._known(piece.of(buffer.detach()), piece)
 
     def sharing(self, module: Module) -> Module:
-        """Copy the layer, or a module in it, with the very parameters of the original, and its own buffers."""
+        """Copy the layer, or a module in it, with the parameters of the original, not copied, and its own buffers."""
         share = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
         for buffer, copied in zip(module.buffers(), share.buffers(), strict=True):
             self._known(copied, self._pieces[id(buffer)])
@@ -125,10 +114,9 @@ class Splitter:
     def add(self, name: str, module: nn.Module, reads: Sequence[str], writes: Sequence[str]) -> None:
         """Add a part.
 
-        Args:
-            name: unique among the parts.
-            module: its parameters and buffers are those of the whole layer, or from `cut`, `cut_buffer` or `sharing`.
-            reads, writes: as of any layer; see `value`.
+        name: unique among the parts.
+        module: its parameters and buffers are those of the whole layer, or from `cut`, `cut_buffer` or `sharing`.
+        reads, writes: as of any layer; see `value`.
         """
         pieces = {}
         tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -145,11 +133,7 @@ class Splitter:
         self._layers.append(Layer(f"{self._layer.name}.{name}", module, tuple(reads), tuple(writes), part))
 
     def layers(self) -> list[Layer]:
-        """Return the parts, in order.
-
-        Raises:
-            CapslogError: they lack a tensor of the whole layer, or some of its elements.
-        """
+        """Return the parts, in order. Raises CapslogError where they lack elements of a tensor of the whole layer."""
         for name, pieces in self._held.items():
             ranges = sorted({bounds for piece in pieces for bounds in piece.ranges})
             reached = 0

@@ -1,7 +1,4 @@
-"""Splits torch's own transformer layers, and two linear maps with an activation between them, by tensor-N.
-
-These modules have no method `split`; `splitting_of` returns a function that replaces it.
-"""
+"""Splits torch's own transformer layers, and two linear maps with an activation between them, by tensor-N."""
 
 from __future__ import annotations
 
@@ -40,9 +37,7 @@ class SumAndNorm(nn.Module):
 
     Called with x and the result of each part, of one shape; the first part is added first, whatever ranks they run on.
 
-    Args:
-        bias: of the operation; the parts leave it out.
-        norm: None: the sum is returned as it is.
+    bias: of the operation; the parts leave it out. norm: None: the sum is returned as it is.
     """
 
     def __init__(self, bias: nn.Parameter | None, dropout: nn.Module, norm: nn.Module | None) -> None:
@@ -144,10 +139,7 @@ def _split_encoder(layer: nn.TransformerEncoderLayer, into: Splitter) -> None:
 
 
 def _split_decoder(layer: nn.TransformerDecoderLayer, into: Splitter) -> None:
-    """Split a decoder layer.
-
-    It is called with tgt and memory, and perhaps tgt_mask, memory_mask and then the padding masks of both.
-    """
+    """Split a decoder layer, called with tgt, memory, and perhaps tgt_mask, memory_mask and then both padding masks."""
     x, memory, *masks = _read(into, 6, "tgt, memory, and the masks and then the masks of padding of both")
     first, middle = into.value("first"), into.value("middle")
     own_masks, memory_masks = masks[0::2], masks[1::2]
@@ -262,7 +254,7 @@ class _Heads(nn.Module):
         return attended if self.batch_first else attended.transpose(0, 1)
 
     def _bias(self, masks: Sequence[Tensor], q: Tensor) -> Tensor:
-        """Return what the masks add to the logits: [T, S] or [B * heads, T, S] of the mask, [B, S] of the padding."""
+        """Return the masks' addition to the logits: [T, S] or [B * heads, T, S] of the mask, [B, S] of the padding."""
         mask, *padding = (_added(mask, q.dtype) for mask in masks)
         bias = mask.unflatten(0, (-1, self.heads))[:, slice(*self.own)] if mask.dim() == 3 else mask[None, None]
         return bias + padding[0][:, None, None] if padding else bias
@@ -275,7 +267,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Activation(nn.Module):
-    """An elementwise function as a module."""
+    """Elementwise function as a module."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,16 +1,15 @@
 """A model of torch's CUDA caching allocator: the bytes that it reserves for a sequence of allocations.
 
-`estimate` replays its traces here, and `headroom` whole sequences of them. Pure Python on numbers: no device, no torch.
-
-Rules and constants are those of torch 2.15 (the constants in its installed header c10/core/AllocatorConfig.h, the
-rules of c10/cuda/CUDACachingAllocator.cpp), with default settings, one stream and a device that never runs out:
+Plain Python on numbers: no device, no torch. Rules and constants are those of torch 2.15 (the constants in its
+installed header c10/core/AllocatorConfig.h, the rules of c10/cuda/CUDACachingAllocator.cpp), with default settings, one
+stream and a device that never runs out:
 
 - sizes are rounded up to 512 bytes; up to 1 MiB they come from the small pool, above from the large one;
 - the smallest free block of the pool that is large enough is taken, of equal ones that of the lowest address;
 - where there is none the device gives a new segment: 2 MiB for the small pool; for the large one 20 MiB below 10 MiB,
   else the size rounded up to 2 MiB;
-- a block is split if more than 1 MiB (small pool: 512 bytes or more) would be left; otherwise it is used whole, and
-  its surplus counts as allocated;
+- a block is split if more than 1 MiB (small pool: 512 bytes or more) would be left; else it is used whole, and its
+  surplus counts as allocated;
 - a freed block joins free neighbours of its segment. Segments are never returned to the device.
 
 A full device would have idle segments returned before it refuses, so reserved bytes bound what a run needs from above.
@@ -61,7 +60,7 @@ class AllocatorPeaks:
 
 @dataclass(eq=False)
 class _Block:
-    """A part of a segment, with its neighbours in it."""
+    """Part of a segment, with its neighbours in it."""
 
     address: int
     size: int
@@ -72,10 +71,7 @@ class _Block:
 
 
 class CachingAllocator:
-    """The allocator's state; begins empty.
-
-    Args:
-        expandable: by the rules of expandable segments.
+    """Allocator, empty at first. expandable: by the rules of expandable segments.
 
     Attributes:
         allocated_bytes, reserved_bytes, segments: at present.
@@ -97,15 +93,11 @@ class CachingAllocator:
 
     @property
     def peaks(self) -> AllocatorPeaks:
-        """The peaks so far. Since segments are never returned, the peak of reserved bytes is the present value."""
+        """Peaks so far. Since segments are never returned, the peak of reserved bytes is the present value."""
         return AllocatorPeaks(self._peak_allocated, self.reserved_bytes, self.segments, self._peak_remainder)
 
     def allocate(self, key: int, num_bytes: int) -> None:
-        """Allocate `num_bytes` (above 0) under a key that holds nothing at present.
-
-        Raises:
-            CapslogError: the key holds a block, or the size is not above 0.
-        """
+        """Allocate `num_bytes`, above 0, under a free key. Raises CapslogError for a key in use or another size."""
         if key in self._given:
             raise CapslogError(f"key {key} is allocated twice; release it in between")
         if num_bytes <= 0:
@@ -137,11 +129,7 @@ class CachingAllocator:
             self._peak_allocated, self._peak_remainder = self.allocated_bytes, self._remainder
 
     def release(self, key: int) -> None:
-        """Free a block.
-
-        Raises:
-            CapslogError: the key holds nothing.
-        """
+        """Free a block. Raises CapslogError where the key holds nothing."""
         block = self._given.pop(key, None)
         if block is None:
             raise CapslogError(f"key {key} is released, but nothing is allocated under it")
@@ -208,13 +196,8 @@ class CachingAllocator:
 
 
 def replay(events: Iterable[Event], expandable: bool = False) -> AllocatorPeaks:
-    """Return the peaks of an allocator that begins empty and executes `events` in order.
-
-    Args:
-        expandable: by the rules of expandable segments.
-
-    Raises:
-        CapslogError: an event that cannot follow the ones before it, with its number.
+    """Return the peaks of an allocator that begins empty and executes `events` in order. `expandable`: by the rules of
+    expandable segments. Raises CapslogError, with its number, for an event that cannot follow the earlier events.
     """
     allocator = CachingAllocator(expandable)
     for number, (key, num_bytes) in enumerate(events):

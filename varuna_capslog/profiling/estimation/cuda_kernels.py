@@ -1,9 +1,8 @@
 """Bytes that CUDA kernels take beside their results and give back, from shapes, types and the kind of GPU alone.
 
-`quirks` says in words what each entry stands for; `Quirks.temporary` looks the bytes up. Buffers of reductions and of
-embeddings follow torch's source; those of attention and convolutions were read off the allocator of an H200 (torch
-2.11, cuDNN 9.19) and are assumed of other kinds. `tests/profiling/estimation/test_cuda_kernels.py` holds each to what
-was read.
+`quirks` explains each entry. Buffers of reductions and of embeddings follow torch's source; those of attention and
+convolutions were read off the allocator of an H200 (torch 2.11, cuDNN 9.19) and are assumed of other kinds.
+`tests/profiling/estimation/test_cuda_kernels.py` compares each with its reading.
 """
 
 from __future__ import annotations
@@ -73,11 +72,8 @@ class _Reduction:
 
 def reduction_blocks(x: Tensor, dims: Sequence[int], gpu: Gpu, accumulator: int = 4) -> Blocks:
     """Return bytes of staging buffer and semaphores of a sum over `dims` if several blocks share an output; else ().
-
     Where outputs lie along the fastest dimension, torch requests a block's width times as much as it uses.
-
-    Args:
-        accumulator: bytes of the dtype of the sum.
+    `accumulator`: bytes of the dtype of the sum.
     """
     reduced = {dim % x.dim() for dim in dims} if x.dim() else set()
     inputs = math.prod(x.shape[dim] for dim in reduced)
@@ -210,8 +206,7 @@ def _workspace(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any], of_weigh
     Images that are channels last already need no copies, except where a pixel's channels do not fill 16 bytes; neither
     do kernels of one element without stride, which are products, and kernels for one channel, which are torch's own.
 
-    Args:
-        options: stride, padding, dilation, whether it is transposed, padding of the output, groups.
+    options: stride, padding, dilation, whether it is transposed, padding of the output, groups.
     """
     stride, groups = options[0], options[5]
     if x.dim() != 4 or x.itemsize not in _ALIGNED:

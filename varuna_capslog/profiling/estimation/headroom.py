@@ -1,18 +1,18 @@
 """The bytes that a device needs beyond a stage's predicted peak, stated part by part: `conditions["headroom"]`.
 
-`estimate` asks for it when its stages are known; `memory.headroom` reads the two numbers that planners use:
+`memory.headroom` reads the two numbers that planners use:
 
     reserved = allocated * fragmentation        what the caching allocator holds of the device
     device   = reserved + fixed_bytes           what the driver counts as used
 
-"parts" names everything that is in the two, each with its bytes or its factor and how it is known: read off a device,
-in somebody's print or in torch's source, replayed by the allocator's rules, or assumed.
+"parts" names all parts of both, each with its bytes or its factor and its source: read off a device, in somebody's
+print or in torch's source, replayed by the allocator's rules, or assumed.
 
 Fragmentation is simulated: sizes change from step to step, and the caching allocator keeps segments that suit none of
-the later ones. Traces of one stage at several input sizes are replayed as one long run, and what is reserved at its
-end is compared with the peak predicted for the largest size: by the allocator's default rules, which planners count,
+the later ones. Traces of one stage at several input sizes are replayed as one long run, and the reserved bytes at its
+end are compared with the peak predicted for the largest size: by the allocator's default rules, which planners count,
 and by those of expandable segments. On an H200 the replay of eight traces of whole runs met the real allocator to the
-byte in seven, and to 2 % in one. docs/gpu.md says what was compared with what.
+byte in seven, and to 2 % in one (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -60,11 +60,9 @@ _CUBLAS_THREADS = 2
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step of a stage at one input size.
+    """Step of a stage at one input size.
 
-    Attributes:
-        peak_bytes: predicted peak of live bytes.
-        events: first the allocations before the step, then the step; see `allocator.replay`.
+    peak_bytes: predicted peak of live bytes. events: allocations before the step, then the step (`allocator.replay`).
     """
 
     peak_bytes: int
@@ -109,8 +107,7 @@ def fragmentation(traces: Sequence[StepTrace], expandable: bool = False, seed: i
     One trace: its step twice over. Several: steps in a few random orders, the largest size once in each, at the
     beginning, in the middle or at the end.
 
-    Args:
-        expandable: with the allocator's expandable segments, which a run may choose by PYTORCH_ALLOC_CONF.
+    expandable: with the allocator's expandable segments, which a run may choose by PYTORCH_ALLOC_CONF.
     """
     events = [trace.events for trace in traces]
     largest = max(range(len(traces)), key=lambda number: traces[number].peak_bytes)
@@ -138,13 +135,8 @@ def context_bytes(gpu: str) -> int:
 
 
 def cublas_bytes(gpu: str) -> int:
-    """Return the bytes of cuBLAS that peaks may not count: on a GPU of unknown kind, the difference to Hopper's
-    workspaces.
-
-    By torch's source (ATen/cuda/CublasHandlePool.cpp), with CUBLAS_WORKSPACE_CONFIG not set.
-
-    Args:
-        gpu: its kind (`base.gpus`); "" for none in particular.
+    """Return the bytes of cuBLAS that peaks may not count: 0 on a known kind of GPU (`base.gpus`), on "" the difference
+    to Hopper's workspaces. By torch's source (ATen/cuda/CublasHandlePool.cpp), with CUBLAS_WORKSPACE_CONFIG not set.
     """
     return 0 if gpu else _CUBLAS_THREADS * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE)
 
@@ -158,12 +150,9 @@ def state_headroom(
 ) -> dict[str, Any]:
     """Return the value of `conditions["headroom"]`.
 
-    Args:
-        device: "cpu" or "cuda".
-        transport: of the run, "gloo" or "nccl".
-        stages: of some stages of the size of those that decide whether a plan fits, traces at several input sizes.
-        gpu: its kind (`base.gpus`); "" for none in particular.
-        communicators: of a rank, with NCCL.
+    device: "cpu" or "cuda". transport: of the run, "gloo" or "nccl".
+    stages: of some stages of the size of those that decide whether a plan fits, traces at several input sizes.
+    gpu: its kind (`base.gpus`); "" for none in particular. communicators: of a rank, with NCCL.
     """
     if device == "cpu":
         return {

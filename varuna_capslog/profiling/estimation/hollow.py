@@ -1,7 +1,7 @@
 """One trimmed stage on fake tensors: the engine's own program of a step, with nothing behind its tensors.
 
-`estimate` calls `run_hollow`. The stage, executor, gradient book and optimizer are those that train, so that whatever
-they keep or free is followed as it happens; only the messages and the device are pretended. Nothing is decided here.
+The stage, executor, gradient book and optimizer are those that train, so that all that they keep or free is followed as
+it happens; only the messages and the device are simulated.
 """
 
 from __future__ import annotations
@@ -63,17 +63,14 @@ _CPU = torch.device("cpu")
 class HollowRun(StepTrace):
     """Allocations of a step of a stage; the peak is as the device's allocator counts.
 
-    Attributes:
-        static_bytes: parameters, gradients, moments and buffers when all gradients are there.
-        saved_bytes: saved by a forward for its backward, the stage's inputs included; and a caching allocator's surplus
-            beyond the requests at the peak, for one graph.
-        forward_seconds, backward_seconds: of one microbatch, by `rates`; update_seconds: of norm, clipping and
-        optimizer, whose
-            launches are as many for one layer as for all.
-        work: of forward ("F"), backward ("B") and update ("U"), by class.
-        actions: bytes of each of its actions.
-        attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
-        limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
+    static_bytes: parameters, gradients, moments and buffers when all gradients are there.
+    saved_bytes: saved by a forward for its backward, the stage's inputs included; and a caching allocator's surplus
+        beyond the requests at the peak, for one graph.
+    forward_seconds, backward_seconds: of one microbatch, by `rates`.
+    update_seconds: of norm, clipping and optimizer, with as many launches for one layer as for all.
+    work: of forward ("F"), backward ("B") and update ("U"), by class. actions: bytes of each of its actions.
+    attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
+    limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
     """
 
     static_bytes: int
@@ -99,15 +96,10 @@ def run_hollow(
 ) -> HollowRun:
     """Run one step of a trimmed stage that has trained before: with optimizer moments, but without gradients.
 
-    Args:
-        mode: allows inputs that are not fake; best the same one for all runs of a chain.
-        chain: from `skeleton`.
-        loss: the workload's.
-        quirks, speed: of the device that the run is for.
-        recipes: see `Lifetimes`.
+    mode: allows inputs that are not fake; best the same one for all runs of a chain.
+    chain: from `skeleton`. quirks, speed: of the device that the run is for. recipes: see `Lifetimes`.
 
-    Raises:
-        CapslogError: a layer or the loss cannot run on fake tensors.
+    Raises CapslogError where a layer or the loss cannot run on fake tensors.
     """
     count = enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch(), conditions.recipe.uncompiled():
@@ -236,7 +228,7 @@ def hollow_ready(table: ShapeTable, conditions: RunConditions) -> Ready:
 
 
 class HollowTier(HostTier):
-    """A host tier that counts bytes and allocates none: it is not the device's memory."""
+    """Host tier that counts bytes and allocates none: it is not the device's memory."""
 
     def __init__(self) -> None:
         super().__init__(_CPU)
@@ -256,17 +248,12 @@ def _no_copy() -> None:
 
 
 class StepMeter(Observer):
-    """An observer that `fake_step` shows the lifetimes of the step's storages."""
+    """Observer of the lifetimes of the step's storages in `fake_step`."""
 
     _followed: Lifetimes
 
     def begin(self, engine: PipelineEngine, resident: Collection[int], followed: Lifetimes) -> None:
-        """Prepare for the step.
-
-        Args:
-            resident: the storages that exist before it, which no forward saves.
-            followed: shows every operator.
-        """
+        """Prepare for the step. resident: earlier storages, which no forward saves. followed: shows every operator."""
         self._followed = followed
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
@@ -368,10 +355,8 @@ class _Meter(StepMeter):
 
 
 class SilentCommunicator(Communicator):
-    """A communicator of one rank whose peers do not exist: it makes and frees buffers, and sends no messages.
-
-    Args:
-        staged: messages wait in host memory, as CUDA tensors' do; they reach the device when they are waited for.
+    """Communicator of one rank without peers: it makes and frees buffers, and sends no messages. `staged`: messages
+    wait in host memory, as CUDA tensors' do; they reach the device when they are waited for.
     """
 
     def __init__(self, rank: int, world_size: int, staged: bool) -> None:
@@ -396,7 +381,7 @@ class SilentCommunicator(Communicator):
 
 
 class _Staged(Pending):
-    """A receive that lands in host memory first."""
+    """Receive that lands in host memory first."""
 
     def __init__(self, communicator: Communicator, spec: TensorSpec, peer: int, device: torch.device) -> None:
         super().__init__(communicator, None, peer, "", torch.empty(0), device)
@@ -423,9 +408,7 @@ def run_halves(
     recipes: Recipes,
 ) -> Halves:
     """Run one step of a trimmed stage that splits its backwards, without recomputation; arguments and errors are those
-    of `run_hollow`.
-
-    The seconds of each half are those of its own operators by `rates`.
+    of `run_hollow`. The seconds of each half are those of its own operators by `rates`.
     """
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, halves=True), _HalvesMeter(speed)
@@ -469,10 +452,9 @@ class _HalvesMeter(StepMeter):
 def loss_of_each(loss: LossFunction, single: Mapping[str, TensorSpec], all_: Mapping[str, TensorSpec]) -> LossFunction:
     """Return a loss function that sums the losses; its targets are a list with those of each microbatch.
 
-    Args:
-        single, all_: the outputs of one microbatch, and of all in one call. Tensors that grow in several dimensions are
-            split in all of them: no stage that makes them takes several microbatches
-            (`engine.grains.sample_dimensions`), but a profile has runs of all layers.
+    single, all_: the outputs of one microbatch, and of all in one call. Tensors that grow in several dimensions are
+        split in all of them: no stage that makes them takes several microbatches (`engine.grains.sample_dimensions`),
+        but a profile has runs of all layers.
     """
     grown = {
         name: [place for place, size in enumerate(spec.shape) if size != single[name].shape[place]]
@@ -508,11 +490,9 @@ def loss_of_each(loss: LossFunction, single: Mapping[str, TensorSpec], all_: Map
 class ForwardRun(StepTrace):
     """Allocations of one forward of some layers; the peak is as the device's allocator counts.
 
-    Attributes:
-        weight_bytes: parameters and buffers, in the peak too.
-        seconds: by `rates`.
-        attends: True where the layers attend to other tokens.
-        limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
+    weight_bytes: parameters and buffers, in the peak too. seconds: by `rates`.
+    attends: True where the layers attend to other tokens.
+    limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
     """
 
     weight_bytes: int
@@ -530,17 +510,8 @@ def run_forward(
     speed: Speed,
     recipes: Recipes,
 ) -> ForwardRun:
-    """Run one forward of layers [first, end) of one microbatch.
-
-    Args:
-        mode: allows inputs that are not fake; best the same one for all runs of a chain.
-        chain: from `skeleton`.
-        inputs: specs of the tensors across the cut before the first of them.
-        quirks, speed: of the device that the run is for.
-        recipes: see `Lifetimes`.
-
-    Raises:
-        CapslogError: a layer cannot run on fake tensors.
+    """Run one forward of layers [first, end) of one microbatch; other arguments and errors as in `run_hollow`.
+    `inputs`: specs of the tensors across the cut before the first of them.
     """
     first, end = layers
     watch = _Watch(speed)

@@ -1,7 +1,6 @@
 """Bytes that kernels of torch take on a CPU beside their results and give back, from shapes alone.
 
-`quirks` says in words what each entry stands for and how it is known; `Quirks.temporary` looks the bytes up. The
-largest part are the layouts in which oneDNN convolves on the CPU.
+`quirks` explains each entry and gives its source. The largest part are the layouts in which oneDNN convolves.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _THREADS = 256
 
 
 def forward_bytes(x: Tensor, w: Tensor, bias: Tensor | None) -> int:
-    """Return bytes of weights, as they lie and in blocks, a copy of the bias, and scratch; blocks alone for kernels of
-    one element."""
+    """Return bytes of weights, plain and blocked, a bias copy, and scratch; blocks alone for kernels of one element."""
     groups, features = x.shape[1] // w.shape[1], w.shape[0]
     held = 0 if bias is None else features * x.itemsize
     if _depthwise(w, groups):
@@ -51,9 +49,7 @@ def backward_bytes(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[An
     """Return bytes of a backward: first the gradient of the input, from weights in blocks; then that of the weights,
     summed in blocks.
 
-    Args:
-        geometry: stride, padding and dilation.
-        mask: True for the gradients that are made: of input, weights, bias.
+    geometry: stride, padding and dilation. mask: True for the gradients that are made: of input, weights, bias.
     """
     groups, features = x.shape[1] // w.shape[1], w.shape[0]
     plain, blocks = _bytes(w), _blocked(w, groups)
@@ -83,7 +79,7 @@ def backward_bytes(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[An
 
 
 def _fast(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any]) -> bool:
-    """Return True where the fast depthwise kernel for weight gradients applies: small, with outputs not all padding."""
+    """True where the fast depthwise kernel for weight gradients applies: small, with outputs not all padding."""
     stride, padding, dilation = geometry
     for size, made, kernel, step, before, apart in zip(
         x.shape[2:], gradient.shape[2:], w.shape[2:], stride, padding, dilation, strict=True
@@ -212,8 +208,7 @@ and workers have one (use_mkldnn, ATen/native/Convolution.cpp)."""
 
 
 def _forward(args: Sequence[Any], result: Tensor) -> int:
-    """Return bytes of a forward: input and weights are copied while the blocked output is made, which is there until
-    the plain one is made."""
+    """Return bytes of a forward: copies of input and weights, and the blocked output until the plain output is made."""
     x, w, _, *options = args[:9]
     backend = _backend(x, w, options)
     if backend is None:

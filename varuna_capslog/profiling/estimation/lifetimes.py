@@ -1,7 +1,7 @@
 """Follows the lifetime of every storage while a program runs on fake tensors: the requests that an allocator would get.
 
-`estimate` runs a stage's real program inside a `Lifetimes`. It knows no stages or devices: the memory of kernels beside
-their results comes from a function that `quirks` provides. `Recipes` make the results of operators.
+It knows no stages or devices: the memory of kernels beside their results comes from a function that `quirks` provides.
+`Recipes` make the results of operators.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ class Lifetimes(TorchDispatchMode):
     """Records every allocation and release of storages, beginning with those of `held`.
 
     Enter it inside a `FakeTensorMode`. A storage counts from the operator that makes it until nothing refers to it any
-    more (a weak reference tells when).
-
-    Reading a number out of a fake tensor gives `a_number`: programs that count, scale or log go on.
+    more (a weak reference tells when). Reading a number out of a fake tensor gives `a_number`: programs that count,
+    scale or log go on.
 
     Args:
         temporary: temporary memory of kernels; None: nothing.
-        held: tensors that are there at the beginning.
+        held: tensors that exist at the beginning.
         recipes: shared by similar runs; None: its own.
         on_host: the device that is followed is the host, which holds actual tensors too (`with_actual_tensors`).
         block_bytes: granularity to which its allocator rounds requests up.
@@ -173,7 +172,7 @@ class Lifetimes(TorchDispatchMode):
         return self._made_by.get(tensor.untyped_storage()._cdata) == node
 
     def _adds_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any], node: int) -> bool:
-        """Return True where autograd, with ordinary tensors, would add this second gradient in place to the first one.
+        """True where autograd, with ordinary tensors, would add this second gradient in place to the first one.
 
         For tensors of a subclass, such as fake tensors, it makes a new one instead. It adds in place where nothing else
         holds the first gradient (torch/csrc/autograd/input_buffer.cpp). The sum is autograd's own, not part of a
@@ -196,9 +195,8 @@ class Lifetimes(TorchDispatchMode):
 
 @functools.cache
 def _changes_first_only(func: Any) -> bool:
-    """Return True for an operator that writes into its first argument (a tensor or a list of them) and does no more.
-
-    Without values such an operator need not run. Operators that change a shape or a storage do more.
+    """True for an operator that writes into its first argument (a tensor or a list of them) and does no more: without
+    values it need not run. Operators that change a shape or a storage do more.
     """
     schema = func._schema
     if not schema.name.endswith("_") or torch.Tag.inplace_view in func.tags or schema.name in _MORE:
@@ -223,14 +221,14 @@ _Recipe = tuple[type | None, tuple[_New | _View | None, ...]]
 
 
 class _Unknown(Exception):
-    """An argument or a result that no recipe can describe."""
+    """Argument or result that no recipe can describe."""
 
 
 class Recipes:
-    """The results of each operator for the shapes of its arguments: new tensors, or views of one argument.
+    """Results of each operator for the shapes of its arguments: new tensors, or views of one argument.
 
     Computing an operator's results in torch takes a tenth of a millisecond, and an estimate does it a hundred thousand
-    times, mostly for the same shapes. Making equal results for shapes that were seen before is several times faster.
+    times, mostly for the same shapes. Making equal results for known shapes is several times faster.
     """
 
     def __init__(self) -> None:
@@ -278,9 +276,8 @@ def _as_kernels_do(func: Any, args: Sequence[Any], result: Any) -> Any:
 
 
 def _described(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[object, ...]:
-    """Return a key that is equal for arguments that an operator cannot distinguish; collects the tensors.
-
-    Raises _Unknown for arguments that no recipe can describe.
+    """Return a key that is equal for arguments that an operator cannot distinguish; collects the tensors. Raises
+    _Unknown for arguments that no recipe can describe.
     """
     parts: list[object] = []
     for value in values:

@@ -1,9 +1,9 @@
 """The work of an operator on a device: amounts by class, from its arguments and its result alone.
 
-`rates` turns the amounts into seconds. A class stands for kernels with the same limit: FLOPs of matrix units by dtype,
-bytes that memory moves, elements that processors handle one by one. Amounts are counted as kernels work:
-matrices in whole tiles, a grouped convolution in groups as wide as a tile. torch's own registry of FLOPs counts the
-weight gradient of a grouped convolution `groups` times, so convolutions are counted here.
+A class is a set of kernels with the same limit: FLOPs of matrix units by dtype, bytes that memory moves, elements that
+processors handle one by one. Amounts are counted as kernels work: matrices in whole tiles, a grouped convolution in
+groups as wide as a tile. torch's own registry of FLOPs counts the weight gradient of a grouped convolution `groups`
+times, so convolutions are counted here.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ _CHANNELS_IN, _CHANNELS_OUT = 16, 64
 def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, halves: Halves = _HALF) -> Work:
     """Return the work of one operator by class; empty where it moves nothing.
 
-    Args:
-        halves: the 16-bit types that the device's matrix units take, which work on whole tiles; (): it has none.
+    halves: the 16-bit types that the device's matrix units take, which work on whole tiles; (): it has none.
     """
     name, changed, count = _known_of(func)
     if count is None:
@@ -258,7 +257,7 @@ def _recurrence(
     return {f"product {_type_of(x, halves)}": flops, "bytes": 2.0 * _bytes(inputs + outputs), "launch": x.shape[0]}
 
 
-# -- what memory limits
+# -- work limited by memory
 
 
 def _norm(
@@ -287,9 +286,7 @@ _ROW = 384
 
 
 def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
-    """Return the number of rows of a norm over the last dimensions, or over groups of channels; a weight norm has one
-    for each norm that it computes.
-    """
+    """Return the rows of a norm over the last dimensions, or over groups of channels; for a weight norm, its norms."""
     if "group" in name:
         return int(args[0].shape[0] * args[6 if "backward" not in name else 8])
     shape = args[1] if "backward" not in name else args[2]
@@ -303,7 +300,8 @@ def _indexed(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
     """Return the work of gathers, which read as much as they write, and of scatters, which read a source, change as
-    much, and write the whole result where they make a copy."""
+    much, and write the whole result where they make a copy.
+    """
     if name in _GATHERS:
         return {"bytes": 2.0 * _bytes(outputs), "indexed": sum(tensor.numel() for tensor in outputs), "launch": 1}
     source = inputs[0] if name == "embedding_dense_backward" else inputs[-1]
@@ -346,7 +344,6 @@ def _streamed(
 
 
 def _lie_alike(first: Tensor, second: Tensor) -> bool:
-    """Return True where both tensors have the same shape and memory layout."""
     if first.shape != second.shape:
         return False
     if first.stride() == second.stride():
@@ -356,7 +353,7 @@ def _lie_alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True where the elements are stored without gaps, in any order of dimensions."""
+    """True where the elements are stored without gaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1

@@ -1,8 +1,8 @@
 """Behaviour of devices that no dispatcher shows: a table of named quirks, each with its source.
 
-Estimates run on fake CPU tensors (`hollow`). This table lists the differences of the real device: other operators,
-temporary memory of kernels, places where messages and inputs wait. Each entry of `QUIRKS` is tested by its name; those
-of the CPU against its own allocator. Byte counts are functions of shapes alone.
+Estimates run on fake CPU tensors. This table lists the differences of the real device: other operators, temporary
+memory of kernels, places where messages and inputs wait. Each entry of `QUIRKS` is tested by its name; those of the CPU
+against its own allocator. Byte counts are functions of shapes alone.
 """
 
 from __future__ import annotations
@@ -51,11 +51,9 @@ _GEMMS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _a
 
 @dataclass(frozen=True)
 class Quirk:
-    """A difference between a device and the operators that the dispatcher of a CPU shows.
+    """Difference between a device and the operators that the dispatcher of a CPU shows.
 
-    Attributes:
-        devices: "cpu", "cuda" or both.
-        about: the behaviour, and its source.
+    devices: "cpu", "cuda" or both. about: the behaviour, and its source.
     """
 
     devices: tuple[str, ...]
@@ -196,15 +194,12 @@ LIMITS = {
 
 @dataclass
 class Quirks:
-    """The quirks of one kind of device during a run; one object per run.
+    """Quirks of one kind of device during a run; one object per run.
 
-    Attributes:
-        device: "cpu" or "cuda"; CapslogError for others.
-        gpu: kind of GPU (`base.gpus`); "" for none in particular.
-        amx: True where the CPU multiplies bfloat16 matrices in AMX tiles.
-        half: True where oneDNN multiplies float16 matrices on the CPU.
-        lasting: bytes of each workspace that has been taken and stays.
-        limits: names of `LIMITS` that were met.
+    device: "cpu" or "cuda"; CapslogError for others. gpu: kind of GPU (`base.gpus`); "" for none in particular.
+    amx: True where the CPU multiplies bfloat16 matrices in AMX tiles.
+    half: True where oneDNN multiplies float16 matrices on the CPU.
+    lasting: bytes of each workspace that has been taken and stays. limits: names of `LIMITS` that were met.
     """
 
     device: str
@@ -225,7 +220,7 @@ class Quirks:
 
     @property
     def kind(self) -> Gpu:
-        """The GPU whose workspaces are counted."""
+        """GPU whose workspaces are counted."""
         return GPUS[self.gpu or USUAL_GPU]
 
     def taken_before(self) -> list[Event]:
@@ -238,7 +233,7 @@ class Quirks:
         return rounded(1) if self.has("caching allocator") else 1
 
     def has(self, name: str) -> bool:
-        """Return True where an entry of `QUIRKS` is one of this device."""
+        """True where an entry of `QUIRKS` applies to this device."""
         return self.device in QUIRKS[name].devices
 
     def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sequence[int]:
@@ -345,8 +340,7 @@ def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
 
 
 def _cudnn_attends(query: Tensor, key: Tensor) -> bool:
-    """Return True for heads of at most 128 numbers, a multiple of 8, and more than one query and key
-    (check_cudnn_tensor_shapes)."""
+    """True for heads of up to 128 numbers, a multiple of 8, and several queries and keys (check_cudnn_tensor_shapes)."""
     return query.shape[-1] <= 128 and query.shape[-1] % 8 == 0 and min(query.shape[-2], key.shape[-2]) > 1
 
 

@@ -1,10 +1,10 @@
 """Seconds without a device: data sheet rates, corrected by a factor for each class of operators.
 
-`operators` counts the work of an operator by class; a `Speed` turns it into seconds. The seconds of an operator are a
-sum over its classes, not a maximum: measured kernels overlap arithmetic and memory less than they could. Factors belong
-to a class, an architecture and a type, never to a model. They were fitted by `benchmarks/gpu_seconds` to other people's
-printed steps and layers (timm on an RTX 3090; OPT, Llama on A100, GH200 and Titan RTX) and to operators and steps that
-were measured on an H200. A measured profile corrects them for its device (`profiling.calibration`).
+The seconds of an operator are a sum over the classes of its work (`operators`), not a maximum: measured kernels overlap
+arithmetic and memory less than they could. Factors belong to a class, an architecture and a type, never to a model.
+They were fitted by `benchmarks/gpu_seconds` to other people's printed steps and layers (timm on an RTX 3090; OPT, Llama
+on A100, GH200 and Titan RTX) and to operators and steps that were measured on an H200. A measured profile corrects them
+for its device (`profiling.calibration`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ show. A stage whose operators are shorter takes this long for each of them."""
 class Class:
     """Operators that have the same limit.
 
-    Attributes:
-        unit: unit and limit of the work: "half", "tf32" or "float32" FLOPs at the sheet's rate, "bytes" at that of
-            memory, "elements" at one per clock and processor, "launches" of a second.
-        factor: measured seconds of a kernel divided by those from the sheet.
-        by_architecture: factors of architectures that were found to differ.
-        group: of factors that a measured profile corrects together; see `GROUPS`.
+    unit: unit and limit of the work: "half", "tf32" or "float32" FLOPs at the sheet's rate, "bytes" at that of memory,
+        "elements" at one per clock and processor, "launches" of a second.
+    factor: measured seconds of a kernel divided by those from the sheet.
+    by_architecture: factors of architectures that were found to differ.
+    group: of factors that a measured profile corrects together; see `GROUPS`.
     """
 
     unit: str
@@ -103,13 +102,12 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a device.
+    """Speed of a device.
 
-    Attributes:
-        seconds_of: of a FLOP, byte, element or launch of each class.
-        halves: the 16-bit dtypes that its matrix units take; (): it has none.
-        host_seconds: of the host for each operator; 0: the device is the host.
-        source: origin of the seconds, for people.
+    seconds_of: of a FLOP, byte, element or launch of each class.
+    halves: the 16-bit dtypes that its matrix units take; (): it has none.
+    host_seconds: of the host for each operator; 0: the device is the host.
+    source: origin of the seconds, for people.
     """
 
     name: str
@@ -123,11 +121,7 @@ class Speed:
 
     @classmethod
     def of_gpu(cls, name: str, gpu: Gpu, factors: Mapping[str, float] | None = None) -> Speed:
-        """Return the speed of a kind of GPU by its sheet.
-
-        Args:
-            factors: corrections of each of `GROUPS`, of a measured profile; None: none.
-        """
+        """Return the speed of a kind of GPU by its sheet. `factors`: corrections of each of `GROUPS`; None: none."""
         units = {
             "half": 1 / gpu.half_flops,
             "tf32": 1 / (gpu.tensor_flops or gpu.float32_flops),
@@ -158,10 +152,7 @@ class Speed:
 
 def speed_of(device: str, gpu: str = "", threads: int | None = None) -> Speed:
     """Return the speed for estimates of a device: cpu is this machine's, cuda a kind of GPU, by default that of the
-    CAPSlog paper.
-
-    Args:
-        threads: of a worker on a CPU; None: those of this process.
+    CAPSlog paper. `threads`: of a worker on a CPU; None: those of this process.
     """
     if device == "cpu":
         return calibrated_cpu(threads or torch.get_num_threads())
@@ -198,8 +189,7 @@ def _calibrated(threads: int) -> Speed:
 def cpu_speed(
     name: str, convolution_flops: float, matrix_flops: float, bytes_per_second: float, launch: float
 ) -> Speed:
-    """Return the speed of a CPU from its rates per second and the seconds of the shortest operator; no operator
-    converts layouts."""
+    """Return a CPU's speed from rates per second and the shortest operator's seconds; nothing converts layouts."""
     seconds = {}
     for kind, entry in CLASSES.items():
         flops = convolution_flops if entry.group == "convolutions" else matrix_flops
