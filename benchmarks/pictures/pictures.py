@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base.gpus import gpu_of
 from varuna_capslog.reports.style import ALARM, BLUE, GREY, INK, SKY, name_rows, picture
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/paper/rn50_d_e6.yaml"
 PLANNERS = {"varuna": "equal parts", "capslog": "CAPSlog: smallest peak", "budget": "default: fastest that fits"}
-CAPACITY = 16 << 30
 GIB = 1 << 30
 
 
@@ -48,35 +48,26 @@ def predicted_and_measured() -> list[tuple[str, int, int]]:
 def draw_planners(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Draw step time and memory of the fullest device for each planner, beside the capacity."""
     with picture(path, 1.9) as figure:
-        figure.suptitle(
-            "DETR with a dilated ResNet-50, 25 layers over eight 16 GiB T4s: predicted before any run", x=0.01, ha="left"
-        )
-        times, peaks = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": (1, 1)})
+        figure.suptitle("DETR with a dilated ResNet-50 over eight T4s, predicted before any run", x=0.01, ha="left")
+        times, peaks = figure.subplots(1, 2, sharey=True)
+        card = gpu_of("cuda:t4")
+        assert card is not None
         for place, row in enumerate(rows):
             fits = row["margin_bytes"] >= 0
             color = (BLUE if row["planner"] == "budget" else SKY) if fits else ALARM
-            used = CAPACITY - row["margin_bytes"] - _unusable(row)
+            used = (card.memory_bytes - row["margin_bytes"]) / GIB
             times.barh(place, row["step_seconds"], height=0.6, color=color)
             times.text(row["step_seconds"], place, f" {row['step_seconds']:.2f} s", va="center", color=INK)
-            peaks.barh(place, used / GIB, height=0.6, color=color)
-            peaks.text(used / GIB, place, f" {used / GIB:.1f} GiB{'' if fits else ': does not fit'}", va="center", color=INK)
+            words = f"{used:.1f} GiB{'' if fits else ': does not fit'}"
+            peaks.barh(place, used, height=0.6, color=color)
+            peaks.text(used + 0.3, place, words, va="center", color=INK, bbox={"fc": "white", "ec": "none", "pad": 1})
         name_rows(times, [PLANNERS[row["planner"]] for row in rows])
         times.set_xlim(0, 1.2 * max(row["step_seconds"] for row in rows))
         times.set_xlabel("time of a step [s]")
-        peaks.axvline(_usable(rows) / GIB, color=GREY, linestyle="--", linewidth=1)
-        peaks.text(_usable(rows) / GIB, -0.62, "capacity of a T4", ha="center", va="bottom", color=GREY, fontsize=8)
+        peaks.axvline(card.memory_bytes / GIB, color=GREY, linestyle="--", linewidth=1)
+        peaks.text(card.memory_bytes / GIB, -0.62, "capacity of a T4", ha="center", va="bottom", color=GREY, fontsize=8)
         peaks.set_xlim(0, 24)
         peaks.set_xlabel("memory of the fullest device [GiB]")
-
-
-def _usable(rows: Sequence[dict[str, Any]]) -> int:
-    return CAPACITY - _unusable(rows[0])
-
-
-def _unusable(row: dict[str, Any]) -> int:
-    """Return the bytes of 16 GiB that a T4 does not give to programs."""
-    del row
-    return CAPACITY - round(14.5 * GIB)
 
 
 def draw_errors(path: Path, rows: Sequence[tuple[str, int, int]]) -> None:

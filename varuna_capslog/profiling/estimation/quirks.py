@@ -340,7 +340,7 @@ def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
 
 
 def _cudnn_attends(query: Tensor, key: Tensor) -> bool:
-    """True for heads of up to 128 numbers, a multiple of 8, and several queries and keys (check_cudnn_tensor_shapes)."""
+    """True for heads of up to 128 numbers, a multiple of 8, and several queries and keys (cuDNN)."""
     return query.shape[-1] <= 128 and query.shape[-1] % 8 == 0 and min(query.shape[-2], key.shape[-2]) > 1
 
 
