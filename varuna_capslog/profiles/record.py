@@ -273,14 +273,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's layers in chain order with their costs. Only the layers are required.
+    """Layers of a model in chain order, with costs; only they are required. Raises CapslogError for invalid values.
 
     source: "measured" or "estimated".
-    conditions: when the numbers hold: device, dtype, microbatch_size, input shape, optimizer, attention, recompute,
-        torch version, ...
+    conditions: when the numbers hold: device, dtype, microbatch_size, input shape, optimizer, recompute, torch version,
+        ...
     tensors: those that layers pass on; with them the chain is one order of a graph.
-
-    Raises CapslogError for invalid values.
     """
 
     layers: tuple[LayerProfile, ...]
