@@ -24,7 +24,7 @@ def text_of(names: Sequence[str]) -> str | None:
 
 
 def variant_pairs(alternatives: Mapping[int, Sequence[str]], num_layers: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield first layer and names of the runs that `alternatives` (layer -> variants) need: single layers, then pairs."""
+    """Yield first layer and names of the runs that `alternatives` (layer -> variants) need: single layers, pairs."""
     names_of_layer = {layer: (PLAIN, *alternatives.get(layer, ())) for layer in range(num_layers)}
     for first, end in stage_runs(num_layers):
         choices: list[tuple[str, ...]] = [()]
