@@ -1,7 +1,7 @@
-"""Objects that a program hands to the processes of its run, in one file of the run's folder.
+"""Objects that a program passes to the processes of its run, in one file of the run's folder.
 
-A class or function of the program's own script is found under the script's name as a module, since in another process
-`__main__` is another program.
+A class or function of the program's own script is looked up under the script's name as a module, since in another
+process `__main__` is another program.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["hand_over", "handed", "model"]
 
 
 def hand_over(path: Path, objects: Mapping[str, Any], script: Callable[[str], str]) -> None:
-    """Writes the objects by name.
+    """Write the objects by name.
 
     Args:
-        script: gives the name as a module of the script that defines something of this name; raises CapslogError where
-            it has none.
+        script: returns the module name of the script that defines an object of this name; raises CapslogError where it
+            has none.
 
     Raises:
         CapslogError: an object that cannot be pickled, named.
@@ -38,7 +38,7 @@ def hand_over(path: Path, objects: Mapping[str, Any], script: Callable[[str], st
 
 
 def handed(path: Path, name: str) -> Any:
-    """The object of this name; None where the file has none.
+    """Return the object of this name; None where the file has none.
 
     Raises:
         CapslogError: the file is missing or damaged, or a name in it cannot be imported here.
@@ -56,7 +56,7 @@ def handed(path: Path, name: str) -> Any:
 
 
 def model(path: str) -> Any:
-    """The model, as the factory of a config's `model` section."""
+    """Return the model, as the factory of a config's `model` section."""
     return handed(Path(path), "model")
 
 
@@ -82,7 +82,7 @@ def _of_script(module: str, name: str) -> Any:
 
 
 def _part_of(module: Any, name: str) -> Any:
-    """The definition that a module has under a qualified name; None where it has none."""
+    """Return the definition with a qualified name in a module; None where it has none."""
     for part in name.split("."):
         module = getattr(module, part, None)
     return module

@@ -1,4 +1,4 @@
-"""Losses and scores that a config may name, and the form in which a user's loss gets the outputs of a model."""
+"""Losses and scores that a config may name, and the form of a model's outputs for a user's loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["COUNTS", "LOSSES", "METRICS", "returned"]
 
 
 class Outputs(dict[str, Tensor]):
-    """The outputs of a model that names them: `outputs.logits` is `outputs["logits"]`."""
+    """Outputs of a model that names them: `outputs.logits` is `outputs["logits"]`."""
 
     def __getattr__(self, name: str) -> Tensor:
         try:
@@ -26,7 +26,9 @@ class Outputs(dict[str, Tensor]):
 
 
 def returned(outputs: Mapping[str, Tensor]) -> Any:
-    """The outputs as the model returned them: its one tensor, the tuple of them, or `Outputs` where they have names."""
+    """Return the outputs as the model returned them: its one tensor, the tuple of them, or `Outputs` where they have
+    names.
+    """
     if set(outputs) <= {"output", "x"} and len(outputs) == 1:
         return next(iter(outputs.values()))
     if all(name.isdigit() for name in outputs):
@@ -85,7 +87,7 @@ def _accuracy(outputs: Any, batch: Any) -> dict[str, float]:
 
 
 def counted_part(batch: Any) -> float:
-    """The part of a batch's targets that cross entropy does not ignore; 1 where they have no values."""
+    """Return the part of a batch's targets that cross entropy does not ignore; 1 where they have no values."""
     classes = _target(batch)
     if isinstance(classes, FakeTensor):
         return 1.0
@@ -94,8 +96,8 @@ def counted_part(batch: Any) -> float:
 
 
 _IGNORED = -100
-"""The default `ignore_index` of torch's `cross_entropy`."""
+"""Default `ignore_index` of torch's `cross_entropy`."""
 LOSSES = {"cross_entropy": _cross_entropy, "chunked_cross_entropy": _chunked_cross_entropy, "mse": _mse}
 COUNTS = {"cross_entropy": counted_part, "chunked_cross_entropy": counted_part}
-"""The part of a batch's targets over which a loss takes its mean, by the loss's name."""
+"""Part of a batch's targets over which a loss takes its mean, by the loss's name."""
 METRICS = {"accuracy": _accuracy}

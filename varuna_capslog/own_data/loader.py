@@ -1,6 +1,5 @@
-"""Reads samples in the rank itself, or in loader processes beside it that read ahead.
-
-A sample is the same whichever process reads it: its random numbers are its own.
+"""Reads samples in the rank itself, or in loader processes beside it that read ahead. A sample is the same in every
+process, since its random numbers have a seed of their own.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _Task = tuple[tuple[str, int, list[int]], "Future[Any]"]
 
 
 class Batch(Protocol):
-    """A batch that is being read, or will be."""
+    """Batch that is being read, or will be."""
 
     def result(self) -> Any:
-        """The batch, when it is there. Raises CapslogError where it cannot be read."""
+        """Return the batch, when it is there. Raises CapslogError where it cannot be read."""
 
 
 class _Later:
-    """A batch that is read where it is asked for."""
+    """Batch that is read at its first use."""
 
     def __init__(self, reader: SampleReader, split: str, epoch: int, samples: Sequence[int]) -> None:
         self._reader, self._task = reader, (split, epoch, samples)
@@ -48,7 +47,7 @@ class _Later:
 
 
 class Loader:
-    """Reads batches of one workload in this process.
+    """Reader of one workload's batches in this process.
 
     Args:
         reader: for the batches that this process reads itself.
@@ -63,7 +62,7 @@ class Loader:
         self._failure: CapslogError | None = None
 
     def begin(self, split: str, epoch: int, samples: Sequence[int]) -> Batch:
-        """Begins to read a batch."""
+        """Begin to read a batch."""
         if not self._workers:
             return _Later(self._reader, split, epoch, samples)
         if not self._threads:
@@ -80,7 +79,7 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """Ends the loader processes; batches that they have not begun are not read."""
+        """End the loader processes; batches that they have not begun are not read."""
         for _ in self._threads:
             self._tasks.put(None)
         self._threads = []

@@ -24,9 +24,6 @@ from varuna_capslog.own_data.handed import handed
 __all__ = ["SampleReader", "named_or_handed", "receive", "seeded", "send"]
 
 
-# -- Reads samples of a data set, collates batches, and sends them from a loader process to its rank.
-
-
 # -- Random numbers of one sample: drawn from its own seed in any process, and no other random numbers change.
 
 
@@ -35,7 +32,7 @@ _SAMPLE = 0x5341
 
 @contextlib.contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Seeds the CPU generator of torch, `random` and numpy's global generator from these numbers, and restores their
+    """Seed the CPU generator of torch, `random` and numpy's global generator from these numbers, and restore their
     states at the end. Only one thread of this process may be in here.
     """
     seed = mix(_SAMPLE, *numbers)
@@ -55,18 +52,18 @@ def seeded(*numbers: int) -> Iterator[None]:
 
 
 def named_or_handed(keys: Mapping[str, Any], name: str) -> Any:
-    """The function that a key of the `data` section names, else the object handed over under that name, else None."""
+    """Return the function that a key of the `data` section names, else the object passed under that name, else None."""
     if keys[name] is not None:
         return imported(keys[name], f"data.{name}={keys[name]!r}")
     return None if keys["given"] is None else handed(Path(keys["given"]), name)
 
 
 class SampleReader:
-    """Batches of a data set, equal in every process.
+    """Reader of a data set's batches, which are equal in every process.
 
     Args:
         keys: the config's `data` section as plain values.
-        seed: the run's; random numbers of a sample are seeded by it, the epoch and the sample.
+        seed: of the run; it, the epoch and the sample seed the random numbers of a sample.
     """
 
     def __init__(self, keys: Mapping[str, Any], seed: int) -> None:
@@ -75,7 +72,7 @@ class SampleReader:
         self._collate: Any = None
 
     def dataset(self, split: str) -> Any:
-        """The data set of "dataset" or "val"; None for validation data that no key names.
+        """Return the data set of "dataset" or "val"; None for validation data that no key names.
 
         Raises:
             CapslogError: its function failed; it is no map-style dataset.
@@ -85,7 +82,7 @@ class SampleReader:
         return self._sets[split]
 
     def read(self, split: str, epoch: int, samples: Sequence[int]) -> Any:
-        """The batch of these samples.
+        """Return the batch of these samples.
 
         Raises:
             CapslogError: a sample cannot be read, or they cannot be collated; it names the samples.
@@ -139,7 +136,7 @@ def _called(split: str) -> str:
 
 
 def _told(error: Exception) -> str:
-    """The error in one line."""
+    """Return the error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -172,7 +169,7 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def send(stream: BinaryIO, value: Any) -> None:
-    """Writes one value. Raises the errors of pickling, before anything is written, and those of a closed pipe."""
+    """Write one value. Raises the errors of pickling, before anything is written, and those of a closed pipe."""
     buffers: list[pickle.PickleBuffer] = []
     text = io.BytesIO()
     _TensorPickler(text, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -187,7 +184,7 @@ def send(stream: BinaryIO, value: Any) -> None:
 
 
 def receive(stream: BinaryIO) -> Any:
-    """Reads one value. Raises EOFError where the pipe was closed."""
+    """Read one value. Raises EOFError where the pipe was closed."""
     length, count = _HEAD.unpack(_whole(stream, _HEAD.size))
     sizes = struct.unpack(f"<{count}Q", _whole(stream, 8 * count))
     text = _whole(stream, length)
@@ -202,7 +199,7 @@ def receive(stream: BinaryIO) -> Any:
 
 
 def _room(size: int) -> int:
-    """Bytes that a small tensor takes in the block."""
+    """Return the bytes that a small tensor takes in the block."""
     return size + -size % _ALIGNMENT
 
 

@@ -32,9 +32,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     torchvision's weights.
 
     Args:
-        root: the folder of the classes' folders, which may have folders of their own.
+        root: folder with one folder per class, each of which may have subfolders.
         size: pixels of a side; the shorter side is scaled to it and the middle is cut out.
-        part: which pictures, as fractions of all of them in an order of its own: (0, 0.9) and (0.9, 1) share none.
+        part: fractions of all pictures, in a fixed order that mixes the classes: (0, 0.9) and (0.9, 1) share none.
         augment: instead cut out a random piece, of a quarter of the area or more, and mirror half of them.
 
     Attributes:
@@ -95,7 +95,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return (pixels - torch.tensor(_MEAN).view(3, 1, 1)) / torch.tensor(_DEVIATION).view(3, 1, 1), number
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """The rectangle that is cut out: left, top, right and bottom in pixels of the file."""
+        """Return the rectangle that is cut out: left, top, right and bottom in pixels of the file."""
         side = float(min(width, height))
         left, top = (width - side) / 2, (height - side) / 2
         if self.augment:
@@ -105,23 +105,23 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return left, top, left + side, top + side
 
 
-# -- Texts and files of tokens as data sets of sequences, and text that a trained language model goes on with.
+# -- Texts and files of tokens as data sets of sequences, and text that a trained language model continues.
 
 
 _TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 
 class TokenFile(Dataset[dict[str, Tensor]]):
-    """Sequences of equal length, one behind the other, of a file that holds nothing but token numbers.
+    """Consecutive sequences of equal length from a file that holds nothing but token numbers.
 
     A sample is {"input_ids": int64[length], "labels": int64[length]}. The file is mapped into memory, not read.
 
     Args:
         path: raw numbers, as `array.tofile` writes them.
-        length: tokens of a sample; tokens that do not fill a last one are left out.
-        part: where the samples lie in the file, as fractions of it: (0, 0.9) is all but the last tenth.
+        length: tokens of a sample; tokens that do not fill a last sample are left out.
+        part: fractions of the file in which the samples lie: (0, 0.9) is all but the last tenth.
         dtype: of the numbers: uint8, uint16, uint32, int32 or int64.
-        shifted: the labels are the tokens after each one, for models whose loss compares place by place. Models of
+        shifted: the labels are the next tokens, for models whose loss compares position by position. Models of
             transformers shift the labels themselves.
 
     Raises:
@@ -171,7 +171,7 @@ class TokenFile(Dataset[dict[str, Tensor]]):
 
 
 class TextFile(TokenFile):
-    """A `TokenFile` of a text: its tokens are the bytes of UTF-8, so that a vocabulary has 256 entries."""
+    """`TokenFile` of a text: its tokens are the bytes of UTF-8, so that a vocabulary has 256 entries."""
 
     def __init__(
         self, path: str | Path, length: int, part: Sequence[float] = (0.0, 1.0), shifted: bool = False
@@ -180,11 +180,11 @@ class TextFile(TokenFile):
 
 
 def write_text(model: nn.Module, prompt: str, count: int, context: int, temperature: float = 0.8) -> str:
-    """The prompt and its continuation by a language model over bytes.
+    """Continue a prompt with a language model over bytes, and return both.
 
     Args:
-        model: takes int64[1, n] and returns scores [1, n, 256], or something with them as `logits`.
-        count: bytes that are added.
+        model: takes int64[1, n] and returns scores [1, n, 256], or an object with them as `logits`.
+        count: bytes to add.
         context: the most bytes that the model looks at.
         temperature: divisor of the scores before a byte is drawn; 0 takes the largest score.
     """

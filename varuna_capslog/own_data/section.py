@@ -1,4 +1,4 @@
-"""The keys of a config's `data` section for `workload: varuna_capslog.own_data:workload`."""
+"""Keys of a config's `data` section for `workload: varuna_capslog.own_data:workload`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data set of the user's as a `DataSource`: microbatches of fixed shapes, read with their targets where needed.
+"""A user's data set as a `DataSource`: microbatches of fixed shapes, read with their targets where needed.
 
 A rank that neither loads nor judges knows only the numbers of a minibatch's samples and the shapes of the first batch,
 which all others must have.
@@ -24,13 +24,13 @@ _REMEMBERED = 4
 
 
 class DatasetSource:
-    """The samples of one split.
+    """Samples of one split.
 
     Args:
         count: of samples.
-        specs: of the model's inputs, for a microbatch of so many samples.
-        take: the model's inputs of a batch.
-        ahead: microbatches that are read before they are asked for.
+        specs: of the model's inputs, for a microbatch.
+        take: returns the model's inputs of a batch.
+        ahead: microbatches that are read before they are needed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DatasetSource:
         return self._count
 
     def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
-        """The description of a minibatch; reads nothing."""
+        """Return the description of a minibatch; reads nothing."""
         samples = [list(group) for group in groups]
         minibatch = Minibatch(
             inputs=[self._specs(len(group)) for group in samples],
@@ -64,19 +64,19 @@ class DatasetSource:
         return minibatch
 
     def begin(self, minibatch: Minibatch, microbatch: int) -> _Read:
-        """Begins to read a microbatch: its inputs and its batch, for the loss."""
+        """Begin to read a microbatch: its inputs and its batch, for the loss."""
         epoch, samples = minibatch.recipes[microbatch]
         batch = self._loader.begin(self._split, epoch, samples)
         return _Read(batch, self._take, minibatch.inputs[microbatch], samples)
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """The inputs of a microbatch. Its batch, and those of the next microbatches, are kept for `batch`."""
+        """Return the inputs of a microbatch. Its batch, and those of the next microbatches, are kept for `batch`."""
         for index in range(microbatch, min(len(minibatch.inputs), microbatch + 1 + self.ahead)):
             self._reading(minibatch, index)
         return self._reading(minibatch, microbatch).result()[0]
 
     def batch(self, minibatch: Minibatch, microbatch: int) -> Any:
-        """The batch of a microbatch, for its judge."""
+        """Return the batch of a microbatch, for its judge."""
         batch = self._reading(minibatch, microbatch).result()[1]
         self._begun.pop(_key(minibatch, microbatch), None)
         return batch
@@ -108,8 +108,8 @@ class _Read:
         self._batch, self._take, self._specs, self._samples = batch, take, specs, samples
 
     def result(self) -> tuple[dict[str, Tensor], Any]:
-        """Inputs and batch, when they are there. Raises CapslogError where the microbatch cannot be read, or differs in
-        shape from the first one.
+        """Return inputs and batch, when they are there. Raises CapslogError where the microbatch cannot be read, or
+        differs in shape from the first one.
         """
         batch = self._batch.result()
         inputs = {name: tensor.contiguous() for name, tensor in self._take(batch).items()}

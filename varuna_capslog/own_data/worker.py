@@ -1,7 +1,5 @@
-"""A loader process, started by `loader.Loader`, which gives it its process number.
-
-It reads a task from standard input and answers with a batch, or with the reason why there is none. It ends with its
-parent.
+"""A loader process, started by `loader.Loader`, which gives it its process number. It reads a task from standard input,
+and answers with a batch or with the reason why there is none. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from varuna_capslog.base.processes import JOB_SIGNALS, ends_forks_as_usual, kill
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe or ends."""
+    """Serve until the parent closes the pipe or ends."""
     killed_with(int(sys.argv[1]))()
     outlives((*JOB_SIGNALS, signal.SIGINT))  # they reach the whole job; the parent says when it is over
     ends_forks_as_usual()

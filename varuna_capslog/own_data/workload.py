@@ -35,16 +35,16 @@ __all__ = ["DatasetWorkload", "workload"]
 
 
 def workload(config: Config) -> DatasetWorkload:
-    """The workload that a config's `model` and `data` sections describe; see `ModelSection` and `DataSection`."""
+    """Return the workload of a config's `model` and `data` sections; see `ModelSection` and `DataSection`."""
     return DatasetWorkload(config)
 
 
 class DatasetWorkload(ModelWorkload):
-    """A model, a data set, and a loss of outputs and batch.
+    """Workload of a model, a data set, and a loss of outputs and batch.
 
-    The collate function makes a microbatch of its samples; each counts 1 / number of microbatches in the minibatch's
-    loss, or by the number of its targets that count. Validation leaves out the samples that do not fill a
-    last microbatch.
+    The collate function makes a microbatch of its samples; each microbatch counts 1 / number of microbatches in the
+    minibatch's loss, or by the number of its targets that count. Validation leaves out samples that do not fill a last
+    microbatch.
     """
 
     def __init__(self, config: Config) -> None:
@@ -68,13 +68,13 @@ class DatasetWorkload(ModelWorkload):
     # -- the data ------------------------------------------------------------------------------------------------------
 
     def train_data(self) -> DatasetSource:
-        """All samples of data.dataset."""
+        """Return all samples of data.dataset."""
         if self._names is None:
             self._model_on_data()
         return self._source("dataset", len(self._reader.dataset("dataset")))
 
     def val_data(self) -> DatasetSource | None:
-        """The samples of data.val, as many as fill microbatches."""
+        """Return the samples of data.val, as many as fill microbatches."""
         dataset = self._reader.dataset("val")
         if dataset is None:
             return None
@@ -90,7 +90,7 @@ class DatasetWorkload(ModelWorkload):
 
     @functools.cached_property
     def _first(self) -> Any:
-        """The batch of the first microbatch, which says the shapes of all."""
+        """Batch of the first microbatch, which sets the shapes of all."""
         count = len(self._reader.dataset("dataset"))
         if count < self._size:
             raise CapslogError(
@@ -113,7 +113,7 @@ class DatasetWorkload(ModelWorkload):
             thread.join()  # a later fork must find no other thread
 
     def _inputs_of(self, batch: Any) -> dict[str, Tensor]:
-        """The model's inputs of a batch."""
+        """Return the model's inputs of a batch."""
         assert self._names is not None
         inputs: dict[str, Tensor] = {}
         for name, key in self._names.items():
@@ -127,7 +127,7 @@ class DatasetWorkload(ModelWorkload):
         return inputs
 
     def _find_names(self, model: nn.Module | Chain) -> dict[str, str | int]:
-        """The inputs of the model that a batch has, each with its place in the batch."""
+        """Return the inputs of the model that a batch has, each with its place in the batch."""
         batch, listed = self._first, self._keys["inputs"]
         if isinstance(model, Chain):
             taken = list(model.inputs)
@@ -151,7 +151,7 @@ class DatasetWorkload(ModelWorkload):
         return names
 
     def _model_on_data(self) -> Any:
-        """The model, and the first microbatch as its example."""
+        """Return the model, and the first microbatch as its example."""
         made = self._call_factory()
         model = made[0] if isinstance(made, tuple) and made and isinstance(made[0], nn.Module) else made
         if not isinstance(model, (nn.Module, Chain)):
@@ -183,8 +183,8 @@ class DatasetWorkload(ModelWorkload):
         return self._with_loss(chain) if self._loss_function is None and self._metric is None else chain
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        """The user's loss of outputs and batch, times this microbatch's share. The share goes by the number of targets
-        that count, where the loss returns it or is one of ours, which count them.
+        """Return the user's loss of outputs and batch, times this microbatch's share: by the number of targets that
+        count, where the loss returns it or is one of this library's, which count them.
         """
         parts = self._parts(outputs, targets)
         counted = parts.pop(COUNTED, None)
@@ -199,7 +199,7 @@ class DatasetWorkload(ModelWorkload):
         return shares if counted is None else {**shares, COUNTED: counted}
 
     def _parts(self, outputs: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """The parts of a microbatch's mean loss and, where it is known, the number of targets that they count."""
+        """Return the parts of a microbatch's mean loss and, where known, the number of targets that they count."""
         if self._loss_function is None:
             return {"loss": outputs["loss"]}
         losses = self._loss_function(returned(outputs), batch)
@@ -220,20 +220,20 @@ class DatasetWorkload(ModelWorkload):
         return parts
 
     def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
-        """The first batch."""
+        """Return the first batch."""
         return self._first, {"microbatches": 1.0}
 
     def costs_depend_on(self) -> Sequence[str]:
         return [self._keys["loss"]] if self._keys["loss"] else []
 
     def evaluator(self) -> Evaluator | None:
-        """Mean loss and scores of the validation data; None without such data."""
+        """Return the evaluator for mean loss and scores of the validation data; None without such data."""
         if self._keys["val"] is None and self._reader.dataset("val") is None:
             return None
         return _Judge(self)
 
     def judged(self, outputs: Mapping[str, Tensor], batch: Any) -> tuple[dict[str, float], float]:
-        """Scores of one microbatch, and the weight of its losses."""
+        """Return the scores of one microbatch, and the weight of its losses."""
         with torch.no_grad():
             parts = self._parts(outputs, batch)
             weight = float(parts.pop(COUNTED, 1.0))
@@ -244,16 +244,16 @@ class DatasetWorkload(ModelWorkload):
     # -- before the workers --------------------------------------------------------------------------------------------
 
     def data_facts(self) -> Mapping[str, Any]:
-        """The number of samples."""
+        """Return the number of samples."""
         return {"number of samples": len(self._reader.dataset("dataset"))}
 
     def check(self) -> Sequence[RunFinding]:
-        """Opens the validation data; raises as `val_data`."""
+        """Open the validation data; raises as `val_data`."""
         self.val_data()
         return ()
 
     def read_samples(self) -> Mapping[str, int]:
-        """Reads the first microbatch of data.dataset and of data.val, in this process."""
+        """Read the first microbatch of data.dataset and of data.val, in this process."""
         names = {"training": "dataset", "validation": "val"}
         sets = {name: split for name, split in names.items() if self._reader.dataset(split) is not None}
         counts = {name: len(self._reader.dataset(split)) for name, split in sets.items()}
@@ -263,7 +263,7 @@ class DatasetWorkload(ModelWorkload):
         return counts
 
     def hand_over(self) -> None:
-        """Captures the model, and tries the loss on the first batch with made-up outputs."""
+        """Capture the model, and try the loss on the first batch with made-up outputs."""
         super().hand_over()
         chain = self.build_training_chain()
         outputs = {}
@@ -283,7 +283,7 @@ class DatasetWorkload(ModelWorkload):
             ) from error
 
     def sample_text(self, trained: Callable[[], Chain]) -> str | None:
-        """The text that data.sample makes of the trained model."""
+        """Return the text that data.sample makes of the trained model."""
         function = named_or_handed(self._keys, "sample")
         if function is None:
             return None
@@ -300,7 +300,7 @@ class DatasetWorkload(ModelWorkload):
 
 
 class _Judge:
-    """The evaluator: means over microbatches, which are of one size; of losses, over the targets that count."""
+    """Evaluator: means over microbatches, which are of one size; of losses, over the targets that count."""
 
     def __init__(self, workload: DatasetWorkload) -> None:
         self._workload = workload
@@ -321,7 +321,7 @@ class _Judge:
 
 
 def _weighted(value: Tensor, weight: float, outputs: Mapping[str, Tensor]) -> Tensor:
-    """A mean times its weight; the mean of nothing is no number, and its gradient is zero."""
+    """Return a mean times its weight; for weight 0, where the mean is NaN, zero with a gradient of zero."""
     if weight == 1.0:
         return value
     if weight:
@@ -330,7 +330,7 @@ def _weighted(value: Tensor, weight: float, outputs: Mapping[str, Tensor]) -> Te
 
 
 def _entry(batch: Any, key: str | int) -> Any:
-    """An entry of a batch; None where it has no such entry."""
+    """Return an entry of a batch; None where it has no such entry."""
     if isinstance(key, str):
         return batch.get(key)
     entries = batch if isinstance(batch, (tuple, list)) else [batch]
@@ -338,7 +338,7 @@ def _entry(batch: Any, key: str | int) -> Any:
 
 
 def _described(value: Any) -> str:
-    """Types and shapes, in short."""
+    """Return types and shapes, in short."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

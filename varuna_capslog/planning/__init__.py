@@ -1,4 +1,1 @@
-"""What is asked about a plan before the run: a simulated step, all planners side by side, another number of devices.
-
-Stands above the planners and below everything that computes; no torch.
-"""
+"""Simulates, compares and judges plans before a run. Built on the planners; imports no torch."""

@@ -1,7 +1,4 @@
-"""Every planner's answer to one question, side by side: peak, margin, simulated step time, search time.
-
-`capslog compare` calls it. A planner that has no answer keeps its row, with the reason.
-"""
+"""Compares all planners' answers to one problem: peak, margin, simulated step time, search time."""
 
 from __future__ import annotations
 
@@ -27,17 +24,13 @@ __all__ = ["BudgetPoint", "Row", "budget_front", "compare"]
 
 @dataclass(frozen=True)
 class Row:
-    """Answer of a planner.
+    """Answer of a planner; a planner without a plan has a row, too, with the reason.
 
-    plan: None where the planner has none.
-    peak_bytes, margin_bytes: of the largest stage, and the least that a stage leaves of its device (below 0: does not
-        fit); None where the memory model or the capacity is missing.
-    step_seconds, bubble_fraction: simulated; None where the profile has no seconds.
-    search_seconds: measured here.
-    bound_seconds, proven: no plan of the planner's search space is faster than the bound, and the plan is that fast;
-        for planners that say none the work of the step, shared out evenly. None where the step is not known.
-    reason: why something is missing, a sentence; of `madpipe` also what it promises as printed; None where there is
-        nothing to say.
+    peak_bytes, margin_bytes: of the largest stage; smallest margin of a stage on its device, below 0: does not fit.
+    step_seconds, bubble_fraction: simulated. search_seconds: measured here.
+    bound_seconds, proven: lower bound of all plans of the planner's search space, and whether the plan is that fast;
+        for planners without a bound, the work of the step shared evenly.
+    reason: why a value is None; for `madpipe` also what it promises as printed.
     """
 
     planner: str
@@ -52,7 +45,7 @@ class Row:
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row for programs; of the plan its cut list, whether it fits, and its stage bytes."""
+        """Return the row for programs, with the plan's cut list, `fits` and stage bytes."""
         record = {
             column.name: getattr(self, column.name) for column in dataclasses.fields(self) if column.name != "plan"
         }
@@ -65,14 +58,11 @@ def compare(
     names: Sequence[str] | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> list[Row]:
-    """Ask every planner, or those of `names`, in that order. A planner that searches long has a row without a plan
-    where `names` is None.
+    """Ask every planner, or those of `names`, in that order; without `names`, planners with a long search have no plan.
 
-    Args:
-        progress: called with (planners done, all planners, the one that is asked now) before each planner.
+    progress: called with (planners done, all planners, name) before each planner.
 
-    Raises:
-        CapslogError: unknown names; more devices than layers.
+    Raises CapslogError for unknown names, and for more devices than layers.
     """
     chosen = list(REGISTRY) if names is None else list(names)
     fields.refuse_unknown(chosen, list(REGISTRY), "planner")
@@ -117,19 +107,18 @@ def _row(problem: Problem, name: str) -> Row:
 
 # -- The front of budget against step time, for planners that choose cuts and memory intervals together.
 #
-# A point's budget is the smallest capacity of every device within which its plan fits, so that the same plan serves
-# all budgets up to the next point's. Unlike the front of cuts alone (`planners.throughput.pareto_front`) there may be
-# a plan for every few bytes; the front asks for a given number of capacities, in equal ratios from all kept to all
-# treated.
+# A point's budget is the smallest capacity of every device within which its plan fits; the plan serves all budgets up
+# to the next point. Unlike in the front of cuts alone (`planners.throughput.pareto_front`), a few more bytes may give
+# another plan, so only a fixed number of capacities is asked for, in equal ratios from all kept to all treated.
 
 
 POINTS = 16
-"""Capacities that are asked for, at most."""
+"""Largest number of capacities to ask for."""
 
 
 @dataclass(frozen=True)
 class BudgetPoint:
-    """A plan with the seconds of its step, and the bytes that each device must have for it."""
+    """Plan, its step, and the bytes that it needs on each device."""
 
     budget_bytes: int
     step_seconds: float
@@ -139,16 +128,14 @@ class BudgetPoint:
 def budget_front(
     find: Callable[[int | None], Plan], needed: Callable[[Plan], int], capacity: int | None = None, points: int = POINTS
 ) -> list[BudgetPoint]:
-    """Return the points from the smallest budget to the smallest step time; empty if nothing fits.
-
-    No two points have the same budget or step time, and each that follows has a larger budget and a smaller step time.
+    """Return the points by rising budget and falling step time, both strict; empty if nothing fits.
 
     Args:
-        find: capacity of every device in bytes (None: no limit) -> the plan, with its bytes, `fits` and
-            `step_seconds`; one that does not fit is the plan that lacks least.
-        needed: a plan -> the bytes that its largest rank needs of a device, headroom included.
+        find: capacity of every device in bytes (None: no limit) -> the plan, with bytes, `fits` and `step_seconds`;
+            where none fits, the plan that lacks least.
+        needed: plan -> bytes that its largest rank needs of a device, headroom included.
         capacity: the largest budget; None: as much as the plan without a limit needs.
-        points: how many capacities to ask for, 2 or more.
+        points: number of capacities to ask for, 2 or more.
     """
     first = find(capacity)
     if first.fits is False:

@@ -1,5 +1,5 @@
-"""Plans of one stage per device, or of several that go round the devices: their cuts, what each stage holds by a
-closed form, and whether that fits. Nothing here imports torch, so that such a plan takes milliseconds.
+"""Plans of one stage per device, or of several per device in turn: cuts, bytes of each stage, and whether they fit. The
+bytes have a closed form and torch is not imported, so that such a plan takes milliseconds.
 """
 
 from __future__ import annotations
@@ -53,15 +53,12 @@ _ROUNDING = 1e-9
 def in_flight_of_period(
     forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], period: float | None = None
 ) -> list[int]:
-    """The smallest number of microbatches in flight of every stage of one pipeline, one stage per rank.
+    """Return the smallest number of microbatches in flight of every stage of one pipeline, one stage per rank.
 
-    Args:
-        forward, backward: seconds of every stage, the backward with what is computed again for it.
-        transfer: seconds of a message over the cut before each stage, in either direction; that of stage 0 is not used.
-        period: seconds of one microbatch in the steady state; default: the shortest one, that of the slowest stage or
-            link. A longer one needs fewer.
-
-    Raises CapslogError for a period shorter than that.
+    forward, backward: seconds of every stage; the backward includes recomputation.
+    transfer: seconds of a message over the cut before each stage, in either direction; entry 0 is not used.
+    period: seconds of one microbatch in the steady state; default and least: those of the slowest stage or link. A
+        longer period needs fewer microbatches. Raises CapslogError for a shorter one.
     """
     busy = [f + b for f, b in zip(forward, backward, strict=True)]
     shortest = max([*busy, *transfer[1:]])
@@ -83,15 +80,12 @@ def in_flight_of_period(
 
 
 def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
-    """Return the plan with the limit of every stage for schedule `1f1b-star`; each path of microbatches alone. With
-    direct routes all lines of stages that wait for each other have one period, that of the slowest stage or link.
+    """Return the plan with the limit of every stage for schedule `1f1b-star`, computed for each path of microbatches
+    alone. With direct routes all lines of stages that wait for each other have the period of the slowest stage or link.
 
-    Args:
-        run: says whether stages whose memory the plan leaves open compute again.
-        link: between two ranks; default: transfers take no time.
+    run: for stages whose memory the plan leaves open. link: between two ranks; default: transfers take no time.
 
-    Raises CapslogError naming the layer whose seconds the profile does not have, and for stages that take several
-    microbatches in one call.
+    Raises CapslogError naming the layer whose seconds the profile lacks, and for grains above 1.
     """
     if any(stage.grain > 1 for stage in plan.stages):
         raise CapslogError(
@@ -162,24 +156,22 @@ def _sent(profile: Profile, plan: Plan, graph: StageGraph, link: Link | None) ->
 
 
 _SEARCH_LONG = ("mcap-bf", "mcap-bo", "throughput")
-"""Planners that are not asked again for the number of devices that would do."""
+"""Planners whose search is too long to repeat for the sufficient number of devices."""
 _MORE_DEVICES = 8
-"""A planner is asked for at most so many more devices than `exact` needs."""
+"""Largest number of devices beyond those of `exact` for which a planner is asked."""
 
 
 def cut_plan(problem: Problem, planner: str) -> Plan:
-    """The plan of one pipeline of the problem, one stage per device, judged by its memory model.
+    """Return the plan of one pipeline, one stage per device, judged by its memory model.
 
-    Where the memory model does not describe the schedule, recomputation and stage inputs of the run, `fits` and the
-    predicted bytes are None and `notes` says why. A plan that does not fit says what is missing, and how many devices
-    of the smallest capacity would do with the planner.
+    Where the memory model does not describe the run's schedule, recomputation and stage inputs, `fits` and the
+    predicted bytes are None and `notes` says why. The notes of a plan that does not fit say what is missing, and how
+    many devices of the smallest capacity would do with the planner.
 
-    Args:
-        planner: of `find_cuts`; not asked where cuts are given.
+    planner: of `find_cuts`; not asked where the problem has cuts.
 
-    Raises:
-        CapslogError: more devices than layers, cuts of another number of stages, an unknown memory model, and one that
-            the profile cannot feed.
+    Raises CapslogError for more devices than layers, cuts of another number of stages, an unknown memory model, and one
+    whose inputs the profile lacks.
     """
     profile, devices, capacities, usable = problem.profile, problem.width, problem.capacities, problem.usable
     check_devices(devices, profile)
@@ -228,8 +220,8 @@ def cut_plan(problem: Problem, planner: str) -> Plan:
 
 
 def going_round(problem: Problem, planner: str) -> Plan:
-    """The plan, not judged, whose stages go round the devices, `stages_per_rank` times; under schedule `1f1b-star` with
-    the limits that follow from their seconds. The cuts are given, or those that the planner finds for as many stages.
+    """Return the plan, not judged, whose stages go round the devices `stages_per_rank` times, with the problem's cuts
+    or the planner's; under schedule `1f1b-star` with the limits that follow from their seconds.
     """
     profile, devices = problem.profile, problem.width
     stages, name = devices * problem.stages_per_rank, None
@@ -263,8 +255,8 @@ def going_round(problem: Problem, planner: str) -> Plan:
 def _enough_devices(
     problem: Problem, planner: str, memory: str, costs: StageCosts, run: RunShape
 ) -> tuple[int | None, str | None]:
-    """Return the smallest number of devices of the smallest capacity that would do, and the planner for it: the one
-    asked, unless it searches long or needs many more than `exact`. (None, None) where no cut list fits.
+    """Return the smallest sufficient number of devices of the smallest capacity, and the planner for it: `planner`,
+    unless its search is long or it needs many more than `exact`. (None, None) where no cut list fits.
     """
     profile, usable = problem.profile, min(problem.usable or [0])
     least = fewest_devices(costs, usable)
@@ -281,7 +273,7 @@ def _enough_devices(
 def _stage_bytes(
     profile: Profile, memory: str, costs: StageCosts, run: RunShape, cuts: Sequence[int]
 ) -> tuple[int, ...]:
-    """The bytes of one stage per rank by the memory model."""
+    """Bytes of each stage by the memory model."""
     if memory != RANKS:
         return tuple(costs.peaks(cuts))
     pipeline = Plan.of_cuts(profile.num_layers, cuts, schedule=run.schedule, num_microbatches=run.num_microbatches)
@@ -289,7 +281,7 @@ def _stage_bytes(
 
 
 def _stage_seconds(profile: Profile, cuts: Sequence[int]) -> tuple[float, ...] | None:
-    """Seconds of the forward and the backward of one microbatch on each stage; None where the profile lacks some."""
+    """Forward and backward seconds of one microbatch on each stage; None where the profile lacks some."""
     if not profile.timed:
         return None
     seconds = stage_seconds(profile, Plan.of_cuts(profile.num_layers, cuts).stages)

@@ -1,4 +1,4 @@
-"""Plans of planners that choose cuts and memory intervals; of `budget`, the one with the shortest simulated step."""
+"""Plans of planners that choose cuts and memory intervals; for `budget`, the plan with the shortest simulated step."""
 
 from __future__ import annotations
 
@@ -46,16 +46,15 @@ __all__ = [
 ]
 
 
-# -- Plans of planners that choose cuts and memory intervals; of `budget`, the one with the shortest simulated step.
+# -- The search of planner `budget` for the shortest simulated step.
 #
-# `planners.budget` finds cuts and intervals by seconds that take what runs again for a part of the backwards, and
-# `planners.throughput` cuts for stages that run again as a whole, which may happen while a rank waits. So the plans
-# of both, and of `exact`, are folded and played as they would run. The best of them is the answer, and beside it
-# stands a bound below every plan of the search space.
+# `planners.budget` counts recomputation as a part of the backward; `planners.throughput` cuts for stages that
+# recompute as a whole, which may happen while a rank waits. So the plans of both, and of `exact`, are folded and played
+# as they would run, and the best of them is compared with a bound below every plan of the search space.
 
 
 SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
-"""Schedules that the search chooses from where a run leaves its schedule open."""
+"""Schedules to choose from where a run leaves its schedule open."""
 _FIRST_LONGEST = 1.75
 """Calls longer than this times those of equal stages are left out at first."""
 
@@ -66,21 +65,17 @@ PlanOf = Callable[[Sequence[StageChoice], RunShape], Plan]
 
 
 def fastest_plan(problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules: Sequence[str]) -> Plan:
-    """The plan with the shortest simulated step of those that fit, of equal ones that of the smallest peak; where none
-    was found that fits, the one that lacks least.
+    """Return the plan with the shortest simulated step among those that fit, of equal plans that with the smallest
+    peak; where none fits, the plan that lacks least. It holds its step, a bound below all plans of its `search_space`,
+    and whether it is proven to be the fastest of them. The end of the search (`search_seconds`) is checked between its
+    parts, so that at least one plan is evaluated.
 
-    The plan says its step, a bound below all plans of its `search_space`, and whether it is proven to be the fastest of
-    them.
+    chain: of a run of one pipeline with a known number of microbatches. Whether that run recomputes matters only for
+        the cuts of `throughput` and `exact`.
+    schedules: to choose from; those for which the profile lacks data are left out if there are others. Those of
+        `nearby.WIDER` are not in the search space: some plans of them are evaluated beside it.
 
-    Args:
-        chain: of a run of one pipeline, its number of microbatches known. Whether that run recomputes matters for the
-            cuts of `throughput` and `exact` alone.
-        schedules: to choose from; those that the profile does not know enough for are left out if there are others.
-            Those of `nearby.WIDER` are no part of the search space: some plans of them are weighed beside it.
-
-    The end of the search (`search_seconds`) is looked at between its parts, and some plan is always weighed.
-
-    Raises CapslogError where the profile does not tell the halves of split backwards, which the schedule has.
+    Raises CapslogError where the schedule splits backwards and the profile lacks their halves.
     """
     search = _Candidates(problem, chain, plan_of, schedules)
     all_fit = search.weigh_kept()
@@ -95,7 +90,7 @@ def fastest_plan(problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules:
 
 def schedule_bound(profile: Profile, chain: Layerwise, schedule: str) -> float:
     """Lower bound in seconds of the step of any plan under this schedule, whatever the memory and the devices' speeds;
-    infinite where the profile does not tell the halves of split backwards, which the schedule has.
+    infinite where the schedule splits backwards and the profile lacks their halves.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
     if dataclasses.replace(chain.question.run, schedule=schedule).splits_backwards:
@@ -119,7 +114,7 @@ def _costs_of(profile: Profile, run: RunShape, schedule: str, recompute: bool) -
 
 @dataclass(frozen=True)
 class _Weighed:
-    """A plan, what it lacks (0: it fits), its step and its peak."""
+    """Plan with the bytes that it lacks (0: it fits), its step and its peak."""
 
     lack: int
     step: float
@@ -133,10 +128,7 @@ class _Weighed:
 
 
 class _Candidates:
-    """Search for the fastest plan, with the best plan so far.
-
-    bound: lower bound in seconds of all plans of the search space, without the update. chains: by schedule.
-    """
+    """Search for the fastest plan. bound: lower bound in seconds of the search space, without the update."""
 
     def __init__(self, problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules: Sequence[str]) -> None:
         assert chain.question is not None, "made by Layerwise.of_profile"
@@ -196,9 +188,7 @@ class _Candidates:
         return self._seen[key]
 
     def _keep(self, lack: int, peak: int, played: Plan, stages: Sequence[StageChoice], schedule: str) -> None:
-        """Keep a plan where it is the best of all, of the schedules that are asked for, or of those of its schedule
-        that fit.
-        """
+        """Update the best plan of all, of the requested schedules, and of this schedule among those that fit."""
         assert played.step_seconds is not None, "the profile has seconds"
         candidate = _Weighed(lack, played.step_seconds, peak, played, tuple(stages))
         if self.best is None or _better(candidate, self.best):
@@ -209,9 +199,8 @@ class _Candidates:
             self._fastest[schedule] = candidate
 
     def weigh_for_shorter(self, stages: Sequence[StageChoice], schedule: str) -> float:
-        """Return the step of a plan; infinite where it does not fit, or a plan of its schedule that fits is faster.
-
-        A play takes a third of the time of a fold, and most plans near a good one are longer.
+        """Return the step of a plan; infinite where it does not fit, or a plan of its schedule that fits is faster. The
+        play comes first: it takes a third of the time of a fold, and most plans near a good one are longer.
         """
         key, fastest = _key(stages, schedule), self._fastest.get(schedule)
         if fastest is not None and key not in self._seen:
@@ -246,8 +235,8 @@ class _Candidates:
                         break
 
     def weigh_kept(self) -> bool:
-        """Weigh the fastest cuts of stages that keep everything, whatever the memory, under every schedule. Return
-        True if all of them fit, so that no interval can make the step shorter.
+        """Weigh the fastest cuts of stages that keep everything. True where all fit: then no interval gives a shorter
+        step.
         """
         costs, fit, bounds = self._costs("1f1b", False), [], []
         if costs is None:
@@ -265,10 +254,8 @@ class _Candidates:
         return all(fit)
 
     def weigh_intervals(self) -> None:
-        """Weigh the cuts and intervals of the planner's own search.
-
-        The best plan so far limits how long a call of a better plan may be. Where none fits yet, the search begins with
-        plans without long calls.
+        """Weigh the plans of the planner's own search. The best plan so far limits how long a call of a better plan may
+        be; where none fits yet, the search begins with plans without long calls.
         """
         if self.is_over:
             return
@@ -285,7 +272,7 @@ class _Candidates:
                 self._search(BudgetSearch(self.chain, again))
 
     def weigh_nearby(self) -> None:
-        """Weigh plans near the best one of every schedule under which one could be faster than the best of all."""
+        """Weigh plans near the best plan of every schedule that could be faster than the best of all."""
         most = weighings(self.chain)
         for number, candidate in enumerate(sorted(self._fastest.values(), key=lambda candidate: candidate.step)):
             assert self.best is not None, "one fits"
@@ -308,9 +295,8 @@ class _Candidates:
                 # the profile does not tell the halves of split backwards, which other plans of this schedule have
 
     def weigh_wider(self, all_fit: bool) -> None:
-        """Weigh stages with their own limits in flight, and several per device, if their schedules are asked for.
-
-        all_fit: stages that keep everything fit under every schedule.
+        """Weigh plans of the requested schedules of `WIDER`. all_fit: stages that keep everything fit under every
+        schedule.
         """
         begun = self._asked is not None
         if begun and self.is_over:
@@ -339,7 +325,7 @@ class _Candidates:
                 return
 
     def _cheapest(self, chain: Layerwise) -> Cheapest:
-        """Return the cheapest intervals by the searches so far, the latest first; chain: under a schedule."""
+        """Return the function for the cheapest intervals by the searches so far, the latest first."""
 
         def cheapest(stage: int, first: int, end: int, size: float, in_flight: int | None = None) -> Intervals | None:
             lists = (search.cheapest(chain, stage, first, end, size, in_flight) for search in reversed(self._searches))
@@ -373,7 +359,7 @@ class _Candidates:
             self.bound = max(self.bound, min(bounds))
 
     def answer(self) -> Plan:
-        """The best plan, with the bound and whether it is proven."""
+        """Return the best plan, with the bound and whether it is proven."""
         assert self._asked is not None, "some plan was weighed"
         chain, best = self.chain, self._asked
         bound = self._bound_with(best.plan.schedule) + self._update
@@ -397,20 +383,20 @@ class _Candidates:
         )
 
     def _bound_with(self, schedule: str | None) -> float:
-        """The bound of the search space, or one that holds for plans of this schedule too."""
+        """Bound of the search space, lowered where needed to hold for plans of this schedule too."""
         if schedule not in WIDER:
             return self.bound
         return min(self.bound, schedule_bound(self.profile, self.chain, schedule))
 
     def _alike(self, cuts: Sequence[int], kind: str | None) -> list[StageChoice]:
-        """Stages of which each is one interval."""
+        """Stages that are one interval each."""
         return [
             self.chain.choice(first, end, () if kind is None else (MemoryInterval(first, end, kind),))
             for first, end in pairwise((*cuts, self.chain.num_layers))
         ]
 
     def _whole(self, stage: StageChoice) -> StageChoice:
-        """The stage as one interval that runs again, where some of it does: that may happen ahead of the backward."""
+        """Return a stage that recomputes as one interval: a whole stage can recompute before its backward."""
         if not any(part.recomputes for part in stage.intervals):
             return stage
         return self.chain.choice(stage.first, stage.end, (MemoryInterval(stage.first, stage.end, "recompute"),))
@@ -436,29 +422,25 @@ def _least_update(profile: Profile, stages: int) -> float:
     return float(rate) * sum(size or 0 for size in weights) / stages
 
 
-# -- The plan of a planner that chooses cuts and memory intervals: `budget`, `dawnpiper`, `vpipe`.
+# -- Planners that choose cuts and memory intervals: `budget`, `dawnpiper`, `vpipe`.
 #
 # Such a plan has memory intervals, so it is of the full form, one stage per rank, and judged by its ranks (`ranks`).
 
 
 # -- Choice of the layers whose optimizer moments wait in the host tier: as few bytes as the devices allow.
 #
-# A plan for devices that are too small otherwise is searched with the moments of all layers away; here those that the
-# devices have room for come back.
+# For devices that are too small otherwise, a plan is searched with the moments of all layers away; then those for
+# which the devices have room come back.
 
 
 def all_away(plan: Plan) -> Plan:
-    """The plan with the moments of all layers in the host tiers."""
+    """Return the plan with the moments of all layers in the host tiers."""
     return dataclasses.replace(plan, stages=tuple(_away(stage, frozenset(stage.numbers)) for stage in plan.stages))
 
 
 def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeBytes) -> Plan:
-    """A plan that fits with all moments away, and still does with those on the devices that these have room for.
-
-    The moments of the largest layers come back first, so that few copies are left.
-
-    Args:
-        ranges: of the profile, with the moments of all layers on the device.
+    """Move moments of a plan that fits with all of them away back to the devices, as far as there is room; the largest
+    layers first, so that few copies are left. ranges: of the profile, with all moments on the device.
     """
     headroom, stages = Headroom.of(profile), list(plan.stages)
     range_bytes: Known = {}
@@ -494,13 +476,12 @@ def _away(stage: PlanStage, layers: frozenset[int]) -> PlanStage:
 
 
 def layerwise_plan(problem: Problem, planner: str) -> Plan:
-    """The plan of a planner of `LAYERWISE` for one pipeline of the problem, not judged yet.
+    """Return the plan of a planner of `LAYERWISE` for one pipeline of the problem, not judged yet.
 
-    Only where the link says what messages cost may `budget`, where it chooses the schedule, give a device several
-    stages, which send more of them. Where the host tier is the device's own memory nothing is offloaded.
+    Where `budget` chooses the schedule, it gives a device several stages, which send more messages, only if the link
+    tells what messages cost. Nothing is offloaded where the host tier is the device's own memory.
 
-    Raises:
-        CapslogError: the profile lacks seconds or runs, which are named; more devices than layers.
+    Raises CapslogError for seconds or runs that the profile lacks, and for more devices than layers.
     """
     profile, devices, run, link, tier = problem.profile, problem.width, problem.share, problem.link, problem.tier
     check_devices(devices, profile)
@@ -548,7 +529,7 @@ def layerwise_plan(problem: Problem, planner: str) -> Plan:
 
 
 def _schedules(run: RunShape, link: Link) -> tuple[str, ...]:
-    """Return the run's schedule, or those that `budget` chooses from where the run leaves it open."""
+    """The run's schedule, or those from which `budget` chooses where the run leaves it open."""
     if run.schedule != AUTO_SCHEDULE:
         return (run.schedule,)
     loops = link.bandwidth is not None or link.latency_seconds > 0
@@ -556,8 +537,8 @@ def _schedules(run: RunShape, link: Link) -> tuple[str, ...]:
 
 
 def least_seconds(problem: Problem) -> float:
-    """Lower bound in seconds of the step of planner `budget` for one pipeline of the problem, whatever the devices'
-    memory and speeds. Computing it takes some hundredths of a second.
+    """Lower bound in seconds of the step of planner `budget` for one pipeline, whatever the devices' memory and speeds.
+    Takes some hundredths of a second.
     """
     run = problem.share
     shape = dataclasses.replace(run, schedule="1f1b")
@@ -566,9 +547,8 @@ def least_seconds(problem: Problem) -> float:
 
 
 def _with_waiting_moments(problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules: Sequence[str]) -> Plan | None:
-    """Return the fastest plan whose optimizer moments wait in the host tier, as few bytes of them as must; where none
-    fits, the one that lacks least. None where the profile does not tell the moments. The arguments are those of
-    `fastest_plan`.
+    """Return the fastest plan with as few optimizer moments as possible in the host tier; where none fits, the plan
+    that lacks least. None where the profile lacks the moments. Arguments as in `fastest_plan`.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
     ranges = chain.question.ranges
@@ -598,7 +578,7 @@ def _with_waiting_moments(problem: Problem, chain: Layerwise, plan_of: PlanOf, s
 
 
 def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
-    """A judged plan; where it lacks memory, its note says how many devices, or how much on each, would do."""
+    """Return a judged plan; where it lacks memory, with a note on how many devices, or how much on each, would do."""
     sizes = [rank.bytes for rank in plan.ranks]
     if plan.fits is not False or plan.shortfall is None or None in sizes:
         return plan

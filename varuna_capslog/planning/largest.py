@@ -1,8 +1,4 @@
-"""The largest batch or image size that fits: the candidate values, and the search among them.
-
-`capslog largest` asks with a callable that estimates and plans for one value. Nothing is estimated or planned
-here, and no torch is imported.
-"""
+"""Searches the largest batch or image size that fits, among candidate values. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,21 +13,15 @@ from varuna_capslog.schedules import RunShape
 __all__ = ["IMAGE_STEP", "enough_microbatches", "image_of", "largest", "microbatch_sizes", "microbatch_step"]
 
 IMAGE_STEP = 32
-"""Pixels between the candidate sides of images: the backbones of detectors divide an image by it."""
+"""Pixels between candidate image sides: the backbones of detectors divide an image by it."""
 
 
 def largest(values: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest of `values` that fits, or None where the smallest does not.
+    """Return the largest of `values` (above 0, rising, at least one) that fits; None where the smallest does not fit.
 
-    That no value fits which is larger than one that does not is assumed, not checked. No value is asked for twice.
-
-    State: values[low] is the largest known to fit (low = -1: none yet), values[high] the smallest known not to fit
-    (high = len(values): none yet). Transition: at first the first value of at least twice values[low]; once something
-    does not fit, the one in the middle between low and high. Cost: one call of `fits`. Complexity: for all whole
-    numbers up to n at most 2 log2(n) + 2 calls.
-
-    Args:
-        values: above 0, rising, at least one; a `range` will do.
+    Doubling, then bisection. Assumes that no value fits which is larger than one that does not. No value is asked for
+    twice; for all whole numbers up to n there are at most 2 log2(n) + 2 calls of `fits`. values[low] is the largest
+    known to fit (low = -1: none yet), values[high] the smallest known not to fit.
     """
     low, high, position = -1, len(values), 0
     while position < high:
@@ -49,34 +39,29 @@ def largest(values: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 
 def microbatch_sizes(minibatch_size: int, blocks: int) -> list[int]:
-    """The sizes of microbatches, in samples and rising, that divide the samples of a step evenly among the blocks."""
+    """Microbatch sizes in samples, rising, that divide the samples of a step evenly among the blocks."""
     share = minibatch_size // blocks
     return [size for size in range(1, share + 1) if share % size == 0]
 
 
 def microbatch_step(run: RunShape, devices: int) -> int:
-    """Return the number of which candidate counts of microbatches are multiples: the accumulation blocks.
-
-    With `interleaved`, whose rounds have as many microbatches as devices only where these divide, of `devices` too: the
-    ranks of all pipelines.
+    """Return the number that divides every candidate count of microbatches: the accumulation blocks, and with
+    `interleaved`, whose rounds have as many microbatches as devices, also `devices` (ranks of all pipelines).
     """
     return math.lcm(run.num_blocks, devices) if run.schedule == "interleaved" else run.num_blocks
 
 
 def enough_microbatches(run: RunShape, replicas: int, stages: int, step: int, one_memory: bool) -> int | None:
-    """The smallest multiple of `step` with which every stage holds as much as with any larger one; None where a stage
-    holds more with every further microbatch, or where the plan's own limits are not known beforehand.
+    """Return the smallest multiple of `step` with which every stage holds as much as with any larger one; None where a
+    stage holds more with every further microbatch, or where the plan's own limits are not known beforehand.
 
-    What waits is that of the memory models (`inflight.waiting`). Four times as many microbatches as bring every stage
-    beyond its limit are counted, and two in each block, in which a backward finds gradients: on a CPU the messages that
-    are not yet confirmed add some KiB with the first rounds after that (1F1B on configs/tiny.yaml: 49 KiB with twice as
-    many, 32 KiB with four times, none with 8 and 16 times).
+    What waits is that of the memory models (`inflight.waiting`). The count is four times as many microbatches as bring
+    every stage beyond its limit, and at least two in each block, in which a backward finds gradients: on a CPU,
+    messages that are not yet confirmed add some KiB in the first rounds after that (1F1B on configs/tiny.yaml: 49 KiB
+    with twice as many, 32 KiB with four times, none with 8 and 16 times).
 
-    Args:
-        run: the whole step, over `replicas` pipelines.
-        stages: of one pipeline.
-        step: microbatches, a multiple of the run's blocks.
-        one_memory: whether the device is the CPU, where tensors that wait on the host are in the same memory.
+    run: the whole step, over `replicas` pipelines of `stages` stages. step: a multiple of the run's blocks.
+    one_memory: True if the device is the CPU, where tensors that wait on the host are in the same memory.
     """
 
     def held(count: int) -> object:
@@ -91,10 +76,9 @@ def enough_microbatches(run: RunShape, replicas: int, stages: int, step: int, on
 
 
 def image_of(side: int, aspect: Sequence[int] | None) -> list[int]:
-    """[height, width] of the image whose longer side has `side` pixels.
+    """Return [height, width] of the image whose longer side has `side` pixels.
 
-    Args:
-        aspect: [height, width] of the ratio, kept as closely as multiples of IMAGE_STEP allow; None: a square.
+    aspect: [height, width] of the ratio, rounded to multiples of IMAGE_STEP; None: a square.
     """
     height, width = aspect or (1, 1)
     shorter = max(IMAGE_STEP, round(side * min(height, width) / max(height, width) / IMAGE_STEP) * IMAGE_STEP)

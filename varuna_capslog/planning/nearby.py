@@ -1,9 +1,8 @@
-"""Plans near those that a search has found: other intervals on one stage, a cut one layer further, all by their play.
+"""Improves the plans of a search by their simulated step: other intervals on one stage, a cut one layer further.
 
-A search counts what runs again as a part of the backward, and bytes by what a stage needs alone. The play knows that an
-R may run while its rank waits, and the fold of a rank counts fewer bytes than the search. So the plan that was found is
-changed stage by stage as long as the played step gets shorter. Small chains have so few plans that all of them are
-weighed, but for those that a bound rules out.
+The search counts recomputation as a part of the backward, and the bytes of each stage alone. In the play, an R may run
+while its rank waits, and the fold of a rank counts fewer bytes. So the plan is changed stage by stage as long as the
+played step gets shorter. For small chains all plans are played except those that a bound rules out.
 """
 
 from __future__ import annotations
@@ -44,25 +43,25 @@ __all__ = [
 
 
 _ALL_LISTS = 500
-"""Ranges with at most so many lists of intervals have all of them looked at."""
+"""Up to this number of lists of intervals, a range has all of them examined."""
 _ALL_PLANS = 2000
-"""Chains with at most so many plans have all of them weighed that a bound does not rule out."""
+"""Up to this number of plans, a chain has all of them weighed except those that a bound rules out."""
 _LEAST_WEIGHED = 24
 """With 8, larger budgets had up to 15 % slower plans than smaller ones on the paper's models (`benchmarks/budget`)."""
 _PARTS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
-"""Longer ranges: the cheapest intervals for so many times the bytes that the device has."""
+"""For longer ranges, the cheapest intervals for these multiples of the device's bytes."""
 
 Weigh = Callable[[Sequence[StageChoice]], float]
-"""The played step of a plan that fits, infinite for one that does not."""
+"""Played step of a plan; infinite where it does not fit."""
 
 
 class Cheapest(Protocol):
-    """The cheapest intervals by the search."""
+    """Lookup of the cheapest intervals by the search."""
 
     def __call__(self, stage: int, first: int, end: int, size: float, in_flight: int | None = None) -> Intervals | None:
         """Return the intervals of layers first .. end-1 as this stage, within `size` bytes; None: none fit.
 
-        in_flight: calls; default: as the schedule has them.
+        in_flight: calls; default: as in the schedule.
         """
         ...
 
@@ -76,10 +75,7 @@ def weighings(chain: Layerwise) -> int:
 def improved(
     chain: Layerwise, stages: Sequence[StageChoice], step: float, weigh: Weigh, cheapest: Cheapest, most: int
 ) -> None:
-    """Weighs plans near the given one, which takes `step` seconds, and near each that is shorter than all before.
-
-    chain: under the schedule of the plan. most: plans to weigh.
-    """
+    """Weigh up to `most` plans near `stages`, which take `step` seconds, and near each new shortest plan."""
     ways = Ways(chain, cheapest, step)
     if ways.all_plans() <= _ALL_PLANS:
         _weigh_all(chain, ways, step, weigh)
@@ -113,7 +109,7 @@ def _weigh_all(chain: Layerwise, ways: Ways, step: float, weigh: Weigh) -> None:
 
 
 def _neighbours(stages: Sequence[StageChoice], ways: Ways) -> Iterator[tuple[StageChoice, ...]]:
-    """Plans that differ in the intervals of one stage or in one cut, those of the slowest stages first."""
+    """Yield plans that differ in the intervals of one stage or in one cut, those of the slowest stages first."""
     order = sorted(range(len(stages)), key=lambda stage: -stages[stage].seconds)
     for stage in order:
         current = stages[stage]
@@ -136,8 +132,8 @@ def _neighbours(stages: Sequence[StageChoice], ways: Ways) -> Iterator[tuple[Sta
 class _Way:
     """Intervals of a range, and the numbers that decide when a rank that holds it ends.
 
-    again: seconds of recomputation. inside: those of them that a backward cannot begin before.
-    key: numbers that make no plan faster where they are larger. order: ways of other orders are not compared.
+    again: seconds of recomputation. inside: the part of them that a backward must wait for.
+    key: numbers, each better where smaller. order: ways of different `order` are not compared.
     """
 
     intervals: Intervals
@@ -152,7 +148,7 @@ def _in_order(way: _Way) -> tuple[tuple[float, ...], list[tuple[int, int, str]]]
 
 
 class Ways:
-    """The intervals with which a range fits as a stage, without those that are worse in all ways than another.
+    """Intervals with which a range fits as a stage, without those that another list beats in every number.
 
     longest: seconds of a step; intervals whose calls alone take as long are left out.
     """
@@ -182,7 +178,7 @@ class Ways:
         return self._found[key]
 
     def all_plans(self) -> float:
-        """An upper bound of the plans of all cuts; infinite for long chains."""
+        """Upper bound of the number of plans over all cuts; infinite for long chains."""
         size, stages = self._chain.num_layers, self._chain.stages
         if size - stages + 1 > self._short:
             return math.inf
@@ -195,7 +191,7 @@ class Ways:
         return count
 
     def least_step(self, stages: Sequence[StageChoice]) -> float:
-        """Lower bound in seconds of the step of these stages: the calls of the slowest one."""
+        """Lower bound in seconds of the step of these stages: the calls of the slowest stage."""
         assert self._chain.question is not None, "made by Layerwise.of_profile"
         calls = self._chain.question.run.microbatches
         slowest = max(
@@ -225,9 +221,9 @@ class Ways:
         return [StageChoice(first, end, way.intervals, seconds + way.again, 0) for way in kept]
 
     def least_bytes(self, stage: int, first: int, end: int, intervals: Intervals) -> int:
-        """Lower bound of the rank's bytes with this stage, which is found several times faster than its peak: at a
-        forward, and at the backward of another call behind it, with as many calls in flight and forwards done.
-        0 where the stage's list has no such place, or splits its backwards.
+        """Lower bound of the rank's bytes with this stage, computed several times faster than its peak: at a forward,
+        and at the backward of another call after it, with as many calls in flight and forwards done. 0 where the
+        stage's list has no such place, or splits its backwards.
         """
         assert self._chain.question is not None, "made by Layerwise.of_profile"
         ranges, run = self._chain.question.ranges, self._chain.question.run
@@ -295,10 +291,9 @@ class Ways:
 
 
 class Turn(NamedTuple):
-    """A forward, and behind it the backward of an earlier call.
+    """Forward followed by the backward of an earlier call.
 
-    in_flight: calls, both at work in the forward and in the backward included. forwards: of the list so far.
-    begun: there was a backward before.
+    in_flight: calls, these two included. forwards: of the list so far. begun: True after an earlier backward.
     """
 
     in_flight: int
@@ -321,7 +316,7 @@ def fullest_turn(row: Sequence[Action]) -> Turn | None:
 
 
 def _every_list(first: int, end: int, kinds: Sequence[str]) -> Iterator[Intervals]:
-    """Every list of intervals of these kinds for layers first .. end-1."""
+    """Yield every list of intervals of these kinds for layers first .. end-1."""
     if first == end:
         yield ()
         return
@@ -336,10 +331,9 @@ def _every_list(first: int, end: int, kinds: Sequence[str]) -> Iterator[Interval
 # -- Plans beyond cuts, intervals and the limits of a schedule: limits that follow from the stages' seconds, and
 #    several stages on each device.
 #
-# Both begin with stages that a search has found. `limited` gives them the limits of schedule `1f1b-star`: fewer calls
-# in flight where stages have time to spare, so that less has to run again, and more where links are slow. `looped`
-# cuts the chain into several times as many stages as there are devices, which go round them (`interleaved`); ranks
-# that do not fit have their stages run again. Whether such plans are faster only their play tells.
+# `limited` starts from stages of a search. The limits of `1f1b-star` allow fewer calls in flight where stages have time
+# to spare, so that less recomputes, and more where links are slow. `looped` cuts the chain into several times as many
+# stages as there are devices, which go round them (`interleaved`). Only the play tells whether such plans are faster.
 
 
 STARRED = "1f1b-star"
@@ -348,7 +342,7 @@ LOOPED = "interleaved"
 """The schedule of `looped`."""
 WIDER = (STARRED, LOOPED)
 _LIMIT_PARTS = (1.0, 0.97, 0.92, 0.85)
-"""Intervals are chosen for so much of a device, since messages on their way need some of it too."""
+"""Parts of a device for which intervals are chosen, since messages on their way need some of it too."""
 
 
 def limited(
@@ -359,10 +353,9 @@ def limited(
     cheapest: Cheapest,
     link: Link | None,
 ) -> Iterator[tuple[StageChoice, ...]]:
-    """The stages with limits of their own: as they are, and with the cheapest intervals for these limits. Last as they
-    are with no more in flight than the chain's schedule has, so that what fits there fits here.
-
-    Intervals change the seconds from which limits follow, so each choice has the limits of its own intervals.
+    """Yield the stages with limits of schedule `1f1b-star`: as they are, and with the cheapest intervals for these
+    limits; last as they are with at most the calls in flight of the chain's schedule, so that what fits there fits
+    here. Limits are computed anew for each choice of intervals, which change the seconds from which limits follow.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
     run = replace(chain.question.run, schedule=STARRED)
@@ -393,10 +386,8 @@ def limited(
 def looped(
     chain: Layerwise, costs: StageCosts, judge: Callable[[Sequence[StageChoice]], Plan]
 ) -> Iterator[tuple[StageChoice, ...]]:
-    """Stages that go round the devices: of every rank all keep everything where that fits, and else those run again
-    that must, the first ones first. Where not even that fits, all that could run again does.
-
-    costs: of stages that keep everything. judge: the plan of such stages, with the bytes of its ranks.
+    """Yield stages that go round the devices. Every rank keeps everything where that fits; else its stages recompute,
+    the first ones first, until it fits or all do. costs: of stages that keep everything. judge: gives the ranks' bytes.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
     devices, count = chain.stages, STAGES_PER_RANK * chain.stages

@@ -1,4 +1,4 @@
-"""One step of a plan, played with the profile's seconds of its stages and their messages; no bytes are looked at."""
+"""Plays one step of a plan with the profile's seconds of its stages and their messages. Looks at no bytes held."""
 
 from __future__ import annotations
 
@@ -42,22 +42,18 @@ __all__ = [
 ]
 
 
-# -- Seconds of the stages of a plan by a profile, bytes of messages between them, and bytes that go to the host
-#    tier.
+# -- Seconds of a plan's stages, bytes of messages between them, and bytes that go to the host tier.
 #
-# `simulation` plays a step with them; the search, the limits of `1f1b-star` and the report ask for the seconds alone.
 # A stage is any set of layers, in one piece of the chain or in several.
 
 
 def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape = DEFAULT_RUN) -> StageSeconds:
-    """Return the seconds of one call of each stage, as sums over its layers; U where the profile knows it. Copies
-    (O, L) take no time here. A call of several microbatches takes as long as these one after the other.
+    """Return the seconds of one call of each stage, as sums over its layers; U where the profile knows it. Copies (O
+    and L) take no time here. A call of several microbatches takes as long as these one after the other.
 
-    A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads what the
-    last layers make before the recomputation makes it again, so the engine leaves them out where they count no running
-    statistics.
-
-    Raises CapslogError naming the layer whose seconds the profile does not have.
+    A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads the
+    outputs of the last recomputed layers before the recomputation, so the engine leaves them out where they count no
+    running statistics. Raises CapslogError naming the layer whose seconds the profile lacks.
     """
     forward, backward = profile.column("forward_seconds"), profile.column("backward_seconds")
     forwards = [stage.grain * sum(forward[layer] for layer in stage.numbers) for stage in stages]
@@ -96,13 +92,13 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
 
 
 def _last_with_statistics(profile: Profile) -> int:
-    """The last layer that is known to count running statistics in its forward; -1: none is."""
+    """Last layer that is known to count running statistics in its forward; -1: none."""
     rows = [row for row in profile.observations if row.layers[1] - row.layers[0] == 1]
     return max((row.layers[0] for row in rows if row.action_bytes and row.action_bytes.statistics_bytes), default=-1)
 
 
 def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:
-    """The layers (first, end) of each part of a stage that runs again before its backward."""
+    """Layers (first, end) of each part of a stage that runs again before its backward."""
     if stage.memory is None:
         return list(stage.layers) if run.recomputes else []
     return [(interval.first, interval.end) for interval in stage.memory if interval.recomputes]
@@ -111,12 +107,12 @@ def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:
 def message_bytes(
     profile: Profile, stages: Sequence[PlanStage], graph: StageGraph, routes: str
 ) -> Mapping[Edge, int | None]:
-    """(stage that sends, stage that receives) -> bytes of one message, which carries the microbatches of the smaller
-    call; a direction in which nothing travels is absent.
+    """Return (sending stage, receiving stage) -> bytes of one message, which carries the microbatches of the smaller
+    call; None: not known. A direction in which nothing travels is absent.
 
-    With routes "direct" a value travels once to each stage that reads it, and a gradient comes back for each layer that
-    reads it there; the profile must have tensors. With "relay" a message holds what crosses the cut before the later
-    stage, and its gradient is taken to be as large. None: the profile does not know.
+    With routes "direct", which need tensors, a value travels once to each stage that reads it, and a gradient comes
+    back for each layer that reads it there. With "relay" a message holds what crosses the cut before the later stage,
+    and its gradient is taken to be as large.
     """
     if routes == "relay":
         sizes = {edge: profile.layers[stages[edge[1]].first - 1].boundary_bytes for edge in graph.edges}
@@ -141,20 +137,17 @@ def _common(stages: Sequence[PlanStage], edge: Edge) -> int:
 
 
 def gradient_edges(sizes: Mapping[Edge, int | None], graph: StageGraph) -> list[Edge]:
-    """The edges over which gradients come back, by `message_bytes`."""
+    """Edges over which gradients come back, by `message_bytes`."""
     return [edge for edge in graph.edges if edge[::-1] in sizes]
 
 
 def copy_seconds(
     profile: Profile, stages: Sequence[PlanStage], routes: str, bandwidth: float | None
 ) -> dict[str, list[float]]:
-    """Return the seconds of O and L of each stage, for the bytes that it offloads of one call.
+    """Return the seconds of O and L of each stage, for the bytes that it offloads of one call: what the layers of an
+    interval "offload" save, the tensors with which an interval "recompute+offload" begins.
 
-    An interval "offload" moves what its layers save, one of "recompute+offload" the tensors that it begins with.
-
-    bandwidth: bytes per second; None: copies take no time.
-
-    Raises CapslogError where the profile does not know these bytes.
+    bandwidth: bytes per second; None: copies take no time. Raises CapslogError where the profile lacks these bytes.
     """
     if bandwidth is None:
         return dict.fromkeys("OL", [0.0] * len(stages))
@@ -165,11 +158,7 @@ def copy_seconds(
 
 
 def moment_seconds(profile: Profile, stages: Sequence[PlanStage], bandwidth: float | None) -> list[float]:
-    """The seconds of the copies of moments, to the device and back to the host tier, that an update of each stage
-    needs; bandwidth: as of `copy_seconds`.
-
-    Raises CapslogError where the profile does not know these bytes.
-    """
+    """Return the seconds to copy moments to the device and back for each stage's update; else as `copy_seconds`."""
     if bandwidth is None or not any(stage.moments for stage in stages):
         return [0.0] * len(stages)
     sizes, away = moment_bytes(profile), [stage.moments_away for stage in stages]
@@ -183,7 +172,7 @@ def moment_seconds(profile: Profile, stages: Sequence[PlanStage], bandwidth: flo
 
 
 def moment_bytes(profile: Profile) -> dict[int, int | None]:
-    """Layer -> bytes of its optimizer moments, as far as the profile tells."""
+    """Return layer -> bytes of its optimizer moments; None where the profile lacks them."""
     rows = (row for row in profile.observations if row.layers[1] - row.layers[0] == 1 and row.action_bytes)
     return {row.layers[0]: row.action_bytes.moment_bytes for row in rows if row.action_bytes}
 
@@ -205,9 +194,7 @@ def _moved_bytes(profile: Profile, interval: MemoryInterval, routes: str) -> int
     )
 
 
-# -- One step of a plan, played with the profile's seconds of its stages and their messages; no bytes are looked at.
-#
-# A search plays many plans and asks for nothing but the step.
+# -- One step of a plan, played.
 
 
 SAME = 1e-9
@@ -230,8 +217,8 @@ class PlanPart:
 class Played:
     """Played step of a plan.
 
-    steps: of each part of the plan that has ranks and microbatches of its own: the part, its actions, when they run,
-        the seconds that they take, and its stages. together: when all have done their last action and the exchange.
+    steps: for each part of the plan: the part, its actions, when they run, their seconds, and its stages.
+    together: seconds until all parts have done their last action and the exchange.
     named: the schedule's name was played, not the plan's own actions.
     """
 
@@ -251,7 +238,7 @@ class Played:
 
     @property
     def busy_seconds(self) -> dict[int, float]:
-        """Rank -> seconds of its forwards, recomputations and backwards; copies and updates are left out."""
+        """Rank -> seconds of its forwards, recomputations and backwards, without copies and updates."""
         return {
             rank: sum(timed.end_seconds - timed.start_seconds for timed in row if timed.action.kind in "FRBIW")
             for part, _, step, *_ in self.steps
@@ -269,7 +256,7 @@ def play(
     link: Link,
     speeds: Sequence[float] | None = None,
 ) -> Played:
-    """Play one step. The arguments are those of `simulate_plan`; no bytes are looked at."""
+    """Play one step; arguments as for `simulate_plan`."""
     if profile.num_layers != plan.num_layers:
         raise CapslogError(
             f"the profile has {profile.num_layers} layers, the plan {plan.num_layers}; give the profile that the plan "
@@ -336,9 +323,8 @@ def play(
 
 
 def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
-    """The plan with the seconds of its simulated step; as it is where its microbatches, the profile's seconds or, for
-    direct routes, its tensors are not known. A plan of the short form counts one pipeline, without the exchange between
-    replicas.
+    """Return the plan with its simulated step; unchanged where the microbatches, the seconds or, for direct routes, the
+    tensors are not known. The short form counts one pipeline, without the exchange between replicas.
     """
     if plan.num_microbatches is None or not profile.timed or (plan.routes == "direct" and not profile.tensors):
         return plan
@@ -347,9 +333,8 @@ def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | 
 
 
 def even_share_seconds(profile: Profile, microbatches: int, devices: int) -> float:
-    """The work of a step, shared out evenly: no plan of any stages on so many devices has a shorter step.
-
-    Raises CapslogError naming the first layer whose seconds the profile lacks.
+    """Return the work of a step, shared evenly: no plan of any stages on these devices has a shorter step. Raises
+    CapslogError naming the first layer whose seconds the profile lacks.
     """
     work = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
     return float(work) * microbatches / devices
@@ -370,10 +355,8 @@ def _conditions(profile: Profile, plan: Plan) -> list[str]:
 
 
 def _parts(profile: Profile, plan: Plan, microbatches: int | None, own_lists: bool, notes: list[str]) -> list[PlanPart]:
-    """The pipelines of a plan, each for itself.
-
-    microbatches: of each pipeline, whatever the plan says; None: the plan's.
-    own_lists: the plan's action lists are played, which are counted over all stages and ranks.
+    """Return the pipelines of a plan as separate parts. microbatches: of each pipeline, overriding the plan's.
+    own_lists: play the plan's action lists, which are counted over all stages and ranks.
     """
     graph = _graph(profile, plan, microbatches, notes)
     if own_lists:
@@ -425,16 +408,16 @@ def _graph(profile: Profile, plan: Plan, microbatches: int | None, notes: list[s
 
 
 def _known_bytes(sizes: Mapping[Edge, int | None], link: Link, notes: list[str]) -> dict[Edge, int]:
-    """Bytes of every message; 0, and a note where it matters, where the profile does not know them."""
+    """Bytes of every message; 0, and a note where it matters, where the profile lacks them."""
     if None in sizes.values() and (link.bandwidth, link.copy_bandwidth) != (None, None):
         notes.append("the profile has no boundary_bytes: transfers take the latency only")
     return {way: size or 0 for way, size in sizes.items()}
 
 
 def _exchange_seconds(profile: Profile, stages: Sequence[PlanStage], link: Link, notes: list[str]) -> float:
-    """The slowest stage's time to send its gradients to all other stages that hold some of its layers, as if each of n
-    got all of them once (the engine sends (own blocks + 1) / n of that, `engine/holders`); and after the update,
-    layer by layer, for values that go to replicas which keep no moments of them.
+    """Return the slowest stage's time to send its gradients to all other holders of its layers, as if each of n got all
+    of them once (the engine sends (own blocks + 1) / n of that, `engine/holders`), plus the time after the update to
+    send values, layer by layer, to replicas that keep no moments of them.
     """
     holders = Counter(layer for stage in stages for layer in stage.numbers)
     if max(holders.values()) == 1:

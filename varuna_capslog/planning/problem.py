@@ -1,4 +1,4 @@
-"""The question that every door asks: where to cut a model, and does that fit? `solve` answers it."""
+"""The planning problem: where to cut a model, and whether that fits. `solve` answers it."""
 
 from __future__ import annotations
 
@@ -29,24 +29,16 @@ __all__ = ["Problem"]
 class Problem:
     """All that decides where a model is cut, and whether that fits.
 
-    Attributes:
-        profile: what each layer costs; of training or of inference.
-        devices: memory and speed of every device, pipeline after pipeline; capacities are given for all or none.
-        run: the whole step over all pipelines, its number of microbatches known. Its schedule may be left open
-            (`AUTO_SCHEDULE`).
-        blocks_open: a planner may choose how many accumulation blocks a step has; else `run.num_blocks`.
-        pipelines: equal pipelines that share the step.
-        stages_per_rank: stages of one pipeline on each device, which they go round.
-        memory: name of the memory model, or "auto".
-        link: between two devices, and to their host tiers.
-        tier: the host tiers.
-        cuts: the first layer of each stage, where they are given.
-        plan: the plan to be judged, where one is given.
-        beside: bytes on the device beside training, per layer that a rank holds, such as snapshots, for which planner
-            joint leaves room where it can; empty: none.
-        members_change: devices leave and join while the run trains, so that blocks are fixed and replicas keep whole
-            states.
-        search_seconds: when a long search ends with the best plan so far; None: when all is searched.
+    profile: of training or of inference. memory: name of the memory model, or "auto".
+    devices: memory and speed of every device, pipeline after pipeline; capacities are known for all or none.
+    run: the whole step over all pipelines, with its number of microbatches; the schedule may be open (`AUTO_SCHEDULE`).
+    blocks_open: a planner may choose the number of accumulation blocks; else `run.num_blocks`.
+    pipelines: equal pipelines that share the step. stages_per_rank: stages of one pipeline on each device, in turn.
+    link: between two devices, and to their host tiers. tier: limits of the host tiers.
+    cuts, plan: first layer of each stage, or the plan to judge, where no planner chooses.
+    beside: for each layer, bytes beside training (snapshots) on its device; planner joint leaves room where it can.
+    members_change: devices leave and join during the run, so that blocks are fixed and replicas keep whole states.
+    search_seconds: time after which a long search returns the best plan so far; None: no limit.
     """
 
     profile: Profile
@@ -77,17 +69,15 @@ class Problem:
         memory: str = AUTO,
         cuts: Sequence[int] | None = None,
     ) -> Problem:
-        """The problem of one pipeline for devices that no other one uses.
+        """Return the problem of one pipeline on devices of its own.
 
-        Args:
-            capacity: bytes of every device, or one number each; None: no limit.
-            run: where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device; one
-                accumulation block leaves their number open.
-            link: default: transfers and copies take no time.
-            speeds: of each device beside the fastest, above 0 and at most 1; None: all 1.
+        capacity: bytes of every device, or one number each; None: no limit.
+        run: where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device; with one
+            accumulation block their number is open.
+        link: default: transfers and copies take no time.
+        speeds: of each device relative to the fastest, above 0 and at most 1; None: all 1.
 
-        Raises:
-            CapslogError: no device; capacities or speeds of another number of devices.
+        Raises CapslogError for no device, and for capacities or speeds of another number of devices.
         """
         devices = fields.whole(devices, "devices", minimum=1)
         ranks, shape = _ranks(devices, capacity, speeds), with_microbatches(run, devices)
@@ -104,14 +94,8 @@ class Problem:
         capacity: int | Sequence[int] | None = None,
         cuts: Sequence[int] | None = None,
     ) -> Problem:
-        """The problem of a model that serves.
-
-        Args:
-            profile: of inference.
-            batch: sequences that are served together, a multiple of the profile's microbatch size.
-
-        Raises:
-            CapslogError: as `of`; a batch that is no multiple.
+        """Return the problem of serving a model, with a profile of inference. batch: sequences that are served
+        together. Raises CapslogError as `of`, and for a batch that is no multiple of the profile's microbatch size.
         """
         size = int(profile.conditions.get("microbatch_size", 1))
         if batch % size:
@@ -124,11 +108,7 @@ class Problem:
 
     @classmethod
     def of_config(cls, config: Config, profile: Profile, plan: Plan | None = None) -> Problem:
-        """The problem of a run.
-
-        Args:
-            plan: the one that `pipeline.plan` names.
-        """
+        """Return the problem of a run; plan: the plan that `pipeline.plan` names."""
         pipeline, train = config.pipeline, config.train
         cuts, capacity = pipeline.cuts, pipeline.capacity
         if plan is not None and plan.short:
@@ -163,7 +143,7 @@ class Problem:
 
     @property
     def usable(self) -> list[int] | None:
-        """Bytes of each device of the first pipeline, less the profile's headroom; None: no limit."""
+        """`capacities` less the profile's headroom; None: no limit."""
         headroom = Headroom.of(self.profile)
         return None if self.capacities is None else [headroom.usable(size) for size in self.capacities]
 
@@ -175,21 +155,21 @@ class Problem:
 
     @property
     def share(self) -> RunShape:
-        """The part of the step of one pipeline."""
+        """Part of the step of one pipeline."""
         return self.run if self.pipelines == 1 else self.run.share(self.pipelines)
 
     @property
     def blocks(self) -> int | None:
-        """The accumulation blocks that a step has; None: a planner chooses them."""
+        """Accumulation blocks of a step; None: a planner chooses them."""
         return None if self.blocks_open else self.run.num_blocks
 
     @property
     def is_given(self) -> bool:
-        """True where the stages are given, so that no planner chooses them."""
+        """True where the stages are fixed, so that no planner chooses them."""
         return self.cuts is not None or self.plan is not None
 
     def with_capacity(self, capacity: int | Sequence[int] | None) -> Problem:
-        """The same problem for devices of so many bytes, of one number for all or one for each of a pipeline."""
+        """Return the problem for devices of these bytes: one number for all, or one for each device of a pipeline."""
         sizes: Sequence[int | None] = capacities_of_devices(capacity, self.width) or [None] * self.width
         pairs = zip(self.devices, [*sizes] * self.pipelines, strict=True)
         ranks = (dataclasses.replace(device, capacity_bytes=size) for device, size in pairs)

@@ -1,7 +1,5 @@
-"""Table of all planners by name: what each takes, chooses and is good for, and the function that answers a `Problem`.
-
-The help of the command, the table of `docs/planners.md`, `compare`, the planners of elastic runs and every refusal are
-made of this table.
+"""Table of all planners by name: texts for people, runs that each can plan, and the function that answers a `Problem`.
+The help of the command, `docs/planners.md`, `compare`, elastic runs and every refusal are made of it.
 """
 
 from __future__ import annotations
@@ -31,19 +29,15 @@ NOT_ASKED_ANEW = "is not asked anew after a membership change; choose planner bu
 class Planner:
     """Planner: its texts for people, the function that searches, and the runs that it can plan.
 
-    Attributes:
-        name: as `pipeline.planner` has it.
-        takes: fields of a profile, in words.
-        chooses: parts of a plan, in words.
-        good_for: its use, in words.
-        source: who published it.
-        search: module of `planning`, and the function in it that makes a plan of a problem and the planner's name;
-            imported when it is asked, since it searches with numpy, and a command's help needs none.
-        shape: "cuts" (one stage per device), "intervals" (and memory intervals), "stages" (on any devices, of
-            all that there are), or "pipelines" (of any length).
-        elastic: it may be asked anew after a change of the members.
-        weighed_up_to: layers x devices up to which planner `budget` weighs its answer as well; 0: never.
-        long_search: it takes most of a minute, so that it is asked by name only.
+    name: as in `pipeline.planner`.
+    takes, chooses, good_for, source: in words: fields of a profile, parts of a plan, its use, the publication.
+    search: "module:function" below `planning`, which makes a plan of a problem and the planner's name; imported on
+        demand, since it searches with numpy, which a command's help does not need.
+    shape: "cuts" (one stage per device), "intervals" (and memory intervals), "stages" (on any devices, of all that
+        there are), or "pipelines" (of any length).
+    elastic: may be asked again after a membership change.
+    weighed_up_to: layers x devices up to which planner `budget` weighs its answer as well; 0: never.
+    long_search: takes most of a minute, so that it is asked by name only.
     """
 
     name: str
@@ -58,17 +52,15 @@ class Planner:
     long_search: bool = False
 
     def answer(self, problem: Problem) -> Plan:
-        """The planner's plan: judged where it is one of cuts, else not yet.
-
-        Raises:
-            CapslogError: the profile lacks what the planner takes; the problem is none that it can search.
+        """Return the planner's plan, judged where its shape is "cuts". Raises CapslogError for data that the profile
+        lacks, and for a problem that the planner cannot search.
         """
         module, _, function = self.search.partition(":")
         plan: Plan = getattr(import_module(f"varuna_capslog.planning.{module}"), function)(problem, self.name)
         return plan
 
     def check_memory(self, memory: str) -> None:
-        """Raises CapslogError for a memory model that does not know the planner's plans."""
+        """Raise CapslogError for a memory model that does not know the planner's plans."""
         plans = {
             "intervals": f"the plans of planner {self.name!r} have memory intervals",
             "stages": f"stages of planner {self.name!r} have several replicas",
@@ -82,7 +74,7 @@ class Planner:
             )
 
     def check(self, config: Config) -> None:
-        """Raises CapslogError for a run that the planner cannot plan, by the key that says so."""
+        """Raise CapslogError for a run that the planner cannot plan, naming the key."""
         pipeline, schedule = config.pipeline, config.pipeline.schedule
         if pipeline.cuts is not None or pipeline.plan is not None:
             return
@@ -124,7 +116,7 @@ class Planner:
 
 
 def planner_named(name: str) -> Planner:
-    """The planner of this name. Raises CapslogError for an unknown one, with the nearest name."""
+    """Return the planner of this name. Raises CapslogError for an unknown name, with the nearest one."""
     fields.refuse_unknown([name], list(REGISTRY), "planner")
     return REGISTRY[name]
 

@@ -1,8 +1,5 @@
-"""One step of a plan before it runs: how long it takes, where ranks idle, and what each stage holds at every moment.
-
-`capslog simulate`, `capslog compare` and the replay of preemption traces call `simulate_plan`. It turns a profile's
-layers into stages, plays their schedule (`schedules.simulate`), and adds what follows the last backward. It measures
-nothing and never imports torch; how far it is from real runs is in benchmarks/simulator.
+"""Simulates one step of a plan: how long it takes, where ranks idle, and what each stage holds at every moment. Imports
+no torch. benchmarks/simulator compares it with real runs.
 """
 
 from __future__ import annotations
@@ -45,13 +42,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """The course of one step on one pipeline.
+    """Timeline and memory of one step on one pipeline.
 
-    ranks: the rank of the run behind each row of the timeline.
-    timeline: as `schedules.simulate` gives it, and the updates (U) that follow the exchange of gradients.
-    stages: the stage of the plan behind each of the timeline's.
-    memory: per stage, (seconds, bytes from then on); None where the profile does not know enough.
-    folds: per row, the bytes of its rank (`memory/fold`); None where the profile has not the runs for it.
+    ranks, stages: the plan's rank of each row of the timeline, and the plan's stage of each of the timeline's.
+    timeline: as of `schedules.simulate`, with the updates (U) that follow the exchange of gradients.
+    memory: per stage, (seconds, bytes from then on). folds: per row, the bytes of its rank (`memory/fold`). None: the
+        profile lacks the runs.
     """
 
     ranks: list[int]
@@ -62,7 +58,7 @@ class PipelineStep:
 
     @property
     def stage_of_row(self) -> list[list[int]]:
-        """The stages of each row of the timeline."""
+        """Stages of each row of the timeline."""
         return [sorted({timed.action.stage for timed in row}) for row in self.timeline.actions]
 
     @property
@@ -77,23 +73,19 @@ class PipelineStep:
 
     @property
     def rank_memory(self) -> list[Course] | None:
-        """Course of the bytes of the rank of each row; None where they cannot be folded."""
+        """Bytes over time of the rank of each row; None where they cannot be folded."""
         rows = self.timeline.actions
         return None if self.folds is None else [fold_course(*pair) for pair in zip(rows, self.folds, strict=True)]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Simulated step of a whole plan.
+    """Simulated step of a whole plan; its pipelines all end together. None: not known.
 
-    pipelines: each for itself; all end together.
     step_seconds: from the first forward to the last rank's update.
     bubble_fraction: share of all ranks' time in which they neither compute nor update, 0 .. 1.
-    exchange_seconds: for gradients, and updated values, between pipelines; 0 where there is one.
-    update_seconds: the slowest rank's update; None where the profile does not know.
-    samples: of one step; None where the microbatch size is not known.
-    schedule, recompute, num_microbatches: what was played, microbatches over all pipelines.
-    notes: sentences on what could not be counted.
+    exchange_seconds: for gradients, and updated values, between pipelines. update_seconds: the slowest rank's update.
+    samples: of one step. num_microbatches: over all pipelines. notes: sentences on what could not be counted.
     """
 
     pipelines: list[PipelineStep]
@@ -120,7 +112,7 @@ class Simulation:
         return max(peaks) if peaks else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the simulation for programs; courses of memory as [seconds, bytes]."""
+        """Return the simulation for programs; memory over time as [seconds, bytes]."""
         return {
             "schedule": self.schedule,
             "recompute": self.recompute,
@@ -161,18 +153,18 @@ def simulate_plan(
     link: Link | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Simulation:
-    """Plays one step of `plan` with the profile's seconds and bytes.
+    """Play one step of `plan` with the profile's seconds and bytes.
 
     Args:
         schedule, num_microbatches (of one pipeline): override the plan's; without either `varuna` and
-            `DEFAULT_MICROBATCHES_PER_STAGE` per stage, which the notes say.
-        recompute: for stages whose memory the plan leaves open; default: as the profile's conditions say, else True.
-        run: its stage_inputs and k are read.
+            `DEFAULT_MICROBATCHES_PER_STAGE` per stage, with a note.
+        recompute: for stages whose memory the plan leaves open; default: as in the profile's conditions, else True.
+        run: only its stage_inputs and k are read.
         link: between any two ranks, and to the host tiers; default: transfers and copies take no time.
         speeds: as in `schedules.simulate`, for one pipeline's ranks.
 
-    Raises CapslogError where profile and plan do not belong together, the profile has no seconds, or no tensors for a
-    plan with routes "direct", or the schedule is impossible.
+    Raises CapslogError where profile and plan do not match, the profile lacks seconds, or tensors for routes "direct",
+    or the schedule is impossible.
     """
     played = play(profile, plan, schedule, num_microbatches, recompute, run, link or Link(), speeds)
     run, notes, link = played.run, played.notes, link or Link()
@@ -234,10 +226,8 @@ def _as_lists(courses: list[Course] | None) -> list[list[list[float]]] | None:
 def _rank_folds(
     profile: Profile, plan: Plan, run: RunShape, named: bool, count: int, notes: list[str]
 ) -> list[RankFold] | None:
-    """The bytes of every rank in the step that is played; None where they cannot be folded.
-
-    named: the schedule's name is played, not the plan's own actions.
-    count: microbatches of all pipelines.
+    """Bytes of every rank in the played step of `count` microbatches; None where they cannot be folded. named: the
+    schedule's name is played, not the plan's own actions.
     """
     served = [block for stage in plan.stages for block in stage.blocks or ()]
     blocks = plan.units.blocks or 1 + max(served, default=0)
@@ -256,7 +246,7 @@ def _rank_folds(
 
 
 def _with_updates(timeline: Timeline, update: Sequence[float], begin_seconds: float, step_seconds: float) -> Timeline:
-    """The timeline with each rank's updates behind it, where there are any: no rank updates before all have voted."""
+    """Append each rank's updates, if any, to the timeline; no rank updates before all have voted."""
     rows = [list(row) for row in timeline.actions]
     for rank, row in enumerate(rows if update else []):
         clock = begin_seconds
@@ -268,18 +258,16 @@ def _with_updates(timeline: Timeline, update: Sequence[float], begin_seconds: fl
 
 # -- Memory treatment of each stage's layers under a plan, and its cost in seconds against keeping everything.
 #
-# `capslog plan` prints it. Both steps are played as above: the plan's own, and that of the same stages under
-# the same schedule which keep all that they save, whether or not that fits a device. Nothing is judged here.
+# The second step is that of the same stages under the same schedule when they keep all that they save, whether or not
+# that fits a device. Nothing is judged here.
 
 
 @dataclass(frozen=True)
 class StageTreatment:
-    """The layers of a stage as ranges (first, end), by their memory treatment between forward and backward.
+    """Layers of a stage as ranges (first, end), by their memory treatment between forward and backward.
 
-    offloaded: layers whose saved activations go to the host tier. inputs_offloaded: layers of `recomputed` whose inputs
-        go there.
-    moments_away: layers whose optimizer moments wait there between the updates. moments_elsewhere: layers whose moments
-        another replica keeps.
+    offloaded, inputs_offloaded: layers whose saved activations, or, in `recomputed`, whose inputs go to the host tier.
+    moments_away, moments_elsewhere: layers whose optimizer moments are in the host tier, or kept by another replica.
     """
 
     kept: tuple[tuple[int, int], ...]
@@ -294,9 +282,8 @@ class StageTreatment:
 class AgainstKeeping:
     """Step of a plan beside the step that keeps everything.
 
-    step, keeping: as they are played. stage_seconds: seconds by which each stage works longer in a step; copies that
-    run beside the computation are no work. moved_bytes: bytes that each rank sends to its host tier in a step, and gets
-    back; None where they cannot be folded.
+    stage_seconds: seconds by which each stage works longer in a step; copies beside the computation do not count.
+    moved_bytes: that each rank sends to its host tier in a step, and gets back; None where they cannot be folded.
     """
 
     step: Simulation
@@ -311,10 +298,7 @@ class AgainstKeeping:
 
 
 def treatments(plan: Plan, run: RunShape, device: str = "cpu") -> list[StageTreatment]:
-    """Return the memory treatment of each stage's layers.
-
-    run: decides for stages whose memory the plan leaves open. device: as in `plans.parts.intervals_of`.
-    """
+    """Return the memory treatment of each stage's layers; run, device: for stages whose memory the plan leaves open."""
     actions = None if plan.actions is None else from_strings(plan.actions)
     return [_treatment(stage) for stage in with_memory(plan.stages, run, actions, device)]
 
@@ -334,12 +318,8 @@ def _treatment(stage: PlanStage) -> StageTreatment:
 
 
 def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> AgainstKeeping | None:
-    """The plan's step beside that of the same stages which keep everything; None for a plan with action lists of its
-    own, and where a step cannot be played with these seconds.
-
-    Args:
-        run: of the whole plan; what the plan leaves open.
-        link: between ranks, and to the host tier.
+    """Compare the plan's step with that of the same stages when they keep everything; None for a plan with its own
+    action lists, and where a step cannot be played with the profile. run: of the whole plan, for what it leaves open.
     """
     if plan.actions is not None:
         return None

@@ -1,8 +1,4 @@
-"""The one way from a `Problem` to its plan: a planner answers, its plan is judged and played, and says what lacks.
-
-Every door asks here: `capslog plan`, `front`, `largest` and `compare`, `capslog.plan`, the start of a run, and its
-members after a change. Nothing here imports torch; a rehearsal, which needs it, is passed in.
-"""
+"""Solves a `Problem`: asks a planner, judges and plays its plan. Imports no torch; rehearsals, which do, are inputs."""
 
 from __future__ import annotations
 
@@ -30,29 +26,24 @@ from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 __all__ = ["Protection", "solve"]
 
 Rehearsal = Callable[[Plan], Sequence[int]]
-"""From a plan to the peak of each rank, or of each stage of a plan of the short form, in bytes, found by playing the
-rank's own program."""
+"""Plan -> peak bytes of each rank, or of each stage of the short form, found by running the rank's own program."""
 
 _SEARCHES = 3
-"""Searches at most, each for devices of less memory than the one before."""
+"""Largest number of searches, each for devices of less memory than before."""
 
 
 class Protection(Protocol):
-    """Protection of a run whose members change, as `membership/protection` knows it."""
+    """Protection of a run whose members change, as in `membership/protection`."""
 
     def plan(self, capacities: Sequence[int] | None) -> Plan | None:
-        """The plan that a member would propose for all devices, in which protection has room, not judged; None where
-        that is not known.
-
-        Args:
-            capacities: bytes of each device of a pipeline; None: no limit.
+        """Return the plan that a member would propose for all devices, with room for protection, not judged; None where
+        that is not known. capacities: bytes of each device of a pipeline; None: no limit.
         """
 
     def reserve(self, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
-        """The plan, judged with what lies beside training, and the bytes of each stage's snapshot.
+        """Return the plan, judged with the bytes beside training, and the bytes of each stage's snapshot.
 
-        Args:
-            find: cuts one pipeline anew, for another `capacity` or given `cuts`.
+        find: cuts one pipeline again, for another `capacity` or with `cuts`.
         """
 
 
@@ -63,19 +54,17 @@ def solve(
     protection: Protection | None = None,
     weighs_others: bool = True,
 ) -> Plan:
-    """The plan of a planner, or the given one: its bytes, whether it fits, what lacks and what would do, and its step.
+    """Return a judged plan with its step: of the planner, or of the problem's cuts or plan. It may not fit.
 
-    A plan that does not fit is an answer too. Planner `budget` weighs the answers of other planners beside its own, so
-    that none of those that it asks (`Planner.weighed_up_to`) has a faster plan that fits.
+    Planner `budget` also weighs the answers of other planners, so that none that it asks (`Planner.weighed_up_to`) has
+    a faster plan that fits.
 
     Args:
-        planner: a name of `REGISTRY`; not asked where cuts or a plan are given.
-        rehearsal: has the last word on whether ranks fit, where the profile is an estimate or the device a CPU.
+        rehearsal: decides finally whether ranks fit, where the profile is an estimate or the device a CPU.
         protection: of a run whose members change.
         weighs_others: as above; False for callers that solve many problems to compare them.
 
-    Raises:
-        CapslogError: an unknown planner, and a problem that it cannot answer.
+    Raises CapslogError for an unknown planner, and for a problem that it cannot answer.
     """
     if is_for_inference(problem.profile):
         plan = cut_plan(dataclasses.replace(problem, memory=INFERENCE), "exact")
@@ -93,7 +82,7 @@ def solve(
 def _answered(
     problem: Problem, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None = None
 ) -> Plan:
-    """The plan of one planner, or the given one, judged and played."""
+    """Plan of one planner, or the problem's, judged and played."""
     profile, run = problem.profile, problem.run
     rounds = problem.stages_per_rank > 1 or run.limits_by_plan
     if problem.plan is not None:
@@ -126,7 +115,7 @@ def _answered(
 def _cut_anew(
     problem: Problem, planner: str, capacity: int | Sequence[int] | None = None, cuts: Sequence[int] | None = None
 ) -> Plan:
-    """The plan of one pipeline for another capacity, or of other cuts."""
+    """Plan of one pipeline for another capacity, or of other cuts."""
     chosen = problem.cuts if cuts is None else tuple(cuts)
     return cut_plan(dataclasses.replace(problem.with_capacity(capacity), cuts=chosen), planner)
 
@@ -139,11 +128,8 @@ def _of_smaller_stages(
     rehearsal: Rehearsal | None,
     protection: Protection | None,
 ) -> Plan | None:
-    """The first plan that fits, with smaller stages where ranks of a plan that fits by its memory model alone lack
-    memory; None where there is none.
-
-    Args:
-        refused: the plan as judged.
+    """Return the first plan that fits with smaller stages, where a plan fits by its memory model but its ranks lack
+    memory; None where there is none. refused: the plan as judged.
     """
     capacities, device = problem.capacities or [], Headroom.of(problem.profile).device
     limits = capacities
@@ -163,9 +149,7 @@ def _of_smaller_stages(
 
 
 def _rehearsed_stages(problem: Problem, plan: Plan, rehearsal: Rehearsal | None, beside: Sequence[int]) -> Plan | None:
-    """A plan of the short form that fits by its memory model, judged by the rehearsal of an estimate; None where there
-    is nothing to rehearse or nothing to keep to.
-    """
+    """Rehearse an estimate's short-form plan that fits by its memory model; None without a rehearsal or a capacity."""
     limited = plan.fits and problem.capacities is not None
     if not limited or rehearsal is None or problem.profile.source != "estimated":
         return None
@@ -174,7 +158,7 @@ def _rehearsed_stages(problem: Problem, plan: Plan, rehearsal: Rehearsal | None,
 
 
 def _judged(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
-    """A plan of the full form with the bytes of each rank and stage, whether they fit, and what would do."""
+    """Return a full-form plan with the bytes of each rank and stage, whether they fit, and what would do."""
     run = dataclasses.replace(problem.run, schedule=plan.schedule or problem.run.settled().schedule)
     confirm = None if rehearsal is None else lambda: rehearsal(plan)
     verdict = with_stage_bytes(judged(problem.profile, plan, run, confirm, problem.tier))
@@ -183,10 +167,8 @@ def _judged(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
 
 
 def _with_room(problem: Problem, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None) -> Plan:
-    """The plan of a planner that treats layers, judged.
-
-    Where the programs of its ranks need a little more than the search took them to, it is searched again for devices
-    that have so much less; the first plan is the answer where none of these fits.
+    """Return the plan of a planner that treats layers, judged. Where its ranks' programs need a little more than the
+    search counted, the search is repeated with that much less memory; if none fits, the first plan is the answer.
     """
     limits, first, less = problem.capacities, None, problem
     for _ in range(_SEARCHES):
@@ -209,10 +191,9 @@ def _with_room(problem: Problem, entry: Planner, rehearsal: Rehearsal | None, pr
 
 
 def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until: float | None) -> Plan:
-    """The plan of planner `budget`, or the fastest of other planners that is better.
-
-    These are asked only while the plan is slower than the work of the step shared out evenly, and only where their
-    search is quick, which the size of the problem decides and no clock; `until` ends that.
+    """Return the plan of planner `budget`, or the fastest better plan of the other planners. These are asked only while
+    the plan is slower than the work of the step shared evenly, and only where their search is quick, which depends on
+    the problem's size, not on a clock; `until` ends that.
     """
     refused, best = None, None
     try:
@@ -262,7 +243,7 @@ def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until:
 
 
 def _confirmed(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
-    """A plan that fits as far as is known, judged by the rehearsal of its ranks as well."""
+    """Judge a plan that fits as far as is known by the rehearsal of its ranks as well."""
     if plan.short:
         return _rehearsed_stages(problem, plan, rehearsal, [0] * len(plan.stages)) or plan
     if rehearsal is None or not plan.fits or problem.capacities is None:
@@ -271,7 +252,7 @@ def _confirmed(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Pla
 
 
 def _beats(problem: Problem, plan: Plan, best: Plan | None) -> bool:
-    """Return True if a plan lacks less than the best, or as much and is faster. Without a limit no plan lacks any."""
+    """True where a plan lacks less than the best, or as much and is faster. Without a limit no plan lacks any."""
     if best is None:
         return True
     fits = (True, None) if problem.capacities is None else (True,)

@@ -1,4 +1,4 @@
-"""A recorded trace of spot machines coming and going, replayed: samples trained, time lost, and what runs."""
+"""Replays a recorded trace of spot machines: samples trained, time lost, and the layouts that run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 __all__ = ["Deployment", "Pauses", "Prices", "Replanner", "Replay", "TraceEvent", "most_nodes", "read_trace", "replay"]
 
 
-# -- A recorded trace of spot machines coming and going, replayed: samples trained, time lost, and what they cost.
-#
-# `capslog simulate --trace` calls `replay` with the trace, a function that plans for any number of devices, and
-# assumptions about pauses and prices. Pure arithmetic over events: nothing is trained, no process is started, and
-# every pause is a parameter, not a measurement of an engine.
+# -- The replay of a trace: arithmetic over events. No process is started, and every pause is a parameter, not a
+#    measurement of an engine.
 
 
 _HOUR = 3600.0
@@ -46,12 +43,9 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Layout that runs on some number of devices.
+    """Layout for some number of devices, such as "2 pipelines of 4 + 3 stages". Devices that hold no stage idle.
 
-    samples_per_second: of the simulated step.
-    devices_used: those that hold a stage; the rest idle.
-    search_seconds: what planning took, measured.
-    description: for people, such as "2 pipelines of 4 + 3 stages".
+    samples_per_second: of the simulated step. search_seconds: of planning, measured.
     """
 
     samples_per_second: float
@@ -63,7 +57,7 @@ class Deployment:
 _NOTHING_FITS = Deployment(0.0, 0, 0.0, "nothing fits")
 
 DeploymentOf = Callable[[int], Deployment | None]
-"""Number of devices -> what to run on them, None where nothing fits."""
+"""Number of devices -> layout to run on them; None where nothing fits."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +66,10 @@ class Pauses:
 
     planned: a join, or a leave that was announced at least `planned` before: state moves behind the training step.
     crash: a leave without notice: detection, and the broken step again.
-    restart: from no layout (too few devices) back to training. The default is what a restart under torchrun took
-        (torch 2.13, default timeouts, two nodes: 42 to 45 s).
-    notice: how long before a leave it is announced; the traces do not say. The default is AWS's two minutes; 0 makes
-        every leave a crash.
+    restart: from no layout (too few devices) back to training. The default is what a restart under torchrun took (torch
+        2.13, default timeouts, two nodes: 42 to 45 s).
+    notice: time between the announcement of a leave and the leave, which traces do not tell. The default is AWS's two
+        minutes; 0 makes every leave a crash.
     """
 
     planned: float = 1.0
@@ -91,8 +85,8 @@ class Pauses:
 class Prices:
     """Dollars for one device and hour.
 
-    The defaults are assumptions to replace by one's own: 3.06 is what AWS lists for p3.2xlarge (one V100, the kind of
-    the p3 trace) on demand in us-east-1, 0.918 the same less 70 %, a usual discount of spot machines.
+    The defaults are assumptions to replace: 3.06 is AWS's list price of p3.2xlarge (one V100, as in the p3 trace) on
+    demand in us-east-1, 0.918 the same less 70 %, a usual discount of spot machines.
     """
 
     spot: float = 0.918
@@ -110,12 +104,11 @@ def _check_numbers(record: Pauses | Prices, noun: str, unit: str) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """Change at one moment of the trace, all its events together.
+    """Change at one moment of the trace, with all its events. The values hold from then on.
 
     kind: "start", "join", "leave", "crash", "stop" (nothing fits any more) or "restart"; "none" for a join that changes
         nothing in the layout, and where nothing has fitted before either.
-    devices, devices_used, samples_per_second: from then on.
-    search_seconds: measured; pause_seconds: assumed, with the search in it where the change was not announced.
+    search_seconds: measured. pause_seconds: assumed; includes the search where the change was not announced.
     """
 
     seconds: float
@@ -132,10 +125,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Replay:
-    """The whole trace.
+    """Result of a whole trace.
 
-    samples: trained; ideal_samples: had no pause been needed, with the same layouts.
-    goodput: samples per second over the whole duration; share_of_ideal: of `ideal_samples`, 1 where there are none.
+    samples: trained. ideal_samples: with the same layouts and no pause.
     device_hours: rented, also while pausing or stopped.
     on_demand_samples_per_second: of `devices` machines that are never taken away; None where nothing fits them.
     """
@@ -155,12 +147,12 @@ class Replay:
 
     @property
     def goodput(self) -> float:
-        """Samples per second."""
+        """Samples per second over the whole duration."""
         return self.samples / self.duration_seconds
 
     @property
     def share_of_ideal(self) -> float:
-        """0 .. 1."""
+        """Part of `ideal_samples`, 0 .. 1; 1 where there are none."""
         return self.samples / self.ideal_samples if self.ideal_samples > 0 else 1.0
 
     @property
@@ -175,14 +167,14 @@ class Replay:
 
     @property
     def on_demand_dollars_per_million(self) -> float | None:
-        """The same for `devices` machines on demand."""
+        """Dollars per million samples of `devices` machines on demand."""
         if not self.on_demand_samples_per_second:
             return None
         return 1e6 * self.devices * self.prices.on_demand / _HOUR / self.on_demand_samples_per_second
 
     @property
     def slowest_search_seconds(self) -> float:
-        """The longest search of all changes."""
+        """Longest search of all changes."""
         return max((change.search_seconds for change in self.changes), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -201,9 +193,8 @@ class Replay:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
-    """Reads a trace: one event per line, `milliseconds since the begin, add | remove, node`, in time order.
-
-    This is the form of Bamboo's traces (uclasystem/bamboo). Raises CapslogError naming file, line and rule.
+    """Read a trace: one event per line, `milliseconds since the begin, add | remove, node`, in time order, as in
+    Bamboo's traces (uclasystem/bamboo). Raises CapslogError naming file, line and rule.
     """
     events: list[TraceEvent] = []
     present: set[str] = set()
@@ -237,17 +228,15 @@ def replay(
     prices: Prices | None = None,
     duration_seconds: float | None = None,
 ) -> Replay:
-    """Replays a trace; all events of one moment are one change, answered by one new layout.
+    """Replay a trace; all events of one moment are one change, answered by one new layout.
 
     Time begins with the trace's first event, training with the first layout, without a pause. During a pause nothing is
     trained; where a change comes during another's pause, both must be over. A join that changes nothing in the layout
     costs nothing.
 
-    Args:
-        layout_of: asked at every change, and once for `devices`.
-        devices: the most that are rented at a time; nodes beyond wait, without pay, for a place. Default: the most that
-            the trace has.
-        duration_seconds: until when; default: the trace's last event.
+    layout_of: asked at every change, and once for `devices`.
+    devices: the most that are rented at a time; further nodes wait for a place, without pay. Default: the trace's most.
+    duration_seconds: default: until the trace's last event.
     """
     pauses, prices = pauses or Pauses(), prices or Prices()
     most = devices if devices is not None else most_nodes(events)
@@ -332,7 +321,7 @@ def replay(
 def _pause(
     before: Deployment | None, after: Deployment | None, departed: int, trained: bool, pauses: Pauses
 ) -> tuple[str, float]:
-    """The kind of a change and its pause in seconds."""
+    """Return the kind of a change and its pause in seconds."""
     if after is None:
         return ("none" if before is None else "stop"), 0.0
     if before is None:
@@ -352,7 +341,7 @@ def _moments(events: Sequence[TraceEvent], end: float) -> Iterator[tuple[float, 
 
 
 def most_nodes(events: Sequence[TraceEvent]) -> int:
-    """The most nodes at a time, between two moments."""
+    """Return the most nodes at a time, between two moments."""
     count = most = 0
     for _, group in _moments(events, float("inf")):
         count += sum(1 if event.kind == "add" else -1 for event in group)
@@ -360,22 +349,18 @@ def most_nodes(events: Sequence[TraceEvent]) -> int:
     return most
 
 
-# -- Deployments on any number of equal devices: planned at the first request, and timed.
-#
-# The replay of a preemption trace calls a `Replanner` at every change. It chooses nothing itself: `joint` and the
-# other planners do, and the step time is the simulator's.
+# -- Deployments on any number of equal devices: planned at the first request, and timed. The planners choose, and the
+#    step time is the simulator's.
 
 
 @dataclass(frozen=True)
 class Replanner:
-    """Number of devices -> `Deployment`, None where nothing fits.
+    """Number of devices -> `Deployment`; None where nothing fits.
 
-    planner: one that elastic runs may ask; other planners than `joint` plan one pipeline of as many devices as there
-        are layers, at most.
+    planner: for elastic runs; all but `joint` plan one pipeline of at most as many devices as layers.
     minibatch_size: samples of a step, whatever the number of devices; a multiple of the profile's microbatch size.
     capacity: bytes of every device; None: no limit.
-    run: its schedule, recompute and stage_inputs are read.
-    blocks: accumulation blocks; None: the planner chooses.
+    run: only its schedule, recompute and stage_inputs are read. blocks: accumulation blocks; None: the planner chooses.
     """
 
     profile: Profile
@@ -400,12 +385,12 @@ class Replanner:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples that the profile's seconds are for; 1 where it does not say."""
+        """Samples that the profile's seconds are for; default 1."""
         size: int = self.profile.conditions.get("microbatch_size", 1)
         return size
 
     def __call__(self, devices: int) -> Deployment | None:
-        """Plans, or looks up the plan of a number that was asked before; either is timed."""
+        """Plan, or look up the plan of an earlier request; either is timed."""
         begun = time.perf_counter()
         if devices in self._known:
             cached = self._known[devices]
@@ -420,7 +405,7 @@ class Replanner:
         return deployment
 
     def _deployment(self, plan: Plan) -> Deployment | None:
-        """Return the deployment of a plan; None where the plan does not fit."""
+        """Deployment of a plan; None where it does not fit."""
         if plan.fits is False:
             return None
         if plan.step_seconds is None:

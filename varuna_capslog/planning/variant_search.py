@@ -1,15 +1,14 @@
-"""Choice of the variant that computes each layer: the one whose fastest plan that fits takes the shortest step.
+"""Chooses the variant that computes each layer: the choice whose fastest plan that fits has the shortest step.
 
 A profile with rows of variants (`profiles/variants`) gives the profile of every choice, and planner `budget` the best
 plan of cuts and memory intervals for it; so variants, cuts and intervals are weighed by the same seconds and bytes.
-`start/chosen_variants` calls this before a run; what is chosen is a constant of the run.
 
 State: a variant for each layer. Cost: what its plan lacks, then its step, the number of layers that are not as
 configured, and its peak. Bound: no step is shorter than all forwards and backwards of its calls spread evenly over the
-devices, so a choice whose bound is no shorter than the best step is not planned for. Up to `EVERY_CHOICE` choices all
-are weighed or ruled out so, in the order of their bounds. Of more choices, layers whose names differ in numbers alone
-have one variant, without those that are worse in every number than another one; the search then changes one such family
-at a time, and at last one family on one stage of the best plan.
+devices, so a choice whose bound is no shorter than the best step is not planned for. Up to `EVERY_CHOICE` choices are
+weighed or ruled out, in the order of their bounds. Of more choices, layers whose names differ in numbers alone form a
+family with one variant, without variants that are worse in every number than another; the search then changes one
+family at a time, and at last one family on one stage of the best plan.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from varuna_capslog.profiles.variants import PLAIN, alternatives_of, under
 __all__ = ["EVERY_CHOICE", "VariantChoice", "choose_variants"]
 
 EVERY_CHOICE = 256
-"""Up to so many choices every one is weighed or ruled out."""
+"""Largest number of choices of which every one is weighed or ruled out."""
 MOST_WEIGHED = 40
-"""Of more choices, so many are planned for at most."""
+"""Of more choices, the largest number to plan for."""
 
 PlanOf = Callable[[Profile], Plan]
 """A profile -> the best plan for it, judged, with its step where it fits."""
@@ -38,13 +37,9 @@ PlanOf = Callable[[Profile], Plan]
 
 @dataclass(frozen=True)
 class VariantChoice:
-    """The best choice.
+    """Best choice of variants, as layer -> variant without the layers that stay as configured.
 
-    Attributes:
-        chosen: layer -> variant; layers that stay as configured are left out.
-        plan: for it. plain: the best plan for the layers as configured.
-        weighed: number of choices that were planned for.
-        every: True if all others were ruled out.
+    plain: the best plan for the layers as configured. weighed: choices planned for. every: all others were ruled out.
     """
 
     chosen: Mapping[int, str]
@@ -55,13 +50,7 @@ class VariantChoice:
 
 
 def choose_variants(profile: Profile, devices: int, calls: int, plan_of: PlanOf) -> VariantChoice:
-    """The best choice of variants for a profile with rows of them.
-
-    Args:
-        devices: of the pipeline.
-        calls: microbatches of a step.
-        plan_of: see `PlanOf`.
-    """
+    """Return the best choice of variants for a profile with rows of them; calls: microbatches of a step."""
     return _VariantSearch(profile, devices, calls, plan_of).best()
 
 
@@ -106,7 +95,7 @@ class _VariantSearch:
         return under(self._profile, {layer: name for layer, name in enumerate(choice) if name != PLAIN})
 
     def _weigh(self, choice: _Choice) -> None:
-        """Plans for a choice, unless no plan of it can be better than the best one."""
+        """Plan for a choice, unless no plan of it can be better than the best."""
         if choice in self._plans:
             return
         if self._plans:
@@ -142,7 +131,7 @@ class _VariantSearch:
         )
 
     def _change(self, changes: Iterable[tuple[Sequence[int], str]]) -> None:
-        """Weighs the best choice so far with each of these changes in turn."""
+        """Weigh the best choice so far with each of these changes in turn."""
         for layers, name in changes:
             if len(self._plans) >= MOST_WEIGHED:
                 return
@@ -155,8 +144,8 @@ class _VariantSearch:
         return sum(float(getattr(self._rows[layer, name], size) or 0) for layer in layers)
 
     def _undominated(self, layers: Sequence[int]) -> list[str]:
-        """Return the variants of a family for which no other one is as good in every number; of equal ones the first. A
-        variant that takes less beside itself than alone is no worse for its numbers alone.
+        """Return the variants of a family for which no other is as good in every number; of equal variants the first.
+        Joined variants always stay, since they take less beside each other than alone.
         """
         names, joined = self._names[layers[0]], self._profile.conditions.get(JOINED, ())
         numbers = {name: [number for layer in layers for number in _numbers(self._rows[layer, name])] for name in names}

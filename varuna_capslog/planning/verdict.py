@@ -1,4 +1,4 @@
-"""Verdicts on memory: the bytes of every rank of a plan, whether they fit, what is missing, and what would do."""
+"""Judges memory: the bytes of every rank of a plan, whether they fit, what is missing, and what would do."""
 
 from __future__ import annotations
 
@@ -47,20 +47,15 @@ __all__ = [
 ]
 
 
-# -- Verdicts on memory: the bytes of every rank of a plan, whether they fit, what is missing, and what would do.
+# -- Verdicts on stages and ranks.
 #
-# `search` judges every plan here, `prepare` a plan whose ranks were rehearsed, `comparison` and the tables of the
-# command show the margins, and the elastic run judges what its members hold. A device needs the peak of its stage and
-# the profile's headroom (`memory.headroom`). Nothing is planned, profiled or rehearsed here: what needs that is
-# passed in.
+# A device needs the peak of its stage and the profile's headroom (`memory.headroom`). Nothing is planned, profiled or
+# rehearsed here: functions that do so are passed in.
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Limit of the host tier of each rank.
-
-    capacity: `pipeline.host_capacity`, in bytes; None: no limit. in_files: the tier is a folder, not host memory.
-    """
+    """Limit of each rank's host tier in bytes; None: no limit. in_files: the tier is a folder, not host memory."""
 
     capacity: int | None = None
     in_files: bool = False
@@ -71,11 +66,11 @@ class HostMemory:
         return cls(config.pipeline.host_capacity, config.pipeline.host_tier != "memory")
 
     def is_device(self, profile: Profile) -> bool:
-        """Return True if the tier lies in the device's own memory: in host memory, and the device is the CPU."""
+        """True where the tier lies in the device's own memory: in host memory, and the device is the CPU."""
         return not self.in_files and bool(profile.observations) and profile.observations[0].device == "cpu"
 
     def lacks(self, plan: Plan, sizes: Sequence[int]) -> Plan:
-        """The plan, which does not fit where the tier of a rank would hold more; sizes: bytes by rank."""
+        """Return the plan, refused where the tier of a rank would hold more than the limit; sizes: bytes by rank."""
         worst = max(range(len(sizes)), key=lambda rank: sizes[rank])
         if self.capacity is None or sizes[worst] <= self.capacity:
             return plan
@@ -93,8 +88,7 @@ class HostMemory:
 class MemoryVerdict:
     """Stages and their devices, in stage order, in bytes; or ranks, of which some hold several stages.
 
-    peaks: the most that each stage holds. needed: what its device must have, the headroom included. capacities: what
-    the device has. of: "stage" or "rank".
+    peaks: the most that each stage holds. needed: with the headroom. capacities: of the devices. of: "stage" or "rank".
     """
 
     peaks: tuple[int, ...]
@@ -114,7 +108,7 @@ class MemoryVerdict:
 
     @property
     def worst(self) -> int:
-        """The stage that leaves least of its device, the first of equals."""
+        """Stage that leaves least of its device, the first of equals."""
         margins = self.margins
         return margins.index(min(margins))
 
@@ -125,13 +119,13 @@ class MemoryVerdict:
 
     @property
     def need(self) -> str:
-        """The worst stage for people: `stage 1 needs 8 GiB of 7 GiB`."""
+        """Worst stage for people: `stage 1 needs 8 GiB of 7 GiB`."""
         worst = self.worst
         return f"{self.of} {worst} needs {format_bytes(self.needed[worst])} of {format_bytes(self.capacities[worst])}"
 
     @property
     def lack(self) -> str:
-        """The same, and by how much it is too much."""
+        """`need`, and by how much it is too much."""
         peak, needed = self.peaks[self.worst], self.needed[self.worst]
         beside = f" ({format_bytes(peak)} and its headroom)" if needed != peak else ""
         return f"{self.need}, {format_bytes(self.lacking)} too much{beside}"
@@ -145,8 +139,8 @@ class MemoryVerdict:
     def sentence(self, devices_that_fit: int | None, why: str | None = None, way: str | None = None) -> str:
         """Say what is missing and what would do, for a plan that does not fit.
 
-        why: no number of devices would do; default: a stage has a layer. way: by whose plans that many devices would,
-            or none; default: those of any planner that cuts alone.
+        why: reason why no number of devices would do; default: a stage has a layer.
+        way: whose plans are counted; default: those of any planner that only cuts.
         """
         if devices_that_fit is None:
             why, alike = f"since {why or 'each stage holds at least one layer'}", len(set(self.capacities)) == 1
@@ -161,23 +155,22 @@ class MemoryVerdict:
 
 
 def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroom: Headroom) -> MemoryVerdict | None:
-    """The verdict on stages of these peaks; None where the peaks or the capacities are not known."""
+    """Return the verdict on stages of these peaks; None where the peaks or the capacities are not known."""
     if peaks is None or capacities is None:
         return None
     return MemoryVerdict(tuple(peaks), tuple(headroom.device(peak) for peak in peaks), tuple(capacities))
 
 
 def judge_plan(plan: Plan, profile: Profile | None) -> MemoryVerdict | None:
-    """The verdict on a plan of one pipeline by its own bytes; without a profile no headroom is known, and none counts.
-
-    None where the plan has no bytes or no capacity.
+    """Return the verdict on a plan of one pipeline by its own bytes; None where it has no bytes or no capacity. Without
+    a profile there is no headroom.
     """
     headroom = Headroom() if profile is None else Headroom.of(profile)
     return judge(plan.stage_bytes, plan.capacities_of(plan.placement()), headroom)
 
 
 def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryVerdict | None:
-    """The verdict on the ranks of a plan that hold so much; None where no capacity is known."""
+    """Return the verdict on ranks of these bytes; None where no capacity is known."""
     limits = [rank.capacity_bytes for rank in plan.ranks] + [None] * (len(sizes) - len(plan.ranks))
     if all(limit is None for limit in limits):
         return None
@@ -206,14 +199,11 @@ def predictable(profile: Profile, microbatch_size: int | None) -> list[str]:
 def rehearsed(
     plan: Plan, peaks: Sequence[int], beside: Sequence[int], headroom: Headroom, find: Callable[..., Plan]
 ) -> Plan:
-    """A plan that fits by its memory model, judged again by the peaks that a rehearsal of every rank's program gave.
+    """Judge a plan that fits by its memory model again, by the peaks of a rehearsal of every rank's program: on a CPU
+    the stages share memory with what a schedule keeps in flight, and no sum over layers knows all of it.
 
-    What a schedule keeps in flight shares the memory of a CPU's stages, and no sum over layers knows all of it.
-
-    Args:
-        peaks: rehearsed, per stage.
-        beside: bytes that lie on the device of each stage beside training, such as snapshots.
-        find: plans the same run for another `capacity`, to say how many devices would do.
+    peaks: rehearsed, per stage. beside: bytes on each stage's device beside training, such as snapshots.
+    find: plans the same run for another `capacity`, to say how many devices would do.
     """
     together = [peak + more for peak, more in zip(peaks, beside, strict=True)]
     verdict = judge(together, plan.capacities_of(plan.placement()), headroom)
@@ -231,7 +221,7 @@ def rehearsed(
 
 
 def check_devices(devices: int, profile: Profile) -> None:
-    """Raises CapslogError for more devices than layers."""
+    """Raise CapslogError for more devices than layers."""
     if devices > profile.num_layers:
         instead = "change what keeps it whole" if why_few(profile.conditions) else "a chain with more cut points"
         raise CapslogError(
@@ -241,7 +231,7 @@ def check_devices(devices: int, profile: Profile) -> None:
 
 
 def capacities_of_devices(capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:
-    """The capacity of each device in bytes, from one number for all or one for each; None stays None."""
+    """Return the capacity of each device in bytes, from one number for all or one for each; None stays None."""
     if capacity is None:
         return None
     if isinstance(capacity, (list, tuple)):
@@ -252,28 +242,24 @@ def capacities_of_devices(capacity: int | Sequence[int] | None, devices: int) ->
 
 
 # -- The bytes of every rank of a plan, and whether they fit: for plans that are more than one stage per rank.
-#
-# `start/prepare` judges given plans and cut lists here, the search a plan of memory model `ranks`, and `simulate`
-# shows the bytes. `memory/fold` computes them; a rehearsal, which needs torch, is passed in.
+#    `memory/fold` computes them; a rehearsal, which needs torch, is passed in.
 
 
 Known = dict[bool, RangeBytes]
 """True if the run recomputes -> bytes of ranges of layers."""
 _CERTAIN = 0.8
-"""A rank that needs no more than this part of its device by the fold is not rehearsed, which may take seconds: the
-fold's errors are a few percent (`benchmarks/fold`)."""
+"""Up to this part of its device by the fold, a rank is not rehearsed, which may take seconds: the fold's errors are a
+few percent (`benchmarks/fold`)."""
 
 
 def fold_plan(profile: Profile, plan: Plan, run: RunShape, known: Known | None = None) -> list[RankFold]:
-    """The bytes of every rank at every position of its list.
+    """Return the bytes of every rank at every position of its list.
 
-    Args:
-        run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
-            stages whose memory is null, whether they recompute.
-        known: the profile's bytes from earlier folds; a caller that folds many plans passes the same dict each time.
+    run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
+        stages whose memory is None, whether they recompute.
+    known: cache of the profile's bytes for a caller that folds many plans.
 
-    Raises CapslogError for what schedules do not describe (splits), units that are not known, and what the
-    profile lacks.
+    Raises CapslogError for what schedules do not describe (splits), for unknown units, and for what the profile lacks.
     """
     if profile.num_layers != plan.num_layers:
         raise CapslogError(
@@ -298,18 +284,16 @@ def judged(
     tier: HostMemory | None = None,
     known: Known | None = None,
 ) -> Plan:
-    """The plan with the bytes of its ranks, and whether each fits its device.
-
-    Where the fold cannot say that, the rehearsal does; where that cannot either, `fits` is None and a note says why.
+    """Return the plan with the bytes of its ranks, and whether each fits its device. Where the fold cannot tell, the
+    rehearsal does; where that cannot either, `fits` is None and a note says why.
 
     Args:
-        run: as for `fold_plan`.
-        rehearse: gives the peak of every rank from its own program, on fake tensors. Where there is a capacity it has
-            the last word on ranks that fit by the fold of an estimate, or of any profile of the CPU, and on all ranks
-            where the profile does not say what each action takes. A model that it cannot run is named in a note, unless
-            the profile itself is an estimate.
-        tier: what the host tiers may hold; None: no limit, in memory.
-        known: as for `fold_plan`.
+        rehearse: gives the peak of every rank from its own program, on fake tensors. Where there is a capacity it
+            decides finally about ranks that fit by the fold of an estimate, or of any profile of the CPU, and about all
+            ranks where the profile lacks the bytes of each action. A model that it cannot run is named in a note,
+            unless the profile itself is an estimate.
+        tier: limit of the host tiers; None: no limit, in memory.
+        run, known: as for `fold_plan`.
     """
     gaps = predictable(profile, run.microbatch_size)
     if gaps:
@@ -343,15 +327,14 @@ def judged(
 
 
 def _far_below(plan: Plan, headroom: Headroom) -> bool:
-    """Return True if every rank needs so little of its device that no error of the fold could make it too much."""
+    """True where every rank needs so little of its device that no error of the fold could make it too much."""
     needs = [(headroom.device(rank.bytes or 0), rank.capacity_bytes) for rank in plan.ranks]
     return all(limit is None or need <= _CERTAIN * limit for need, limit in needs)
 
 
 def _by_rehearsal_alone(profile: Profile, plan: Plan, rehearse: Callable[[], Sequence[int]] | None, lack: str) -> Plan:
-    """Judge a plan that the fold has no bytes of by the rehearsal, where there is a capacity.
-
-    lack: why the fold has none. Only the fold counts bytes of the host tier, so plans that offload stay unknown.
+    """Judge a plan without bytes from the fold, for the reason `lack`, by the rehearsal, where there is a capacity.
+    Only the fold counts bytes of the host tier, so plans that offload stay unknown.
     """
     limited = any(rank.capacity_bytes is not None for rank in plan.ranks)
     if rehearse is not None and limited and not any(stage.offloads for stage in plan.stages):
@@ -366,7 +349,7 @@ def _by_rehearsal_alone(profile: Profile, plan: Plan, rehearse: Callable[[], Seq
 
 
 def within_tier(profile: Profile, plan: Plan, run: RunShape, tier: HostMemory) -> Plan:
-    """A plan that a search has found and that fits its devices, judged by its host tiers as well."""
+    """Judge a plan that fits its devices by its host tiers as well."""
     if tier.capacity is None or not plan.fits:
         return plan
     try:
@@ -385,10 +368,9 @@ def with_stage_bytes(plan: Plan) -> Plan:
 
 def folded(profile: Profile, plan: Plan, memory: str, run: RunShape) -> Plan:
     """Return a plan that fits by the memory model of its stages; judged by its ranks' bytes where these do not fit.
-
     Models of stages are quicker, and a few percent off where a stage's order of work is not the one that they assume.
 
-    memory: as in `search.plan`; another model than "auto" is believed. run: as for `fold_plan`.
+    memory: as in `Problem`; a model other than "auto" is believed. run: as for `fold_plan`.
     """
     told = all(row.action_bytes is not None for row in profile.observations)
     if not plan.fits or plan.memory_model == RANKS or memory != AUTO or not told or plan.capacity_bytes is None:
@@ -400,11 +382,9 @@ def folded(profile: Profile, plan: Plan, memory: str, run: RunShape) -> Plan:
 def with_rank_bytes(
     plan: Plan, sizes: Sequence[int], host: Sequence[int], headroom: Headroom, shared: bool, how: str = ""
 ) -> Plan:
-    """The plan with these peaks of its ranks, judged.
+    """Return the plan, judged by these peaks of its ranks, and the bytes of their host tiers.
 
-    Args:
-        host: bytes of the host tier. shared: they count against the same capacity.
-        how: how the peaks are known, for the sentence that says what does not fit.
+    shared: both count against the same capacity. how: source of the peaks, for the note.
     """
     together = [size + (more if shared else 0) for size, more in zip(sizes, host, strict=True)]
     verdict = judge_ranks(plan, together, headroom)

@@ -1,4 +1,1 @@
-"""The plan file: which layers each stage has, where the stages run, and what they are predicted to cost.
-
-Plain data without torch. Planners make plans, the engine runs them; neither is known here.
-"""
+"""The plan file: layers of each stage, ranks of the stages, and predicted costs. Plain data; imports no torch."""

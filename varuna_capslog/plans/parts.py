@@ -1,7 +1,5 @@
-"""The parts of a plan: units of work, stages with their memory intervals, ranks, and the shortfall of memory.
-
-Every instance is valid by itself: the constructors raise CapslogError otherwise. Rules that the parts of one plan must
-keep together are checked in `plans/rules.py`.
+"""Parts of a plan: units of work, stages with their memory intervals, ranks, and the shortfall of memory. Constructors
+raise CapslogError for invalid parts; `plans/rules.py` checks the parts of one plan together.
 """
 
 from __future__ import annotations
@@ -45,13 +43,10 @@ SPLIT_KINDS = ("none", "tensor", "sequence")
 
 @dataclass(frozen=True)
 class Units:
-    """The work of one step: its finest microbatches.
+    """The work of one step: its finest microbatches. None: not known, which only the short form of a plan allows.
 
-    per_step: units of a step, numbered from 0.
-    samples: of one unit.
+    per_step: units of a step, numbered from 0. samples: of one unit.
     blocks: accumulation blocks; block b holds the units [b n, (b + 1) n) with n = per_step / blocks.
-
-    None: not known, which only the short form of a plan allows.
     """
 
     per_step: int | None = None
@@ -70,7 +65,7 @@ class Units:
 
     @property
     def of_block(self) -> int:
-        """Units of one block. Raises CapslogError where the units are not known."""
+        """Units of one block. Raises CapslogError where they are not known."""
         if self.per_step is None or self.blocks is None:
             raise CapslogError("the plan does not say how many units and blocks a step has; give units")
         return self.per_step // self.blocks
@@ -78,13 +73,12 @@ class Units:
 
 @dataclass(frozen=True)
 class MemoryInterval:
-    """The layers [first, end) of a stage that have the same memory treatment between forward and backward.
+    """Layers [first, end) of a stage that have the same memory treatment between forward and backward.
 
     kind: "recompute" (their inputs stay, they run again before their backward), "offload" (their saved tensors go to
-        the host tier and come back) or "recompute+offload" (their inputs go there).
-
-    In a file an interval is a list `[first, end, kind]`. Ranges of layers whose optimizer moments wait elsewhere are
-    written in the same form, with the kind "host": in the host tier between the updates.
+        the host tier and come back) or "recompute+offload" (their inputs go there). Ranges of layers whose optimizer
+        moments wait elsewhere between the updates have the kind "host" (in the host tier) or "replica". In a file an
+        interval is a list `[first, end, kind]`.
     """
 
     first: int
@@ -114,7 +108,7 @@ class MemoryInterval:
 
 
 def intervals_of(run: RunShape, pieces: Iterable[tuple[int, int]], device: str = "cpu") -> tuple[MemoryInterval, ...]:
-    """Return the memory intervals of a stage of these ranges of layers: all recomputed, or none, as the run tells.
+    """Return the memory intervals of a stage of these ranges of layers: all recomputed, or none, by the run.
 
     device: on "cpu" the inputs of a stage wait in place, also where the run keeps them on the host.
     """
@@ -126,19 +120,17 @@ def intervals_of(run: RunShape, pieces: Iterable[tuple[int, int]], device: str =
 
 @dataclass(frozen=True)
 class PlanStage:
-    """A set of layers, for some blocks of a step, on one rank (on several only where they split the layers).
+    """Set of layers, for some blocks of a step, on one rank (on several only where they split the layers).
 
     layers: pieces (first, end) of the chain in rising order, `end` not included.
     ranks: as many as `parallel.degree`.
-    blocks: rising; None: all blocks.
-    grain: units that the stage computes in one call.
-    in_flight: maximum of calls between the beginning of a forward and the end of its backward; None: the schedule's
-        limit.
-    memory: intervals in rising order; layers outside all of them keep their graph. None: as in the config
+    blocks: rising; None: all blocks. grain: units that the stage computes in one call.
+    in_flight: most calls between the beginning of a forward and the end of its backward; None: the schedule's limit.
+    memory: intervals in rising order; layers outside them keep their graph. None: as in the config
         (`pipeline.recompute`).
     parallel: {"kind", "degree"} of a split of the layers over ranks.
-    moments: ranges of layers whose optimizer moments are not on the device between the updates, in rising order: they
-        wait in the host tier ("host"), or another replica keeps them and sends the updated values ("replica").
+    moments: ranges of layers, rising, whose optimizer moments are not on the device between the updates: they wait in
+        the host tier ("host"), or another replica keeps them and sends the updated values ("replica").
     bytes, seconds: predicted, of one step; None: not predicted.
     """
 
@@ -183,27 +175,27 @@ class PlanStage:
 
     @property
     def first(self) -> int:
-        """The first layer."""
+        """First layer."""
         return self.layers[0][0]
 
     @property
     def end(self) -> int:
-        """The layer behind the last one."""
+        """Layer behind the last one."""
         return self.layers[-1][1]
 
     @property
     def numbers(self) -> list[int]:
-        """The stage's layers, rising."""
+        """Layers of the stage, rising."""
         return [layer for first, end in self.layers for layer in range(first, end)]
 
     @property
     def spans(self) -> str:
-        """The stage's layers as text for people, such as 0-3, 8."""
+        """Layers of the stage as text for people, such as 0-3, 8."""
         return spans_of(self.layers)
 
     @property
     def rank(self) -> int:
-        """The rank, or the first of the ranks that split the stage."""
+        """Rank, or the first of the ranks that split the stage."""
         return self.ranks[0]
 
     @property
@@ -216,17 +208,17 @@ class PlanStage:
         )
 
     def recomputes(self, run: RunShape) -> bool:
-        """Return True where a part of the stage runs again before its backward."""
+        """True where a part of the stage runs again before its backward."""
         return run.recomputes if self.memory is None else any(interval.recomputes for interval in self.memory)
 
     @property
     def moments_away(self) -> frozenset[int]:
-        """The layers whose optimizer moments wait in the host tier."""
+        """Layers whose optimizer moments wait in the host tier."""
         return self._layers_with_moments("host")
 
     @property
     def moments_elsewhere(self) -> frozenset[int]:
-        """The layers whose optimizer moments another replica keeps."""
+        """Layers whose optimizer moments another replica keeps."""
         return self._layers_with_moments("replica")
 
     def _layers_with_moments(self, kind: str) -> frozenset[int]:
@@ -267,9 +259,8 @@ class PlanStage:
 class PlanRank:
     """Memory and time of one rank in a step, with capacity and speed of its device.
 
-    bytes: predicted peak on the device; host_bytes: in the host tier; seconds: of its work; None: not predicted.
-    capacity_bytes: None: no limit, or not known.
-    speed: of the device relative to the fastest one of the plan, above 0 and at most 1; None: 1.
+    bytes, host_bytes: predicted peak on the device, in the host tier. seconds: of its work. None: not predicted.
+    capacity_bytes: None: no limit, or not known. speed: relative to the plan's fastest, above 0 and at most 1; None: 1.
     """
 
     bytes: int | None = None
@@ -289,9 +280,8 @@ class PlanRank:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """The largest lack of memory of a plan that does not fit, and a number of devices that would be enough.
+    """Largest lack of memory, in bytes, of a plan that does not fit: of a stage (short form) or a rank (full form).
 
-    stage (short form) or rank (full form): the one that lacks most bytes; bytes: their number.
     devices_that_fit: with the planner that the plan's note names; None where no number up to one per layer fits.
     """
 
@@ -310,7 +300,6 @@ class Shortfall:
 
 
 def _split(value: Any) -> dict[str, Any]:
-    """Return the checked {"kind", "degree"} of the split of a stage over its ranks."""
     if not isinstance(value, Mapping):
         raise CapslogError('parallel must be an object such as {"kind": "none", "degree": 1}')
     fields.refuse_unknown(value, ("kind", "degree"))
@@ -324,9 +313,8 @@ def _split(value: Any) -> dict[str, Any]:
 
 
 def grains_of(stages: Iterable[PlanStage]) -> list[int]:
-    """Return the grain of each layer, in order, where some layer has a grain above 1; else [].
-
-    The grains are constant in a run, since several units in one call give other bits than separate calls.
+    """Return the grain of each layer, in order, where some layer has a grain above 1; else []. Grains are constant in a
+    run, since several units in one call give other bits than separate calls.
     """
     grains = {layer: stage.grain for stage in stages for layer in stage.numbers}
     return [grains[layer] for layer in sorted(grains)] if max(grains.values()) > 1 else []
@@ -394,7 +382,7 @@ def with_memory(
 
 
 def _only_at_once(rows: Iterable[Sequence[Action]]) -> set[int]:
-    """Return the stages that compute every backward directly after its forward."""
+    """Stages that compute every backward directly after its forward."""
     at_once_only: set[int] = set()
     for row in rows:
         backwards = Counter(action.stage for action in row if action.kind in "BI")
@@ -404,10 +392,8 @@ def _only_at_once(rows: Iterable[Sequence[Action]]) -> set[int]:
 
 
 def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: RunShape) -> Schedule:
-    """Return the actions of one step in the order of a schedule; see `schedules.schedule_of`.
-
-    graph: the stages in this order, and the path of every unit through them.
-    run: tells whether stages recompute whose memory is None.
+    """Return the actions of one step in the order of a schedule. graph: of these stages in this order. run: for stages
+    whose memory is None.
     """
     return schedule_of(
         name,

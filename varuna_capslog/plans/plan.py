@@ -1,9 +1,7 @@
 """The plan: the layers, the part of a step, the memory treatment and the order of work of each rank.
 
-Planners make plans; the engine, the simulator and the command line read them. This module defines their text, in two
-forms. The short form is one pipeline of stages that follow each other, stage s on rank s. The full form can describe
-everything that ranks can do. A run's folder has a file plan-<generation>.json for each plan that the run has had. This
-module makes no decisions and never imports torch.
+The short form of a plan is one pipeline of consecutive stages, stage s on rank s. The full form describes everything
+that ranks can do. A run's folder has a file plan-<generation>.json for each of its plans. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,26 +41,24 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan. Only the number of layers and the stages are required; `of_cuts` makes the short form.
+    """Plan of a step. Only the number of layers and the stages are required; `of_cuts` makes the short form.
 
-    num_layers: of the whole chain.
-    stages: numbered by their place.
+    num_layers: of the whole chain. stages: numbered by their place.
     units: the work of one step. In the short form `per_step` is that of one pipeline.
-    schedule: the name of the order of a rank's work; or
-    actions: that order itself, one list of actions per rank; an action's number is that of the stage's own call.
+    schedule, actions: name of the order of a rank's work; or the order itself, one list of actions per rank, in which
+        numbers count the stage's own calls.
     routes: "relay": tensors go from stage to stage; "direct": straight to the stages that read them.
     variants: layer -> name of its implementation.
     ranks: as many as run stages, or more; () where nothing is known of them.
-    peak_bytes: the peak of all ranks; step_seconds: of one step; predictions, None where there is none.
-    fits: None where unknown; shortfall only where it is False.
+    peak_bytes, step_seconds: predictions of the peak of all ranks, and of one step; None where there is none.
+    fits, shortfall: `fits` is None where unknown; `shortfall` is set only where it is False.
     planner, memory_model, model, profile_digest, search_seconds: the origin of the plan.
-    bound_seconds, proven, search_space: no plan of the named space is faster than the bound; proven is True where the
-        plan is proven to be the fastest one there.
+    bound_seconds, proven, search_space: no plan of the named space is faster than the bound; `proven` is True where the
+        plan is proven to be the fastest there.
     purpose: "training", or "inference": only forwards, with the microbatches of all sequences served together.
     notes: sentences for people about what could not be predicted; not part of the file.
 
-    Every instance is valid by the rules 1, 3, 4 and 5 of `plans/rules.py`: the constructor raises CapslogError
-    otherwise. Rule 2 needs the chain's graph: `check_graph`.
+    Raises CapslogError for a plan that breaks rules 1, 3, 4 or 5 of `plans/rules.py`; `check_graph` checks rule 2.
     """
 
     num_layers: int
@@ -185,7 +181,7 @@ class Plan:
 
     @property
     def cuts(self) -> tuple[int, ...] | None:
-        """The first layer of each stage, where the stages are one pipeline in the order of the chain; else None."""
+        """First layer of each stage, where the stages are one pipeline in the order of the chain; else None."""
         follow = all(len(stage.layers) == 1 and stage.blocks is None for stage in self.stages)
         cuts = tuple(stage.first for stage in self.stages)
         return cuts if follow and list(cuts) == sorted(cuts) else None
@@ -202,12 +198,12 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Number of the plan's ranks."""
+        """Number of ranks."""
         return max(len(self.ranks), 1 + max(rank for stage in self.stages for rank in stage.ranks))
 
     @property
     def num_microbatches(self) -> int | None:
-        """Number of units of a step; in the short form those of one pipeline."""
+        """Units of a step; in the short form those of one pipeline."""
         return self.units.per_step
 
     @property
@@ -222,7 +218,7 @@ class Plan:
 
     @property
     def capacity_bytes(self) -> int | tuple[int | None, ...] | None:
-        """The bytes of the ranks' devices: one number where all have the same, None where none is known."""
+        """Bytes of the ranks' devices: one number where all have the same, None where none is known."""
         limits = tuple(plan_rank.capacity_bytes for plan_rank in self.ranks) or (None,)
         return limits[0] if len(set(limits)) == 1 else limits
 
@@ -247,9 +243,8 @@ class Plan:
 
     @property
     def recomputes(self) -> bool | None:
-        """True where every stage runs again as a whole, False where none does.
-
-        None where the config decides, where stages differ, or where memory intervals are parts of a stage.
+        """True where every stage runs again as a whole, False where none does; None where the config decides, where
+        stages differ, or where memory intervals are parts of a stage.
         """
         whole_stages = {None if stage.memory is None else bool(stage.memory) for stage in self.stages}
         return whole_stages.pop() if len(whole_stages) == 1 and all(stage.whole for stage in self.stages) else None
@@ -264,10 +259,8 @@ class Plan:
     def stage_graph(self, edges: Iterable[tuple[int, int]] | None = None) -> StageGraph:
         """Return the stages and the path of every unit through them, for schedules.
 
-        edges: of the graph of the layers (`Chain.edges`, `Profile.edges`); a plan with routes "direct" needs them.
-
-        Raises CapslogError where the units or these edges are not known, and for plans that schedules do not describe
-        yet (splits, grains above 1).
+        edges: of the graph of the layers (`Chain.edges`, `Profile.edges`), for routes "direct". Raises CapslogError
+        where units or needed edges are not known, and for what schedules do not describe (splits, incompatible grains).
         """
         units = self.units if self.units.blocks is not None else dataclasses.replace(self.units, blocks=self._blocks())
         return rules.stage_graph(self.stages, units, self.routes, edges)
@@ -296,7 +289,8 @@ class Plan:
             )
 
     def check_graph(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Check rule 2: stages are convex in the graph of the layers, and the graph of the stages has no cycle.
+        """Check that stages are convex in the graph of the layers, and that the graph of the stages has no cycle (rule
+        2).
 
         edges: (layer that writes a tensor, layer that reads it).
         """
@@ -330,7 +324,7 @@ class Plan:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _blocks(self) -> int:
-        """Return the number of blocks of a step; where it is not known, as many as the stages name."""
+        """Number of blocks of a step; where it is not known, as many as the stages name."""
         named = [block for stage in self.stages for block in stage.blocks or ()]
         return self.units.blocks or 1 + max(named, default=0)
 
@@ -356,10 +350,7 @@ class Plan:
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file of either form, or one of the older format plan/1.
-
-    Raises CapslogError naming the file and the field.
-    """
+    """Read a plan file of either form, or of format plan/1. Raises CapslogError naming the file and the field."""
     return Plan.from_json(files.read_json(path), where=str(path))
 
 
@@ -404,13 +395,11 @@ def _optional(value: Any, name: str, **rules: int) -> int | None:
 def stages_of_pipelines(
     num_layers: int, cuts: Sequence[int], replicas: int, blocks: int, placement: Sequence[int] | None = None
 ) -> tuple[PlanStage, ...]:
-    """Return the stages of `replicas` pipelines of the same cuts, which share the blocks evenly and in order.
+    """Return the stages of `replicas` pipelines of the same cuts, which share the blocks evenly and in order. Their
+    `memory` is None, so that the config decides about recomputation.
 
     cuts: the first layer of each stage, beginning with 0.
-    placement: stage -> device of the pipeline; default: stage s on device s. Device d of pipeline r is rank
-        r * devices + d.
-
-    The stages' `memory` is None, so that the config decides about recomputation.
+    placement: stage -> device of the pipeline; default: s -> s. Device d of pipeline r is rank r * devices + d.
     """
     devices, ends = list(range(len(cuts)) if placement is None else placement), (*cuts[1:], num_layers)
     share, width = blocks // replicas, max(devices) + 1
@@ -431,10 +420,7 @@ def plan_of_pipelines(
 ) -> Plan:
     """Return the plan of `replicas` pipelines of the same cuts; stage s of pipeline r is on rank r * len(cuts) + s.
 
-    cuts: as for `stages_of_pipelines`.
-    units: of the whole step.
-
-    Raises CapslogError as `Plan`.
+    cuts: the first layer of each stage. units: of the whole step. Raises CapslogError as `Plan`.
     """
     stages = stages_of_pipelines(num_layers, cuts, replicas, units.blocks or replicas)
     return Plan(num_layers, stages, units, schedule)

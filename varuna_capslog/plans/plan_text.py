@@ -1,7 +1,4 @@
-"""The text of a plan: the fields that a file may have, in both forms, and the values that they mean.
-
-`plans/plan.Plan` reads and writes its files with these functions; they do not check the rules of a plan.
-"""
+"""Text of a plan: the fields of a file in both forms, and their values. The rules of a plan are not checked here."""
 
 from __future__ import annotations
 
@@ -164,7 +161,6 @@ FULL = ("units", "stages", "variants", "routes", "actions", "ranks")
 
 def parts_of(value: Any) -> dict[str, Any]:
     """Return the arguments of `Plan` (full form, with `cuts` where the file has it) or of `Plan.of_cuts` (short form).
-
     Raises CapslogError naming the field.
     """
     if not isinstance(value, Mapping):

@@ -1,14 +1,11 @@
-"""The rules that the stages of one plan must keep together; each breach is reported as one sentence.
+"""Rules that the stages of one plan must keep together; a breach is reported in one sentence.
 
 1. For every block, the stages that serve it hold every layer exactly once, and a rank holds a layer once.
-2. Stages are convex in the graph of the layers, and the graph of the stages has no cycle (`check_graph`; the layers'
-   graph comes from the chain).
+2. Stages are convex in the graph of the layers, and the graph of the stages has no cycle.
 3. A grain divides the units of a block, and over an edge between two stages one grain divides the other.
 4. Action lists are complete and free of deadlock.
 5. Where a plan states that it fits, the bytes that it states for a rank are within the rank's capacity. (The real bytes
    of a rank are computed in `planning/verdict`.)
-
-`plans/plan.Plan` calls these checks. This module reads no files.
 """
 
 from __future__ import annotations
@@ -133,10 +130,7 @@ def _check_once(stages: Sequence[PlanStage], path: Path, num_layers: int, where:
 
 
 def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[int, int]]) -> None:
-    """Check rule 2.
-
-    edges: (layer that writes a tensor, layer that reads it), each from a lower to a higher layer.
-    """
+    """Check rule 2. edges: (layer that writes a tensor, layer that reads it), each from a lower to a higher layer."""
     if all(len(stage.layers) == 1 for stage in stages):
         return  # no edge leads back to a lower range, and thus none into a stage that it left
     pairs = set(edges)
@@ -195,10 +189,8 @@ def stage_graph(
 ) -> StageGraph:
     """Return the stages and the path of every unit through them.
 
-    edges: (layer that writes a tensor, layer that reads it), which routes "direct" follow.
-
-    Raises CapslogError for routes "direct" where these are None, for splits, where the stages wait for each other, and
-    for incompatible grains of neighbours.
+    edges: (layer that writes a tensor, layer that reads it), which routes "direct" follow. Raises CapslogError for
+    these routes without edges, for splits, where stages wait for each other, and for incompatible grains of neighbours.
     """
     check_runnable(stages)
     check_grains(stages, units, "direct")

@@ -1,1 +1,1 @@
-"""What each layer of a chain costs: the record, and the list of runs that fill it. Imports no torch."""
+"""Costs of each layer of a chain: the record, and the list of runs that fill it. Imports no torch."""

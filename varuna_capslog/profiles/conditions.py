@@ -1,8 +1,4 @@
-"""Checks the conditions of a profile that this library computes with; other names may hold any JSON value.
-
-`record.Profile` calls `checked` for every profile, so memory models, planners and the simulation read the conditions
-as they are.
-"""
+"""Checks the conditions of a profile that this library computes with; other names may hold any JSON value."""
 
 from __future__ import annotations
 
@@ -53,9 +49,8 @@ small enough that products of bytes stay finite."""
 
 
 def checked(conditions: Any) -> dict[str, Any]:
-    """Return the conditions; numbers that are computed with become int or float.
-
-    Raises CapslogError naming a condition that does not have the type or the range that its reader needs.
+    """Return the conditions; numbers that are computed with become int or float. Raises CapslogError naming a condition
+    that does not have the type or the range that its reader needs.
     """
     if not isinstance(conditions, Mapping):
         raise CapslogError("conditions must be an object that maps names to values")
@@ -68,9 +63,8 @@ def checked(conditions: Any) -> dict[str, Any]:
 
 
 def kept_copies(conditions: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the bytes kept beside a trained parameter and its gradient, as multiples of the parameter's bytes.
-
-    The first number is the optimizer's (2, as with AdamW, without that condition), the second that of a 16-bit copy.
+    """Return the bytes kept beside a trained parameter and its gradient, as multiples of the parameter's bytes: for the
+    optimizer (2, as with AdamW, without that condition), and for a 16-bit copy.
     """
     return conditions.get("optimizer_copies", 2), conditions.get("weight_copies", 0)
 

@@ -1,8 +1,4 @@
-"""The profile: the bytes and seconds of each layer, and the conditions under which they hold.
-
-Measuring and estimating make profiles, memory models and planners read them; this module has their only text form and
-their only validator. It runs nothing and never imports torch.
-"""
+"""The profile: the bytes and seconds of each layer, and the conditions under which they hold. Imports no torch."""
 
 from __future__ import annotations
 
@@ -56,33 +52,28 @@ host."""
 class ActionBytes:
     """Bytes of one microbatch on one stage, each the peak beside the bytes that were there when the action began.
 
-    forward_bytes: of a forward, or a recomputation, that keeps its graph; its inputs were there.
-    bare_bytes: of a forward that keeps no graph; its inputs were there.
-    backward_bytes: of a backward where the parameters have gradients already; its graph and the gradients of its
-        outputs were there.
-    first_backward_bytes: of a backward that makes the parameters' gradients.
+    forward_bytes, bare_bytes: of a forward (or a recomputation) that keeps its graph, and of a forward that keeps none;
+        the inputs were there.
+    backward_bytes, first_backward_bytes: of a backward where the parameters have gradients already, and of one that
+        makes them; the graph and the gradients of the outputs were there.
     update_bytes: between the last backward and the end of the step, beside static_bytes.
     gradient_bytes: the parameters' gradients, a part of static_bytes.
     shared_bytes: the part of boundary_out_bytes whose storages the graph keeps as well.
     statistics_bytes: running statistics, which a forward leaves until the end of the step.
     graph_bytes: the bytes that a backward frees, the stage's inputs included: `saved_bytes` and tensors that autograd
-        does not show, such as random number states, but none that others hold as well, such as targets. None: not
-        known.
-    moved_bytes: the part of it that "offload" takes to the host tier: the layers' saved tensors. None: not known.
-    staying_bytes: the part that stays on the device then: tensors that the loss reads and saves, and those that
-        autograd does not show. None: not known.
-    input_half_bytes: of the half of a backward that gives the gradients of the inputs; the graph and the gradients of
-        the outputs were there. None: not known, here and below.
-    weight_half_bytes: of the other half where the parameters have gradients already; the bytes held between the halves
-        (`weight_bytes` of the observation) were there.
-    first_weight_half_bytes: of one that makes the parameters' gradients.
+        does not show (random number states), but none that others hold as well (targets). None: not known, here and
+        below.
+    moved_bytes: the part of it that "offload" takes to the host tier: the layers' saved tensors.
+    staying_bytes: the part that then stays: tensors that the loss reads and saves, and those that autograd hides.
+    input_half_bytes: of the half of a backward that gives the inputs' gradients; graph and output gradients were there.
+    weight_half_bytes, first_weight_half_bytes: of the other half where the parameters have gradients already, and of
+        one that makes them; the bytes held between the halves (`weight_bytes` of the observation) were there.
     noted_bytes: the gradients that the first half keeps for the other, a part of the bytes held between them.
     noted_seed_bytes: the part of these with which the backward began: gradients of the outputs.
-    moment_bytes: the optimizer's moments, a part of static_bytes: those tensors of LEAST_MOMENT_BYTES or more, which
-        may wait in the host tier. None: not known.
+    moment_bytes: moments of LEAST_MOMENT_BYTES or more, which may wait in the host tier; a part of static_bytes.
     lasting_bytes: bytes beside static_bytes that remain from the first step on and are no tensor of the stage, such as
-        the workspaces of cuBLAS; a part of the row's peak_bytes. A rank has them once, whatever stages and calls it
-        has: the maximum of its layers. None: not known.
+        the workspaces of cuBLAS; a part of the row's peak_bytes. A rank has the maximum of its layers once, whatever
+        its stages and calls.
     """
 
     forward_bytes: int
@@ -133,18 +124,14 @@ _NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "compile_seconds"
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """The cost of a layer for one microbatch. Bytes are whole numbers; None means: not measured.
+    """Cost of a layer for one microbatch. Bytes are whole numbers; None: not measured.
 
     isolated_bytes: peak of a stage that holds this layer alone (M_i of CAPSlog, Sec. III-A).
-    added_bytes: rise of a stage's peak when this layer joins the one before it (M_a); may be negative; None for layer
-    0.
-    static_bytes: parameters, gradients and optimizer state.
-    saved_bytes: kept by the forward for the backward.
-    transient_bytes: isolated_bytes less static_bytes: the peak beside the static part.
+    added_bytes: rise of a stage's peak when this layer joins the layer before (M_a); may be negative; None for layer 0.
+    static_bytes: parameters, gradients and optimizer state. parameter_bytes: the parameters alone.
+    saved_bytes: kept by the forward for the backward. transient_bytes: isolated_bytes less static_bytes.
     boundary_bytes: the tensors that cross the cut behind the layer in the forward direction.
-    parameter_bytes: the parameters alone (a part of static_bytes).
-    forward_seconds, backward_seconds: of one microbatch; backward without recomputation.
-    input_seconds, weight_seconds: the two halves of the backward, where it is split.
+    backward_seconds: without recomputation. input_seconds, weight_seconds: its two halves, where it is split.
     weight_bytes: held between the two halves: the rest of the graph, and the gradients noted in it.
     """
 
@@ -180,7 +167,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that several layers use: its name, its bytes and the layers' numbers in rising order."""
+    """Parameter that several layers use; `layers` in rising order."""
 
     name: str
     bytes: int
@@ -197,10 +184,9 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor that a layer passes on: one entry per name and writer, since names are reused along a chain.
+    """Tensor that a layer passes on: one entry per name and writer, since names are reused along a chain.
 
-    bytes: of one microbatch.
-    gradient: True where it needs a gradient.
+    bytes: of one microbatch. gradient: True where it needs a gradient.
     writer: the layer that makes it; None for an input of the model.
     readers: the layers that read it, in rising order; number L stands for the loss.
     fixed: True where its size is the same for several microbatches in one call; known if the profile has such runs.
@@ -231,13 +217,14 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Observation:
-    """A run of one stage, layers (first, end), `end` not included, under one condition, with its bytes and seconds.
+    """Run of one stage, layers (first, end), `end` not included, under one condition, with its bytes and seconds.
 
-    `input` describes the input's size (a shape, or names to shapes). `parallel` is the kind ("none",
-    "data", "tensor") and degree of parallelism inside the stage. `memory_action` is "none", "recompute" or "offload".
-    `variant` names the implementation of the layers; None: the plain one. `compile_seconds`: of torch.compile, if any
-    (few if on disk). The halves of the backward are as in `LayerProfile`. `action_bytes`: the bytes of each
-    action; None: only the peak is known. `boundary_in_bytes` and `boundary_out_bytes` cross the cuts before and behind.
+    input: size of the input (a shape, or names to shapes).
+    parallel: {"kind", "degree"} of the parallelism inside the stage; kind: "none", "data" or "tensor".
+    memory_action: "none", "recompute" or "offload".
+    boundary_in_bytes, boundary_out_bytes: cross the cuts before and behind. Halves of the backward: see `LayerProfile`.
+    variant: name of the layers' implementation; None: the plain one.
+    compile_seconds: of torch.compile, if any (few if on disk). action_bytes: None: only the peak is known.
     """
 
     layers: tuple[int, int]
@@ -286,12 +273,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's layers in chain order with their costs.
+    """Layers of a model in chain order, with costs; only they are required. Raises CapslogError for invalid values.
 
-    `conditions` (device, dtype, microbatch_size, input shape, optimizer, attention, recompute, torch version, ...) tell
-    when the numbers hold; `source` is "measured" or "estimated". Only the layers are required. Every instance is valid:
-    the constructor raises CapslogError otherwise. `tensors` are those that layers pass on; with them the chain is one
-    order of a graph.
+    source: "measured" or "estimated".
+    conditions: when the numbers hold: device, dtype, microbatch_size, input shape, optimizer, recompute, torch version,
+        ...
+    tensors: those that layers pass on; with them the chain is one order of a graph.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -346,13 +333,13 @@ class Profile:
         return len(self.layers)
 
     def samples(self, grain: int) -> int:
-        """Return the samples of a call of `grain` microbatches, by the first observation; 0 where there is none."""
+        """Samples of a call of `grain` microbatches, by the first observation; 0 where there is none."""
         return grain * self.observations[0].microbatch_size if self.observations else 0
 
     @property
     def edges(self) -> list[tuple[int, int]]:
         """Pairs of (layer that writes a tensor, layer that reads it); without `tensors` each layer reads only from the
-        layer before it. The last layer stands for the loss, which is computed with it.
+        layer before. The last layer stands for the loss, which is computed with it.
         """
         last = self.num_layers - 1
         if not self.tensors:
@@ -419,7 +406,7 @@ class Profile:
         return fields.within(where, lambda: cls(**_parts(value)))
 
     def _places(self) -> list[tuple[str, int]]:
-        """Return every place that names layers, with the end of its last layer."""
+        """Every place that names layers, with the end of its last layer."""
         shared = [(f"shared[{i}] ({row.name})", row.layers[-1] + 1) for i, row in enumerate(self.shared)]
         # a reader may be L, the loss
         read = [(f"tensors[{i}] ({tensor.name})", tensor.readers[-1]) for i, tensor in enumerate(self.tensors)]
@@ -445,9 +432,9 @@ def layers_of_runs(
     """Compute every layer's row from the 2L-1 runs of single layers and neighbouring pairs, all of one condition.
 
     CAPSlog, Sec. III-A with n = 1: M_i(l) is the peak of layer l alone (C1), M_a(l) the peak of {l-1, l} (C3) less the
-    peak of {l-1} (C2). The other parts are those of the single-layer run. With `grown_from_first`, as in mCAP, it is
-    {0 .. l} less {0 .. l-1} instead. Raises CapslogError naming a run that is missing, twice there, or under another
-    condition than the first.
+    peak of {l-1} (C2). The other parts are those of the single-layer run. With `grown_from_first`, as in mCAP, M_a(l)
+    is {0 .. l} less {0 .. l-1}. Raises CapslogError for a run that is missing, twice there, or under another condition
+    than the first.
     """
     peak: dict[tuple[int, int], Observation] = {}
     for run in runs:
@@ -480,7 +467,7 @@ def layers_of_runs(
 
 
 def check_parallel(value: Any) -> dict[str, Any]:
-    """Return {"kind", "degree"} of the parallelism inside a stage; refuse other keys and kinds (CapslogError)."""
+    """Return the checked {"kind", "degree"} of the parallelism inside a stage. Raises CapslogError for others."""
     if not isinstance(value, Mapping):
         raise CapslogError('parallel must be an object such as {"kind": "none", "degree": 1}')
     fields.refuse_unknown(value, ("kind", "degree"))
@@ -492,7 +479,6 @@ def check_parallel(value: Any) -> dict[str, Any]:
 
 
 def _parts(value: Any) -> dict[str, Any]:
-    """Return the constructor's arguments from a JSON value."""
     if not isinstance(value, Mapping):
         raise CapslogError("a JSON object is needed; is this a profile?")
     names = [part.name for part in dataclasses.fields(Profile)]
@@ -532,9 +518,8 @@ def _set(record: Any, name: str, value: Any) -> None:
     object.__setattr__(record, name, value)
 
 
-# -- Adds bytes that layers always hold besides (snapshots, copies, or waiting gradients) to a profile.
-#
-# Searches then count these bytes without knowing what they are.
+# -- Bytes that layers always hold besides (snapshots, copies, or waiting gradients), added to a profile. Searches then
+#    count these bytes without knowing what they are.
 
 
 def with_beside(profile: Profile, beside: Sequence[int]) -> Profile:

@@ -1,7 +1,5 @@
-"""The stage runs that a profile needs, and the launches into which three profilers group them.
-
-A run trains one stage, a range of one or two layers, and reads its peak; the 2L-1 runs of all single layers and all
-neighbouring pairs give M_i and M_a. This module only lists and counts; `measure` and `estimate` run.
+"""Lists the stage runs that a profile needs, and the launches into which three profilers group them. Each run trains a
+stage of one or two layers and reads its peak.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ StageRun = tuple[int, int]
 
 @dataclass(frozen=True)
 class Partitioning:
-    """A profiling launch of the whole pipeline: the number of layers on each GPU, and the GPUs whose peaks are read.
-
-    `measured` holds GPU numbers. A trimmed profiler replaces the layers on every other GPU by dummy tensors.
+    """Profiling launch of the whole pipeline: layers on each GPU, and the numbers of the GPUs whose peaks are read. A
+    trimmed profiler replaces the layers on every other GPU by dummy tensors.
     """
 
     layers_per_gpu: tuple[int, ...]
@@ -29,13 +26,13 @@ class Partitioning:
 
     @property
     def stages(self) -> list[StageRun]:
-        """The layers on each GPU."""
+        """Layers on each GPU."""
         ends = [sum(self.layers_per_gpu[: gpu + 1]) for gpu in range(len(self.layers_per_gpu))]
         return [(end - layers, end) for end, layers in zip(ends, self.layers_per_gpu, strict=True)]
 
     @property
     def runs(self) -> list[StageRun]:
-        """The stage runs that the measured GPUs perform."""
+        """Stage runs that the measured GPUs perform."""
         stages = self.stages
         return [stages[gpu] for gpu in self.measured]
 
@@ -51,9 +48,8 @@ def capslog_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
     """Return CAPSlog's trimmed profiling partitionings, Sec. III-A: those for M_i, then those for M_a.
 
     8, 15 and 16 of them for 25, 42 and 48 layers on 8 GPUs, as the paper's Fig. 12 counts. The two series for M_a
-    (pairs that begin at an even and at an odd layer) are each continued until no pair of theirs is missing.
-
-    Raises CapslogError for fewer than 3 GPUs when the layers outnumber them: the method gains gpus - 2 stages a launch.
+    (pairs that begin at an even and at an odd layer) each continue until none of their pairs is missing. Raises
+    CapslogError for fewer than 3 GPUs when the layers outnumber them: the method gains gpus - 2 stages a launch.
     """
     num_layers, gpus = _checked(num_layers, gpus)
     isolated = _series(num_layers, gpus, size=1, begin=0)
@@ -63,11 +59,9 @@ def capslog_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
 
 
 def _series(num_layers: int, gpus: int, size: int, begin: int) -> list[Partitioning]:
-    """Return the partitionings [Z, size, ..., size, R] that measure every range of `size` layers, from layer `begin` on
-    in steps of `size`.
-
-    Z grows by the layers that the launch before measured. GPU 0 is measured too in the first launch where it holds a
-    range, GPU G-1 in a launch where the remaining layers are one range.
+    """Return the partitionings [Z, size, ..., size, R] that measure ranges of `size` layers, one after another from
+    layer `begin` on. Z grows by the layers that the launch before measured. GPU 0 is measured too in the first launch
+    where it holds a range, GPU G-1 in a launch where the remaining layers are one range.
     """
     launches = []
     reached = begin  # Layers below this one lie on GPU 0 or before.
@@ -90,9 +84,7 @@ def mcap_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
     M_i comes from the GPUs with one layer, M_a(l) from GPU 0 growing from layers 0 .. l-1 to 0 .. l. That is L
     launches, the 25, 42 and 48 that the paper's Fig. 12 prints; its text gives the formula L - G + 1 (18, 35 and 41),
     which is the number of those that use every GPU, and leaves out M_a of the last G - 1 layers. The lists are our
-    inference from both numbers and the criteria C1 to C3.
-
-    Raises CapslogError for fewer than 3 GPUs when the layers outnumber them.
+    inference from both numbers and the criteria C1 to C3. Raises CapslogError as `capslog_partitionings`.
     """
     num_layers, gpus = _checked(num_layers, gpus)
     launches = []

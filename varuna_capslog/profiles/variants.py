@@ -1,8 +1,5 @@
-"""The rows of a profile for variants of layers, and the profile of one choice of variants.
-
-Rows of a single layer have its `variant`; rows of two layers have both, as "sdpa,plain". The rows of the layers as
-configured have none; memory models read these. `planning/variant_search` asks for the profile of each choice that it
-considers.
+"""Rows of a profile for variants of layers, and the profile of one choice of variants. Rows of single layers have their
+`variant`; rows of two layers both, as "sdpa,plain". Memory models read the rows of the layers as configured, with none.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from varuna_capslog.profiles.runs import stage_runs
 __all__ = ["PLAIN", "alternatives_of", "compile_seconds", "text_of", "under", "variant_pairs"]
 
 PLAIN = "plain"
-"""In rows of two layers: the one that is computed as configured."""
+"""Name in rows of two layers for the layer that is computed as configured."""
 
 
 def text_of(names: Sequence[str]) -> str | None:
@@ -27,10 +24,7 @@ def text_of(names: Sequence[str]) -> str | None:
 
 
 def variant_pairs(alternatives: Mapping[int, Sequence[str]], num_layers: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield first layer and names of the runs that variants need: of each layer alone, then of every two neighbours.
-
-    alternatives: layer -> its variants.
-    """
+    """Yield first layer and names of the runs that `alternatives` (layer -> variants) need: single layers, pairs."""
     names_of_layer = {layer: (PLAIN, *alternatives.get(layer, ())) for layer in range(num_layers)}
     for first, end in stage_runs(num_layers):
         choices: list[tuple[str, ...]] = [()]
@@ -49,11 +43,8 @@ def alternatives_of(profile: Profile) -> dict[int, tuple[str, ...]]:
 
 
 def under(profile: Profile, chosen: Mapping[int, str]) -> Profile:
-    """Return the profile of the same model with variants for some layers, and without the rows of other variants.
-
-    chosen: layer -> variant.
-
-    Raises CapslogError naming a run that the profile lacks.
+    """Return the profile of the same model with `chosen` variants (layer -> name), and without the rows of other
+    variants. Raises CapslogError naming a run that the profile lacks.
     """
     rows: dict[tuple[tuple[int, int], str | None], Observation] = {}
     for row in profile.observations:
@@ -82,9 +73,8 @@ _Rows = Mapping[tuple[tuple[int, int], str | None], Observation]
 def _with_savings(
     profile: Profile, chosen: Mapping[int, str], rows: _Rows, rows_of_choice: Sequence[Observation]
 ) -> list[Observation]:
-    """Return the rows of a choice, with less time for each layer that follows a layer of the same joined variant.
-
-    The layer saves a conversion: the time that the pair takes less than both layers alone, minus that of a plain pair.
+    """Return the rows of a choice, with less time for each layer that follows a layer of the same joined variant. The
+    layer saves a conversion: the time that the pair takes less than both layers alone, minus that of a plain pair.
     """
     joined, less = profile.conditions.get(JOINED, ()), dict[int, tuple[float, float]]()
     for layer in range(1, profile.num_layers):
@@ -105,7 +95,7 @@ def _with_savings(
 
 
 def _spared(rows: _Rows, layer: int, name: str) -> tuple[float, float]:
-    """Return the forward and backward seconds by which this layer and the one before are faster together than alone."""
+    """Forward and backward seconds by which this layer and the one before are faster together than alone."""
     alone = text_of([name])
     parts = rows[(layer - 1, layer), alone], rows[(layer, layer + 1), alone]
     pair = rows[(layer - 1, layer + 1), text_of([name, name])]
@@ -115,9 +105,8 @@ def _spared(rows: _Rows, layer: int, name: str) -> tuple[float, float]:
 
 
 def compile_seconds(profile: Profile, names: Collection[str]) -> float:
-    """Return the seconds of compilation before the profile's runs in which all layers are plain or have these variants.
-
-    torch caches code on disk, so that of several runs of a layer only the first takes long.
+    """Return the seconds of compilation before the runs in which all layers are plain or have these variants. torch
+    caches code on disk, so of several runs of a layer only the first takes long.
     """
     rows = [row for row in profile.observations if row.variant is not None]
     return sum(row.compile_seconds or 0.0 for row in rows if set((row.variant or "").split(",")) <= {PLAIN, *names})

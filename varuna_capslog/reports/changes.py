@@ -1,7 +1,4 @@
-"""The section on a run whose members changed: which members left, were lost or joined, why, and at which cost.
-
-`page` calls it. It reads the events.jsonl that the members and the hosts wrote.
-"""
+"""The section on a run whose members changed, from events.jsonl: who left, was lost or joined, why, and the cost."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
 
 
 def _changes(events: Sequence[Event]) -> list[tuple[Event, str]]:
-    """Return every generation that began, and its causes with the notices and losses since the generation before."""
+    """Return every new generation, and its causes with the notices and losses since the generation before."""
     changes: list[tuple[Event, str]] = []
     reasons: dict[str, str] = {}
     for event in events:
@@ -260,7 +257,7 @@ class _Ledger:
         return self._found
 
     def _before_a_step(self, begin: float, end: float, before: StepLine | None, after: StepLine) -> None:
-        """Account for time without a step, up to the begin of a step."""
+        """Account for the time without a step before a step begins."""
         inside = self._events[bisect_left(self._times, begin) : bisect_right(self._times, end)]
         launches = [_time(event) for event in inside if event.kind == "launch"]
         if launches or before is None:

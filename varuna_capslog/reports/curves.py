@@ -1,6 +1,6 @@
 """Curves over the steps of a run: loss and its parts, gradient norm, learning rate, the run's events, and scores.
 
-`page` calls them with the records of `run`. They draw every point there is and leave gaps where a number is missing.
+All points are drawn, with gaps where a number is missing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ROUTINE = frozenset({"checkpoint"})
 _CAUSES = frozenset({"notice", "lost", "join"})
 """Kinds of events that cause a change of the devices; the line through the plots marks the change itself."""
 _ORDER = ("start", "resume", "error", "", "notice", "lost", "join", "morph", "checkpoint", "stop")
-"""Order of the rows of the strip; other kinds stand in the empty place."""
+"""Order of the rows of the strip; other kinds go to the empty place."""
 _ABOVE: dict[str, Any] = {
     "loc": "lower left",
     "bbox_to_anchor": (0, 1),
@@ -54,16 +54,16 @@ _ABOVE: dict[str, Any] = {
     "columnspacing": 1.3,
     "handlelength": 1.6,
 }
-"""Legends stand over the plot, where no curve can run behind them."""
+"""Legends are above the plot, where no curve can run behind them."""
 _LOSS_SMOOTHING = 50
-"""A smoothed loss averages this share of the run (one part in so many)."""
+"""The window of a smoothed loss is the run's length divided by this number."""
 
 
 def main_parts(steps: Sequence[StepLine]) -> tuple[list[str], list[str]]:
-    """Return (the loss parts that get a colour, the others); at most as many get one as there are colours.
+    """Return the loss parts with a colour, at most as many as there are colours, and the others.
 
-    A name that ends in a number (`loss_bbox_3`, the auxiliary losses of DETR) counts as one of the others if the same
-    name without it is there.
+    A name that ends in a number (`loss_bbox_3`, the auxiliary losses of DETR) is one of the others if the name without
+    it is there.
     """
     names = list(dict.fromkeys(name for line in steps for name in line.parts))
     main = [name for name in names if (bare := re.sub(r"[._]\d+$", "", name)) == name or bare not in names]
@@ -74,7 +74,7 @@ def main_parts(steps: Sequence[StepLine]) -> tuple[list[str], list[str]]:
 def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event], clip_norm: float | None) -> None:
     """Draw loss, its parts, gradient norm (with the clipping limit, if any) and learning rate over one axis of steps.
 
-    Events whose step is known stand in a strip on top, one row per kind.
+    Events of a known step are in a strip on top, one row per kind.
     """
     x = [line.step for line in steps]
     marks = [event for event in events if event.step is not None and event.step <= x[-1]]
@@ -234,7 +234,7 @@ def _line(axes: Axes, x: Sequence[int], values: np.ndarray[Any, Any], **look: An
 
 
 def _scale(axes: Axes, values: np.ndarray[Any, Any], name: str) -> None:
-    """Set a logarithmic scale where all values are positive and span more than a factor of 30, else one from 0 if no
+    """Set a logarithmic scale where all values are positive and span more than a factor of 30; else start at 0 if no
     value is negative.
     """
     finite = values[~np.isnan(values)]
@@ -252,16 +252,14 @@ def _column(values: Sequence[float | None]) -> np.ndarray[Any, Any]:
     return np.array(values, dtype=float)
 
 
-# -- Pictures from before a run: planners compared, the Pareto front of a planner, a trace of preemptions replayed.
-#
-# The commands `compare`, `front` and `simulate --trace` call them. They draw and judge nothing.
+# -- Pictures from before a run, for the commands `compare`, `front` and `simulate --trace`.
 
 
 _MARKS = {"leave": (AMBER, "leave, announced"), "crash": (ALARM, "crash"), "stop": (ALARM, "nothing fits")}
 
 
 class FrontPoint(NamedTuple):
-    """A point of a front: bytes, the step time within them, and its lower bound, where that is known."""
+    """Point of a front: bytes, the step time within them, and its lower bound, where that is known."""
 
     bytes: int
     step_seconds: float

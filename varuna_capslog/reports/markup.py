@@ -1,7 +1,7 @@
-"""The few pieces of HTML that a report is made of, and its style sheet.
+"""HTML elements of a report, and its style sheet.
 
 Every text that comes from a run is escaped here and nowhere else. No scripts, no fonts, nothing from the network: a
-page must read the same from a zipped folder ten years on.
+page must read the same from a zipped folder in ten years.
 """
 
 from __future__ import annotations
@@ -59,32 +59,32 @@ def page(title: str, subtitle: str, sections: Sequence[Markup]) -> Markup:
 
 
 def section(name: str, heading: str, parts: Sequence[Markup]) -> Markup:
-    """A part of the page; `name` is its anchor."""
+    """Return a part of the page; `name` is its anchor."""
     return Markup(f'<section id="{escape(name)}">\n<h2>{escape(heading)}</h2>\n' + "\n".join(parts) + "\n</section>\n")
 
 
 def paragraph(text: str) -> Markup:
-    """Running text."""
+    """Return running text."""
     return Markup(f"<p>{_inner(text)}</p>")
 
 
 def note(text: str) -> Markup:
-    """A sentence about missing or doubtful content."""
+    """Return a sentence about missing or doubtful content."""
     return Markup(f'<p class="note">{_inner(text)}</p>')
 
 
 def preformatted(text: str) -> Markup:
-    """A text with its own lines."""
+    """Return a text with its own line breaks."""
     return Markup(f"<pre>{escape(text)}</pre>")
 
 
 def code(text: str) -> Markup:
-    """A name, as it stands in a file."""
+    """Return a name as in a file."""
     return Markup(f"<code>{escape(text)}</code>")
 
 
 def figure(source: str, description: str, caption: str) -> Markup:
-    """A picture that lies beside the page; `description` is its alternative text."""
+    """Return a picture from a file beside the page; `description` is its alternative text."""
     return Markup(
         f'<figure>\n<img src="{escape(source)}" alt="{escape(description)}">\n'
         f"<figcaption>{_inner(caption)}</figcaption>\n</figure>"
@@ -110,7 +110,7 @@ def facts(name: str, rows: Mapping[str, str]) -> Markup:
 
 
 def table(name: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Markup:
-    """A table of numbers, set to the right; the columns in `left` hold text."""
+    """Return a table of numbers, set to the right; the columns in `left` hold text."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         kind = ("", ' class="left"')
@@ -129,7 +129,7 @@ def join(*parts: str) -> Markup:
 
 
 def cell_bar(share: float) -> Markup:
-    """A bar inside a table's cell, `share` (0 .. 1) of the cell long."""
+    """Return a bar inside a table's cell, `share` (0 .. 1) of the cell long."""
     return Markup(f'<span class="bar"><span style="width:{100 * min(1.0, max(0.0, share)):.1f}%"></span></span>')
 
 
@@ -182,15 +182,15 @@ code { font: .92em/1.4 ui-monospace, "SF Mono", Consolas, "DejaVu Sans Mono", mo
 
 # -- Numbers as a report writes them: bytes, seconds, scores, times, and unknown values.
 #
-# The page's sections call these so that one kind of number looks alike everywhere. Pictures have axes instead.
+# One kind of number looks alike everywhere. Pictures have axes instead.
 
 
 UNKNOWN = "\N{EN DASH}"
-"""The text of a table for a number that is in no file."""
+"""Text of a table for a number that is in no file."""
 
 
 def duration(seconds: float | None, digits: int = 3) -> str:
-    """Return seconds in the unit that people would use: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
+    """Return seconds in the unit that people use: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
     if seconds is None:
         return UNKNOWN
     if seconds < 60:
@@ -203,12 +203,12 @@ def duration(seconds: float | None, digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """A signed share of 1 as percent: +1.3 %."""
+    """Return a signed share of 1 as percent: +1.3 %."""
     return f"{100 * share:+.1f} %"
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """Return a number with this many significant digits, without an exponent where people would not use one."""
+    """Return a number with this many significant digits, without an exponent where people do not use one."""
     if value is None:
         return UNKNOWN
     if value and not 1e-3 <= abs(value) < 10**6:
@@ -218,7 +218,7 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def plain(value: object) -> str:
-    """A value from a JSON file, for people: text as it is, numbers shortened, lists and objects in one line."""
+    """Return a value from a JSON file for people: text as it is, numbers shortened, lists and objects in one line."""
     if isinstance(value, float):
         return significant(value, 4)
     if isinstance(value, dict):
@@ -229,12 +229,12 @@ def plain(value: object) -> str:
 
 
 def plural(number: int, noun: str, ending: str = "s") -> str:
-    """1 step, 2 steps; 2 microbatches with the ending "es"."""
+    """Return a count with its noun: 1 step, 2 steps; 2 microbatches with the ending "es"."""
     return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def moment(seconds: float | None) -> str:
-    """A time since 1970 as date and time of day in UTC."""
+    """Return a time since 1970 as date and time of day in UTC."""
     try:
         return UNKNOWN if seconds is None else f"{datetime.fromtimestamp(seconds, tz=timezone.utc):%Y-%m-%d %H:%M:%S}"
     except (OverflowError, OSError, ValueError):  # no calendar has it

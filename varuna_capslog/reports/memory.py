@@ -1,7 +1,5 @@
 """Pictures of memory: the peak of each stage, predicted beside measured, of one plan or by generation of a run whose
-members changed; and the bytes of each layer, with the cuts.
-
-The page's sections call them with numbers in bytes. They draw the given numbers and judge nothing.
+members changed; and the bytes of each layer, with the cuts. All numbers are bytes.
 """
 
 from __future__ import annotations
@@ -52,12 +50,12 @@ __all__ = [
 
 
 MOST_GENERATIONS = 16
-"""More generations than this beside each other cannot be read."""
+"""Largest number of generations that can be read beside each other."""
 COLOURS = {"lost": ALARM, "left": AMBER, "joined": GREEN}
-"""The colour of a change's line, by the kind of change, the gravest kind first."""
+"""Colour of a change's line, by the kind of change, the gravest kind first."""
 
 _MOST_WORDS = 8
-"""More generations than this leave no space for words under them, only for their numbers."""
+"""Largest number of generations with space for words under them; more have only their numbers."""
 _INSIDE = WIDTH - 0.9
 
 _PREDICTED: dict[str, Any] = {"label": "predicted by the plan", "color": AMBER, "hatch": "////"}
@@ -70,7 +68,7 @@ _MOST_ABOVE = 2.5
 
 
 def shows_capacity(capacity: Sequence[int] | None, peaks: Sequence[int]) -> bool:
-    """Return whether the picture of these peaks shows the capacity line."""
+    """True where the picture of these peaks shows the capacity line."""
     return capacity is not None and max(capacity) <= _MOST_ABOVE * max([0, *peaks])
 
 
@@ -82,7 +80,7 @@ def draw_stage_peaks(
     at_measured_size: Sequence[int] | None = None,
 ) -> None:
     """Draw bars of every stage, in bytes: peaks predicted by the plan, peaks predicted for the measured sizes (where
-    these differ), and measured peaks. `capacity` is that of each stage's device. At least one kind of bar is given.
+    these differ), and measured peaks. At least one kind of bar is needed. capacity: of each stage's device.
     """
     peaks = [*(predicted or ()), *(at_measured_size or ()), *(measured or ())]
     stages = len(predicted or measured or ())
@@ -156,14 +154,12 @@ def _draw_cuts(axes: Axes, cuts: Sequence[int], num_layers: int) -> None:
 
 @dataclass(frozen=True)
 class GenerationPeaks:
-    """A generation and its peaks.
+    """Generation and its peaks.
 
-    Attributes:
-        steps: the first and the last step that it made; None where no step is known.
-        why: its cause, in few words.
-        change: "lost", "left", "joined", or anything else for another reason.
-        predicted, measured: bytes of each stage; None if unknown.
-        capacity: of each stage's device in bytes, or None.
+    steps: the first and the last step that it made; None where no step is known.
+    why: its cause, in few words. change: "lost", "left", "joined", or anything else for another reason.
+    predicted, measured: bytes of each stage; None if unknown.
+    capacity: of each stage's device in bytes, or None.
     """
 
     number: int
@@ -269,9 +265,8 @@ Rehearsal = Callable[[Config, Plan, Mapping[str, Sequence[int]]], list[int]]
 
 
 def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list[Markup]:
-    """Return picture and table; draw `stage-memory.png` where there is a prediction or a measurement.
-
-    rehearse: as for `write_report`.
+    """Return picture and table; draw `stage-memory.png` where there is a prediction or a measurement. rehearse: as for
+    `write_report`.
     """
     if run.plan is None:
         return [markup.note(f"No stages are known: {run.reason('plan')}.")]
@@ -335,7 +330,7 @@ def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list
 
 
 def _caption(run: RunRecord, plan: Plan, measured: MeasuredPeaks | None) -> list[str]:
-    """Describe the numbers, and the input size that each of them holds for."""
+    """Describe the numbers, and the input size for which each holds."""
     caption = []
     if measured is not None:
         source = "" if measured.source is None else f" ({measured.source})"
@@ -363,7 +358,7 @@ def _capacity_text(capacity: list[int]) -> str:
 
 
 def _predicted_input(run: RunRecord) -> Shapes | None:
-    """Return the shapes that the plan's predictions hold for, those of its profile; None where it has none."""
+    """Return the shapes for which the plan's predictions hold, those of its profile; None where it has none."""
     return None if run.profile is None else shapes_of(dict(run.profile.conditions).get("input"))
 
 

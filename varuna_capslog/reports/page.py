@@ -1,6 +1,5 @@
-"""The report's page: its sections in reading order, each with its pictures, tables and missing facts.
-
-`capslog report` calls it. It writes only into `report/` and leaves files of other names there alone.
+"""The report's page: its sections in reading order, each with its pictures, tables and missing facts. Only `report/` is
+written, and files of other names there stay.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = ["write_report"]
 
 # -- The head of a report: the run in one table, and its stages with the layers each of them holds.
 #
-# It only puts the content of the files into words; a fact that is in no file is left out.
+# A fact that is in no file is left out.
 
 
 _PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}
@@ -101,8 +100,8 @@ def _model(run: RunRecord) -> dict[str, str]:
 
 
 def _parameters(profile: Profile) -> str | None:
-    """Return number and bytes of the parameters, each counted once however many layers use it; None where the bytes of
-    a layer are not known.
+    """Return number and bytes of the parameters, each counted once even if several layers use it; None where the bytes
+    of a layer are not known.
     """
     sizes = [layer.parameter_bytes for layer in profile.layers]
     if None in sizes:
@@ -189,7 +188,7 @@ def _versions(run: RunRecord) -> dict[str, str]:
 
 
 def _conditions(conditions: Mapping[str, object]) -> Iterator[str]:
-    """Yield a short text for each condition of a profile; digests and long lists serve programs only."""
+    """Yield a short text for each condition of a profile; digests and long lists are for programs only."""
     for key, entry in conditions.items():
         if key.endswith("digest"):
             continue

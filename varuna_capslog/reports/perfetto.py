@@ -1,9 +1,8 @@
-"""A simulated step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Converts a simulated step to a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-`capslog simulate -o` calls it. The form is the Chrome trace event format: a process per rank with one thread for its
-computation, one per rank that it sends to and one for copies that run beside the computation, a counter of bytes per
-stage, and an arrow per message from the action that made it to the action that waits for it. It only converts the
-simulated step.
+The form is the Chrome trace event format: a process per rank with one thread for its computation, one per rank that it
+sends to and one for copies that run beside the computation, a counter of bytes per stage, and an arrow per message from
+the action that made it to the action that waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from varuna_capslog.planning.simulation import PipelineStep, Simulation
 from varuna_capslog.schedules import KINDS, Action, TimedAction, TimedMessage
 
 COMPUTE_THREAD = 0
-"""Thread of a rank's actions; transfers to rank r stand on thread r + 1."""
+"""Thread of a rank's actions; transfers to rank r are on thread r + 1."""
 
 COPY_THREAD = 1_000_000
 """Thread of a rank's copies to and from the host tier."""

@@ -1,7 +1,7 @@
 """A run directory as plain records: the content of its files, and one sentence for each file that cannot be used.
 
-The page and the pictures read a run only through here. Nothing here draws, and nothing a crash can do to a run's files
-(a torn line, a step written twice, a file that is not there yet) stops the reading.
+Nothing that a crash can do to a run's files (a torn line, a step written twice, a file that is not there yet) stops the
+reading.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _Busy = Annotated[tuple[_Finite, ...] | None, _OR_NONE]
 _Peaks = Annotated[Annotated[tuple[_Whole, ...], Field(min_length=1)] | None, _OR_NONE]
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of every chain input, by name."""
+"""Shape of every chain input, by name."""
 _Shapes = Annotated[Annotated[Mapping[str, tuple[_Whole, ...]], Field(min_length=1)] | None, _OR_NONE]
 _SHAPES: TypeAdapter[Shapes | None] = TypeAdapter(_Shapes)
 
@@ -83,10 +83,9 @@ def shapes_of(value: Any) -> Shapes | None:
 
 @checked_dataclass(frozen=True)
 class StepLine:
-    """A line of metrics.jsonl. A value that is missing or invalid is None; a line without a step is refused.
+    """Line of metrics.jsonl. A value that is missing or invalid is None; a line without a step is refused.
 
-    waited_seconds: longest time that a rank waited for data.
-    busy_seconds: work of each rank.
+    waited_seconds: longest time that a rank waited for data. busy_seconds: work of each rank.
     time: end of the step, in seconds since 1970.
     peak_bytes: measured peak per stage, on the steps where it was taken; peak_source is the method, peak_input the
         shapes of the largest microbatch of the step.
@@ -110,9 +109,9 @@ class StepLine:
 
 @dataclass(frozen=True)
 class MeasuredPeaks:
-    """The largest measured peak of each stage.
+    """Largest measured peak of each stage.
 
-    bytes, inputs: by stage; the input is that of the step whose peak it is, None where it is not recorded.
+    bytes, inputs: by stage; the input is that of the step with the peak, None where it is not recorded.
     source: the method of measurement; None where it is not recorded.
     """
 
@@ -123,7 +122,7 @@ class MeasuredPeaks:
 
 @checked_dataclass(frozen=True)
 class Evaluation:
-    """A line of evaluations.jsonl: the scores that are numbers, in file order, and those per class."""
+    """Line of evaluations.jsonl: the scores that are numbers, in file order, and those per class."""
 
     step: _Whole
     scores: _KnownNumbers
@@ -138,7 +137,7 @@ class Evaluation:
 
 @checked_dataclass(frozen=True)
 class Event:
-    """A line of events.jsonl; `time` is in seconds since 1970, `details` holds the keys that not every event has."""
+    """Line of events.jsonl; `time` is in seconds since 1970, `details` holds the keys that not every event has."""
 
     kind: str
     time: _Number = None
@@ -151,8 +150,8 @@ class Event:
 class RunRecord:
     """Content of a run directory.
 
-    plans: by generation; plan: the newest one, and its generation.
-    steps, evaluations: rising in step, the last line of a step counts; last_step is the step of the last line.
+    plans: by generation. plan: the newest one, and its generation.
+    steps, evaluations: rising in step, the last line of a step counts. last_step: the step of the last line.
     every_step: all lines of steps as they were written, including steps that were repeated later.
     predictions, texts: the trained model's output on samples, as pictures and as text.
     problems: by file name, the reason why the file cannot be used (not written, not readable), or the part left out.
@@ -182,12 +181,12 @@ class RunRecord:
 
     @property
     def best(self) -> Evaluation | None:
-        """The evaluation with the best first score, the earliest among equals."""
+        """Evaluation with the best first score, the earliest among equals."""
         return max(self.evaluations, key=lambda evaluation: evaluation.value, default=None)
 
     @property
     def steps_of_plan(self) -> list[StepLine]:
-        """The steps that ran under the newest plan."""
+        """Steps that ran under the newest plan."""
         return [line for line in self.steps if None in (line.generation, self.generation) or self._is_newest(line)]
 
     def measured_peaks(self) -> MeasuredPeaks | None:
@@ -207,8 +206,8 @@ class RunRecord:
         return statistics.median(seconds) if seconds else None
 
     def waited_share(self) -> float | None:
-        """Return the share of the time in steps, without the first of a generation, that the rank with the longest wait
-        waited for data; None where it was not measured.
+        """Share of the time in steps, without the first of a generation, in which the rank with the longest wait waited
+        for data; None where it was not measured.
         """
         timed = [line for line in self.steps if None not in (line.step_seconds, line.waited_seconds)]
         later = [line for before, line in itertools.pairwise(timed) if line.generation == before.generation]
@@ -228,11 +227,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read a run directory.
-
-    Raises:
-        CapslogError: there is no such folder, or it holds no file that a run writes.
-    """
+    """Read a run directory. Raises CapslogError where it is no folder, or holds no file that a run writes."""
     if not run_dir.is_dir():
         raise CapslogError(f"{run_dir} is not a folder; give the run_dir of a training")
     plans = {
@@ -289,9 +284,9 @@ def _whole(path: Path, read: Callable[[Path], T], problems: dict[str, str]) -> T
 
 
 def _leads_away(path: Path) -> bool:
-    """Return whether a file in the folder of a run, or in its `predictions/`, is a link to a file outside of it.
+    """True where a file in the folder of a run, or in its `predictions/`, is a link to a file outside of it.
 
-    A user who makes a report of a stranger's run and passes it on must not pass on a file of their own.
+    A user who makes and shares a report of another user's run must not share files of their own.
     """
     folder = path.parent.parent if path.parent.name == _PREDICTIONS else path.parent
     return not path.resolve().is_relative_to(folder.resolve())

@@ -1,7 +1,7 @@
 """The section on one step: the schedule's picture, its bubbles, and the simulated step time beside the measured one.
 
-`page` calls it. The times come from the profile; where it has none, every forward pass counts 1 and every backward 2,
-and the section says so.
+The times come from the profile; where it has none, every forward pass counts 1 and every backward 2, and the section
+says so.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ __all__ = ["busy_parts", "draw_schedule", "draw_simulation", "step_parts"]
 # -- Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time
 #    below.
 #
-# `step_parts` calls `draw_schedule` with a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate`
-# calls `draw_simulation`. Both only draw.
+# `step_parts` draws a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate` whole simulations.
 
 
 _COLOURS = {"F": SKY, "R": AMBER, "B": BLUE, "I": BLUE, "W": "#5b87ad", "O": "#c9b7d6", "L": "#c9b7d6", "U": GREY}
@@ -75,12 +74,10 @@ _SMALLEST, _LARGEST = 4.0, 8.5
 
 
 def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
-    """Draw the timeline and return whether every box has its number.
+    """Draw the timeline and return True where every box has its number.
 
-    Where a rank runs several stages, boxes read `stage.microbatch`.
-
-    Args:
-        in_seconds: False where the times are units of one forward pass, not seconds.
+    Where a rank runs several stages, boxes read `stage.microbatch`. in_seconds: False where the times are units of one
+    forward pass, not seconds.
     """
     rows = timeline.actions
     height = _row_height(len(rows))
@@ -100,8 +97,7 @@ def draw_simulation(
     Writes `path` (PNG) and, with `vector`, the same picture as SVG beside it. The memory of a rank is that of its list
     of actions, or, where that cannot be computed, the sum of its stages'.
 
-    Args:
-        capacity: bytes that each rank may use, in the order of the rows; drawn where it is not far above the peaks.
+    capacity: bytes that each rank may use, in the order of the rows; drawn where it is not far above the peaks.
     """
     rows = [row for pipeline in simulation.pipelines for row in pipeline.timeline.actions]
     labels = _labels(simulation)
@@ -135,7 +131,7 @@ def _draw_boxes(
     in_seconds: bool,
     height: float,
 ) -> bool:
-    """Draw a row per rank from time 0 to `end`; return whether every box has its number."""
+    """Draw a row per rank from time 0 to `end`; return True where every box has its number."""
     unit, unit_name = second_unit(end) if in_seconds else (1.0, "forward passes")
     several = any(len({timed.action.stage for timed in row}) > 1 for row in rows)
     points = 72 * (WIDTH - 1.6) / end  # of axis per second
@@ -197,7 +193,7 @@ def _draw_memory(
 
 
 def _row_name(rank: int, stages: Sequence[int]) -> str:
-    """Return the name of a row: its stage, or its rank where that runs several."""
+    """Return the name of a row: its stage, or its rank where the rank runs several."""
     return f"stage {stages[0]}" if len(stages) == 1 else f"rank {rank}"
 
 
@@ -370,7 +366,7 @@ def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None
 
 
 def _other_conditions(run: RunRecord) -> list[str]:
-    """Return the differences between the profile's microbatches and the run's that make the seconds not apply."""
+    """Return the differences between the profile's microbatches and the run's that make the seconds invalid."""
     profiled = run.profile.conditions.get("microbatch_size") if run.profile is not None else None
     ran = run.plan.microbatch_size if run.plan is not None else None
     if isinstance(profiled, int) and ran is not None and profiled != ran:
@@ -381,7 +377,7 @@ def _other_conditions(run: RunRecord) -> list[str]:
 # -- The section on the work of each rank: the seconds that the plan's profile predicts beside those that were
 #    measured.
 #
-# `page` calls it. Work is forwards, recomputations and backwards, without waiting, copies and the optimizer's update.
+# Work is forwards, recomputations and backwards, without waiting, copies and the optimizer's update.
 
 
 def busy_parts(run: RunRecord) -> list[Markup]:

@@ -1,7 +1,6 @@
 """The look of every picture of a report: type, colours, size, and units on the axes.
 
-The drawing modules of this room make their figures here and save them here. matplotlib is used without pyplot, so that
-no display, backend or global state of the caller is touched.
+matplotlib is used without pyplot, so that no display, backend or global state of the caller is touched.
 """
 
 from __future__ import annotations
@@ -81,11 +80,7 @@ _SETTINGS: dict[Any, Any] = {
 def picture(path: Path, height: float, vector: bool = False) -> Iterator[Figure]:
     """Yield a figure of the common width and `height` inches to draw on, then save it as PNG.
 
-    Args:
-        vector: save it also as SVG beside the PNG.
-
-    Raises:
-        CapslogError: a file cannot be written.
+    vector: save it also as SVG beside the PNG. Raises CapslogError where a file cannot be written.
     """
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -127,9 +122,7 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 def name_axis(axes: Axes, names: Sequence[str], width: float) -> None:
     """Write names under positions 0, 1, ... of the x axis so that none overlaps: level, upright, smaller, not all.
-
-    Args:
-        width: of the axes in inches, about.
+    width: of the axes in inches, about.
     """
     room = 72 * width / max(1, len(names))  # points for one name
     size = max(5.0, min(8.5, 0.72 * room))

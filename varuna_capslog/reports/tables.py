@@ -1,4 +1,4 @@
-"""The tables of a plan and of a profile, which `capslog plan` and `capslog profile` print and notebooks show."""
+"""Tables of a plan and of a profile, which `capslog plan` and `capslog profile` print and notebooks show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["idle_notes", "plan_table", "profile_table"]
 # -- Notes on a pipeline that idles more than half of its step: how much, and changes that would help, each
 #    simulated.
 #
-# They are written below a plan. No new plan is made, so the notes do not consider the memory that a change takes.
+# No new plan is made, so the notes do not consider the memory that a change takes.
 
 
 _MUCH = 0.5
@@ -83,8 +83,9 @@ def _idle(
 ) -> float:
     """Return the share of all ranks' time until the update in which they do not compute.
 
-    step_seconds: of the step, where they are known more exactly than without links. count: microbatches, if not the
-    plan's. recompute: whether stages recompute whose memory the plan leaves open; None: as in the profile.
+    step_seconds: of the step, where they are known more exactly than without links.
+    count: microbatches, if not the plan's. recompute: for stages whose memory the plan leaves open; None: as in the
+        profile.
     """
     run = RunShape.of_conditions(profile.conditions)
     played = play(profile, plan, None, count, recompute, run, Link())
@@ -249,7 +250,7 @@ def profile_table(profile: Profile, *more: str) -> Table:
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:
-    """Describe the largest microbatch, which the bytes are for, and the median of those that training meets."""
+    """Describe the largest microbatch, for which the bytes hold, and the median of those in training."""
 
     def text(shapes: Mapping[str, list[int]]) -> str:
         name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))

@@ -1,7 +1,4 @@
-"""Plans in the forms of other systems: pure functions from a plan, and the names of its layers, to text.
-
-One file per family of forms; `targets` lists them for `capslog export`. Nothing here imports torch.
-"""
+"""Plans in the forms of other systems: pure functions from a plan and its layer names to text. Imports no torch."""
 
 from varuna_capslog.planning.export.module_lists import (
     automodel,

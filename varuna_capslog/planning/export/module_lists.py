@@ -1,4 +1,4 @@
-"""The forms of a plan for other systems: lists of modules, counts of repeated blocks, a small Python file."""
+"""Forms of a plan for other systems: lists of modules, counts of repeated blocks, a small Python file."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ __all__ = [
 ]
 
 
-# -- A plan as other systems see it: one pipeline of stages that stand one behind the other, and equal copies of it.
+# -- A plan as other systems see it: one pipeline of consecutive stages, and equal copies of it.
 #
-# Every exporter but that of torch's schedules begins here. What no other system has is refused in one place, by the
-# name of the field.
+# All exporters except that of torch's schedules start here. Fields that no other system has are refused by name.
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class StageLine:
 
     stages: (first layer, layer behind the last one) of each stage, which follow one another.
     ranks: of this pipeline in the plan; stage s runs on ranks[s % len(ranks)].
-    replicas: number of such pipelines in the plan.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -62,13 +60,11 @@ class StageLine:
 
 
 def stage_line(plan: Plan, system: str, one_stage_per_rank: bool = False, intervals: bool = False) -> StageLine:
-    """The pipeline that a plan is.
+    """Return the pipeline that a plan is. Raises CapslogError for a plan that is anything else than equal pipelines
+    whose stages go round their ranks.
 
-    system: to which it is exported, for messages.
-    one_stage_per_rank: it has no several stages on a rank.
+    system: for messages. one_stage_per_rank: it has no several stages on a rank.
     intervals: the exporter itself writes, or refuses, the memory intervals.
-
-    Raises CapslogError for a plan that is anything else than equal pipelines whose stages go round their ranks.
     """
     _refuse_fields(plan, system, intervals)
     paths = plan.paths()
@@ -98,12 +94,12 @@ def stage_line(plan: Plan, system: str, one_stage_per_rank: bool = False, interv
 
 
 def run_of(plan: Plan, run: RunShape) -> RunShape:
-    """The run in the order of the schedule that the plan names."""
+    """Return the run with the schedule that the plan names."""
     return dataclasses.replace(run, schedule=plan.schedule or run.schedule)
 
 
 def number_of(count: int, noun: str) -> str:
-    """1 layer, 2 layers."""
+    """Return a count with its noun: 1 layer, 2 layers."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -188,19 +184,17 @@ def _pipeline(path: list[PlanStage], replicas: int, system: str) -> StageLine:
     return StageLine(tuple((stage.first, stage.end) for stage in path), ranks, replicas)
 
 
-# -- Counts of a model's repeated blocks per stage, for systems that are told numbers of decoder layers.
+# -- Counts of a model's repeated blocks per stage, for systems that take numbers of decoder layers.
 #
-# The names of the layers tell it. Repeated blocks are the modules of one list, `transformer.h.0`, `transformer.h.1`
-# and so on. What stands before the first block is the embedding, and what stands behind the last one is the head
-# (norms, the output projection, the loss).
+# Repeated blocks are the modules of one list, `transformer.h.0`, `transformer.h.1` and so on. All before the first
+# block is the embedding, all after the last block is the head (norms, the output projection, the loss).
 
 
 def block_counts(names: ModelNames, line: StageLine, system: str, pattern: str | None = None) -> list[int]:
-    """stage -> the repeated blocks that it holds. The embedding is then in the first stage, the head in the last one.
+    """Return stage -> number of its repeated blocks; the embedding is then in the first stage, the head in the last.
 
-    pattern: the blocks' names, with one `*` in the place of their number, such as `transformer.h.*`; it may leave out
-        the beginning. None: found among the names.
-    system: for messages.
+    pattern: the blocks' names, with one `*` for their number, such as `transformer.h.*`; it may leave out the
+        beginning. None: found among the names.
 
     Raises CapslogError where the names do not tell the blocks, and where a border between two stages lies in a block,
     in the embedding or in the head.
@@ -232,9 +226,8 @@ def block_pattern(layers: Sequence[str], pattern: str | None = None) -> str:
     """Return the whole pattern of the repeated blocks' names: completed from `pattern`, or of the only list of modules.
 
     A list's items are the first whole numbers in names (`encoder.layer.3`); only where there are none, numbers behind
-    an underscore (`encoder_layer_3`).
-
-    Raises CapslogError where `pattern` names no layer, and where there is no list or are several.
+    an underscore (`encoder_layer_3`). Raises CapslogError where `pattern` names no layer, and where there is not
+    exactly one list.
     """
     if pattern is not None:
         if pattern.count("*") != 1:
@@ -256,7 +249,6 @@ def block_pattern(layers: Sequence[str], pattern: str | None = None) -> str:
 
 
 def _only(layers: Sequence[str], patterns: Collection[str]) -> str:
-    """The only pattern."""
     if len(patterns) == 1:
         return next(iter(patterns))
     which = f"name {len(patterns)} lists of modules ({', '.join(patterns)})" if patterns else "name no list of modules"
@@ -267,13 +259,13 @@ def _only(layers: Sequence[str], patterns: Collection[str]) -> str:
 
 
 def _expression(pattern: str) -> str:
-    """The names of the blocks and of their parts as a regular expression; its group is the number."""
+    """Regular expression for the names of the blocks and of their parts; its group is the number."""
     before, after = (re.escape(part) for part in pattern.split("*"))
     return rf"{before}(\d+){after}(?:\..*)?"
 
 
 def _blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
-    """layer -> the numbers of the blocks of which it holds a part."""
+    """Return layer -> the numbers of the blocks of which it holds a part."""
     blocks, reached, last, expression = [], -1, "", _expression(pattern)
     for layer, name in enumerate(names.layers):
         modules = (name,) if names.held is None else names.held[layer].modules
@@ -322,14 +314,12 @@ def _some(layers: Sequence[str]) -> str:
 
 
 def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
-    """The layout for Megatron-LM's `--pipeline-model-parallel-layout`, such as `Et*7|t*9|t*9|t*7L`, and a line feed.
+    """Return the line for Megatron-LM's `--pipeline-model-parallel-layout`, such as `Et*7|t*9|t*9|t*7L`.
 
-    E is the embedding, t a decoder layer, L the loss with the output layer, | the border of a stage. Stage s is on
-    rank s % ranks of a pipeline. Megatron Bridge reads the same string as `model.pipeline_model_parallel_layout`.
+    E is the embedding, t a decoder layer, L the loss with the output layer, | the border of a stage. Stage s is on rank
+    s % ranks of a pipeline. Megatron Bridge reads the string as `model.pipeline_model_parallel_layout`.
 
-    names, pattern: as for `block_counts`.
-
-    Raises CapslogError for a plan that a layout cannot say.
+    Raises CapslogError for a plan that a layout cannot express. names, pattern: as for `block_counts`.
     """
     system = "Megatron"
     line = stage_line(plan, system)
@@ -347,17 +337,15 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
 
 
 def vllm(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
-    """The environment variable with vLLM's decoder layers per pipeline rank: `VLLM_PP_LAYER_PARTITION=11,13`.
+    """Return the environment variable with vLLM's decoder layers per pipeline rank: `VLLM_PP_LAYER_PARTITION=11,13`.
 
-    names, pattern: as for `block_counts`.
-
-    Raises CapslogError for a plan that it cannot say.
+    Raises CapslogError for a plan that it cannot express. names, pattern: as for `block_counts`.
     """
     return f"VLLM_PP_LAYER_PARTITION={_partition(plan, names, pattern, 'vLLM')}\n"
 
 
 def sglang(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
-    """The same for SGLang: `SGLANG_PP_LAYER_PARTITION=11,13`."""
+    """Return the same for SGLang: `SGLANG_PP_LAYER_PARTITION=11,13`."""
     return f"SGLANG_PP_LAYER_PARTITION={_partition(plan, names, pattern, 'SGLang')}\n"
 
 
@@ -374,7 +362,7 @@ def _partition(plan: Plan, names: ModelNames, pattern: str | None, system: str) 
     return ",".join(map(str, counts))
 
 
-# -- The forms of a plan for other systems: lists of modules, counts of repeated blocks, a small Python file.
+# -- Lists of modules per stage, for torchtitan and NeMo AutoModel.
 #
 # Both copy the model for each stage and drop what is not listed. torchtitan looks one level deep: children of the
 # model, and items of its ModuleLists. AutoModel goes down to any depth, but splits only Hugging Face decoders whose
@@ -392,16 +380,14 @@ _TORCHTITAN_NAMES: Mapping[str, str] = {
 
 
 def torchtitan(plan: Plan, names: ModelNames) -> str:
-    """torchtitan's `parallelism.module_fqns_per_model_part` as JSON, one line per stage.
+    """Return torchtitan's `parallelism.module_fqns_per_model_part` as JSON, one line per stage.
 
-    The modules of a Hugging Face decoder get torchtitan's names; a model that has other names keeps them. A module
-    without parameters whose results several layers read (rotary position embeddings) is in every part, since there each
-    part computes its own.
+    The modules of a Hugging Face decoder get torchtitan's names; other models keep theirs. A module without parameters
+    whose results several layers read (rotary position embeddings) is in every part, since there each part computes its
+    own.
 
-    names: of a captured model.
-
-    Raises CapslogError for a plan that the list cannot say, and for a border inside something that torchtitan keeps
-    whole.
+    names: of a captured model. Raises CapslogError for a plan that the list cannot express, and for a border inside a
+    module that torchtitan keeps whole.
     """
     system = "torchtitan"
     line = stage_line(plan, system)
@@ -426,11 +412,10 @@ def torchtitan(plan: Plan, names: ModelNames) -> str:
 
 
 def automodel(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
-    """NeMo AutoModel's `module_fqns_per_model_part` as JSON (which YAML reads), one line per stage.
+    """Return NeMo AutoModel's `module_fqns_per_model_part` as JSON (which YAML reads), one line per stage.
 
-    names: of a captured Hugging Face decoder; pattern: as for `repeated_blocks.block_counts`.
-
-    Raises CapslogError for a plan that the list cannot say, and for a model that AutoModel does not split.
+    names: of a captured Hugging Face decoder; pattern: as for `block_counts`. Raises CapslogError for a plan that the
+    list cannot express, and for a model that AutoModel does not split.
     """
     system = "NeMo AutoModel"
     line = stage_line(plan, system)
@@ -459,7 +444,7 @@ def _parts(
     unit: Callable[[str], str | None],
     rule: str,
 ) -> list[list[str]]:
-    """stage -> what is listed for it, in order of use; unit: a module's name -> what the list calls it."""
+    """Return stage -> list of its modules, in order of use; unit: a module's name -> its name in the list."""
     parts: list[dict[str, None]] = []
     everywhere: dict[str, None] = {}
     for first, end in line.stages:
@@ -503,14 +488,12 @@ def _text(parts: Sequence[Sequence[str]]) -> str:
 
 
 def device_map(plan: Plan, names: ModelNames) -> str:
-    """The device map as JSON: the names of modules -> the number of the rank, one line each, in order of use.
+    """Return the device map as JSON: module name -> number of the rank, one line each, in order of use.
 
     Of several equal pipelines it is the first one's. A module is named as a whole where all of it is on one device; a
-    list of modules is named item by item.
+    list of modules is named item by item. Tensors that no layer uses are not in the map; accelerate asks for them.
 
-    names: of a captured model. Tensors of the model that no layer uses are not in the map; accelerate asks for them.
-
-    Raises CapslogError for a plan or a model that a device map cannot say.
+    names: of a captured model. Raises CapslogError for a plan or a model that a device map cannot express.
     """
     system = "a device map"
     line = stage_line(plan, system)
@@ -612,14 +595,11 @@ _RECOMPUTING = """        options.setdefault("activation_checkpoint_interval", {
 
 
 def deepspeed(plan: Plan, run: RunShape, names: ModelNames | None = None) -> str:
-    """The text of a Python file with the class `PlannedPipelineModule`.
+    """Return the text of a Python file with the class `PlannedPipelineModule`.
 
-    run: says whether stages recompute whose memory the plan leaves open.
-    names: of the layers, for comments; None: not known.
-
-    A plan that recomputes gets DeepSpeed's `activation_checkpoint_interval`: of each stage, so many layers at a time.
-
-    Raises CapslogError for a plan that DeepSpeed cannot run.
+    A plan that recomputes gets DeepSpeed's `activation_checkpoint_interval`: layers of a stage to recompute at a time.
+    run: for stages whose memory the plan leaves open. names: for comments; None: not known. Raises CapslogError for a
+    plan that DeepSpeed cannot run.
     """
     system = "DeepSpeed"
     line = stage_line(plan, system, one_stage_per_rank=True, intervals=True)
@@ -650,15 +630,12 @@ def deepspeed(plan: Plan, run: RunShape, names: ModelNames | None = None) -> str
 
 
 def _in_docstring(name: str) -> str:
-    """Return a name without quotation marks that would end the docstring in which it stands."""
+    """Escape a name so that it cannot end the docstring around it."""
     return printable(json.dumps(name, ensure_ascii=False)[1:-1])
 
 
 def _checkpoint_interval(plan: Plan, line: StageLine, run: RunShape) -> int:
-    """Layers that are recomputed together, counted from the first one of each stage; 0: nothing is.
-
-    DeepSpeed has one such number for all stages.
-    """
+    """Layers recomputed together, counted from the first of each stage; 0: none. DeepSpeed has one number for all."""
     actions = None if plan.actions is None else from_strings(plan.actions)
     stages = with_memory(plan.stages, run_of(plan, run), actions)
     intervals = {stage.first: stage.memory or () for stage in stages}  # replicas are equal

@@ -1,7 +1,4 @@
-"""The systems to which plans are exported: what each form needs, and what it leaves unsaid.
-
-`capslog export` looks a target up by its name and calls it; `notes` are the sentences that it prints beside the text.
-"""
+"""Systems to which plans are exported: what each form needs, and what it leaves out."""
 
 from __future__ import annotations
 
@@ -37,15 +34,13 @@ _TORCH_KINDS = "FBIW"
 
 
 def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None = None) -> str:
-    """The lists of actions as `torch.distributed.pipelining` reads them from a file, one line per rank.
+    """Return the lists of actions in the file format of `torch.distributed.pipelining`, one line per rank. Its
+    multi-stage schedules load it with `_load_csv(FILE, format="compute_only")` and add the messages themselves.
 
-    Its multi-stage schedules load it with `_load_csv(FILE, format="compute_only")` and add the messages themselves.
+    run, edges: as in `Request`; routes "direct" need the edges.
 
-    run: what the plan leaves to the config.
-    edges: (layer that writes a tensor, layer that reads it), for a plan with routes "direct".
-
-    Raises CapslogError for a plan whose microbatches are not known, and for what torch's schedules do not have: several
-    ways through the stages, stages that hand on to others than the next one, recomputation and offloading as actions.
+    Raises CapslogError where the microbatches are not known, and for what torch's schedules do not have: several paths
+    through the stages, stages that send to others than the next one, recomputation and offloading as actions.
     """
     if len(plan.paths()) > 1:
         raise CapslogError(
@@ -83,9 +78,8 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
 class Request:
     """Plan to export, and what is known beside it.
 
-    run: what the plan leaves to the config.
-    edges: (layer that writes a tensor, layer that reads it), where known.
-    names: of the layers, where known.
+    run: for what the plan leaves to the config.
+    edges: (layer that writes a tensor, layer that reads it), where known. names: of the layers, where known.
     pattern: the names of the repeated blocks, such as `transformer.h.*`; None: found.
     """
 
@@ -97,7 +91,7 @@ class Request:
 
     @property
     def known_names(self) -> ModelNames:
-        """The names. Raises CapslogError where they are not known."""
+        """`names`. Raises CapslogError where they are not known."""
         if self.names is None:
             raise CapslogError(
                 "a plan does not hold the names of the model's layers; give its profile with --profile, or the model "
@@ -110,12 +104,11 @@ class Request:
 class Target:
     """Form in which a system reads a plan.
 
-    system: the name of the system that reads it.
-    write: the text, with a line feed at its end.
+    system: the name of the system. write: returns the text, with a line feed at its end.
     needs: "layers": the names of the layers; "modules": also the modules that they hold; "": nothing, or optional.
-    settings: what must be set there beside it; {ranks} stands for the ranks of a pipeline.
-    order: the order of work: "own" (the system's), "csv" (torch's, which `torch-csv` exports), "none" (no training),
-        "" (the form is the order).
+    settings: settings that the system also needs; {ranks} stands for the ranks of a pipeline.
+    order: the order of work: "own" (the system's), "csv" (torch's, which `torch-csv` exports), "none" (no training), ""
+        (the form is the order).
     """
 
     system: str
@@ -168,7 +161,7 @@ TARGETS: Mapping[str, Target] = {
 
 
 def written(target: str, request: Request) -> str:
-    """The text for a target. Raises CapslogError as the target does, and where it trains and the plan does not."""
+    """Return the text for a target. Raises CapslogError as the target does, and where only the target trains."""
     form = TARGETS[target]
     if request.plan.purpose != "training" and form.order != "none":
         serving = ", ".join(name for name, candidate in TARGETS.items() if candidate.order == "none")
@@ -180,7 +173,7 @@ def written(target: str, request: Request) -> str:
 
 
 def names_in(profile: Profile) -> ModelNames:
-    """The names that a profile knows."""
+    """Return the names that a profile knows."""
     return ModelNames(
         tuple(layer.name for layer in profile.layers),
         tuple((parameter.name, parameter.layers) for parameter in profile.shared),
@@ -188,7 +181,7 @@ def names_in(profile: Profile) -> ModelNames:
 
 
 def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
-    """Return what the text for a target leaves unsaid, in sentences; for a plan that the target could write."""
+    """Return sentences on what the text for a target leaves out, for a plan that the target could write."""
     form = TARGETS[target]
     if not form.order:
         return []
@@ -227,7 +220,7 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
 
 
 def _own_order(plan: Plan, stages_per_rank: int) -> str | None:
-    """Name the plan's order of work where it is not plain (or interleaved) 1F1B; else None."""
+    """Name of the plan's order of work where it is not plain (or interleaved) 1F1B; else None."""
     if plan.actions is not None:
         return "list of actions"
     limited = [number for number, stage in enumerate(plan.stages) if stage.in_flight is not None]

@@ -1,7 +1,5 @@
-"""Planner `budget` for several equal pipelines, which share the accumulation blocks of a step: one plan for all.
-
-`planning/fastest` searches one pipeline; beside what it holds alone, each of several keeps the gradients of all its
-blocks until they are exchanged. `membership/candidates` asks as well, for what the devices could be after a change.
+"""Planner `budget` for several equal pipelines, which share the accumulation blocks of a step: one plan for all. Each
+of several pipelines also keeps the gradients of all its blocks until they are exchanged.
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ __all__ = ["equal_pipelines_plan", "lacking", "with_shared_moments"]
 
 
 def with_shared_moments(profile: Profile, plan: Plan) -> Plan | None:
-    """The plan where one holder alone keeps the moments of each layer: the one with the fewest bytes of them so far,
-    the largest layers first. None where no layer has several holders whose moments the profile tells.
-
-    Layers that share parameters keep theirs everywhere, as the engine wants it.
+    """Return the plan where only one holder keeps the moments of each layer: the holder with the fewest bytes of them
+    so far, the largest layers first. None where no layer with several holders has known moments. Layers that share
+    parameters keep theirs everywhere, as the engine requires.
     """
     sizes, apart = moment_bytes(profile), {layer for parameter in profile.shared for layer in parameter.layers}
     holders = defaultdict[int, list[int]](list)
@@ -62,7 +59,7 @@ def with_shared_moments(profile: Profile, plan: Plan) -> Plan | None:
 
 
 def _leaving(stage: PlanStage, layers: set[int]) -> PlanStage:
-    """The stage whose rank keeps no moments of these layers."""
+    """Return the stage whose rank keeps no moments of these layers."""
     pieces = tuple(MemoryInterval(*piece, "replica") for piece in ranges_of(sorted(layers))) if layers else ()
     return dataclasses.replace(stage, moments=pieces)
 
@@ -75,13 +72,12 @@ _ROUNDS = 4
 
 
 def equal_pipelines_plan(problem: Problem) -> Plan:
-    """The plan of planner `budget` for the equal pipelines of the problem, not judged yet.
+    """Return the plan of planner `budget` for the problem's equal pipelines, not judged yet.
 
     A stage keeps to the smallest of its devices and is as fast as the slowest. Where nothing fits otherwise, the
     pipelines share the optimizer's moments of every layer, if that helps and the members do not change.
 
-    Raises:
-        CapslogError: as `layerwise_plan`; accumulation blocks that cannot be shared evenly.
+    Raises CapslogError as `layerwise_plan`, and for accumulation blocks that cannot be shared evenly.
     """
     search, several = _EqualPipelines(problem), problem.pipelines > 1
     plan = search.plan(False)
@@ -111,9 +107,8 @@ class _EqualPipelines:
         self._until = None if limit is None else time.perf_counter() + limit
 
     def plan(self, shares: bool) -> Plan:
-        """The plan; its step is None where nothing fits.
-
-        shares: each pipeline keeps an equal part of the moments, as far as layers can be given out so.
+        """Return the plan; its step is None where nothing fits. shares: each pipeline keeps an equal part of the
+        moments, as far as layers can be distributed so.
         """
         begun, problem, replicas, run = time.perf_counter(), self._problem, self._replicas, self._run
         profile, share = problem.profile, problem.share
@@ -145,7 +140,7 @@ class _EqualPipelines:
         return dataclasses.replace(plan, search_seconds=time.perf_counter() - begun)
 
     def _with_step(self, plan: Plan, single_plan: Plan, shares: bool) -> Plan:
-        """The plan with its own step, and with the bound of one pipeline, below which no other one is."""
+        """Return the plan with its own step, and the bound of one pipeline, which holds for all."""
         plan = with_step_seconds(self._problem.profile, plan, self._run, self._problem.link)
         if shares:
             note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"
@@ -175,7 +170,7 @@ class _EqualPipelines:
 
 
 def _by_stage(devices: Sequence[PlanRank], width: int) -> list[int | None]:
-    """The smallest capacity of each stage's devices."""
+    """Smallest capacity of each stage's devices."""
     sizes = [device.capacity_bytes for device in devices]
     rows = [[size for size in sizes[at::width] if size is not None] for at in range(width)]
     return [min(row) if row else None for row in rows]
@@ -190,7 +185,6 @@ def _waiting_bytes(profile: Profile, run: RunShape, share: RunShape) -> list[int
 
 def lacking(plan: Plan, limits: Sequence[int | None], headroom: Headroom) -> list[int]:
     """Bytes that the fullest device of each stage lacks in a judged plan; 0 where it fits, or lacks something else.
-
     limits: bytes of the devices of one pipeline.
     """
     if plan.fits is not False:

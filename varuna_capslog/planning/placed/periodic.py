@@ -1,8 +1,8 @@
-"""The plan of planner `madpipe`: stages of which one rank may have several, and the lists of a periodic schedule.
+"""Plan of planner `madpipe`: a rank may have several stages, and the lists are those of a periodic schedule.
 
 The pattern fills and drains within a step, so that one version of the weights is enough. Each way to count the special
-processor gives stages of its own, and stages without one are weighed beside them: the shortest played step that fits by
-the fold is the plan.
+processor gives its own stages, beside stages without one; of those that fit by the fold, the shortest played step is
+taken.
 """
 
 from __future__ import annotations
@@ -34,26 +34,23 @@ from varuna_capslog.plans.plan import Plan
 __all__ = ["two_versions_note"]
 
 MOST_LAYERS = 64
-"""Longer chains are searched with neighbours together, those of the fewest seconds first."""
+"""In longer chains, neighbouring layers are merged before the search, those of the fewest seconds first."""
 
 _SEARCH_SECONDS = 60.0
-"""After so long no further schedule is searched; most take well under a second."""
+"""Time after which no further schedule is searched; most take well under a second."""
 
 _ATTEMPTS = 7
-"""Allocations that are tried for each counting, each for another number of bytes."""
+"""Allocations to try for each counting, each for another number of bytes."""
 
 _MORE = 1.5
 """Factor by which the bytes of the chain's sums may grow in the next attempt, while the fold finds that they fit."""
 
 
 def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
-    """MadPipe's plan, not judged yet; the plan names the planner so.
+    """Return MadPipe's plan, not judged yet. The smallest capacity counts for every device. Whatever the run's schedule
+    and recomputation, the lists are the pattern's, and everything is kept.
 
-    The smallest capacity counts for every device. Whatever the schedule and recomputation of the run, the lists are the
-    pattern's, and everything is kept.
-
-    Raises:
-        CapslogError: more devices than layers; seconds or bytes that the profile lacks, which are named.
+    Raises CapslogError for more devices than layers, and for seconds or bytes that the profile lacks.
     """
     profile, devices, usable = problem.profile, problem.width, problem.usable
     check_devices(devices, profile)
@@ -77,8 +74,8 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
 
 
 def two_versions_note(problem: Problem) -> str | None:
-    """Say what MadPipe promises as printed, to compare with: the period without filling and draining, with two versions
-    of the weights (PipeDream-2BW). None where the profile does not know enough. No plan is made of it.
+    """Say what MadPipe promises as printed: the period without filling and draining, with two versions of the weights
+    (PipeDream-2BW). None where the profile lacks data. No plan is made of it.
     """
     least = None if problem.usable is None else min(problem.usable)
     try:
@@ -95,9 +92,9 @@ def two_versions_note(problem: Problem) -> str | None:
 
 
 class _Periodic:
-    """The best of the plans that were weighed: the bytes that it lacks, its step, and itself.
+    """Best of the weighed plans.
 
-    bounds: the first layer of the profile that each layer of the searched chain holds, and L.
+    bounds: first layer in the profile of each layer of the searched chain, and L.
     free: the shortest period of any stages without a limit.
     """
 
@@ -114,10 +111,9 @@ class _Periodic:
         return self.best is None or self.best[0][0] > 0
 
     def weigh(self, costs: ChainCosts, counting: str, allocation: Allocation | None) -> None:
-        """Play the plan of an allocation, and of others that hold more or less: the chain's sums are not what the fold
-        finds, so that the bytes up to which plans fit are bisected.
-
-        allocation: found for these costs by `counting`; None: there is none.
+        """Play the plan of an allocation, and of others that hold more or less: the chain's sums differ from the
+        fold's, so the bytes up to which plans fit are bisected. allocation: for these costs by `counting`; None: there
+        is none.
         """
         low, high, less = 0.0, math.inf, 0.0
         for _ in range(_ATTEMPTS):

@@ -1,9 +1,8 @@
-"""The plan of a planner that gives stages replicas, and perhaps branches: `pipedream`, `piper`, `graphpipe`,
-`capture`.
+"""Plan of a planner that gives stages replicas, and perhaps branches: `pipedream`, `piper`, `graphpipe`, `capture`.
 
-A replica takes whole accumulation blocks in turn, so that replicas work at the same time. Plans of a graph that is no
-line have direct routes, those of `pipedream` send everything from stage to stage, as its pipelines do. Where a planner
-has several answers, they are played, and the one with the shortest step that fits is the plan.
+Each replica takes every r-th accumulation block, so that replicas work at the same time. Plans of a graph that is no
+line have direct routes; those of `pipedream` relay everything from stage to stage. Several answers of a planner are
+played; of those that fit, the shortest step is taken.
 """
 
 from __future__ import annotations
@@ -55,17 +54,16 @@ __all__ = [
 # -- Memory intervals for stages that may have replicas, or hold pieces of several branches: the cheapest that fit.
 #
 # `planners/intervals` finds the cheapest intervals of one piece of a stage within a budget. Only the fold of the plan
-# tells the other bytes of a rank: a stage gets so much less of its device in a further search, until the ranks of all
-# stages fit. The bytes that a stage of several pieces has to save are shared out among the pieces at the least cost.
+# tells the other bytes of a rank: the next search reserves as many of the stage's bytes, until the ranks of all stages
+# fit. The bytes that a stage of several pieces has to save are divided among the pieces at the least cost.
 
 
 _ROUNDS = 6
 """Searches, at most, each with more bytes reserved."""
 _LABELS, _PLACES = 32, 48
-"""Choices that are kept per cut of a piece of more than `EXACT_LAYERS` layers, and the places at which its intervals
-may begin and end."""
+"""Choices kept per cut of a piece of more than `EXACT_LAYERS` layers, and places where intervals may begin or end."""
 _PARTS = 8
-"""The bytes that a stage of several pieces must save are shared out among the pieces in so many parts."""
+"""Parts in which the bytes to save of a stage are divided among its pieces."""
 _KINDS = tuple(kind for kind in INTERVAL_KINDS if not MemoryInterval(0, 1, kind).offloads)
 
 Judge = Callable[[Plan], Plan]
@@ -73,9 +71,8 @@ Judge = Callable[[Plan], Plan]
 
 
 class PlacedIntervals:
-    """The cheapest intervals of the stages of many plans for one profile and run; what is found is remembered.
-
-    run: the whole step. Raises CapslogError for seconds and runs that the profile lacks.
+    """Cheapest intervals of the stages of many plans for one profile and run (the whole step), with a cache. Raises
+    CapslogError for seconds and runs that the profile lacks.
     """
 
     def __init__(self, profile: Profile, run: RunShape) -> None:
@@ -86,11 +83,10 @@ class PlacedIntervals:
         self._fronts: dict[tuple[int, int, tuple[int, ...], Handling], IntervalFronts] = {}
 
     def treated(self, plan: Plan, verdict: Plan, judge: Judge, redone: Callable[[Plan], Plan]) -> Plan | None:
-        """The plan with intervals with which it fits; None where none were found.
+        """Return the plan with intervals with which it fits; None where none were found.
 
-        Args:
-            plan: its stages keep everything. verdict: the same, judged.
-            redone: the plan with the lists of actions that stages with such intervals need.
+        plan: its stages keep everything. verdict: the same, judged.
+        redone: returns the plan with the lists of actions that stages with such intervals need.
         """
         first, calls = plan, self._calls(plan)
         kept = [self._kept(plan, stage, *stage_calls) for stage, stage_calls in zip(plan.stages, calls, strict=True)]
@@ -138,7 +134,7 @@ class PlacedIntervals:
     def _with_less(
         self, plan: Plan, stage: PlanStage, calls: tuple[int, Handling], kept: Sequence[int], less: int
     ) -> PlanStage:
-        """The stage with the cheapest intervals that take so much less than `kept`; where none do, those that take
+        """Return the stage with the cheapest intervals that save `less` bytes of `kept`; else with those that take
         least.
         """
         if not less:
@@ -162,7 +158,7 @@ class PlacedIntervals:
         return dataclasses.replace(stage, memory=ways[max(ways)][1])
 
     def _calls(self, plan: Plan) -> list[tuple[int, Handling]]:
-        """Return the calls that each stage has in flight, and how its list handles them."""
+        """Calls that each stage has in flight, and how its list handles them."""
         units, blocks, stage_calls = plan.units, plan.units.blocks or 1, []
         alike, rows = Counter(stage.layers for stage in plan.stages), self._rows(plan)
         for stage in plan.stages:
@@ -177,7 +173,7 @@ class PlacedIntervals:
         return stage_calls
 
     def _rows(self, plan: Plan) -> Schedule:
-        """The lists of a plan whose stages keep everything."""
+        """Lists of a plan whose stages keep everything."""
         if plan.actions is not None:
             return from_strings(plan.actions)
         stages = [dataclasses.replace(stage, memory=()) for stage in plan.stages]
@@ -212,14 +208,10 @@ class PlacedIntervals:
 
 
 def replicated_plan(problem: Problem, planner: str) -> Plan:
-    """The plan of a planner of `REPLICATED`, not judged yet.
+    """Return the plan of a planner of `REPLICATED`, not judged yet. The planners take the smallest capacity for that of
+    every device. Whatever the run's schedule and recomputation, they plan 1f1b and keep everything.
 
-    The planners take the smallest capacity for that of every device. Whatever the schedule and recomputation of the
-    run, they plan 1f1b and keep everything.
-
-    Raises:
-        CapslogError: seconds, bytes or tensors that the profile lacks, which are named; a graph that the planner cannot
-            search.
+    Raises CapslogError for what the profile lacks, and for a graph that the planner cannot search.
     """
     profile, devices, usable = problem.profile, problem.width, problem.usable
     if planner in NEEDS_TENSORS:
@@ -244,7 +236,7 @@ def replicated_plan(problem: Problem, planner: str) -> Plan:
 
 @dataclass(frozen=True)
 class PlayedPlan:
-    """A plan, what it lacks (0: it fits, as far as is known), its step, and its peak where that is compared."""
+    """Plan, the bytes that it lacks (0: it fits, as far as is known), its step, and its peak where that is compared."""
 
     lack: int
     step: float
@@ -252,13 +244,13 @@ class PlayedPlan:
     peak: int = 0
 
     def beats(self, rival: PlayedPlan) -> bool:
-        """Return True if this plan lacks less, or has a smaller peak, or is faster."""
+        """True where this plan lacks less, or has a smaller peak, or is faster."""
         key = (self.lack, self.peak, self.step * (1 + SAME))
         return key < (rival.lack, rival.peak, rival.step)
 
 
 def frame_of(problem: Problem, run: RunShape, planner: str, routes: str) -> Plan:
-    """Return a plan whose stages are replaced by those that are weighed."""
+    """Return a plan whose stages are to be replaced by those that are weighed."""
     profile = problem.profile
     return Plan(
         profile.num_layers,
@@ -274,10 +266,10 @@ def frame_of(problem: Problem, run: RunShape, planner: str, routes: str) -> Plan
 
 
 class StagesPlayed:
-    """The best of the plans that were weighed.
+    """Best of the plans that were weighed.
 
-    frame: of `frame_of`. intervals: of stages that do not fit as they are; None: such stages do not fit. may_share:
-    replicas share the optimizer's moments where nothing fits otherwise.
+    frame: of `frame_of`. intervals: of stages that do not fit as they are; None: such stages do not fit.
+    may_share: replicas share the optimizer's moments where nothing fits otherwise.
     """
 
     def __init__(
@@ -296,14 +288,12 @@ class StagesPlayed:
         self.best: PlayedPlan | None = None
 
     def beat(self, plan: Plan) -> None:
-        """Take only plans that are faster than this one, if it has a step."""
+        """Accept only plans that are faster than this one, if it has a step."""
         if plan.step_seconds is not None:
             self.best = PlayedPlan(0, plan.step_seconds, plan)
 
     def bound(self, stages: Sequence[ReplicatedStage], routes: str = "direct") -> float:
-        """Lower bound in seconds of the step of a plan of these stages: the work of a device, and one microbatch on its
-        way there and back.
-        """
+        """Lower bound in seconds of the stages' step: the work of a device, and one microbatch's way there and back."""
         costs = self.costs
         stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
         links = {(stage_of[writer], stage_of[reader]) for writer, reader in self.profile.edges}
@@ -346,7 +336,7 @@ class StagesPlayed:
 
     @property
     def by_peak(self) -> bool:
-        """The smallest peak is looked for, not the shortest step."""
+        """True where the smallest peak is wanted, not the shortest step."""
         return self.frame.planner in COMPARES_PEAKS
 
     def routes_of(self, stages: Sequence[ReplicatedStage]) -> tuple[str, ...]:
@@ -356,7 +346,7 @@ class StagesPlayed:
         return (routes, "relay") if routes == "direct" and line and self.frame.planner != "piper" else (routes,)
 
     def _weighed(self, plan: Plan) -> PlayedPlan | None:
-        """The plan with what it lacks, played; None where it is no better than the best, whatever it holds."""
+        """Play the plan, and count what it lacks; None where it is no better than the best, whatever it holds."""
         first, played = plan, self._played(plan)
         best, lack, peak = self.best, 0, 0
         if best is not None and not best.lack and not self.by_peak and not played.beats(best):
@@ -387,7 +377,7 @@ class StagesPlayed:
         return judged(self.profile, plan, self.run, known=self._known)
 
     def answer(self) -> Plan:
-        """The best plan; that of `graphpipe` says a bound."""
+        """Return the best plan; that of `graphpipe` with a bound."""
         assert self.best is not None, "without a limit some stages always fit"
         plan, step = self.best.plan, self.best.step
         if plan.planner != "graphpipe" or self.best.lack:
@@ -402,18 +392,15 @@ class StagesPlayed:
 
 
 def _lack(verdict: Plan) -> int:
-    """Bytes that a judged plan lacks; 0 where it fits, or nobody can say."""
+    """Bytes that a judged plan lacks; 0 where it fits, or where that is not known."""
     return verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
 
 
 def plan_of_stages(
     frame: Plan, stages: Sequence[ReplicatedStage], blocks: int, edges: Sequence[tuple[int, int]] | None
 ) -> Plan:
-    """The plan with these stages in the place of its own.
-
-    Ranks are counted stage by stage; replica k of r takes the blocks k, k + r, k + 2 r, ...
-
-    edges: of the graph of the layers, for direct routes.
+    """Return the plan with these stages in place of its own. Ranks are counted stage by stage; replica k of r takes the
+    blocks k, k + r, k + 2 r, ... edges: of the graph of the layers, for direct routes.
     """
     units, rows, rank = dataclasses.replace(frame.units, blocks=blocks), list[PlanStage](), 0
     limits = stage_limits(stages, units, frame.routes, edges)
@@ -428,7 +415,7 @@ def plan_of_stages(
 
 
 def with_lists(plan: Plan) -> Plan:
-    """The plan with the list of every stage where some have replicas; those of its schedule where none have."""
+    """Return the plan with the list of every stage where some have replicas, else with those of its schedule."""
     if all(stage.blocks is None for stage in plan.stages):
         return dataclasses.replace(plan, actions=None)
     rows = (_one_by_one(number, stage, plan.units) for number, stage in enumerate(plan.stages))
@@ -436,10 +423,9 @@ def with_lists(plan: Plan) -> Plan:
 
 
 def _one_by_one(number: int, stage: PlanStage, units: Units) -> tuple[str, ...]:
-    """The list of a stage under 1F1B: as many forwards as it may have in flight, then a backward and a forward in turn.
-    What runs again does so directly before its backward.
-
-    Schedules are made as if all calls took equally long; those of replicas take longer, by as much as there are more.
+    """Return the list of a stage under 1F1B: as many forwards as it may have in flight, then a backward and a forward
+    in turn, with recomputation directly before its backward. Schedules assume that all calls take equally long; those
+    of replicas take longer, by as much as there are more.
     """
     blocks = units.blocks if stage.blocks is None else len(stage.blocks)
     calls = (blocks or 1) * units.of_block
@@ -456,10 +442,9 @@ def _one_by_one(number: int, stage: PlanStage, units: Units) -> tuple[str, ...]:
 def stage_limits(
     stages: Sequence[ReplicatedStage], units: Units, routes: str, edges: Sequence[tuple[int, int]] | None
 ) -> list[int | None]:
-    """Calls that each replica of a stage may have in flight, so that none behind it waits; None: those of the schedule,
-    where no stage has replicas.
-
-    A stage of r replicas takes a block on each of them at a time; Table 3.2 takes that for one call of all.
+    """Calls that each replica of a stage may have in flight, so that no later stage waits; None: the schedule's limits,
+    where no stage has replicas. A stage of r replicas takes a block on each of them at a time; Table 3.2 takes that for
+    one call of all.
     """
     if all(stage.replicas == 1 for stage in stages):
         return [None] * len(stages)

@@ -1,4 +1,4 @@
-"""Plans of planners that share all devices out themselves: `budget`, beyond one line of stages, and `joint`."""
+"""Plans of planners that distribute all devices themselves: `budget`, beyond one line of stages, and `joint`."""
 
 from __future__ import annotations
 
@@ -31,28 +31,25 @@ __all__ = ["GRAPH_SCHEDULES", "budget_plan", "faster_plan"]
 #
 # The stages are those that `graphpipe` finds, or in long lines of layers those of `pipedream`. Both keep what their
 # forwards save. Under a capacity they are asked for layers that save less as well, and stages that do not fit as they
-# are get memory intervals (`replicated`). `registry` asks here for what is faster than a line.
+# are get memory intervals (`replicated`).
 
 
 GRAPH_SCHEDULES = (AUTO_SCHEDULE, "1f1b")
-"""Schedules of a run in which such stages are weighed: their lists are those of 1f1b."""
+"""Run schedules with which such stages are weighed: their lists are those of 1f1b."""
 
 _BRANCHES = 0.9
 """Branches are weighed where the longest way through a model takes less than this part of its seconds."""
 _QUICK = 128
 """Layers times devices for which `graphpipe` takes a tenth of a second at most where all layers are one line."""
 _SAVED = (1.0, 0.4, 0.0)
-"""Under a capacity, stages are searched for layers that save so much of what they do."""
+"""Under a capacity, stages are searched for layers that save these parts of their bytes."""
 
 
 def faster_plan(problem: Problem, line: Plan, until: float | None = None) -> Plan:
-    """A plan with branches or replicas that is faster than `line`, or fits where that does not; else `line`.
-
+    """Return a plan with branches or replicas that is faster than `line`, or fits where that does not; else `line`.
     Replicas share the accumulation blocks of the step; where devices leave and join, none leaves moments to another.
 
-    Args:
-        line: of planner `budget`; without `step_seconds` where nothing fits.
-        until: time.perf_counter() when the search ends.
+    line: of planner `budget`; without `step_seconds` where nothing fits. until: end of the search, time.perf_counter().
     """
     profile, devices, count = problem.profile, problem.width, problem.blocks
     if devices == 1 or not profile.timed or problem.run.schedule not in GRAPH_SCHEDULES:
@@ -90,7 +87,7 @@ def faster_plan(problem: Problem, line: Plan, until: float | None = None) -> Pla
 
 
 def _asked_for_stages(profile: Profile, devices: int) -> str:
-    """The planner whose stages are weighed: `graphpipe`, where branches are worth its search or that is quick."""
+    """Planner of the weighed stages: `graphpipe` where branches are worth its search or it is quick, or `pipedream`."""
     quick = profile.num_layers * devices <= _QUICK
     return "graphpipe" if profile.tensors and (quick or _longest_way(profile) <= _BRANCHES) else "pipedream"
 
@@ -110,7 +107,7 @@ def _answers(costs: GraphCosts, planner: str) -> Iterator[list[ReplicatedStage]]
 
 
 def _longest_way(profile: Profile) -> float:
-    """The part of a model's seconds that its longest way through the layers takes; 1 where no branches are known."""
+    """Part of a model's seconds that its longest way through the layers takes; 1 where no branches are known."""
     if not profile.timed or not profile.tensors:
         return 1.0
     pairs = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
@@ -121,13 +118,11 @@ def _longest_way(profile: Profile) -> float:
     return max(way) / sum(seconds) if any(seconds) else 1.0
 
 
-# -- planners that share all devices out themselves
+# -- planners that distribute all devices themselves
 
 
 def budget_plan(problem: Problem, planner: str = BUDGET) -> Plan:
-    """A line of stages with memory intervals, or stages with branches and replicas where these are faster. The plan
-    names the planner so.
-    """
+    """Return a line of stages with memory intervals, or stages with branches and replicas where these are faster."""
     until = None if problem.search_seconds is None else time.perf_counter() + problem.search_seconds
     plan = equal_pipelines_plan(problem)
     if problem.pipelines == 1 and problem.speeds is None:
@@ -136,8 +131,8 @@ def budget_plan(problem: Problem, planner: str = BUDGET) -> Plan:
 
 
 def joint_plan(problem: Problem, planner: str = JOINT) -> Plan:
-    """Pipelines of any length, with room for what lies beside training where there is some; where none fits, the
-    smallest-peak pipeline, which says what it lacks. The plan names the planner so.
+    """Return pipelines of any length, if possible with room for the bytes beside training; where none fits, the
+    smallest-peak pipeline, which says what it lacks.
     """
     profile, run, memory, link = problem.profile, problem.run.settled(), problem.memory, problem.link
     devices = [Device(device.capacity_bytes, device.speed or 1.0) for device in problem.devices]
@@ -153,7 +148,7 @@ def joint_plan(problem: Problem, planner: str = JOINT) -> Plan:
 
 
 def _smallest_peak(problem: Problem, fleet: NoFleet) -> Plan:
-    """The smallest-peak pipeline over as many devices as there are layers, and what it lacks."""
+    """Smallest-peak pipeline over as many devices as there are layers, and what it lacks."""
     profile, blocks = problem.profile, fleet.run.num_blocks
     used = sorted(fleet.devices, key=lambda device: device.capacity or NEVER, reverse=True)[: profile.num_layers]
     sizes = [device.capacity or NEVER - 1 for device in used]
