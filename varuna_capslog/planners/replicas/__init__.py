@@ -49,9 +49,7 @@ def _graphpipe(costs: GraphCosts) -> list[list[ReplicatedStage]]:
 
 
 def _capture(costs: GraphCosts) -> list[list[ReplicatedStage]]:
-    """Return the stages for each number of accumulation blocks: with more, more gradients wait for the exchange; with
-    fewer, each block is larger.
-    """
+    """Return the stages for each number of blocks: with more, more gradients wait; with fewer, blocks are larger."""
     block_counts = [count for count in range(costs.microbatches, 0, -1) if costs.microbatches % count == 0]
     candidates: list[list[ReplicatedStage]] = []
     for blocks in [costs.blocks] if costs.blocks else block_counts:

@@ -2,8 +2,8 @@
 
 Dreuning, Verstoep, Bal, van Nieuwpoort, "CAPTURE: Memory-Centric Partitioning for Distributed DNN Training with Hybrid
 Parallelism", HiPC 2023, Sec. III. Stages stand on the nodes in order; the degrees of those on one node sum to k, so
-that no device is left over, and each is a power of two. Plans of equal peak are compared by the next-largest bytes of a
-device, and so on.
+that no device is left over, and each is a power of two. Ties are broken by the next-largest bytes of a device, and so
+on.
 
     M_p(l, m, 1) = M_i(l) + sum of M_a(k) for k = l+1 .. m
     M_p(l, m, d) = weights + activations / d
@@ -22,9 +22,9 @@ Deviations, unless `printed` is True:
 - Replicas keep the gradients of each of their blocks until the exchange, which the paper's all-reduce does not. With
   `costs.blocks` blocks in a step a replica holds ceil(blocks / d) - 1 more gradients of its parameters, and takes as
   many microbatches at once as a block has.
-- For degrees above 4 the paper fits a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
-  a + b / d; the logarithm predicts only the weights for 8, and less than the weights beyond. Here the bytes of every
-  degree follow from its number of calls, and nothing is fitted.
+- For degrees above 4 the paper fits a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is a + b
+  / d; the logarithm predicts only the weights for 8, and less than the weights beyond. Here the bytes of every degree
+  follow from its number of calls, and nothing is fitted.
 - Tensor parallelism is left out, since no layer offers it.
 """
 
@@ -50,10 +50,7 @@ _MEASURED = 4
 
 @dataclass(frozen=True)
 class DegreePeaks:
-    """Predicts the bytes of each device of a replicated stage.
-
-    printed: use the paper's predictor, which counts all samples of a step.
-    """
+    """Predicts the bytes of each device of a replicated stage. printed: as the paper, from all samples of a step."""
 
     costs: GraphCosts
     printed: bool = False
@@ -63,10 +60,7 @@ class DegreePeaks:
         return AdditiveCosts.of_statistics(self.costs.isolated, self.costs.added)
 
     def of(self, first: int, end: int, degree: int, in_flight: int) -> float:
-        """Return the bytes of layers first .. end-1 on each of `degree` devices.
-
-        in_flight: microbatches of all these devices together.
-        """
+        """Return the bytes of layers first .. end-1 on each of `degree` devices. in_flight: of all of these together."""
         if self.printed and degree > _MEASURED:
             two, four = self.of(first, end, 2, in_flight), self.of(first, end, _MEASURED, in_flight)
             slope = (four - two) / math.log(2)
@@ -92,11 +86,10 @@ def merged(costs: GraphCosts, groups: int) -> list[int]:
 
 
 def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_GROUPS) -> list[ReplicatedStage]:
-    """Return the stages of the smallest peak in order, on all devices, node by node; capacities are not checked.
+    """Return the stages of the smallest peak in order, on all devices, node by node; capacities are not checked. Raises
+    CapslogError where the nodes are not alike, or the layers are too few for them.
 
     O(groups^2 x devices x log k) times the numbers in flight, each step a comparison of at most `devices` numbers.
-
-    Raises CapslogError where the nodes are not alike, or the layers are too few for them.
     """
     devices, size = costs.devices, costs.link.node_devices or costs.devices
     if devices % size:
@@ -137,10 +130,9 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
 
 @dataclass
 class _Rest:
-    """The stages from some layer to the loss.
-
-    row: bytes of their devices, the largest first. in_flight: microbatches in flight in the first stage. at_once:
-        microbatches that the widest stage takes at once. end, degree: of the first stage. behind: the stages behind it.
+    """The stages from some layer to the loss. row: bytes of their devices, the largest first. in_flight: microbatches
+    in flight in the first stage. at_once: microbatches that the widest stage takes at once. end, degree: of the first
+    stage. behind: the stages behind it.
     """
 
     row: list[float]
@@ -151,9 +143,7 @@ class _Rest:
     behind: _Rest | None = None
 
     def before(self, size: int) -> tuple[int, int]:
-        """Return the in_flight and at_once of these stages and one before them that takes `size` microbatches at once
-        (`stage_limits`).
-        """
+        """Return in_flight and at_once with a stage of `size` microbatches at once put before these (`stage_limits`)."""
         if not self.row:
             return size, size
         needed = table_3_2(1, size, 1, self.at_once, self.in_flight)
