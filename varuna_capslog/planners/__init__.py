@@ -107,11 +107,9 @@ def find_cuts(
 ) -> list[int]:
     """Return the first layer of each of `devices` stages, chosen by the planner of this name.
 
-    costs: of the profile for this run. usable: bytes that a stage may hold on each device; None means no limit. run,
-    link, speeds (of each device, at most 1): for planners that need seconds; `throughput` returns the smallest peak if
-    none fits.
-
-    Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
+    costs: of the profile for this run. usable: bytes that a stage may hold on each device; None: no limit. run, link,
+    speeds (of each device, at most 1): for planners that need seconds; `throughput` returns the smallest peak if none
+    fits. Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
     """
     if planner in BALANCED:
         return BALANCED[planner](profile, devices)

@@ -75,8 +75,7 @@ def patterns_of(profile: Profile) -> list[LayerPattern]:
 def placed(
     num_layers: int, edges: Sequence[tuple[int, int]], patterns: Sequence[LayerPattern], switch_seconds: float = 0.0
 ) -> Placement:
-    """Return the cheapest cover (Alg. 1). Every layer must have a pattern of its own. edges: (writing layer, reading
-    layer).
+    """Return the cheapest cover (Alg. 1). Every layer must have a pattern of its own. edges: (writing, reading layer).
 
     State: the set of covered layers. Transition: the frontier layer of the least depth is the root of a pattern. Cost
     (2.3): the pattern's own and the switch epsilon, which counts once per pattern, also where the backend stays the
@@ -137,11 +136,9 @@ def evolved(
     rounds: int = 4,
     population: int = 6,
 ) -> Bits:
-    """Return the best bit string of an evolutionary search (2.4.3): mutation, selection, two-point crossover.
-
-    A bit is True where its part is given to the backend that works across parts. The first strings are all False, all
-    True, and random. size: bits of a string. seconds_of: measures several strings, none of them twice. rounds:
-    generations. population: strings of a generation.
+    """Return the best bit string of an evolutionary search (2.4.3): mutation, selection, two-point crossover.  A bit is
+    True where its part is given to the backend that works across parts. The first strings are all False, all True, and
+    random. size: bits. seconds_of: measures strings, none twice. rounds: generations of `population` strings.
     """
     draw = random.Random(seed)
     measured: dict[Bits, float] = {}

@@ -2,8 +2,8 @@
 
 Algorithms 1 and 2 of the paper (DawnPiper, Sec. 4 and App. B). Theorem 4.1: for two stages, the best cut lies between
 the cut that balances seconds and that which balances bytes, where both grow along the chain, transfers take less time
-than computation, and the bytes that can be saved are spread evenly. For more stages the binary scheme is a heuristic:
-on random chains the slowest of eight stages was up to 15 % slower than the best (`benchmarks/layerwise`).
+than computation, and the bytes that can be saved are spread evenly. For more stages the binary scheme is a
+heuristic: on random chains the slowest of eight stages was up to 15 % slower than the best (`benchmarks/layerwise`).
 
 Deviations from the printed text:
 
@@ -16,10 +16,9 @@ Deviations from the printed text:
   treat. Here the walk ends only where all stages fit; where no candidate fits, that which lacks least is taken.
 - Alg. 2's input "GPU peak memory limit" must be the bytes of all layers, or the M_x do not add up; here it is the peak
   that its own loop reaches over all of them.
-- Equation (2) multiplies a stage's bytes by the copies that PipeDream keeps, l - x + 1, weights and optimizer state
-  among them. Here weights are never stale and kept once. Equation (2) still places the memory-balanced cuts, with the
-  microbatches in flight of the run's schedule (those of 1F1B are l - x + 1, while there are as many); `Layerwise.peak`
-  decides if a stage fits.
+- Equation (2) multiplies a stage's bytes by the copies that PipeDream keeps, l - x + 1, also of weights and optimizer
+  state. Here weights are never stale and kept once. Equation (2) still places the memory-balanced cuts, with the run's
+  microbatches in flight (l - x + 1 under 1F1B, while there are as many); `Layerwise.peak` decides if a stage fits.
 - Its nodes are operators; here they are the layers of the chain, and every stage keeps at least one. A balanced
   position is rounded up to the end of a layer, as printed, so the theorem holds to within one layer: a better cut, or
   the only cut that fits, may lie one layer outside the walk.
@@ -89,9 +88,7 @@ def _candidates(chain: Layerwise, first: int, end: int, stages: tuple[int, int, 
 
 
 def compute_balanced(chain: Layerwise, first: int, end: int, stages: tuple[int, int, int]) -> int:
-    """Return the cut behind stage `middle` that divides layers first .. end-1 evenly by their seconds. stages: the
-    first, middle and last of these layers.
-    """
+    """Return the cut behind stage `middle` that divides the layers' seconds evenly. stages: first, middle, last."""
     first_stage, middle, last_stage = stages
     target = chain.seconds(first, end) * (middle - first_stage + 1) / (last_stage - first_stage + 1)
     layer, so_far = first, 0.0

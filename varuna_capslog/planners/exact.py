@@ -114,8 +114,8 @@ def _smallest_peaks(band: Band, devices: int) -> list[Band]:
 
 
 def _sliding(rows: int, width: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return a vector of rows - 1 missing states and one level's states, and its view with one row per stage length:
-    column j of the view's row i is the state rows - i layers before the state j of the next level.
+    """Return a vector of rows - 1 missing states and one level's states, and its view with one row per stage
+    length: column j of the view's row i is the state rows - i layers before the state j of the next level.
     """
     states = np.empty(rows - 1 + width, dtype=dtype)
     return states, np.lib.stride_tricks.as_strided(states, (rows, width), (states.itemsize,) * 2)
@@ -171,11 +171,10 @@ def _bits(number: int) -> list[int]:
 
 def _ruled_out(band: Band, devices: int, peak: int) -> tuple[Band, list[int]]:
     """Rule out stages until all remaining cut lists meet somewhere, or until the rounds have cost as much as searching
-    the remaining stages would; return the band and its `_alive`.
-
-    The smallest descending list has the smallest peak as few times as possible, and then the smallest next peak; stages
-    between the two peaks are useless. Each round settles one peak in this way. Stages that every remaining cut list
-    holds do not distinguish them: their rank becomes 0, and the peak needs no digit in the rounds that follow.
+    the remaining stages would; return the band and its `_alive`.  The smallest descending list has the smallest peak as
+    few times as possible, and then the smallest next peak; stages between the two peaks are useless. Each round settles
+    one peak in this way. Stages that every remaining cut list holds do not distinguish them: their rank becomes 0, and
+    the peak needs no digit in the rounds that follow.
     """
     settled: list[int] = []
     spent = 0.0
@@ -217,11 +216,9 @@ def _search_seconds(band: Band, devices: int, alive: Sequence[int], peak: int) -
 
 def _next_peak(band: Band, devices: int, settled: Sequence[int]) -> tuple[int, int] | None:
     """Return the largest stage after the settled ones in the most even cut list, and the number of its stages with the
-    last settled peak; None if the numbers get too long.
-
-    State, transition and complexity are those of `_smallest_peaks`. Cost: an integer, the number of stages with the
-    first settled peak, the second, ..., and in the lowest digits the rank of the largest other stage. The order of two
-    such numbers stays when a stage is added to both.
+    last settled peak; None if the numbers get too long.  State, transition and complexity: as in `_smallest_peaks`.
+    Cost: an integer, the number of stages with the first settled peak, the second, ..., and in the lowest digits the
+    rank of the largest other stage; adding a stage keeps the order.
     """
     rows, width = len(band), band.shape[1] - devices
     low_bits, digit = settled[0].bit_length(), devices.bit_length()
@@ -359,7 +356,6 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
 
 def fewest_devices(costs: StageCosts, capacity: int) -> int | None:
     """Return the smallest number of devices of `capacity` bytes that some cut list fits, None if L do not suffice.
-
     Costs that depend on the position are searched again for every number of devices. Others need one pass over the
     layers, O(L^2) in as many numpy steps as there are stages. State: m: layers 0 .. m-1 in the fewest stages.
     Transition: l -> m with l < m where the stage of layers l .. m-1 fits. Cost: the number of stages.
@@ -543,12 +539,11 @@ class _Stage:
 
 
 def _most_even(stages: list[_Stage]) -> list[int]:
-    """Return the cut list with the smallest descending list of peaks, of those the smallest cut list.
-
-    The smallest descending list has its largest peak as few times as possible, and then the smallest next peak. A round
-    settles one peak in this way: it rules out transitions above the smallest peak of the stages not yet settled, then
-    those that are in no list with the fewest stages of that peak. All remaining lists have equally many of these
-    stages; they are settled and count as 0. At most G rounds of O(E) in G numpy steps for E remaining transitions.
+    """Return the cut list with the smallest descending list of peaks, of those the smallest cut list.  The smallest
+    descending list has its largest peak as few times as possible, and then the smallest next peak. A round settles one
+    peak in this way: it rules out transitions above the smallest peak of the stages not yet settled, then those that
+    are in no list with the fewest stages of that peak. All remaining lists have equally many of these stages; they are
+    settled and count as 0. At most G rounds of O(E) in G numpy steps for E remaining transitions.
     """
     width = int(stages[-1].ends[-1]) + 1
     while sum(len(stage.starts) for stage in stages) > _FEW:

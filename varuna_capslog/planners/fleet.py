@@ -47,12 +47,11 @@ class Fleet:
 
 
 def compose(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats, least: float = 0.0) -> Fleet | None:
-    """Return the fleet of the least time that uses most devices; None if there is none.
+    """Return the fleet of the least time that uses most devices; None if there is none.  sizes: [T, K], devices of kind
+    k in template t. counts: [K], available devices. times: [shares, T], seconds of a template with 1, 2, ... blocks;
+    inf where it cannot hold them. least: known lower bound of the time.
 
-    sizes: [T, K], devices of kind k in template t. counts: [K], available devices. times: [shares, T], seconds of a
-    template with 1, 2, ... blocks; inf where it cannot hold them. least: known lower bound of the time.
-
-    Within a time each template has a gain, the blocks that it can take. A time is enough if pipelines whose gains sum
+     Within a time each template has a gain, the blocks that it can take. A time is enough if pipelines whose gains sum
     to at least `blocks` can be made of the devices; more pipelines than blocks are never needed, since a gain is 1 or
     more. The gains rise with the time, so bisection over the times of the table finds the least. Exact for small
     fleets; for large ones the fleet exists but may not be the fastest, and `least_seconds` bounds the difference.
@@ -328,7 +327,6 @@ class Pipelines:
         self._wide: set[tuple[int, int]] = set()
 
     def _of_blocks(self, share: int) -> RunShape:
-        """Return the run of a pipeline with `share` of the blocks."""
         return replace(self._run, num_microbatches=share * self.of_block, num_blocks=share)
 
     def costs(self, share: int) -> StageCosts:
@@ -496,5 +494,4 @@ class _Templates:
 
 
 def _without(template: Template, kind: int) -> Template:
-    """Return the template with one device of a kind fewer."""
     return (*template[:kind], template[kind] - 1, *template[kind + 1 :])

@@ -81,12 +81,11 @@ class JointPipeline:
 
 @dataclass(frozen=True)
 class JointPlan:
-    """Result of `best_fleet`, and of `search.joint_plan` also where nothing fits.
-
-    step_seconds: of the slowest pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most
-    `max_stages` stages, in any order of the devices and with any cuts, takes less; None where nothing fits, or where
-    too many kinds of devices were merged to fewer, weaker ones. idle: devices that no pipeline uses. blocks:
-    `train.accumulation_blocks` of a run of this plan.
+    """Result of `best_fleet`, and of `search.joint_plan` also where nothing fits. step_seconds: of the slowest
+    pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most `max_stages` stages, in any order
+    of the devices and with any cuts, takes less; None where nothing fits, or where too many kinds of devices were
+    merged to fewer, weaker ones. idle: devices without a pipeline. blocks: `train.accumulation_blocks` of this plan's
+    run.
     """
 
     plan: Plan
@@ -132,10 +131,9 @@ def best_fleet(
     blocks as devices, or one. A pipeline owns whole blocks, so there are never more pipelines than blocks. Beside other
     pipelines it keeps the gradients of each of its blocks until all are exchanged, which counts as memory.
     run: its schedule, recompute and stage_inputs are read; the numbers and sizes are chosen here. memory: as in
-    `search.plan`. link: between neighbouring stages, and between the pipelines for the gradients of other blocks; None:
-    no time. max_stages: of one pipeline; default min(L, N, 16), and more where blocks are so few that devices would be
+    `search.plan`. link: between neighbouring stages, and between the pipelines for the gradients of other blocks;
+    None: no time. max_stages: of a pipeline; default min(L, N, 16), and more where blocks are so few that devices would
     idle.
-
     Raises CapslogError for sizes that do not divide, no devices, and profiles without seconds.
     """
     begun = time.perf_counter()
@@ -205,8 +203,6 @@ class _Composed:
 
 
 class _FleetSearch:
-    """Searches the best fleet for one profile."""
-
     def __init__(
         self,
         profile: Profile,
@@ -229,8 +225,7 @@ class _FleetSearch:
 
     def _choose_kinds(self, max_stages: int | None) -> None:
         """Group equal devices to kinds, and set the largest number of stages. Where there are too many templates, the
-        two kinds that lose least become one kind of the smaller memory and speed; if too many remain, pipelines become
-        shorter.
+        two kinds that lose least become one of the smaller memory and speed; if too many remain, pipelines get shorter.
         """
         most = min(self.profile.num_layers, len(self.devices))
         if max_stages is not None:

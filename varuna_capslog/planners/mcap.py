@@ -55,10 +55,9 @@ def mcap_bf_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
     and so on. The program stops at two devices and takes the first remaining cut list; the text continues until no
     device remains and then draws one. Here the rule continues too, and then takes the smallest cut list like `exact`.
 
-    Each beginning (stages before the middle cut) is combined with each end, a block of pairs at a time. The peak of
-    every cut list is computed; none is ruled out before. O(C(L-1, G-1)), some nanoseconds each. capacities: ignored, as
-    in mCAP. Raises CapslogError for more cut lists than CAPSLOG_MCAP_LIMIT (default `LIMIT`); the message names their
-    number, and the time that they would take on this machine.
+    Each beginning (stages before the middle cut) is combined with each end, a block of pairs at a time. Every peak is
+    computed; no cut list is ruled out. O(C(L-1, G-1)), some nanoseconds each. capacities: ignored, as in mCAP. Raises
+    CapslogError for more cut lists than CAPSLOG_MCAP_LIMIT (default `LIMIT`), naming their number and time.
     """
     num_layers = costs.num_layers
     total = count_cut_lists(num_layers, devices)
@@ -197,11 +196,9 @@ def mcap_bo_cuts(
     A point has an integer percentage, 1 .. 100, for each device but the last: the share that it takes of its available
     layers (the remaining ones, less one per later device), rounded, and at least one. The surrogate is a Gaussian
     process with gp_hedge, xi = 1000 bytes, kappa = 0.01 and a sampled acquisition function, as in the program that
-    `BO_CALLS` cites. The same seed gives the same result under the same versions. It takes seconds, not milliseconds:
-    the process is fitted again after each cut list.
-
-    capacities: ignored, as in mCAP. seed: of the random points and the sampling; the published program sets none.
-    Raises CapslogError where scikit-optimize is not installed.
+    `BO_CALLS` cites. The same seed gives the same result under the same versions. The process is fitted again after
+    each cut list, which takes seconds in all. capacities: ignored, as in mCAP. seed: of the random points and the
+    sampling; the published program sets none. Raises CapslogError where scikit-optimize is not installed.
     """
     try:
         import skopt

@@ -1,8 +1,4 @@
-"""Seconds of any stage of a profile, and step times of many cut lists at once, for the planners that minimise time.
-
-Step times are those of `schedules.simulate`, which stays the only definition; here its simulation of one schedule is
-repeated for many cut lists in the same numpy steps.
-"""
+"""Seconds of any stage of a profile, and step times of many cut lists at once; `schedules.simulate` defines them."""
 
 from __future__ import annotations
 
@@ -46,8 +42,7 @@ class Link:
 
     copy_bandwidth: bytes per second at which the sending rank itself copies its message, during which it cannot compute
     (gloo: into host memory and the socket); it then also spends `latency_seconds`. None: sending costs the rank no
-    time. node_devices: of each node, for planner `capture`, which treats links within and between nodes alike; None:
-    all.
+    time. node_devices: of a node, for planner `capture`, which treats links within and between nodes alike; None: all.
 
     Only a simulated step (`planning/simulation`) uses the other fields. shared: both directions between two ranks share
     one link, on which messages go one after the other. host_bandwidth: bytes per second of the copies between a rank
@@ -94,12 +89,12 @@ class Link:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one microbatch on a device of speed 1, as running sums over the layers.
+    """Seconds of one microbatch on a device of speed 1, as running sums over the layers: [L + 1].
 
-    forward, backward: [L + 1]; entry k sums layers 0 .. k-1. Recomputation takes as long as the forward. inputs: [L +
-    1]; the part of `backward` that is its input half where it is split (`LayerProfile.input_part`). transfer: [L + 1];
-    entry k is the transfer over the cut before layer k in either direction, 0 at both ends. handover: [L + 1]; the
-    sender's part of it, during which it cannot compute.
+    forward, backward: entry k sums layers 0 .. k-1. Recomputation takes as long as the forward. inputs: the part of
+    `backward` that is its input half where it is split (`LayerProfile.input_part`). transfer: entry k is the transfer
+    over the cut before layer k in either direction, 0 at both ends. handover: the sender's part, in which it cannot
+    compute.
     """
 
     forward: Floats

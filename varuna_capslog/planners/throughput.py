@@ -91,8 +91,8 @@ def fastest_cuts(
 
 
 def least_step(costs: StageCosts, seconds: LayerSeconds, run: RunShape, work: Sequence[Floats]) -> float:
-    """Return a lower bound of the step seconds of every cut list, infinite where none fits; no cuts are searched. work:
-    for each stage, [L, L + 1]: additional seconds for which its device works for every microbatch, at any time;
+    """Return a lower bound of the step seconds of every cut list, infinite where none fits; no cuts are searched.
+    work: for each stage, [L, L + 1]: additional seconds for which its device works for every microbatch, at any time;
     infinite where layers first .. end-1 do not fit.
     """
     search = _CutSearch(costs, seconds, run, len(work), None, None, work, True)
@@ -110,8 +110,7 @@ def pareto_front(
     """Return the points of the front from the smallest peak to the smallest step time; empty if nothing fits.
 
     Each point has a larger peak and a smaller step time than the one before. The last point is the result of
-    `fastest_cuts`, the first has the smallest possible peak. `bound_seconds` of a point is a lower bound of the step
-    time of every cut list within its peak.
+    `fastest_cuts`, the first has the smallest possible peak; `bound_seconds` holds for every cut list within its peak.
 
     Only limits at which the result may change are tried: the fastest list within a peak P stays the fastest for all
     limits from its own peak to P, so the next limit is one byte below its peak. It takes as many searches as the front
@@ -142,13 +141,12 @@ class _Ranked:
 
 
 class _CutSearch:
-    """Searches the cuts with the seconds of every stage at every position and their lower bounds.
-
-    step, round_trip, work: [S + 1] rows of [L + 1], for stage s and layer l: lower bounds of the seconds that the
-    stages s .. S-1 add where they hold layers l .. L-1; inf where none fits. step: from the beginning of stage s to its
-    end (`_find_bounds`). round_trip: of one microbatch from stage s to the last and back. work: computation of the
-    busiest of these stages. paces: for each stage, pairs (round trips, own calls) that must follow one another.
-    anywhere: the work of `extra` may be done at any time, and includes all recomputation.
+    """Searches the cuts with the seconds of every stage at every position and their lower bounds.  step, round_trip,
+    work: [S + 1] rows of [L + 1], for stage s and layer l: lower bounds of the seconds that the stages s .. S-1 add
+    where they hold layers l .. L-1; inf where none fits. step: from the beginning of stage s to its end
+    (`_find_bounds`). round_trip: of one microbatch from stage s to the last and back. work: computation of the busiest
+    of these stages. paces: for each stage, pairs (round trips, own calls) that must follow one another. anywhere: the
+    work of `extra` may be done at any time, and includes all recomputation.
     """
 
     def __init__(
@@ -258,11 +256,10 @@ class _CutSearch:
                 bound[stage] = np.append(np.where(fits, part, np.inf).min(axis=1), np.inf)
 
     def beam(self, width: int, incumbent: float) -> tuple[Cuts, float]:
-        """Return at most `width` cut lists [K, S], and the bound of the best list that was dropped.
-
-        Stage by stage, keep the partial lists with the smallest estimated step: the larger of their bound and of round
-        trip + (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits. Lists whose
-        bound is not below the incumbent cannot improve it, and do not count as dropped.
+        """Return at most `width` cut lists [K, S], and the bound of the best list that was dropped.  Stage by stage,
+        keep the partial lists with the smallest estimated step: the larger of their bound and of round trip + (M - 1) /
+        M x the busiest stage's work, which is the step of a pipeline that never waits. Lists whose bound is not below
+        the incumbent cannot improve it, and do not count as dropped.
         """
         num_microbatches = self.num_microbatches
         prefix = np.zeros((1, 0), dtype=np.intp)

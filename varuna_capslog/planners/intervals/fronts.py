@@ -5,8 +5,7 @@ State: at a cut, the state of `tables.States`, and in a list with an R whether i
 (`memory.segments.Sums`) that grow from segment to segment. Transition: one more segment of any length and kind; a
 segment of kind KEEP does not follow another, since both would be one segment. Dominance: of two labels of one first
 layer, cut and state, that which is not better in any number is dropped, since any segments that follow add the same to
-both, or take the same maximum (`labels.Kin`: of two states). Cost at the end: `tables.combined_seconds` of labels that
-fit.
+both, or take the same maximum (`labels.Kin`: two states). Cost: `tables.combined_seconds` of labels that fit.
 
 With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers.
 """
@@ -58,13 +57,12 @@ Floats = NDArray[np.float64]
 class IntervalFronts:
     """Least cost of every range of layers as one stage, for any number of calls in flight and any budget of bytes.
 
-    ranges, seconds: of one profile. handling: how the action lists handle their calls, and the cost of copies. labels:
-    most labels per first layer and cut; 0: all of them, so that every answer is exact. Default: all for chains of at
-    most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`. kinds: of memory intervals that may be used. firsts: first layers
-    of the stages that may be queried; default: all. longest: a stage whose call takes more seconds is treated as one
-    that does not fit; default: no limit. borders: cuts at which stages and intervals may begin and end; default: all.
-    With `firsts`, a single range of a long chain can be searched again exactly.
-
+    ranges, seconds: of one profile. handling: how the action lists handle their calls, and the cost of copies.
+    labels: most labels per first layer and cut; 0: all, so that every answer is exact. Default: all for chains of at
+    most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`. kinds: of memory intervals that may be used.
+    firsts: first layers of the stages that may be queried; default: all. borders: cuts at which stages and intervals
+    may begin and end; default: all. With `firsts`, a single range of a long chain can be searched again exactly.
+    longest: a stage whose call takes more seconds is treated as one that does not fit; default: no limit.
     Raises CapslogError where the profile lacks the halves of split backwards.
     """
 
@@ -152,7 +150,7 @@ class IntervalFronts:
         )
 
     def least_bytes(self, first: int, end: int, in_flight: int) -> tuple[int, int]:
-        """Return the fewest bytes of such a stage, and a lower bound for all choices: the same after an exact search."""
+        """Return the fewest bytes of such a stage, and a lower bound for all choices: equal after an exact search."""
         sizes = self._bytes(in_flight, self._of_range(first, end))
         return int(sizes[0].min()), int(sizes[-1].min())
 
@@ -172,7 +170,6 @@ class IntervalFronts:
     def bounds(self, in_flight: int, budget: float | Floats, copied: Sequence[int], entering: Sequence[int]) -> Floats:
         """Return [L, L + 1]: a lower bound of the seconds of a call of layers first .. end-1 in any list that a rank
         can hold; infinite where it can hold none. The arguments are those of `seconds`, and of `layerwise.Layerwise`.
-
         A list with an O may take fewer bytes than `stage_bytes`, which also counts the bytes that one waiting call
         moves. At least, each waiting call holds the bytes that stay on the device, and the current call all that its F,
         R or B needs. A simulated step may count fewer bytes for its copies than are moved here: for every interval at
@@ -315,7 +312,6 @@ class IntervalFronts:
         return labels[(labels.phase != _STILL_TO_COME) & (labels.first < end)]
 
     def _of_range(self, first: int, end: int) -> slice:
-        """Return the slice of the finished choices of a range."""
         if (first, end) not in self._finished.places:
             raise CapslogError(
                 f"no stage of layers {first} to {end - 1} was searched; name {first} among the firsts, and both it and "

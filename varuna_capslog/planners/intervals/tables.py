@@ -43,12 +43,12 @@ __all__ = [
 class Handling:
     """Properties of a stage's action list, and the cost of copies.
 
-    recomputed, later, split: as in `memory.treatment.treated`: the list has an R for every call; it has an O for every
-    call; its backwards are in two halves. at_once: every backward directly follows its forward, so that the last
-    segment keeps its graph.
+    recomputed, later, split: as in `memory.treatment.treated`: the list has an R, or an O, for every call; its
+    backwards are in two halves. at_once: every backward directly follows its forward, so that the last segment keeps
+    its graph.
     calls: of a step, each of which leaves its running statistics. waiting_blocks: gradient sums of the stage's
-    parameters that are held beside that being accumulated: 0 with one accumulation block, 1 with several where no other
-    rank holds the layers, else the number of blocks less one.
+    parameters held beside that being accumulated: 0 with one block, 1 with several where no other rank holds the
+    layers, else the number of blocks less 1.
     host_bandwidth: bytes per second between a rank and its host tier; None: copies take no time. copies_beside: copies
     overlap with the computation, so that a call takes the longer of the two; else it takes both.
     """
@@ -74,12 +74,11 @@ DEFAULT_HANDLING = Handling()
 
 @dataclass(frozen=True)
 class IntervalChoice:
-    """The cheapest intervals that the search has for a stage.
-
-    seconds: of one call. bound_seconds: no choice that fits is faster; equal to `seconds` where the search was exact.
-    bytes: by `stage_bytes`. moved_bytes: of one call to the host tier, and as many back, by `treated`; the copies of a
-    simulated step (`planning.stage_seconds.copy_seconds`) are sums of `saved_bytes`, which may differ a little.
-    again_seconds: of recomputed forwards; part of `seconds`, or hidden behind copies that take longer.
+    """The cheapest intervals that the search has for a stage.  seconds: of one call. bound_seconds: no choice that fits
+    is faster; equal to `seconds` where the search was exact. bytes: by `stage_bytes`. moved_bytes: of one call to the
+    host tier, and as many back, by `treated`; the copies of a simulated step (`planning.stage_seconds.copy_seconds`)
+    are sums of `saved_bytes`, which may differ a little. again_seconds: of recomputed forwards; part of `seconds`, or
+    hidden behind copies that take longer.
     """
 
     intervals: tuple[MemoryInterval, ...]
@@ -164,9 +163,9 @@ def others_bytes(handling: Handling, in_flight: int, waits: Any, held: Any, host
 def again_seconds(
     ranges: RangeBytes, seconds: LayerSeconds, first: int, end: int, intervals: Sequence[MemoryInterval]
 ) -> float:
-    """Return the seconds of one call's recomputed forwards. Two kinds of intervals that recompute take no more time:
-    layers to which no gradient comes back, which the engine does not recompute; and where an interval ends with the
-    loss and leaves no running statistics, its first forward is left out, since nothing reads its outputs.
+    """Return the seconds of one call's recomputed forwards. Two kinds of intervals that recompute take no more
+    time: layers to which no gradient comes back, which the engine does not recompute; and where an interval ends with
+    the loss and leaves no running statistics, its first forward is left out, since nothing reads its outputs.
     """
     return sum(
         float(seconds.forward[interval.end] - seconds.forward[interval.first])
@@ -255,12 +254,11 @@ class Columns(NamedTuple):
 
 
 class States:
-    """The states of choices, numbered over all cuts.
-
-    cut: of each state. before: of any choice in it. keeps: True where its last segment is of kind KEEP. beside: bytes
-    of the next segment's inputs that these choices hold or give away. outputs: the part of it on the device that is the
-    last segment's outputs, which matters for the next segment only. family: states of the same number differ in `keeps`
-    and `outputs` alone. later: bytes that calls give away count, since all of them leave together.
+    """The states of choices, numbered over all cuts.  cut: of each state. before: of any choice in it. keeps: True
+    where its last segment is of kind KEEP. beside: bytes of the next segment's inputs that these choices hold or give
+    away. outputs: the part of it on the device that is the last segment's outputs, which matters for the next segment
+    only. family: states of the same number differ in `keeps` and `outputs` alone. later: bytes that calls give away
+    count, since all of them leave together.
     """
 
     def __init__(self, ranges: RangeBytes, later: bool) -> None:

@@ -50,13 +50,12 @@ __all__ = ["CLOSE", "COUNTINGS", "Allocation", "ChainCosts", "allocation_within"
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """Costs of a chain of L layers, and the devices that it is planned for.
-
-    forward, backward: [L] seconds of one microbatch. transfer: [L + 1] seconds of one message over the cut before each
-    layer. crossing: [L + 1] bytes of this message, 0 at both ends; the paper's a_l. saved: [L] bytes that each
-    microbatch in flight holds; the paper's a_{i-1}. static: [L] bytes that a layer always holds: the paper's 3 W under
-    two versions of the weights (2BW), else parameters, gradients and moments. usable: bytes that every device may hold;
-    None: no limit. shared: both directions share one link, as in the paper, which is then busy for C = 2 a / beta.
+    """Costs of a chain of L layers, and the devices that it is planned for.  forward, backward: [L] seconds of one
+    microbatch. transfer: [L + 1] seconds of one message over the cut before each layer. crossing: [L + 1] bytes of this
+    message, 0 at both ends; the paper's a_l. saved: [L] bytes that each microbatch in flight holds; the paper's
+    a_{i-1}. static: [L] bytes that a layer always holds: the paper's 3 W under two versions of the weights (2BW), else
+    parameters, gradients and moments. usable: bytes that every device may hold; None: no limit. shared: both directions
+    share one link, as in the paper, which is then busy for C = 2 a / beta.
     """
 
     forward: tuple[float, ...]

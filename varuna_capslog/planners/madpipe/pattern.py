@@ -78,10 +78,9 @@ def periodic_pattern(
     costs: ChainCosts, allocation: Allocation, microbatches: int | None = None, limit_seconds: float = 20.0
 ) -> Pattern | None:
     """Return the pattern of the shortest period; None where no schedule fits, or none was found in time.
-
     microbatches: of a step that the pattern fills and drains; a further period between a microbatch's first and last
-    operation then counts as if every microbatch took that much longer. None: only the period counts. limit_seconds: of
-    the search, which then returns its best pattern so far.
+    operation counts as if every microbatch took that much longer. None: only the period counts. limit_seconds: of the
+    search, which then returns its best pattern so far.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 

@@ -1,7 +1,4 @@
-"""Planners that choose the number of replicas of each stage: `pipedream`, `piper`, `graphpipe`, `capture`.
-
-They return stages; `planning/placed/replicated` makes plans from these, simulates and judges them.
-"""
+"""Planners that choose the replicas of stages, from which `planning/placed/replicated` makes plans."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Dreuning, Verstoep, Bal, van Nieuwpoort, "CAPTURE: Memory-Centric Partitioning for Distributed DNN Training with Hybrid
 Parallelism", HiPC 2023, Sec. III. Stages stand on the nodes in order; the degrees of those on one node sum to k, so
-that no device is left over, and each is a power of two. Ties are broken by the next-largest bytes of a device, and so
-on.
+that no device is left over, and each is a power of two. Ties are broken by the next-largest device peak, and so on.
 
     M_p(l, m, 1) = M_i(l) + sum of M_a(k) for k = l+1 .. m
     M_p(l, m, d) = weights + activations / d
@@ -60,7 +59,7 @@ class DegreePeaks:
         return AdditiveCosts.of_statistics(self.costs.isolated, self.costs.added)
 
     def of(self, first: int, end: int, degree: int, in_flight: int) -> float:
-        """Return the bytes of layers first .. end-1 on each of `degree` devices. in_flight: of all of these together."""
+        """Return the bytes of layers first .. end-1 on each of `degree` devices. in_flight: of all of these."""
         if self.printed and degree > _MEASURED:
             two, four = self.of(first, end, 2, in_flight), self.of(first, end, _MEASURED, in_flight)
             slope = (four - two) / math.log(2)
@@ -86,10 +85,9 @@ def merged(costs: GraphCosts, groups: int) -> list[int]:
 
 
 def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_GROUPS) -> list[ReplicatedStage]:
-    """Return the stages of the smallest peak in order, on all devices, node by node; capacities are not checked. Raises
-    CapslogError where the nodes are not alike, or the layers are too few for them.
-
+    """Return the stages of the smallest peak in order, on all devices, node by node; capacities are not checked.
     O(groups^2 x devices x log k) times the numbers in flight, each step a comparison of at most `devices` numbers.
+    Raises CapslogError where the nodes are not alike, or the layers are too few for them.
     """
     devices, size = costs.devices, costs.link.node_devices or costs.devices
     if devices % size:
@@ -130,9 +128,8 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
 
 @dataclass
 class _Rest:
-    """The stages from some layer to the loss. row: bytes of their devices, the largest first. in_flight: microbatches
-    in flight in the first stage. at_once: microbatches that the widest stage takes at once. end, degree: of the first
-    stage. behind: the stages behind it.
+    """Stages from some layer to the loss. row: bytes of their devices, the largest first. in_flight: microbatches in
+    flight in the first stage, with `end` and `degree`. at_once: microbatches that the widest stage takes at once.
     """
 
     row: list[float]
@@ -143,7 +140,7 @@ class _Rest:
     behind: _Rest | None = None
 
     def before(self, size: int) -> tuple[int, int]:
-        """Return in_flight and at_once with a stage of `size` microbatches at once put before these (`stage_limits`)."""
+        """Return in_flight and at_once with a stage of `size` microbatches at once before these (`stage_limits`)."""
         if not self.row:
             return size, size
         needed = table_3_2(1, size, 1, self.at_once, self.in_flight)

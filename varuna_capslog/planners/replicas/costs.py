@@ -1,7 +1,5 @@
-"""Inputs and results of the planners that replicate stages: `pipedream`, `piper`, `graphpipe`, `capture`.
-
-The layers of a model are a graph, and the devices are alike. A stage of r replicas divides the microbatches of a step
-among r devices. All stages keep their activations.
+"""Inputs and results of the planners that replicate stages. The layers of a model are a graph, and the devices are
+alike. A stage of r replicas divides the microbatches of a step among r devices. All stages keep their activations.
 """
 
 from __future__ import annotations
@@ -34,14 +32,13 @@ class ReplicatedStage:
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """Costs of a model of L layers, and the devices that it is planned for.
-
-    seconds: [L] forward and backward of one microbatch. static: [L] bytes of parameters, gradients and moments. saved:
-    [L] bytes that each microbatch in flight holds. parameters: [L] bytes that replicas exchange. These bytes are 0
-    where they are not needed. cuts: [L + 1] bytes that cross the cut before each layer, in the forward direction; 0 at
-    both ends. edges: (layer that writes, layer that reads, bytes), each pair once; the last layer stands for the loss.
-    usable: bytes that each device may hold; None: no limit. blocks: accumulation blocks that the step must have; None:
-    the plan chooses. isolated, added: [L] bytes, M_i and M_a of CAPSlog; empty where they are not needed.
+    """Costs of a model of L layers, and the devices that it is planned for.  seconds: [L] forward and backward of one
+    microbatch. static: [L] bytes of parameters, gradients and moments. saved: [L] bytes that each microbatch in flight
+    holds. parameters: [L] bytes that replicas exchange. These bytes are 0 where they are not needed. cuts: [L + 1]
+    bytes that cross the cut before each layer, in the forward direction; 0 at both ends. edges: (layer that writes,
+    layer that reads, bytes), each pair once; the last layer stands for the loss. usable: bytes that each device may
+    hold; None: no limit. blocks: accumulation blocks that the step must have; None: the plan chooses. isolated,
+    added: [L] bytes, M_i and M_a of CAPSlog; empty where they are not needed.
     """
 
     seconds: tuple[float, ...]

@@ -470,8 +470,6 @@ class StageGraphs:
 
 
 class _TreeStage(NamedTuple):
-    """Parts of the tree as one stage."""
-
     parts: tuple[Tree, ...]
     replicas: int
 
@@ -485,7 +483,6 @@ class _Moved(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _in_order(tree: Tree) -> tuple[int, ...]:
-    """Return all layers, part by part."""
     if isinstance(tree, int | Together):
         return layers_of(tree)
     return tuple(layer for part in tree.parts for layer in _in_order(part))
