@@ -69,7 +69,7 @@ def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
 
 
 class BudgetSearch:
-    """Searches one chain under several schedules, which share the cheapest intervals of its stages.  longest: stages
+    """Searches one chain under several schedules, which share the cheapest intervals of its stages. longest: stages
     whose call takes more seconds are left out, so that no plan's step takes longer than such a stage's calls;
     default: no limit. borders: cuts of a long chain where stages and intervals may begin and end; None: all.
     """
@@ -133,7 +133,7 @@ class BudgetSearch:
         self, places: _Places, stage: int, in_flight: int, early: bool, last_at_once: bool
     ) -> NDArray[np.float64]:
         """Return [L, L + 1]: least seconds for which every call of a stage occupies its rank, or the copies beside it,
-        beyond the seconds of its layers; the other arguments are those of `_held_at_least`.  Admissible: by
+        beyond the seconds of its layers; the other arguments are those of `_held_at_least`. Admissible: by
         `IntervalFronts.bounds` no list that fits takes less, and a list fits only if the rank can hold it at a forward
         and at a backward with so many calls in flight. Both come after the first backward, with gradients of parameters
         beside them. Where they may come earlier, the rank has more room for these gradients, and for the running
@@ -213,9 +213,9 @@ def _borders(chain: Layerwise) -> frozenset[int] | None:
 @functools.lru_cache(maxsize=256)
 def _held_at_least(schedule: str, stages: int, calls: int, k: int) -> list[tuple[int, bool, bool]]:
     """Return for each stage, over every list of the schedule: the fewest calls in flight; True where they may be early
-    (`_in_flight`); True where only the last call's backward may directly follow its forward, and recompute nothing.
-    The lists of schedules that always recompute depend on the set of stages that do. None has fewer calls in flight
-    than that in which all recompute, nor a direct backward but of the last call (`tests/planners/test_budget.py`). All
+    (`_in_flight`); True where only the last call's backward may directly follow its forward, and recompute nothing. The
+    lists of schedules that always recompute depend on the set of stages that do. None has fewer calls in flight than
+    that in which all recompute, nor a direct backward except the last call's (`tests/planners/test_budget.py`). All
     else is looked up in all lists of short steps, and taken to be possible in long ones.
     """
     varies, graph = schedule in ALWAYS_RECOMPUTE, StageGraph.line(stages, calls)

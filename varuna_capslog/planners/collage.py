@@ -136,7 +136,7 @@ def evolved(
     rounds: int = 4,
     population: int = 6,
 ) -> Bits:
-    """Return the best bit string of an evolutionary search (2.4.3): mutation, selection, two-point crossover.  A bit is
+    """Return the best bit string of an evolutionary search (2.4.3): mutation, selection, two-point crossover. A bit is
     True where its part is given to the backend that works across parts. The first strings are all False, all True, and
     random. size: bits. seconds_of: measures strings, none twice. rounds: generations of `population` strings.
     """

@@ -40,6 +40,8 @@ _ROUNDING = 1e-9
 
 
 class _Partition(NamedTuple):
+    """Stages of a range of layers. lack: the largest of a stage. seconds: of the slowest stage."""
+
     lack: int
     seconds: float
     stages: tuple[StageChoice, ...]

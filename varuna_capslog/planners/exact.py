@@ -171,7 +171,7 @@ def _bits(number: int) -> list[int]:
 
 def _ruled_out(band: Band, devices: int, peak: int) -> tuple[Band, list[int]]:
     """Rule out stages until all remaining cut lists meet somewhere, or until the rounds have cost as much as searching
-    the remaining stages would; return the band and its `_alive`.  The smallest descending list has the smallest peak as
+    the remaining stages would; return the band and its `_alive`. The smallest descending list has the smallest peak as
     few times as possible, and then the smallest next peak; stages between the two peaks are useless. Each round settles
     one peak in this way. Stages that every remaining cut list holds do not distinguish them: their rank becomes 0, and
     the peak needs no digit in the rounds that follow.
@@ -216,7 +216,7 @@ def _search_seconds(band: Band, devices: int, alive: Sequence[int], peak: int) -
 
 def _next_peak(band: Band, devices: int, settled: Sequence[int]) -> tuple[int, int] | None:
     """Return the largest stage after the settled ones in the most even cut list, and the number of its stages with the
-    last settled peak; None if the numbers get too long.  State, transition and complexity: as in `_smallest_peaks`.
+    last settled peak; None if the numbers get too long. State, transition and complexity: as in `_smallest_peaks`.
     Cost: an integer, the number of stages with the first settled peak, the second, ..., and in the lowest digits the
     rank of the largest other stage; adding a stage keeps the order.
     """
@@ -357,7 +357,7 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
 def fewest_devices(costs: StageCosts, capacity: int) -> int | None:
     """Return the smallest number of devices of `capacity` bytes that some cut list fits, None if L do not suffice.
     Costs that depend on the position are searched again for every number of devices. Others need one pass over the
-    layers, O(L^2) in as many numpy steps as there are stages. State: m: layers 0 .. m-1 in the fewest stages.
+    layers, O(L^2) in as many numpy steps as there are stages. State m: layers 0 .. m-1 in the fewest stages.
     Transition: l -> m with l < m where the stage of layers l .. m-1 fits. Cost: the number of stages.
     """
     if not costs.position_free:
@@ -539,7 +539,7 @@ class _Stage:
 
 
 def _most_even(stages: list[_Stage]) -> list[int]:
-    """Return the cut list with the smallest descending list of peaks, of those the smallest cut list.  The smallest
+    """Return the cut list with the smallest descending list of peaks, of those the smallest cut list. The smallest
     descending list has its largest peak as few times as possible, and then the smallest next peak. A round settles one
     peak in this way: it rules out transitions above the smallest peak of the stages not yet settled, then those that
     are in no list with the fewest stages of that peak. All remaining lists have equally many of these stages; they are

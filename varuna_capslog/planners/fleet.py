@@ -47,11 +47,11 @@ class Fleet:
 
 
 def compose(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats, least: float = 0.0) -> Fleet | None:
-    """Return the fleet of the least time that uses most devices; None if there is none.  sizes: [T, K], devices of kind
+    """Return the fleet of the least time that uses most devices; None if there is none. sizes: [T, K], devices of kind
     k in template t. counts: [K], available devices. times: [shares, T], seconds of a template with 1, 2, ... blocks;
     inf where it cannot hold them. least: known lower bound of the time.
 
-     Within a time each template has a gain, the blocks that it can take. A time is enough if pipelines whose gains sum
+    Within a time each template has a gain, the blocks that it can take. A time is enough if pipelines whose gains sum
     to at least `blocks` can be made of the devices; more pipelines than blocks are never needed, since a gain is 1 or
     more. The gains rise with the time, so bisection over the times of the table finds the least. Exact for small
     fleets; for large ones the fleet exists but may not be the fastest, and `least_seconds` bounds the difference.

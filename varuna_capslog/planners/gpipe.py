@@ -35,7 +35,7 @@ def size_balanced_cuts(profile: Profile, devices: int) -> list[int]:
 
 def block_partition(sequence: Sequence[float], blocks: int) -> list[int]:
     """Return the index of the first element of each of `blocks` blocks of consecutive elements, none of them empty.
-    sequence: numbers of at least 0; at least as many as blocks.  Each step is one of the proof: B_p is a block of the
+    sequence: numbers of at least 0; at least as many as blocks. Each step is one of the proof: B_p is a block of the
     largest sum M, B_q the closest to it of the smallest sum m. While M > m + 1 (in units of the largest element), B_q's
     neighbour on the side of B_p gives it its adjacent element.
     """

@@ -84,8 +84,7 @@ class JointPlan:
     """Result of `best_fleet`, and of `search.joint_plan` also where nothing fits. step_seconds: of the slowest
     pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most `max_stages` stages, in any order
     of the devices and with any cuts, takes less; None where nothing fits, or where too many kinds of devices were
-    merged to fewer, weaker ones. idle: devices without a pipeline. blocks: `train.accumulation_blocks` of this plan's
-    run.
+    merged to fewer, weaker ones. idle: devices without a pipeline. blocks: `train.accumulation_blocks` of its run.
     """
 
     plan: Plan
@@ -132,8 +131,7 @@ def best_fleet(
     pipelines it keeps the gradients of each of its blocks until all are exchanged, which counts as memory.
     run: its schedule, recompute and stage_inputs are read; the numbers and sizes are chosen here. memory: as in
     `search.plan`. link: between neighbouring stages, and between the pipelines for the gradients of other blocks;
-    None: no time. max_stages: of a pipeline; default min(L, N, 16), and more where blocks are so few that devices would
-    idle.
+    None: no time. max_stages: of a pipeline; default min(L, N, 16), and more where few blocks would leave devices idle.
     Raises CapslogError for sizes that do not divide, no devices, and profiles without seconds.
     """
     begun = time.perf_counter()

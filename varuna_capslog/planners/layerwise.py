@@ -57,10 +57,8 @@ class Layerwise:
     crossing: [L + 1] names of the tensors that cross each cut; None where they are not known.
     freed: [L] bytes that each microbatch in flight saves where the layer alone recomputes. moved: [L] bytes that it
     saves where the layer's saved tensors are in the host tier; all 0 where the tier is the device's own memory.
-    in_flight: [S] microbatches that the schedule has in flight. usable: [S] bytes that each stage may hold; `NEVER`: no
-    limit.
-    peak: (stage, first, end, intervals) -> most bytes of a stage. once: (first, end) -> most bytes of one microbatch
-    alone.
+    in_flight: [S] microbatches in flight by the schedule. usable: [S] bytes that a stage may hold; `NEVER`: no limit.
+    peak: (stage, first, end, intervals) -> most bytes. once: (first, end) -> most bytes of one microbatch alone.
     host_bandwidth: bytes per second between a device and its host tier; None: copies take no time.
     copies_beside: copies overlap with the computation; else they take the device's own time. swaps_within_calls: saved
     tensors can leave the device before their call has ended.

@@ -42,7 +42,8 @@ class Link:
 
     copy_bandwidth: bytes per second at which the sending rank itself copies its message, during which it cannot compute
     (gloo: into host memory and the socket); it then also spends `latency_seconds`. None: sending costs the rank no
-    time. node_devices: of a node, for planner `capture`, which treats links within and between nodes alike; None: all.
+    time.
+    node_devices: devices per node, for planner `capture`, which treats links within and between nodes alike; None: all.
 
     Only a simulated step (`planning/simulation`) uses the other fields. shared: both directions between two ranks share
     one link, on which messages go one after the other. host_bandwidth: bytes per second of the copies between a rank
@@ -92,9 +93,8 @@ class LayerSeconds:
     """Seconds of one microbatch on a device of speed 1, as running sums over the layers: [L + 1].
 
     forward, backward: entry k sums layers 0 .. k-1. Recomputation takes as long as the forward. inputs: the part of
-    `backward` that is its input half where it is split (`LayerProfile.input_part`). transfer: entry k is the transfer
-    over the cut before layer k in either direction, 0 at both ends. handover: the sender's part, in which it cannot
-    compute.
+    `backward` that is its input half where it is split (`LayerProfile.input_part`). transfer: entry k is that over the
+    cut before layer k in either direction, 0 at both ends. handover: its part in which the sender cannot compute.
     """
 
     forward: Floats

@@ -141,7 +141,7 @@ class _Ranked:
 
 
 class _CutSearch:
-    """Searches the cuts with the seconds of every stage at every position and their lower bounds.  step, round_trip,
+    """Searches the cuts with the seconds of every stage at every position and their lower bounds. step, round_trip,
     work: [S + 1] rows of [L + 1], for stage s and layer l: lower bounds of the seconds that the stages s .. S-1 add
     where they hold layers l .. L-1; inf where none fits. step: from the beginning of stage s to its end
     (`_find_bounds`). round_trip: of one microbatch from stage s to the last and back. work: computation of the busiest
@@ -256,10 +256,10 @@ class _CutSearch:
                 bound[stage] = np.append(np.where(fits, part, np.inf).min(axis=1), np.inf)
 
     def beam(self, width: int, incumbent: float) -> tuple[Cuts, float]:
-        """Return at most `width` cut lists [K, S], and the bound of the best list that was dropped.  Stage by stage,
-        keep the partial lists with the smallest estimated step: the larger of their bound and of round trip + (M - 1) /
-        M x the busiest stage's work, which is the step of a pipeline that never waits. Lists whose bound is not below
-        the incumbent cannot improve it, and do not count as dropped.
+        """Return at most `width` cut lists [K, S], and the bound of the best list that was dropped. Stage by stage,
+        keep the partial lists with the smallest estimated step: the larger of their bound and of round trip +
+        (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits. Lists whose bound is
+        not below the incumbent cannot improve it, and do not count as dropped.
         """
         num_microbatches = self.num_microbatches
         prefix = np.zeros((1, 0), dtype=np.intp)

@@ -34,7 +34,7 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class Labels:
-    """N labels, each a choice for the layers from some first one up to the same cut.  whole: [6, N], integers by the
+    """N labels, each a choice for the layers from some first one up to the same cut. whole: [6, N], integers by the
     names of `WHOLE`: the first layer; the state and phase before the next segment, see `fronts`; the cut before the
     last segment (source), and the index of the label there that it extends (parent); the kind of the last segment. -1
     without a last segment. numbers: [1 + C, V, N], seconds of recomputed forwards, and the sums `names` of the
@@ -94,7 +94,7 @@ def joined(some: Sequence[Labels]) -> Labels:
 def undominated(points: Floats, kin: Numbers, may: NDArray[np.bool_]) -> Numbers:
     """Return for each of the points [N, D] the index of the point that stands for it: the point itself, or an
     undominated point that is as small or smaller in every coordinate and whose class may stand for its class. Of points
-    that may stand for each other it is the first.  kin: [N], class number of each point. may: [K, K], True where points
+    that may stand for each other it is the first. kin: [N], class number of each point. may: [K, K], True where points
     of the first class may stand for points of the second, and on the diagonal; transitive. A class comes behind all
     that may stand for it (`Kin.classes`).
     """
@@ -131,7 +131,7 @@ def undominated(points: Floats, kin: Numbers, may: NDArray[np.bool_]) -> Numbers
 class Kin:
     """Dominance between N labels of different states. Label y may stand for x where (1) they are of one family, (2) x
     keeps or y does not, (3) their outputs are equal or y has none, and (4) their phases are equal or y's is 0. Then any
-    segment that may follow x may follow y, and adds to y's bytes on the device at most the outputs of x more.
+    segment that may follow x may follow y, and adds at most the outputs of x more to y's device bytes than to x's.
     """
 
     family: Numbers

@@ -74,11 +74,11 @@ DEFAULT_HANDLING = Handling()
 
 @dataclass(frozen=True)
 class IntervalChoice:
-    """The cheapest intervals that the search has for a stage.  seconds: of one call. bound_seconds: no choice that fits
+    """The cheapest intervals that the search has for a stage. seconds: of one call. bound_seconds: no choice that fits
     is faster; equal to `seconds` where the search was exact. bytes: by `stage_bytes`. moved_bytes: of one call to the
     host tier, and as many back, by `treated`; the copies of a simulated step (`planning.stage_seconds.copy_seconds`)
-    are sums of `saved_bytes`, which may differ a little. again_seconds: of recomputed forwards; part of `seconds`, or
-    hidden behind copies that take longer.
+    are sums of `saved_bytes`, which may differ a little. again_seconds: of recomputed forwards; in `seconds` or hidden
+    by copies.
     """
 
     intervals: tuple[MemoryInterval, ...]
@@ -254,11 +254,11 @@ class Columns(NamedTuple):
 
 
 class States:
-    """The states of choices, numbered over all cuts.  cut: of each state. before: of any choice in it. keeps: True
-    where its last segment is of kind KEEP. beside: bytes of the next segment's inputs that these choices hold or give
-    away. outputs: the part of it on the device that is the last segment's outputs, which matters for the next segment
-    only. family: states of the same number differ in `keeps` and `outputs` alone. later: bytes that calls give away
-    count, since all of them leave together.
+    """The states of choices, numbered over all cuts. cut: of each state. before: of any choice in it. keeps: True where
+    its last segment is of kind KEEP. beside: bytes of the next segment's inputs that these choices hold or give away.
+    outputs: the part of it on the device that is the last segment's outputs, which matters for the next segment only.
+    family: states of the same number differ in `keeps` and `outputs` alone. later: bytes that calls give away count,
+    since all of them leave together.
     """
 
     def __init__(self, ranges: RangeBytes, later: bool) -> None:

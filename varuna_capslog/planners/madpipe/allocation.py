@@ -50,7 +50,7 @@ __all__ = ["CLOSE", "COUNTINGS", "Allocation", "ChainCosts", "allocation_within"
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """Costs of a chain of L layers, and the devices that it is planned for.  forward, backward: [L] seconds of one
+    """Costs of a chain of L layers, and the devices that it is planned for. forward, backward: [L] seconds of one
     microbatch. transfer: [L + 1] seconds of one message over the cut before each layer. crossing: [L + 1] bytes of this
     message, 0 at both ends; the paper's a_l. saved: [L] bytes that each microbatch in flight holds; the paper's
     a_{i-1}. static: [L] bytes that a layer always holds: the paper's 3 W under two versions of the weights (2BW), else
@@ -155,7 +155,7 @@ class ChainCosts:
         return self.of("static", first, end) + in_flight * self.of("saved", first, end) + buffers
 
 
-# -- MadPipe-DP (Sec
+# -- MadPipe-DP (Sec. 4.2)
 
 
 COUNTINGS = ("least", "most", "none", "printed")

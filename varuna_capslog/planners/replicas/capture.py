@@ -21,9 +21,9 @@ Deviations, unless `printed` is True:
 - Replicas keep the gradients of each of their blocks until the exchange, which the paper's all-reduce does not. With
   `costs.blocks` blocks in a step a replica holds ceil(blocks / d) - 1 more gradients of its parameters, and takes as
   many microbatches at once as a block has.
-- For degrees above 4 the paper fits a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is a + b
-  / d; the logarithm predicts only the weights for 8, and less than the weights beyond. Here the bytes of every degree
-  follow from its number of calls, and nothing is fitted.
+- For degrees above 4 the paper fits a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
+  a + b / d; the logarithm predicts only the weights for 8, and less than the weights beyond. Here the bytes of every
+  degree follow from its number of calls, and nothing is fitted.
 - Tensor parallelism is left out, since no layer offers it.
 """
 
@@ -59,7 +59,7 @@ class DegreePeaks:
         return AdditiveCosts.of_statistics(self.costs.isolated, self.costs.added)
 
     def of(self, first: int, end: int, degree: int, in_flight: int) -> float:
-        """Return the bytes of layers first .. end-1 on each of `degree` devices. in_flight: of all of these."""
+        """Return the bytes of layers first .. end-1 on each of `degree` devices. in_flight: of all these together."""
         if self.printed and degree > _MEASURED:
             two, four = self.of(first, end, 2, in_flight), self.of(first, end, _MEASURED, in_flight)
             slope = (four - two) / math.log(2)
@@ -128,8 +128,8 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
 
 @dataclass
 class _Rest:
-    """Stages from some layer to the loss. row: bytes of their devices, the largest first. in_flight: microbatches in
-    flight in the first stage, with `end` and `degree`. at_once: microbatches that the widest stage takes at once.
+    """Stages from some layer to the loss. row: bytes of their devices, the largest first. in_flight, end, degree: of
+    the first stage. at_once: microbatches that the widest stage takes at once. behind: the stages behind the first.
     """
 
     row: list[float]
@@ -147,9 +147,7 @@ class _Rest:
         return -(-needed // size) * size, max(size, self.at_once)
 
     def no_worse(self, row: list[float], in_flight: int, at_once: int) -> bool:
-        """Return True where these stages dominate stages with such numbers, whatever stands before both: limits grow
-        with the microbatches in flight behind.
-        """
+        """Return True where these stages dominate others: limits grow with the microbatches in flight behind."""
         return self.at_once == at_once and self.in_flight <= in_flight and self.row <= row
 
 

@@ -32,7 +32,7 @@ class ReplicatedStage:
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """Costs of a model of L layers, and the devices that it is planned for.  seconds: [L] forward and backward of one
+    """Costs of a model of L layers, and the devices that it is planned for. seconds: [L] forward and backward of one
     microbatch. static: [L] bytes of parameters, gradients and moments. saved: [L] bytes that each microbatch in flight
     holds. parameters: [L] bytes that replicas exchange. These bytes are 0 where they are not needed. cuts: [L + 1]
     bytes that cross the cut before each layer, in the forward direction; 0 at both ends. edges: (layer that writes,

@@ -391,7 +391,7 @@ class StageGraphs:
             )
 
     def _with_an_end(self, tree: Series, first: int, place: int, end: int, behind: _State) -> Iterator[_Found]:
-        """Yield graphs in which a join shares a stage with the end of one branch, or with the last few branches."""
+        """Yield graphs in which a join and parts behind it share a stage with a branch's end or the last branches."""
         part, after = tree.parts[place], tree.parts[place + 1 : end]
         assert isinstance(part, Parallel)
         tail = functools.reduce(_sum, map(self.tree.sums, after), _NOTHING)
