@@ -1,7 +1,6 @@
 """Planners, which choose cuts from the costs of stages and a number of devices, and the tables of their names.
 
-`search.plan` calls `find_cuts`; a planner itself is a plain function on numbers. Planners that also choose memory
-intervals have a table of their own, and `planning/fastest` calls them. Nothing here imports torch.
+A planner is a plain function on numbers; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -108,11 +107,9 @@ def find_cuts(
 ) -> list[int]:
     """Return the first layer of each of `devices` stages, chosen by the planner of this name.
 
-    costs: of the profile for this run. usable: bytes that a stage may hold on each device; None means no limit.
-    run, link, speeds (of each device, at most 1): for planners that need seconds; `throughput` returns the smallest
-        peak where no cut list fits.
-
-    Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
+    costs: of the profile for this run. usable: bytes that a stage may hold on each device; None: no limit. run, link,
+    speeds (of each device, at most 1): for planners that need seconds; `throughput` returns the smallest peak if none
+    fits. Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
     """
     if planner in BALANCED:
         return BALANCED[planner](profile, devices)

@@ -43,9 +43,8 @@ _RECOMPUTE = tuple(kind for kind in INTERVAL_KINDS if not MemoryInterval(0, 1, k
 
 
 def budget_stages(chain: Layerwise) -> list[StageChoice]:
-    """Return the stages in order; where nothing fits, the cuts and intervals that exceed the memory least.
-
-    Raises CapslogError where the schedule splits backwards and the profile lacks their halves.
+    """Return the stages in order; where nothing fits, the cuts and intervals that exceed the memory least. Raises
+    CapslogError where the schedule splits backwards and the profile lacks their halves.
     """
     stages = BudgetSearch(chain).stages(chain)
     assert stages is not None, "no stage was too long"
@@ -70,13 +69,9 @@ def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
 
 
 class BudgetSearch:
-    """Searches one chain under several schedules, which share the cheapest intervals of its stages.
-
-    longest: stages whose call takes more seconds are left out, so that no plan is found whose step takes longer than
-        the calls of such a stage. Default: no limit.
-
-    Attributes:
-        borders: cuts of a long chain where stages and intervals may begin and end; None: everywhere.
+    """Searches one chain under several schedules, which share the cheapest intervals of its stages. longest: stages
+    whose call takes more seconds are left out, so that no plan's step takes longer than such a stage's calls;
+    default: no limit. borders: cuts of a long chain where stages and intervals may begin and end; None: all.
     """
 
     def __init__(self, chain: Layerwise, longest: float = np.inf) -> None:
@@ -87,11 +82,8 @@ class BudgetSearch:
         self._places_of: dict[str, _Places] = {}
 
     def stages(self, chain: Layerwise) -> list[StageChoice] | None:
-        """Return the stages in order, under the schedule of this chain.
-
-        Where nothing fits, return the stages that exceed the memory least, or None where stages were left out.
-
-        Raises CapslogError where the schedule splits backwards and the profile lacks their halves.
+        """Return the stages under this chain's schedule. Where nothing fits, return those that exceed the memory least,
+        or None where stages were left out. Raises as `budget_stages` does.
         """
         places, reserved = self._places(chain), np.zeros(chain.stages, dtype=np.int64)
         seconds, run = places.question.seconds, places.question.run
@@ -113,10 +105,8 @@ class BudgetSearch:
     def cheapest(
         self, chain: Layerwise, stage: int, first: int, end: int, size: float, in_flight: int | None = None
     ) -> Intervals | None:
-        """Return the cheapest intervals of layers first .. end-1 as this stage that take at most `size` bytes, counting
-        the stage's own bytes; None where there are none, or where such stages were left out.
-
-        in_flight: calls; default: those of the schedule of this chain.
+        """Return the cheapest intervals of layers first .. end-1 as this stage that take at most `size` bytes of its
+        own; None where there are none, or such stages were left out. in_flight: calls; default: those of `chain`.
         """
         if chain.seconds(first, end) > self.longest or (self.borders is not None and not {first, end} <= self.borders):
             return None
@@ -124,9 +114,7 @@ class BudgetSearch:
         return None if choice is None else choice.intervals
 
     def bound_seconds(self, chain: Layerwise) -> float:
-        """Return a lower bound of the step over all cuts and intervals, under the schedule of this chain; infinite
-        where no plan can fit.
-
+        """Return a lower bound of the step over all cuts and intervals for this schedule; infinite if no plan can fit.
         Each range at each position counts at least the seconds of the cheapest list that the memory allows (`_work`),
         and `throughput.least_step` adds the time that no schedule can avoid for stages of such seconds, that on the
         links included. Where backwards are split, and for long chains, the cost of limited memory is not counted.
@@ -145,13 +133,11 @@ class BudgetSearch:
         self, places: _Places, stage: int, in_flight: int, early: bool, last_at_once: bool
     ) -> NDArray[np.float64]:
         """Return [L, L + 1]: least seconds for which every call of a stage occupies its rank, or the copies beside it,
-        beyond the seconds of its layers; the other arguments are those of `_held_at_least`.
-
-        Admissible: by `IntervalFronts.bounds` no list that fits takes less, and a list fits only if the rank can hold
-        it at a forward and at a backward with so many calls in flight. Both come after the first backward, with
-        gradients of parameters beside them. Where they may come earlier, the rank has additional room for these
-        gradients, and for the running statistics of calls that have not begun. The sum of earlier blocks may not exist
-        yet.
+        beyond the seconds of its layers; the other arguments are those of `_held_at_least`. Admissible: by
+        `IntervalFronts.bounds` no list that fits takes less, and a list fits only if the rank can hold it at a forward
+        and at a backward with so many calls in flight. Both come after the first backward, with gradients of parameters
+        beside them. Where they may come earlier, the rank has more room for these gradients, and for the running
+        statistics of calls not yet begun. The sum of earlier blocks may not exist yet.
         """
         run, usable = places.question.run, min(NEVER - 1, places.chain.usable[stage])
         calls, fronts = run.microbatches, places.fronts[stage]
@@ -177,7 +163,6 @@ class BudgetSearch:
 
     def _fronts_of(self, question: Question, at_once: bool, last: bool) -> IntervalFronts:
         """Return the cheapest intervals of stages whose backwards all directly follow their forwards, or none of them.
-
         last: they are needed for the last stage alone.
         """
         chain, run = self._chain, question.run
@@ -227,14 +212,11 @@ def _borders(chain: Layerwise) -> frozenset[int] | None:
 
 @functools.lru_cache(maxsize=256)
 def _held_at_least(schedule: str, stages: int, calls: int, k: int) -> list[tuple[int, bool, bool]]:
-    """Return for each stage, over every list that the schedule makes: the fewest calls in flight; True where they may
-    be early (`_in_flight`); True where only the last call's backward may directly follow its forward, so that none of
-    that call must recompute.
-
-    The lists of schedules that always recompute depend on the set of stages that do. None has fewer calls in flight
-    than the list in which all recompute, and none has a direct backward of another call than the last
-    (`tests/planners/test_budget.py`). Everything else is looked up in all lists of short steps, and taken to be
-    possible in long ones.
+    """Return for each stage, over every list of the schedule: the fewest calls in flight; True where they may be early
+    (`_in_flight`); True where only the last call's backward may directly follow its forward, and recompute nothing. The
+    lists of schedules that always recompute depend on the set of stages that do. None has fewer calls in flight than
+    that in which all recompute, nor a direct backward except the last call's (`tests/planners/test_budget.py`). All
+    else is looked up in all lists of short steps, and taken to be possible in long ones.
     """
     varies, graph = schedule in ALWAYS_RECOMPUTE, StageGraph.line(stages, calls)
     short = varies and stages <= _ALL_STAGES and stages * calls <= _ALL_CALLS
@@ -277,7 +259,6 @@ def _in_flight(row: Sequence[Action]) -> tuple[int, bool]:
 @dataclass(frozen=True)
 class _Places(StageCosts):
     """Least cost of each range of layers at each position of the pipeline; as `StageCosts`, its fewest bytes.
-
     fronts: the cheapest intervals as each stage. fewest: [S], the fewest bytes of every range as each stage.
     """
 
@@ -307,9 +288,7 @@ class _Places(StageCosts):
         return np.maximum(0.0, seconds - both)
 
     def stages(self, cuts: Sequence[int], usable: Sequence[int]) -> list[StageChoice]:
-        """Return the stages of a cut list, with the cheapest intervals that fit, or else those of the fewest bytes. The
-        bytes that they lack come from the fold.
-        """
+        """Return the stages of a cut list, with the cheapest intervals that fit, or else those of the fewest bytes."""
         chain, stages = self.chain, []
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True)):
             most = max(usable[stage], self.stage_bytes(first, end, stage))

@@ -3,9 +3,8 @@
 Algorithms 1 and 2 of the paper (Sec. III-B) find the smallest peak where the peak of a stage grows with every layer
 added at either end. Otherwise the result may be worse than the best; that of `exact` never is.
 
-Fill-first does not balance the stages below the peak. The paper says so (end of Sec. III-B) and does not treat it; the
-tie-breaker is in the program published with it (henkdr/CAPSlog at cc11640, mode `bs_tb`). The peak is that of
-`capslog`. `exact` returns the most even of all cut lists instead.
+Unlike `exact`, fill-first does not balance the stages below the peak. The paper says so (end of Sec. III-B) and does
+not treat it; the tie-breaker is in the program published with it (henkdr/CAPSlog at cc11640, mode `bs_tb`).
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ def capslog_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
 
     This is Algorithm 1 with tighter bounds and longer steps. The paper begins with l = 0 and r = the memory of a
     device; here r is the peak of fill-first without a threshold, so that the smallest peak is found whether or not it
-    fits. The paper continues with threshold - 1 or threshold + 1; here, on either side, thresholds at which fill-first
-    would return the same stages are skipped. Where feasibility rises with the threshold, the result is that of
-    Algorithm 1.
-
-    O(G log L) per threshold where every M_a >= 0, O(L) otherwise; at most log2 of the first peak thresholds.
-
-    The paper has only the additive model. Other costs are filled layer by layer, each stage at its own position.
+    fits. The paper continues with threshold - 1 or threshold + 1; here thresholds at which fill-first would return the
+    same stages are skipped. Where feasibility rises with the threshold, the result is that of Algorithm 1. The paper
+    has only the additive model; other costs are filled layer by layer, each stage at its own position. O(G log L) per
+    threshold where every M_a >= 0, O(L) otherwise; at most log2 of the first peak thresholds.
     """
     low, most = 0, NEVER
     fill_first: Callable[[Any, int, int], _Filled] = _fill_any_costs
@@ -66,13 +62,10 @@ _Filled = tuple[list[int], int, int]
 
 def _fill_by_bisection(costs: AdditiveCosts, devices: int, threshold: int) -> _Filled:
     """Run FILL_FIRST of Algorithm 2 where every M_a >= 0, so that bisection finds the last layer that still fits.
-
     Devices 0 .. G-2 are filled in turn, each with at least one layer and leaving one for each that follows; device G-1
-    takes the remaining layers (the algorithm's text; its printed indices would give G + 1 stages).
-
-    Return the cuts, the predicted peak, and the smallest threshold above `threshold` that could change the result. The
-    first stage above the threshold shows that the threshold is too low; the search ends there, and its cuts are not
-    used.
+    takes the remaining layers (the algorithm's text; its printed indices would give G + 1 stages). Return the cuts, the
+    predicted peak, and the smallest threshold above `threshold` that could change the result. The search ends at the
+    first stage above the threshold, which is then too low: its cuts are not used.
     """
     head, running = costs.head, costs.running
     num_layers = len(head)
@@ -129,10 +122,8 @@ def capslog_tb_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] |
         plan the layers by Algorithm 1; fix the stage with the highest prediction (of several, the first);
         do the same with the layers and devices before it, and with those behind it.
 
-    There is one deviation: a part keeps its stages where its new plan has a higher peak (possible only where peaks do
-    not grow with every layer), so that no part gets worse.
-
-    O(G) searches of CAPSlog, on ever smaller parts.
+    The peak is that of `capslog_cuts`. One deviation: a part keeps its stages where its new plan has a higher peak
+    (only where peaks do not grow with every layer), so that no part gets worse. O(G) ever smaller searches of CAPSlog.
     """
     cuts = capslog_cuts(costs, devices)
     used = costs.peaks(cuts)

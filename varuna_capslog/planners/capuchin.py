@@ -41,9 +41,8 @@ class _Pick(NamedTuple):
 
 
 def treated_stage(chain: Layerwise, stage: int, first: int, end: int) -> StageChoice:
-    """Return layers first .. end-1 as stage `stage`, with the fewest picks of the greedy choice that make it fit.
-
-    Where all picks together do not fit, `lack` is the number of missing bytes (`Layerwise.fewest`).
+    """Return layers first .. end-1 as stage `stage`, with the fewest picks of the greedy choice that make it fit; see
+    `Layerwise.fewest` where all picks together do not fit.
     """
     return chain.fewest(stage, first, end, lambda: _choices(chain, stage, first, end))
 
@@ -111,10 +110,7 @@ def _free_seconds(chain: Layerwise, stage: int, layer: int, end: int, busy: floa
 
 
 def _exposed_seconds(chain: Layerwise, layer: int, copied: float, busy: float, free: float) -> float:
-    """Return the seconds that one more swap costs: the part of its copies that does not overlap.
-
-    copied: seconds of the copies in one direction so far.
-    """
+    """Return the seconds of one more swap that do not overlap. copied: seconds of copies in one direction so far."""
     once = chain.copy_seconds(layer)
     if not chain.copies_beside:
         return 2 * once

@@ -1,8 +1,8 @@
 """Collage's two levels of choosing a backend for every part of a model; here, a variant for every layer of a chain.
 
 Jeon, thesis, chapter 2: level 1 adds up the costs of matched parts alone (Alg. 1); level 2 gives further parts to a
-backend that works across parts, and measures the whole model. `start/collage_start` calls both; it measures nothing.
-It is a baseline: it considers only seconds, while planner `budget` also considers bytes, cuts and memory intervals.
+backend that works across parts, and measures the whole model (`start/collage_start` does). Collage is a baseline: it
+considers only seconds, while planner `budget` also considers bytes, cuts and memory intervals.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def patterns_of(profile: Profile) -> list[LayerPattern]:
 def placed(
     num_layers: int, edges: Sequence[tuple[int, int]], patterns: Sequence[LayerPattern], switch_seconds: float = 0.0
 ) -> Placement:
-    """Return the cheapest cover (Alg. 1). Every layer must have a pattern of its own.
+    """Return the cheapest cover (Alg. 1). Every layer must have a pattern of its own. edges: (writing, reading layer).
 
     State: the set of covered layers. Transition: the frontier layer of the least depth is the root of a pattern. Cost
     (2.3): the pattern's own and the switch epsilon, which counts once per pattern, also where the backend stays the
@@ -84,9 +84,6 @@ def placed(
     As printed, lines 14 to 22 are inside the loop over new frontier layers. The last pattern has none of these, so the
     cost of the whole graph is never set; and C_opt has no initial value. Here these lines are behind that loop, and the
     cost of a set without an entry is infinite.
-
-    Args:
-        edges: (layer that writes, layer that reads).
     """
     after: dict[int, list[int]] = {layer: [] for layer in range(num_layers)}
     depth = [0] * num_layers
@@ -139,16 +136,9 @@ def evolved(
     rounds: int = 4,
     population: int = 6,
 ) -> Bits:
-    """Return the best bit string of an evolutionary search (2.4.3): mutation, selection, two-point crossover.
-
-    A bit is True where its part is given to the backend that works across parts. The first strings are all False, all
-    True, and random.
-
-    Args:
-        size: bits of a string.
-        seconds_of: measures several strings; no string is measured twice.
-        rounds: generations.
-        population: strings of one generation.
+    """Return the best bit string of an evolutionary search (2.4.3): mutation, selection, two-point crossover. A bit is
+    True where its part is given to the backend that works across parts. The first strings are all False, all True, and
+    random. size: bits. seconds_of: measures strings, none twice. rounds: generations of `population` strings.
     """
     draw = random.Random(seed)
     measured: dict[Bits, float] = {}

@@ -1,9 +1,9 @@
 """DawnPiper's planner: binary partition between balanced seconds and balanced bytes, and Capuchin's greedy per stage.
 
 Algorithms 1 and 2 of the paper (DawnPiper, Sec. 4 and App. B). Theorem 4.1: for two stages, the best cut lies between
-the cut that balances seconds and the one that balances bytes, where both grow along the chain, transfers take less time
-than computation, and the bytes that can be saved are spread evenly. For more stages the binary scheme is a heuristic:
-on random chains the slowest of eight stages was up to 15 % slower than the best (`benchmarks/layerwise`).
+the cut that balances seconds and that which balances bytes, where both grow along the chain, transfers take less time
+than computation, and the bytes that can be saved are spread evenly. For more stages the binary scheme is a
+heuristic: on random chains the slowest of eight stages was up to 15 % slower than the best (`benchmarks/layerwise`).
 
 Deviations from the printed text:
 
@@ -13,18 +13,17 @@ Deviations from the printed text:
 - `AdjacentPartition` is `BiPar` for two stages whose halves are single stages, so there is one function. Lines 3 to 5,
   which return when the balanced seconds fit, are its first round, after which it stops.
 - In the text, a candidate without memory optimisation also ends the walk where a stage does not fit and has nothing to
-  treat. Here the walk ends only where all stages fit; where no candidate fits, the one that lacks least is taken.
+  treat. Here the walk ends only where all stages fit; where no candidate fits, that which lacks least is taken.
 - Alg. 2's input "GPU peak memory limit" must be the bytes of all layers, or the M_x do not add up; here it is the peak
   that its own loop reaches over all of them.
-- Equation (2) multiplies a stage's bytes by the copies that PipeDream keeps, l - x + 1, weights and optimizer state
-  among them. Here weights are never stale and kept once. Equation (2) still places the memory-balanced cuts, with the
-  microbatches in flight of the run's schedule (those of 1F1B are l - x + 1, while there are as many); `Layerwise.peak`
-  decides if a stage fits.
+- Equation (2) multiplies a stage's bytes by the copies that PipeDream keeps, l - x + 1, also of weights and optimizer
+  state. Here weights are never stale and kept once. Equation (2) still places the memory-balanced cuts, with the run's
+  microbatches in flight (l - x + 1 under 1F1B, while there are as many); `Layerwise.peak` decides if a stage fits.
 - Its nodes are operators; here they are the layers of the chain, and every stage keeps at least one. A balanced
-  position is rounded up to the end of a layer, as printed, so that the theorem holds to within one layer: a better cut,
-  or the only one that fits, may lie one layer outside the walk.
+  position is rounded up to the end of a layer, as printed, so the theorem holds to within one layer: a better cut, or
+  the only cut that fits, may lie one layer outside the walk.
 - App. B.2 leaves out cuts that many tensors cross, not counting those that cross all candidates. Where a profile has
-  the tensors, only candidates that at most one further tensor crosses are walked; all where there is no such candidate.
+  the tensors, only candidates that at most one further tensor crosses are walked; all where there is none of these.
 """
 
 from __future__ import annotations
@@ -91,10 +90,7 @@ def _candidates(chain: Layerwise, first: int, end: int, stages: tuple[int, int, 
 
 
 def compute_balanced(chain: Layerwise, first: int, end: int, stages: tuple[int, int, int]) -> int:
-    """Return the cut behind stage `middle` that divides layers first .. end-1 evenly by their seconds.
-
-    stages: the first, the middle and the last stage of these layers.
-    """
+    """Return the cut behind stage `middle` that divides the layers' seconds evenly. stages: first, middle, last."""
     first_stage, middle, last_stage = stages
     target = chain.seconds(first, end) * (middle - first_stage + 1) / (last_stage - first_stage + 1)
     layer, so_far = first, 0.0
@@ -107,10 +103,7 @@ def compute_balanced(chain: Layerwise, first: int, end: int, stages: tuple[int, 
 
 
 def memory_balanced(chain: Layerwise, first: int, end: int, stages: tuple[int, int, int]) -> int:
-    """Return the cut of Algorithm 2 behind stage `middle`, for layers first .. end-1.
-
-    stages: the first, the middle and the last stage of these layers.
-    """
+    """Return the cut of Algorithm 2 behind stage `middle`; the arguments are those of `compute_balanced`."""
     first_stage, middle, last_stage = stages
     shares = [1 / chain.in_flight[stage] for stage in range(first_stage, last_stage + 1)]
     unit = chain.once(first, end) / sum(shares)

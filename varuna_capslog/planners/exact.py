@@ -1,11 +1,8 @@
-"""The cut list with the smallest peak, for any statistics, and among those the most even one. The default planner.
+"""The cut list with the smallest peak, for any statistics, and among those the most even. The default planner.
 
-Unlike CAPSlog's search it needs no monotone statistics, because dynamic programming covers every cut list. It also
-finds the smallest number of devices that suffices.
-
-A stage's bytes may depend on its position in the pipeline in any way. Where they do, and where devices differ, the
-search goes through the ranges of layers that fit, position by position; otherwise `most_even` searches a band of
-stages.
+Unlike CAPSlog's search it needs no monotone statistics, because dynamic programming covers every cut list. Where a
+stage's bytes depend on its position in the pipeline, in any way, and where devices differ, the search goes through the
+ranges of layers that fit, position by position; otherwise `most_even` searches a band of stages.
 """
 
 from __future__ import annotations
@@ -51,9 +48,8 @@ _SECONDS_PER_CELL = 1.5e-9
 
 
 def most_even(band: Band, devices: int) -> list[int]:
-    """Return, of all cut lists with the smallest peak, the one with the smallest descending list of stage peaks.
-
-    Ties are broken by the smallest cut list. There must be a cut list.
+    """Return, of all cut lists with the smallest peak, that with the smallest descending list of stage peaks; ties are
+    broken by the smallest cut list. There must be a cut list.
 
     A large search is split wherever all cut lists with the smallest peak have the same cut at the same stage: the most
     even cut list then consists of those of its parts, since adding stages to two lists of peaks does not change their
@@ -99,13 +95,12 @@ def _transitions(band: Band, devices: int) -> int:
 
 
 def _smallest_peaks(band: Band, devices: int) -> list[Band]:
-    """Return for g = 1 .. G the smallest peak of each prefix cut into g stages.
+    """Return for g = 1 .. G the smallest peak of each prefix cut into g stages. O(G W B) in G numpy steps.
 
     State       (g, m): layers 0 .. m-1 in g stages, g <= m < g + W with W = L - G + 1, since G - g layers at least must
                 remain. Entry [g - 1][m - g] of the result.
     Transition  (g, l) -> (g + 1, m) with l < m: stage g holds layers l .. m-1, at most B layers.
     Cost        the larger of the state's peak and the stage's.
-    Complexity  O(G W B) in G numpy steps.
     """
     rows, width = len(band), band.shape[1] - devices
     reached, by_length = _sliding(rows, width, np.dtype(np.int32))
@@ -119,9 +114,8 @@ def _smallest_peaks(band: Band, devices: int) -> list[Band]:
 
 
 def _sliding(rows: int, width: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return a vector of rows - 1 missing states and one level's states, and its view with one row per stage length.
-
-    Column j of the view's row i is the state rows - i layers before the state j of the next level.
+    """Return a vector of rows - 1 missing states and one level's states, and its view with one row per stage
+    length: column j of the view's row i is the state rows - i layers before the state j of the next level.
     """
     states = np.empty(rows - 1 + width, dtype=dtype)
     return states, np.lib.stride_tricks.as_strided(states, (rows, width), (states.itemsize,) * 2)
@@ -137,9 +131,8 @@ def _reached(peaks: Sequence[Band]) -> list[list[int]]:
 
 
 def _alive(band: Band, devices: int) -> list[int]:
-    """Return for g = 0 .. G the set of m such that some cut list of the band has g stages of layers 0 .. m-1.
-
-    A set is an integer with a bit per layer; a stage of d layers shifts it by d. O(G B) shifts of L bits.
+    """Return for g = 0 .. G the set of m such that some cut list of the band has g stages of layers 0 .. m-1. A set is
+    an integer with a bit per layer; a stage of d layers shifts it by d. O(G B) shifts of L bits.
     """
     num_layers = band.shape[1] - 1
     packed = np.packbits(band < UNREACHED, axis=1, bitorder="little")
@@ -177,13 +170,11 @@ def _bits(number: int) -> list[int]:
 
 
 def _ruled_out(band: Band, devices: int, peak: int) -> tuple[Band, list[int]]:
-    """Rule out stages until all remaining cut lists meet somewhere; return the band and its `_alive`.
-
-    The smallest descending list has the smallest peak as few times as possible, and then the smallest next peak; stages
-    between the two peaks are useless. Each round settles one peak in this way. Stages that every remaining cut list
-    holds do not distinguish them: their rank becomes 0, and the peak needs no digit in the rounds that follow.
-
-    It also ends when the rounds have cost as much as searching the remaining stages would.
+    """Rule out stages until all remaining cut lists meet somewhere, or until the rounds have cost as much as searching
+    the remaining stages would; return the band and its `_alive`. The smallest descending list has the smallest peak as
+    few times as possible, and then the smallest next peak; stages between the two peaks are useless. Each round settles
+    one peak in this way. Stages that every remaining cut list holds do not distinguish them: their rank becomes 0, and
+    the peak needs no digit in the rounds that follow.
     """
     settled: list[int] = []
     spent = 0.0
@@ -225,13 +216,9 @@ def _search_seconds(band: Band, devices: int, alive: Sequence[int], peak: int) -
 
 def _next_peak(band: Band, devices: int, settled: Sequence[int]) -> tuple[int, int] | None:
     """Return the largest stage after the settled ones in the most even cut list, and the number of its stages with the
-    last settled peak; None if the numbers get too long.
-
-    State       (g, m) as in `_smallest_peaks`.
-    Transition  as there.
-    Cost        an integer: the number of stages with the first settled peak, the second, ..., and in the lowest digits
-                the rank of the largest other stage. Adding a stage to two such numbers keeps their order.
-    Complexity  O(G W B).
+    last settled peak; None if the numbers get too long. State, transition and complexity: as in `_smallest_peaks`.
+    Cost: an integer, the number of stages with the first settled peak, the second, ..., and in the lowest digits the
+    rank of the largest other stage; adding a stage keeps the order.
     """
     rows, width = len(band), band.shape[1] - devices
     low_bits, digit = settled[0].bit_length(), devices.bit_length()
@@ -272,9 +259,8 @@ def _of_states(band: Band, devices: int, states: Sequence[Iterable[int]]) -> lis
     Cost        the stages' peaks as a multiset, encoded as an integer: a digit per distinct peak, the largest first,
                 that counts the stages with this peak. No count exceeds G, so digits never carry; adding a stage adds
                 its unit, and numbers of equally many stages compare as their descending lists do.
+    Ties        ends are tried in rising order and only a smaller number replaces another: the smallest cut list.
     Complexity  O(G E) additions for E stages, of numbers of O(E log G) bits.
-
-    Ends are tried in rising order and only a smaller number replaces one, hence the smallest cut list among equals.
     """
     num_layers = band.shape[1] - 1
     lengths, ends = np.nonzero(band < UNREACHED)
@@ -344,17 +330,14 @@ _SMALL = 100_000
 
 
 def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> list[int]:
-    """Return the first layer of each of `devices` stages, 1 <= devices <= L.
-
-    The cut list has the smallest peak; among those, the smallest list of stage peaks in descending order (the second
-    largest stage is as small as it can be, and so on); among those, it is the smallest cut list.
+    """Return the first layer of each of `devices` stages, 1 <= devices <= L: the cut list with the smallest peak; among
+    those, with the smallest list of stage peaks in descending order (the second largest stage is as small as it can be,
+    and so on); among those, the smallest cut list. capacities: bytes per stage. Where they differ and some cut list
+    fits, only cut lists that fit are considered; otherwise they change nothing.
 
     At thousands of layers on hundreds of devices, where very many cut lists have the smallest peak and bytes do not
     depend on the position, the list of peaks is truncated to bound memory: the peak is still the smallest, but peaks
     below the 2^17 / log2(G) largest ones that a stage may have are not distinguished.
-
-    `capacities` is one number of bytes per stage. Where they differ and some cut list fits, only cut lists that fit are
-    considered; otherwise they change nothing.
     """
     if capacities is not None and len(set(capacities)) > 1:
         even = costs.peaks(_even_split(costs, devices))
@@ -373,14 +356,9 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
 
 def fewest_devices(costs: StageCosts, capacity: int) -> int | None:
     """Return the smallest number of devices of `capacity` bytes that some cut list fits, None if L do not suffice.
-
     Costs that depend on the position are searched again for every number of devices. Others need one pass over the
-    layers:
-
-    State       m: layers 0 .. m-1 in the fewest stages.
-    Transition  l -> m with l < m where the stage of layers l .. m-1 fits.
-    Cost        the number of stages.
-    Complexity  O(L^2) in as many numpy steps as there are stages.
+    layers, O(L^2) in as many numpy steps as there are stages. State m: layers 0 .. m-1 in the fewest stages.
+    Transition: l -> m with l < m where the stage of layers l .. m-1 fits. Cost: the number of stages.
     """
     if not costs.position_free:
         for devices in range(1, costs.num_layers + 1):
@@ -472,9 +450,7 @@ def _filled(costs: StageCosts, devices: int, threshold: int) -> list[int]:
 
 
 def _with_smallest_peak(ranges: Ranges, devices: int, limits: Sequence[int]) -> list[_Stage]:
-    """Return the stages, by number, of all cut lists of the smallest peak within limits[s] in each stage s; empty where
-    there is none.
-    """
+    """Return the stages of all cut lists of the smallest peak with stage s within limits[s]; empty if there is none."""
     peak, weighed = _weighed(ranges, devices, limits, _KEPT)
     if peak == NEVER:
         return []
@@ -538,10 +514,7 @@ def _begins(ranges: Ranges) -> list[int]:
 
 @dataclass
 class _Stage:
-    """The remaining transitions of one stage, in rising order of (start, end).
-
-    starts, ends: layers starts .. ends-1. bytes: of the stage; 0 once settled.
-    """
+    """Remaining transitions of a stage, by (start, end): layers starts .. ends-1. bytes: of each; 0 once settled."""
 
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
@@ -566,13 +539,11 @@ class _Stage:
 
 
 def _most_even(stages: list[_Stage]) -> list[int]:
-    """Return the cut list with the smallest descending list of peaks, of those the smallest cut list.
-
-    The smallest descending list has its largest peak as few times as possible; of the lists that do, it has the
-    smallest next peak. A round settles one peak in this way: it rules out transitions above the smallest peak of the
-    stages not yet settled, then those that are in no list with the fewest stages of that peak. All remaining lists have
-    equally many of these stages; they are settled and count as 0. At most G rounds of O(E) in G numpy steps for E
-    remaining transitions.
+    """Return the cut list with the smallest descending list of peaks, of those the smallest cut list. The smallest
+    descending list has its largest peak as few times as possible, and then the smallest next peak. A round settles one
+    peak in this way: it rules out transitions above the smallest peak of the stages not yet settled, then those that
+    are in no list with the fewest stages of that peak. All remaining lists have equally many of these stages; they are
+    settled and count as 0. At most G rounds of O(E) in G numpy steps for E remaining transitions.
     """
     width = int(stages[-1].ends[-1]) + 1
     while sum(len(stage.starts) for stage in stages) > _FEW:
@@ -588,11 +559,8 @@ def _most_even(stages: list[_Stage]) -> list[int]:
 def _rule_out(
     stages: list[_Stage], width: int, cost: Callable[[Bytes], Bytes], join: Callable[[Bytes, Bytes], Bytes]
 ) -> int:
-    """Keep the transitions of the cut lists whose costs join to the least total, and return this total.
-
-    State       (g, l): layers from l on in the stages g .. G-1.
-    Transition  (g + 1, m) -> (g, l): stage g holds layers l .. m-1.
-    Cost        `join` (maximum or sum) of the stages' costs.
+    """Keep the transitions of the cut lists whose costs join to the least total, and return this total. State and
+    transition are those of `_weighed`; the cost is `join` (maximum or sum) of the stages' costs.
     """
     nothing = 1 << 61
     later = np.full(width, nothing, dtype=np.int64)
@@ -617,15 +585,8 @@ def _rule_out(
 
 
 def _by_long_numbers(stages: Sequence[_Stage]) -> list[int]:
-    """Return the most even cut list by comparing lists of peaks, each encoded as one integer.
-
-    State       (g, l): layers from l on in the stages g .. G-1.
-    Transition  (g + 1, m) -> (g, l): stage g holds layers l .. m-1.
-    Cost        a digit per distinct peak, the largest first, that counts the stages with this peak. No count exceeds G,
-                so digits never carry, and numbers of equally many stages compare as their descending lists do.
-    Complexity  O(E) additions of numbers of O(E log G) bits for E transitions.
-
-    Ends are tried in rising order and only a smaller number replaces one, hence the smallest cut list among equals.
+    """Return the most even cut list; states are those of `_weighed`, and transitions, costs and ties those of
+    `_of_states`. O(E) additions of numbers of O(E log G) bits for E transitions.
     """
     distinct, ranks = np.unique(np.concatenate([stage.bytes for stage in stages]), return_inverse=True)
     digit = len(stages).bit_length()

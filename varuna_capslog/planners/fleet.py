@@ -1,9 +1,8 @@
 """Integer program of `joint`: the number of pipelines of each template.
 
 From the devices of each kind and the seconds of each template for 1, 2, ... blocks, it finds the least time in which
-all blocks are done, and a fleet that uses most devices within it. Dynamic programming composes small fleets exactly; of
-large ones the bulk is the rounded-down linear relaxation (HiGHS, scipy), and the remaining devices are composed
-exactly.
+all blocks are done, and a fleet that uses most devices within it. Dynamic programming composes small fleets exactly,
+and of large ones the devices beyond the rounded-down linear relaxation (HiGHS, scipy).
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ class Fleet:
 
 
 def compose(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats, least: float = 0.0) -> Fleet | None:
-    """Return the fleet of the least time that uses most devices; None if there is none.
-
-    sizes: [T, K], devices of kind k in template t. counts: [K], available devices. times: [shares, T], seconds of a
-    template with 1, 2, ... blocks; inf where it cannot hold them. least: known lower bound of the time.
+    """Return the fleet of the least time that uses most devices; None if there is none. sizes: [T, K], devices of kind
+    k in template t. counts: [K], available devices. times: [shares, T], seconds of a template with 1, 2, ... blocks;
+    inf where it cannot hold them. least: known lower bound of the time.
 
     Within a time each template has a gain, the blocks that it can take. A time is enough if pipelines whose gains sum
     to at least `blocks` can be made of the devices; more pipelines than blocks are never needed, since a gain is 1 or
@@ -128,11 +126,8 @@ def _first(length: int, holds: Callable[[int], bool]) -> int | None:
 def _used(
     sizes: Numbers, counts: Sequence[int], blocks: int, gains: Numbers, most_devices: bool = False
 ) -> list[int] | None:
-    """Return the number of pipelines of each template in a fleet that does all blocks; None if no fleet was found.
-
-    The fleet has at most one pipeline per block.
-
-    most_devices: use as many devices as possible. Otherwise dominated templates are ignored.
+    """Return the number of pipelines of each template in a fleet that does all blocks, at most one per block; None if
+    no fleet was found. most_devices: use as many devices as possible; otherwise dominated templates are ignored.
     """
     useful = np.flatnonzero(gains).tolist() if most_devices else _not_dominated(sizes, gains)
     if not useful:
@@ -203,9 +198,7 @@ def _relaxed(sizes: Numbers, counts: Sequence[int], blocks: int, gains: Numbers,
 
 def _composed(sizes: Numbers, counts: Sequence[int], slots: int, gains: Numbers, blocks: int) -> Numbers | None:
     """Return the number of pipelines of each template, at most `slots` in all, that do `blocks` on most devices; None
-    if there are none.
-
-    Where the slots could be too few, they count as a kind of device of which each template needs one.
+    if there are none. Where slots could be too few, they count as a kind of device: each template needs one.
     """
     if slots < sum(counts):
         sizes, counts = np.concatenate([sizes, np.ones((len(sizes), 1), dtype=np.int64)], axis=1), [*counts, slots]
@@ -306,10 +299,8 @@ def waiting_blocks(profile: Profile, share: int, blocks: int) -> int:
 
 
 class Pipelines:
-    """Computes bounds and layouts of all pipelines that can be made of the devices, for one profile.
-
-    run: the whole step, whose blocks are divided among the pipelines.
-    beside: bytes on the device beside training, for each layer that a rank holds; default none.
+    """Computes bounds and layouts of all pipelines that can be made of the devices, for one profile. run: the whole
+    step, whose blocks they divide. beside: bytes beside training, for each layer that a rank holds; default none.
     """
 
     def __init__(
@@ -336,7 +327,6 @@ class Pipelines:
         self._wide: set[tuple[int, int]] = set()
 
     def _of_blocks(self, share: int) -> RunShape:
-        """Return the run of a pipeline with `share` of the blocks."""
         return replace(self._run, num_microbatches=share * self.of_block, num_blocks=share)
 
     def costs(self, share: int) -> StageCosts:
@@ -347,9 +337,7 @@ class Pipelines:
         return raised(costs, np.asarray(np.maximum(ranges, 0), dtype=np.int64))
 
     def _exchange_seconds(self, share: int, stage_parameters: float) -> float:
-        """Return the seconds in which a stage with `stage_parameters` bytes receives the gradients of the other
-        pipelines' blocks.
-        """
+        """Return the seconds in which a stage of these bytes receives the gradients of the other pipelines' blocks."""
         if share == self.blocks or self._link.bandwidth is None:
             return 0.0
         return (self.blocks - share) * stage_parameters / self._link.bandwidth
@@ -364,9 +352,8 @@ class Pipelines:
         return self._of_share[share].seconds_of + least
 
     def column(self, number: int, share: int, wide: bool = False) -> Column | None:
-        """Lay out and simulate a template with a share of blocks; return None where no tried order fits.
-
-        `bounds` must have been called for this share. wide: search longer.
+        """Lay out and simulate a template with a share of blocks; return None where no tried order fits. `bounds` must
+        have been called for this share. wide: search longer.
         """
         key = (number, share)
         if key not in self._columns or (wide and key not in self._wide):
@@ -412,9 +399,8 @@ def _all_orders(template: Template) -> Iterator[tuple[int, ...]]:
 
 
 class _Templates:
-    """Bounds and layouts of all templates for the microbatches of `run`.
-
-    seconds_of[i]: no order of the devices of templates[i] and no cut list that fits takes less; inf where none fits.
+    """Bounds and layouts of all templates for the microbatches of `run`. seconds_of[i]: no order of the devices of
+    templates[i] and no cut list that fits takes less; inf where none fits.
 
     State       (g, l): layers l .. L-1 on g[k] devices of each kind k, timed from the beginning of the first of them.
     Transition  (g - one of kind k, m) -> (g, l) with l < m: the first device is of kind k and holds layers l .. m-1.
@@ -508,5 +494,4 @@ class _Templates:
 
 
 def _without(template: Template, kind: int) -> Template:
-    """Return the template with one device of a kind fewer."""
     return (*template[:kind], template[kind] - 1, *template[kind + 1 :])

@@ -18,9 +18,8 @@ _LEAST = 1e-9
 
 
 def seconds_balanced_cuts(profile: Profile, devices: int) -> list[int]:
-    """Return the first layer of each stage, balanced by forward and backward seconds (`balance_by_time`).
-
-    Raises CapslogError naming the first layer without seconds.
+    """Return the first layer of each stage, balanced by forward and backward seconds (`balance_by_time`). Raises
+    CapslogError naming the first layer without seconds.
     """
     pairs = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
     return block_partition([forward + backward for forward, backward in pairs], devices)
@@ -28,9 +27,7 @@ def seconds_balanced_cuts(profile: Profile, devices: int) -> list[int]:
 
 def size_balanced_cuts(profile: Profile, devices: int) -> list[int]:
     """Return the first layer of each stage, balanced by the bytes that the forward of one microbatch saves and by
-    parameters, gradients and moments (`balance_by_size`).
-
-    Raises CapslogError naming the first layer without these bytes.
+    parameters, gradients and moments (`balance_by_size`). Raises CapslogError naming the first layer without them.
     """
     pairs = zip(profile.column("saved_bytes"), profile.column("static_bytes"), strict=True)
     return block_partition([saved + static for saved, static in pairs], devices)
@@ -38,12 +35,9 @@ def size_balanced_cuts(profile: Profile, devices: int) -> list[int]:
 
 def block_partition(sequence: Sequence[float], blocks: int) -> list[int]:
     """Return the index of the first element of each of `blocks` blocks of consecutive elements, none of them empty.
-
-    sequence: numbers of at least 0; at least as many as blocks.
-
-    The sums of two blocks differ by at most the largest element. Each step is one of the proof: B_p is a block of the
-    largest sum M, and B_q is the block closest to it among those of the smallest sum m. While M > m + 1 (in units of
-    the largest element), the neighbour of B_q on the side of B_p gives its adjacent element to B_q.
+    sequence: numbers of at least 0; at least as many as blocks. Each step is one of the proof: B_p is a block of the
+    largest sum M, B_q the closest to it of the smallest sum m. While M > m + 1 (in units of the largest element), B_q's
+    neighbour on the side of B_p gives it its adjacent element.
     """
     largest = max(sequence) or 1.0
     units = [max(number / largest, _LEAST) for number in sequence]

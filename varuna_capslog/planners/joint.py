@@ -1,8 +1,7 @@
 """Pipelines, stages and microbatch size together, for any number of devices of any kinds.
 
 N devices become pipelines of different lengths and cuts (7 = 3 + 4), and the microbatches of a step are divided among
-them in whole accumulation blocks, to minimise the time of the slowest pipeline. The start of a run calls it with a
-profile per microbatch size; a live change of the membership calls it again with the profile and blocks of the run.
+them in whole accumulation blocks, to minimise the time of the slowest pipeline.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ class Device:
 
 @dataclass(frozen=True)
 class JointPipeline:
-    """A pipeline of the plan: its devices in stage order, cuts, blocks, seconds and bytes of each stage.
-
-    step_seconds: of the simulator for this pipeline's microbatches, with the gradient exchange.
+    """A pipeline of the plan: its devices in stage order, cuts, blocks, and bytes of each stage. step_seconds: of the
+    simulator for this pipeline's microbatches, with the gradient exchange.
     """
 
     devices: tuple[int, ...]
@@ -83,12 +81,10 @@ class JointPipeline:
 
 @dataclass(frozen=True)
 class JointPlan:
-    """The result of `best_fleet`, and of `search.joint_plan` also where nothing fits.
-
-    step_seconds: of the slowest pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most
-    `max_stages` stages, in any order of the devices and with any cuts, takes less; None where nothing fits, or where
-    too many kinds of devices were merged to fewer, weaker ones.
-    idle: devices that no pipeline uses. blocks: `train.accumulation_blocks` of a run of this plan.
+    """Result of `best_fleet`, and of `search.joint_plan` also where nothing fits. step_seconds: of the slowest
+    pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most `max_stages` stages, in any order
+    of the devices and with any cuts, takes less; None where nothing fits, or where too many kinds of devices were
+    merged to fewer, weaker ones. idle: devices without a pipeline. blocks: `train.accumulation_blocks` of its run.
     """
 
     plan: Plan
@@ -102,10 +98,9 @@ class JointPlan:
 
 @dataclass(frozen=True)
 class NoFleet:
-    """Result where nothing fits the devices, with the data to explain the missing memory.
-
-    run: the whole step, with the fewest blocks that were tried. memory: the memory model's name, resolved.
-    stage_bytes: from a cut list to the bytes of each stage of one pipeline, with the gradients of waiting blocks.
+    """Result where nothing fits, with the data to explain the missing memory. run: the whole step, with the fewest
+    blocks that were tried. memory: the memory model's name, resolved. stage_bytes: from a cut list to the bytes of each
+    stage of one pipeline, with the gradients of waiting blocks.
     """
 
     profile: Profile
@@ -126,23 +121,17 @@ def best_fleet(
     link: Link | None = None,
     max_stages: int | None = None,
 ) -> JointPlan | NoFleet:
-    """Choose pipelines, their devices, cuts and microbatches for a step of `minibatch_size` samples.
+    """Choose pipelines, their devices, cuts and microbatches for a step of `minibatch_size` samples; where nothing
+    fits, return `NoFleet`. A device is left idle only if using it would lengthen the step, or there are fewer blocks
+    and layers than devices. Where devices are of very many kinds, similar kinds are merged to the weaker of them.
 
     profiles: one, or one per microbatch size (condition `microbatch_size`, 1 where there is none) to choose from.
     blocks: `train.accumulation_blocks`; default: every microbatch is a block, or where that does not fit, as many
     blocks as devices, or one. A pipeline owns whole blocks, so there are never more pipelines than blocks. Beside other
     pipelines it keeps the gradients of each of its blocks until all are exchanged, which counts as memory.
-    run: its schedule, recompute and stage_inputs are read; the numbers and sizes are chosen here.
-    memory: as in `search.plan`.
-    link: between neighbouring stages, and between the pipelines for the gradients of other blocks; None: no time.
-    max_stages: of one pipeline; default min(L, N, 16), and more where the blocks are so few that shorter pipelines
-    would leave devices idle.
-
-    Where devices are of very many kinds, similar kinds are merged to the weaker of them.
-
-    A device is left idle only if using it would lengthen the step, or there are fewer blocks and layers than devices.
-    Where nothing fits, return `NoFleet`.
-
+    run: its schedule, recompute and stage_inputs are read; the numbers and sizes are chosen here. memory: as in
+    `search.plan`. link: between neighbouring stages, and between the pipelines for the gradients of other blocks;
+    None: no time. max_stages: of a pipeline; default min(L, N, 16), and more where few blocks would leave devices idle.
     Raises CapslogError for sizes that do not divide, no devices, and profiles without seconds.
     """
     begun = time.perf_counter()
@@ -175,10 +164,9 @@ def best_fleet_of_run(
     link: Link | None = None,
     beside: Sequence[int] | None = None,
 ) -> JointPlan | NoFleet:
-    """Choose the fleet of a run with fixed profile, microbatches and blocks, for a live change of its members.
-
-    run: the whole step. beside: bytes on the device beside training, for each layer that a rank holds; default none.
-    They count against the capacities but are not part of the plan's bytes. All else is as in `best_fleet`.
+    """Choose the fleet of a run with fixed profile, microbatches and blocks, for a live change of its members. run: the
+    whole step. beside: bytes on the device beside training, for each layer that a rank holds; default none. They count
+    against the capacities but are not part of the plan's bytes. All else is as in `best_fleet`.
     """
     begun = time.perf_counter()
     search = _FleetSearch(profile, devices, run, memory, link, None, beside)
@@ -198,9 +186,7 @@ def _microbatches(profile: Profile, minibatch_size: int) -> tuple[int, int]:
 
 
 def _numbers_of_blocks(profile: Profile, minibatch_size: int, devices: int) -> list[int]:
-    """Return the numbers of blocks to try, from the most freedom to the least memory: one block per microbatch, about
-    one per device, one in all.
-    """
+    """Return the numbers of blocks to try, from most freedom to least memory: per microbatch, about per device, 1."""
     count, _ = _microbatches(profile, minibatch_size)
     few = next(number for number in range(min(count, devices), count + 1) if count % number == 0)
     return list(dict.fromkeys((count, few, 1)))
@@ -215,8 +201,6 @@ class _Composed:
 
 
 class _FleetSearch:
-    """Searches the best fleet for one profile."""
-
     def __init__(
         self,
         profile: Profile,
@@ -238,10 +222,8 @@ class _FleetSearch:
         self.bound_seconds: float | None = None
 
     def _choose_kinds(self, max_stages: int | None) -> None:
-        """Group equal devices to kinds, and set the largest number of stages.
-
-        Where there are too many templates, the two kinds whose merging loses least become one kind of the smaller
-        memory and speed. If there are still too many, pipelines become shorter.
+        """Group equal devices to kinds, and set the largest number of stages. Where there are too many templates, the
+        two kinds that lose least become one of the smaller memory and speed; if too many remain, pipelines get shorter.
         """
         most = min(self.profile.num_layers, len(self.devices))
         if max_stages is not None:
@@ -267,7 +249,6 @@ class _FleetSearch:
 
     def best_fleet(self) -> _Composed | None:
         """Compose a fleet from bounds, lay out and simulate its pipelines, and repeat until all of them are simulated.
-
         A bound is never above the simulated time, so a fleet of simulated columns that is the best among bounds and
         simulated times is the best of all columns, each in the layout that attains its bound.
         """
@@ -311,7 +292,6 @@ class _FleetSearch:
 
     def _bounds(self) -> NDArray[np.float64]:
         """Return [shares, T]: the bound of each template with 1, 2, ... blocks, for all shares that may be needed.
-
         Shares grow until no template could take that many blocks within a time in which smaller shares are enough.
         """
         rows = [self.pipelines.bounds(1)]
@@ -419,10 +399,8 @@ def _share(part: int | None, total: int | None) -> float:
 
 
 def _shared_out(fleet: Fleet, times: NDArray[np.float64], blocks: int) -> list[tuple[int, int]]:
-    """Assign blocks to every pipeline; return pairs of template's number and blocks.
-
-    Each pipeline first gets as many blocks as it may take. Surplus blocks are then taken back one by one from the
-    slowest pipeline; each keeps at least one.
+    """Assign blocks to every pipeline; return pairs of template's number and blocks. Each pipeline first gets as many
+    blocks as it may take. Surplus blocks are then taken back singly from the slowest pipeline; each keeps at least 1.
     """
     shares = [[number, gain] for number, gain, count in fleet.pipelines for _ in range(count)]
     for _ in range(sum(share for _, share in shares) - blocks):

@@ -1,7 +1,6 @@
 """Input of the planners that choose cuts and, layer by layer, what each stage keeps: `budget`, `dawnpiper`, `vpipe`.
 
-A stage is one range of layers on one device. Each layer by itself is kept, recomputed, or offloaded to the host tier,
-and so is a memory interval of its own. The bytes of a stage are those of `memory/fold`, with the run's own schedule.
+Each layer is kept, recomputed, or offloaded to the host tier, as a memory interval of its own.
 """
 
 from __future__ import annotations
@@ -29,11 +28,8 @@ Choice = tuple[Intervals, float]
 
 @dataclass(frozen=True)
 class StageChoice:
-    """Layers first .. end-1 as one stage.
-
-    seconds: of one microbatch, forward and backward, with the cost of the intervals.
-    lack: bytes by which the stage exceeds its device; 0 where it fits.
-    in_flight: most calls in flight; None: the schedule's own limit.
+    """Layers first .. end-1 as one stage. seconds: of one microbatch, forward and backward, with the intervals' cost.
+    lack: bytes by which the stage exceeds its device; 0 where it fits. in_flight: most calls; None: by the schedule.
     """
 
     first: int
@@ -55,25 +51,20 @@ class Question:
 
 @dataclass(frozen=True)
 class Layerwise:
-    """A chain of L layers for S devices.
+    """Chain of L layers for S devices. question: the source of these numbers, for planners that need more.
 
-    forward, backward: [L] seconds of one microbatch.
-    freed: [L] bytes that each microbatch in flight saves where the layer alone recomputes.
-    moved: [L] bytes that it saves where the layer's saved tensors are in the host tier; all 0 where the tier is the
-        device's own memory.
-    in_flight: [S] microbatches that the schedule has in flight on each stage.
-    usable: [S] bytes that each stage may hold; `NEVER` where there is no limit.
-    peak: (stage, first, end, intervals) -> the most bytes that a stage holds.
-    once: (first, end) -> the most bytes that layers first .. end-1 hold of one microbatch alone.
-    transfer: [L + 1] seconds of a message over each cut.
+    forward, backward: [L] seconds of one microbatch. transfer: [L + 1] seconds of a message over each cut.
     crossing: [L + 1] names of the tensors that cross each cut; None where they are not known.
+    freed: [L] bytes that each microbatch in flight saves where the layer alone recomputes. moved: [L] bytes that it
+    saves where the layer's saved tensors are in the host tier; all 0 where the tier is the device's own memory.
+    in_flight: [S] microbatches in flight by the schedule. usable: [S] bytes that a stage may hold; `NEVER`: no limit.
+    peak: (stage, first, end, intervals) -> most bytes. once: (first, end) -> most bytes of one microbatch alone.
     host_bandwidth: bytes per second between a device and its host tier; None: copies take no time.
-    copies_beside: copies overlap with the computation; else they take the device's own time.
-    copied: [L] bytes that a simulated step counts for the copy of a layer's saved tensors. entering: [L + 1] bytes of
-        the tensors across each cut, which it counts where an interval recomputes from the host tier.
-    swaps_within_calls: saved tensors can leave the device before their call has ended.
-    speeds: [S] of the devices, above 0 and at most 1, so that no stage is quicker than its seconds; None: all 1.
-    question: the source of these numbers, for planners that need more.
+    copies_beside: copies overlap with the computation; else they take the device's own time. swaps_within_calls: saved
+    tensors can leave the device before their call has ended.
+    copied: [L] bytes that a simulated step counts for the copy of a layer's saved tensors. entering: [L + 1] bytes
+    across each cut, which it counts where an interval recomputes from the host tier.
+    speeds: [S], above 0 and at most 1, so that no stage is quicker than its seconds; None: all 1.
     """
 
     forward: Sequence[float]
@@ -107,14 +98,10 @@ class Layerwise:
     ) -> Layerwise:
         """Make the chain of a profile.
 
-        Args:
-            run: of one pipeline; its number of microbatches must be set.
-            usable: bytes that a stage may hold on each device; None: no limit.
-            link: between neighbouring stages, and to the host tier; None: transfers and copies take no time.
-            has_tier: offloaded tensors leave the device's memory.
-            speeds: of the devices, each at most 1.
-
-        Raises CapslogError naming the seconds, bytes or runs that the profile lacks.
+        run: of one pipeline; its number of microbatches must be set. usable: bytes that a stage may hold on each
+        device; None: no limit. link: between neighbouring stages, and to the host tier; None: transfers and copies take
+        no time. has_tier: offloaded tensors leave the device's memory. speeds: of the devices, each at most 1. Raises
+        CapslogError naming the seconds, bytes or runs that the profile lacks.
         """
         link = link or Link()
         seconds, ranges = LayerSeconds.of_profile(profile, link), RangeBytes(profile, RANKS, run.recomputes)
@@ -205,10 +192,9 @@ class Layerwise:
 
     def fewest(self, stage: int, first: int, end: int, choices: Callable[[], Sequence[Choice]]) -> StageChoice:
         """Return the stage without intervals where that fits, else with the first of `choices` that fits.
-
-        choices: each treats all layers that the one before treats, and more. They are assumed to need ever fewer bytes,
-            so that bisection finds the first that fits. Where the last does not fit, return it if it lacks fewer bytes
-            than the stage without intervals, else the latter.
+        choices: each treats all layers that the one before treats, and more, and is assumed to need ever fewer bytes,
+        so that bisection finds the first that fits. Where the last does not fit, return it if it lacks fewer bytes than
+        the stage without intervals, else the latter.
         """
         seconds, usable = self.seconds(first, end), self.usable[stage]
 
@@ -235,10 +221,8 @@ class Layerwise:
 
 
 class _Peaks:
-    """Computes the bytes of one stage of a pipeline, by the fold of its rank; the other stages keep everything.
-
-    A rank's bytes depend on its own list and, through messages on their way, on the lists of its two neighbours: only
-    these are folded.
+    """Computes the bytes of one stage of a pipeline, by the fold of its rank; the other stages keep everything. Only
+    the rank's list and, for messages on their way, those of its two neighbours count: only these are folded.
     """
 
     def __init__(self, ranges: RangeBytes, run: RunShape, devices: int) -> None:

@@ -1,8 +1,7 @@
-"""mCAP's two recommenders: brute force over all cut lists (`mcap-bf`), and Bayesian optimisation over a hundred
-(`mcap-bo`).
+"""mCAP's recommenders: brute force over all cut lists (`mcap-bf`), Bayesian optimisation over a hundred (`mcap-bo`).
 
 CAPSlog's Fig. 11 and 13 compare with them. Both need only the bytes of stages, so any memory model will do. `exact`
-finds the result of `mcap-bf` without evaluating cut lists one by one; these two are baselines, and `mcap-bf` an oracle.
+finds the result of `mcap-bf` without evaluating cut lists one by one; these are baselines, and `mcap-bf` an oracle.
 """
 
 from __future__ import annotations
@@ -54,18 +53,11 @@ def mcap_bf_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
     Ties are broken by mCAP's rule, as in CAPTURE's Algorithm 4 and the program published with CAPSlog: in every
     remaining cut list the device with the highest prediction is left out, and the smallest peak of the others decides;
     and so on. The program stops at two devices and takes the first remaining cut list; the text continues until no
-    device remains and then draws one. Here the rule continues too, and then takes the smallest cut list. So `exact`
-    returns the same.
+    device remains and then draws one. Here the rule continues too, and then takes the smallest cut list like `exact`.
 
-    Each beginning (stages before the middle cut) is combined with each end, a block of pairs at a time. The peak of
-    every cut list is computed; none is ruled out before. O(C(L-1, G-1)), some nanoseconds each.
-
-    Args:
-        capacities: ignored, as in mCAP.
-
-    Raises:
-        CapslogError: there are more cut lists than CAPSLOG_MCAP_LIMIT where it is set, else `LIMIT`; the message names
-            their number, and the time that they would take on this machine.
+    Each beginning (stages before the middle cut) is combined with each end, a block of pairs at a time. Every peak is
+    computed; no cut list is ruled out. O(C(L-1, G-1)), some nanoseconds each. capacities: ignored, as in mCAP. Raises
+    CapslogError for more cut lists than CAPSLOG_MCAP_LIMIT (default `LIMIT`), naming their number and time.
     """
     num_layers = costs.num_layers
     total = count_cut_lists(num_layers, devices)
@@ -100,9 +92,8 @@ def mcap_bf_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
 
 
 class _Lists(NamedTuple):
-    """Parts of cut lists, one per row: the first layer of each of their stages, and the bytes of these stages.
-
-    While parts grow, and in beginnings always, `cuts` has one more column: the first layer of the next stage.
+    """Parts of cut lists, one per row: the first layer of each of their stages, and the bytes of these stages. While
+    parts grow, and in beginnings always, `cuts` has one more column: the first layer of the next stage.
     """
 
     cuts: NDArray[np.int64]
@@ -123,9 +114,7 @@ class _Lists(NamedTuple):
 
 
 def _grown(starts: NDArray[np.int64], matrices: Sequence[NDArray[np.int64]], begin: int, end: int) -> _Lists:
-    """Return every way to fill the stages begin .. end-1 from each layer of `starts` on, with a layer kept for each
-    later stage.
-    """
+    """Return every way to fill stages begin .. end-1 from each of `starts` on, with a layer kept per later stage."""
     cuts, bytes_ = starts[:, None], np.empty((len(starts), 0), dtype=np.int64)
     for stage in range(begin, end):
         matrix = matrices[stage]
@@ -207,16 +196,9 @@ def mcap_bo_cuts(
     A point has an integer percentage, 1 .. 100, for each device but the last: the share that it takes of its available
     layers (the remaining ones, less one per later device), rounded, and at least one. The surrogate is a Gaussian
     process with gp_hedge, xi = 1000 bytes, kappa = 0.01 and a sampled acquisition function, as in the program that
-    `BO_CALLS` cites. The same seed gives the same result under the same versions. It takes seconds, not milliseconds:
-    the process is fitted again after each cut list.
-
-    Args:
-        capacities: ignored, as in mCAP.
-        seed: of the random points and the sampling; the published program sets none.
-        calls: cut lists to evaluate.
-
-    Raises:
-        CapslogError: scikit-optimize is not installed.
+    `BO_CALLS` cites. The same seed gives the same result under the same versions. The process is fitted again after
+    each cut list, which takes seconds in all. capacities: ignored, as in mCAP. seed: of the random points and the
+    sampling; the published program sets none. Raises CapslogError where scikit-optimize is not installed.
     """
     try:
         import skopt

@@ -1,8 +1,4 @@
-"""Seconds of any stage of a profile, and step times of many cut lists at once.
-
-The planners that minimise time (`throughput`, `joint`) use it. Step times are those of `schedules.simulate`, which
-stays the only definition; here its simulation of one schedule is repeated for many cut lists in the same numpy steps.
-"""
+"""Seconds of any stage of a profile, and step times of many cut lists at once; `schedules.simulate` defines them."""
 
 from __future__ import annotations
 
@@ -41,24 +37,18 @@ _OfCuts = tuple[Floats, Floats, Floats, Floats, Floats]
 
 @dataclass(frozen=True)
 class Link:
-    """Link between two neighbouring stages: bytes per second (None: no limit) and seconds per message.
-
-    There is a link per ordered pair of stages, as in `schedules.simulate`: messages of one direction go one after the
-    other.
+    """Link between two neighbouring stages: bytes per second (None: no limit) and seconds per message. There is a link
+    per ordered pair of stages, as in `schedules.simulate`: messages of one direction go one after the other.
 
     copy_bandwidth: bytes per second at which the sending rank itself copies its message, during which it cannot compute
-        (gloo: into host memory and the socket); it then also spends `latency_seconds`. None: sending costs the rank no
-        time.
+    (gloo: into host memory and the socket); it then also spends `latency_seconds`. None: sending costs the rank no
+    time.
+    node_devices: devices per node, for planner `capture`, which treats links within and between nodes alike; None: all.
 
-    node_devices: devices of each node, for planner `capture`, which treats links within and between nodes alike; None:
-        all devices are on one node.
-
-    Only a simulated step (`planning/simulation`) uses the other fields:
-
-    shared: both directions between two ranks share one link, on which messages go one after the other.
-    host_bandwidth: bytes per second of the copies between a rank and its host tier; None: they take no time.
-    copies_beside: such copies overlap with the computation, else they take their rank's time; None: the latter where
-        the profile's device is a CPU.
+    Only a simulated step (`planning/simulation`) uses the other fields. shared: both directions between two ranks share
+    one link, on which messages go one after the other. host_bandwidth: bytes per second of the copies between a rank
+    and its host tier; None: they take no time. copies_beside: such copies overlap with the computation, else they take
+    their rank's time; None: the latter where the profile's device is a CPU.
     """
 
     bandwidth: float | None = None
@@ -100,12 +90,11 @@ class Link:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one microbatch on a device of speed 1, as running sums over the layers.
+    """Seconds of one microbatch on a device of speed 1, as running sums over the layers: [L + 1].
 
-    forward, backward: [L + 1]; entry k sums layers 0 .. k-1. Recomputation takes as long as the forward.
-    inputs: [L + 1]; the part of `backward` that is its input half where it is split (`LayerProfile.input_part`).
-    transfer: [L + 1]; entry k is the transfer over the cut before layer k in either direction, 0 at both ends.
-    handover: [L + 1]; the sender's part of the transfer, during which it cannot compute.
+    forward, backward: entry k sums layers 0 .. k-1. Recomputation takes as long as the forward. inputs: the part of
+    `backward` that is its input half where it is split (`LayerProfile.input_part`). transfer: entry k is that over the
+    cut before layer k in either direction, 0 at both ends. handover: its part in which the sender cannot compute.
     """
 
     forward: Floats
@@ -116,9 +105,8 @@ class LayerSeconds:
 
     @classmethod
     def of_profile(cls, profile: Profile, link: Link | None = None) -> LayerSeconds:
-        """Make the sums; `link` None means transfers that take no time.
-
-        Raises CapslogError naming the first layer that lacks its seconds, or boundary_bytes where a bandwidth needs it.
+        """Make the sums; `link` None means transfers that take no time. Raises CapslogError naming the first layer that
+        lacks its seconds, or boundary_bytes where a bandwidth needs it.
         """
         link = link or Link()
         transfer, handover = np.zeros((2, profile.num_layers + 1))
@@ -144,9 +132,8 @@ class LayerSeconds:
     def of_ways(self, run: RunShape) -> tuple[Floats, Floats, int]:
         """Return three values for stages of layers first .. end-1: [L, L + 1] seconds that a stage adds to a
         microbatch's round trip to the loss; [L, L + 1] seconds that it adds at least to the step of the stages behind
-        it; and the number of transfers that the latter adds.
-
-        Where backwards are split, the way back consists of input halves, and a stage may end before those behind it.
+        it; and the number of transfers that the latter adds. Where backwards are split, the way back consists of input
+        halves, and a stage may end before those behind it.
         """
         forward, both = self.of_ranges()
         if not run.splits_backwards:
@@ -155,9 +142,7 @@ class LayerSeconds:
 
     def of_cuts(self, cuts: Cuts, speeds: Sequence[float] | None = None) -> _OfCuts:
         """Return forward, backward and its input half [K, S], transfer and handover seconds [K, S - 1] of K cut lists
-        [K, S].
-
-        speeds: of the device of each stage; its seconds are those of speed 1 divided by it.
+        [K, S]. speeds: of the device of each stage; its seconds are those of speed 1 divided by it.
         """
         ends = np.concatenate([cuts[:, 1:], np.full((len(cuts), 1), self.num_layers)], axis=1)
         scale = 1.0 if speeds is None else np.asarray(speeds, dtype=np.float64)
@@ -167,10 +152,9 @@ class LayerSeconds:
 
 
 class StepPlayer:
-    """Simulates one step of a schedule for many lists of stage seconds at once.
-
-    The order in which `schedules.simulate` processes a schedule does not depend on the seconds, so it is computed once,
-    and each of its steps is one numpy operation on a vector with one entry per cut list.
+    """Simulates one step of a schedule for many lists of stage seconds at once. The order in which `schedules.simulate`
+    processes a schedule does not depend on the seconds, so it is computed once, and each of its steps is one numpy
+    operation on a vector with one entry per cut list.
     """
 
     def __init__(self, run: RunShape, stages: int, keeps: bool = False) -> None:
@@ -201,9 +185,8 @@ class StepPlayer:
     def step_seconds(
         self, forward: Floats, backward: Floats, inputs: Floats, transfer: Floats, handover: Floats
     ) -> Floats:
-        """Return the step seconds [K] of K lists of stage seconds; shapes as in `LayerSeconds.of_cuts`.
-
-        O(stages x microbatches) numpy operations on K numbers each.
+        """Return the step seconds [K] of K lists of stage seconds, in the shapes of `LayerSeconds.of_cuts`. O(stages x
+        microbatches) numpy operations on K numbers each.
         """
         count = len(forward)
         # lists of rows, since indexing a row of an array takes longer than most of the operations here
@@ -233,9 +216,7 @@ class StepPlayer:
         return np.asarray(np.max(clock, axis=0))
 
     def seconds_of_one(self, stages: _OfCuts) -> float:
-        """Return the step seconds of the first cut list of `stages`, a result of `LayerSeconds.of_cuts`: the same as
-        `step_seconds`, but several times faster for a single cut list.
-        """
+        """Return `step_seconds` of the first cut list of `stages` (`LayerSeconds.of_cuts`), several times faster."""
         forward, backward, inputs, transfers, handovers = (part[0].tolist() for part in stages)
         weights = [total - half for total, half in zip(backward, inputs, strict=True)]
         of_kind = {"F": forward, "R": forward, "B": backward, "I": inputs, "W": weights}

@@ -2,9 +2,7 @@
 
 Dynamic programming gives a lower bound of the step time of every cut list that fits, and the simulator gives the step
 time of a list; both are exact. Between the two, a beam search and then local changes of its best list and of other
-planners' lists are heuristics, unless the beam never dropped a list that the bound allows: then the result is proven
-optimal (`Fastest.proven`). The Pareto front of peak against step time repeats this search under a falling limit of the
-peak.
+planners' lists are heuristics, unless the beam dropped no list that the bound allows (`Fastest.proven`).
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ _LONGEST_MOVE = 12
 
 @dataclass(frozen=True)
 class Fastest:
-    """The best cut list of a search.
-
-    step_seconds: by the simulator. bound_seconds: no cut list that fits takes less. peak_bytes: of its largest stage.
-    """
+    """Best cut list; its simulated step; a bound: no cut list that fits takes less; bytes of its largest stage."""
 
     cuts: tuple[int, ...]
     step_seconds: float
@@ -67,17 +62,14 @@ def fastest_cuts(
     width: int = 1024,
     extra: Sequence[Floats] | None = None,
 ) -> Fastest | None:
-    """Return the cut list of `devices` stages, 1 <= devices <= L, with the smallest step time; None if none fits.
+    """Return the cut list of `devices` stages, 1 <= devices <= L, with the smallest step time; None if none fits. Ties
+    are broken by the smaller peak, then by the smaller list.
 
-    run: of one pipeline; its number of microbatches must be known.
-    capacities: usable bytes of the device of each stage; None means no limit. The bytes of a stage may depend on its
-    position (`StageCosts`).
-    speeds: of the device of each stage; its seconds are those of the profile divided by it.
-    width: cut lists that the beam keeps; more take longer and are more reliable. Up to 64: a quick search.
-    extra: for each stage, [L, L + 1]: seconds of its backwards, or input halves, beyond those of layers first .. end-1;
-    infinite for ranges that cannot be this stage.
-
-    Ties of the step time are broken by the smaller peak, then by the smaller list.
+    run: of one pipeline; its number of microbatches must be known. capacities: usable bytes of the device of each
+    stage; None: no limit. The bytes of a stage may depend on its position (`StageCosts`). speeds: of the device of each
+    stage; its seconds are those of the profile divided by it. width: cut lists that the beam keeps; more take longer
+    and are more reliable. Up to 64: a quick search. extra: for each stage, [L, L + 1]: seconds of its backwards, or
+    input halves, beyond those of layers first .. end-1; infinite for ranges that cannot be this stage.
     """
     search = _CutSearch(costs, seconds, run, devices, capacities, speeds, extra)
     if not np.isfinite(search.step[0][0]):
@@ -100,9 +92,8 @@ def fastest_cuts(
 
 def least_step(costs: StageCosts, seconds: LayerSeconds, run: RunShape, work: Sequence[Floats]) -> float:
     """Return a lower bound of the step seconds of every cut list, infinite where none fits; no cuts are searched.
-
     work: for each stage, [L, L + 1]: additional seconds for which its device works for every microbatch, at any time;
-        infinite where layers first .. end-1 do not fit.
+    infinite where layers first .. end-1 do not fit.
     """
     search = _CutSearch(costs, seconds, run, len(work), None, None, work, True)
     return float(search.step[0][0])
@@ -118,9 +109,8 @@ def pareto_front(
 ) -> list[Fastest]:
     """Return the points of the front from the smallest peak to the smallest step time; empty if nothing fits.
 
-    No two points have the same peak or step time, and each point has a larger peak and a smaller step time than the one
-    before. The last point is the result of `fastest_cuts`, the first has the smallest possible peak. `bound_seconds` of
-    a point is a lower bound of the step time of every cut list within its peak.
+    Each point has a larger peak and a smaller step time than the one before. The last point is the result of
+    `fastest_cuts`, the first has the smallest possible peak; `bound_seconds` holds for every cut list within its peak.
 
     Only limits at which the result may change are tried: the fastest list within a peak P stays the fastest for all
     limits from its own peak to P, so the next limit is one byte below its peak. It takes as many searches as the front
@@ -151,15 +141,12 @@ class _Ranked:
 
 
 class _CutSearch:
-    """Searches the cuts with the seconds of every stage at every position and their lower bounds.
-
-    step, round_trip, work: [S + 1] rows of [L + 1], for stage s and layer l: lower bounds of the seconds that the
-    stages s .. S-1 add where they hold layers l .. L-1; inf where none fits. step: from the beginning of stage s to its
-    end, see `_find_bounds`. round_trip: of one microbatch from stage s to the last and back. work: computation of the
-    busiest of these stages.
-
-    paces: for each stage, pairs (round trips, own calls) that must follow one another.
-    anywhere: the work of `extra` may be done at any time, and includes all recomputation.
+    """Searches the cuts with the seconds of every stage at every position and their lower bounds. step, round_trip,
+    work: [S + 1] rows of [L + 1], for stage s and layer l: lower bounds of the seconds that the stages s .. S-1 add
+    where they hold layers l .. L-1; inf where none fits. step: from the beginning of stage s to its end
+    (`_find_bounds`). round_trip: of one microbatch from stage s to the last and back. work: computation of the busiest
+    of these stages. paces: for each stage, pairs (round trips, own calls) that must follow one another. anywhere: the
+    work of `extra` may be done at any time, and includes all recomputation.
     """
 
     def __init__(
@@ -208,8 +195,7 @@ class _CutSearch:
 
     def stage_terms(self, stage: int, first: Cuts | slice) -> tuple[Floats, Floats, Floats, Floats, NDArray[np.bool_]]:
         """Return for stages that begin at `first`, each [.., L + 1]: the work of a step; the round trip of one
-        microbatch with both transfers; the same without transfers; the delay of the stages behind; True where the stage
-        fits.
+        microbatch with both transfers, and without; the delay of the stages behind; True where the stage fits.
         """
         sends = self.seconds.handover
         speed = 1.0 if self.speeds is None else self.speeds[stage]
@@ -233,16 +219,14 @@ class _CutSearch:
         return work, trip, call / speed, ahead, self._fits[stage][first]
 
     def least(self, stage: int, work: Floats, trip: Floats, call: Floats) -> Floats:
-        """Return a lower bound of the step from the beginning of the stage, by its work, its link and its limit of
-        microbatches in flight.
-        """
+        """Return a lower bound of the step from the beginning of the stage, by its work, link and limit in flight."""
         one_trip = trip + self.round_trip[stage + 1]
         by_limit = np.maximum.reduce([trips * one_trip + calls * call for trips, calls in self.paces[stage]])
         by_link = one_trip + (self.num_microbatches - 1) * self.seconds.transfer
         return np.maximum(work, np.maximum(by_limit, by_link))
 
     def _find_bounds(self) -> None:
-        """Fill `step`, `round_trip` and `work` from the last stage to the first.
+        """Fill `step`, `round_trip` and `work` from the last stage to the first. O(S L^2) in S numpy steps.
 
         State       (s, l): layers l .. L-1 in the stages s .. S-1, timed from the beginning of stage s.
         Transition  (s + 1, m) -> (s, l) with l < m: stage s holds layers l .. m-1, if they fit its device.
@@ -260,7 +244,6 @@ class _CutSearch:
                       backward begins before the last stage has done all forwards.
                     Each rises with the cost behind it, so the smallest of (s, l) needs only the smallest of (s + 1, m):
                     the bound is the exact minimum of this cost over all cut lists that fit.
-        Complexity  O(S L^2) in S numpy steps.
         """
         for stage in reversed(range(self.devices)):
             work, trip, call, ahead, fits = self.stage_terms(stage, slice(None))
@@ -273,11 +256,10 @@ class _CutSearch:
                 bound[stage] = np.append(np.where(fits, part, np.inf).min(axis=1), np.inf)
 
     def beam(self, width: int, incumbent: float) -> tuple[Cuts, float]:
-        """Return at most `width` cut lists [K, S], and the bound of the best list that was dropped.
-
-        Stage by stage, keep the partial lists with the smallest estimated step: the larger of their bound and of
-        round trip + (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits. Lists
-        whose bound is not below the incumbent cannot improve it, and do not count as dropped.
+        """Return at most `width` cut lists [K, S], and the bound of the best list that was dropped. Stage by stage,
+        keep the partial lists with the smallest estimated step: the larger of their bound and of round trip +
+        (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits. Lists whose bound is
+        not below the incumbent cannot improve it, and do not count as dropped.
         """
         num_microbatches = self.num_microbatches
         prefix = np.zeros((1, 0), dtype=np.intp)
@@ -343,10 +325,8 @@ class _CutSearch:
         return best
 
     def best_from_planners(self, best: _Ranked) -> _Ranked:
-        """Return the best of `best` and of the improved lists of two planners.
-
-        These are the list of the smallest peak and the list of equally many layers in each stage. A list that does not
-        fit is left out.
+        """Return the best of `best` and of the improved lists of two planners, where they fit: the list of the smallest
+        peak and the list of equally many layers in each stage.
         """
         for cuts in (exact_cuts(self.costs, self.devices, self.capacities), varuna_cuts(self.costs, self.devices)):
             places = enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True))
@@ -379,9 +359,7 @@ class _CutSearch:
 
 
 def _paces(schedule: str, count: int, limit: int) -> list[tuple[int, int]]:
-    """Return lower bounds of a step of `count` microbatches from the limit of microbatches in flight, as pairs
-    (round trips, own calls); see `_CutSearch._find_bounds`.
-    """
+    """Return lower bounds of a step of `count` microbatches, as (round trips, own calls); see `_find_bounds`."""
     paces = [(1 + (count - 1) // limit, 0)]
     if schedule == "gpipe":
         paces.append((1, count - 1))

@@ -5,16 +5,15 @@ Training", TPDS 33(3), 2022. It searches cuts and memory management together: an
 Kernighan and Lin moves layers, and swaps and recomputes in every stage. DawnPiper (Sec. 2, 5) compares with it and says
 that it balances seconds, considers communication, and treats memory more coarsely than by operators.
 
-The text of its algorithm was not available, and the published program (hku-systems/vpipe at 42ade99) has no search. It
-has plans of a search: the number of layers of each stage and the share of them that recompute, which are the last
-layers of the stage, as one checkpoint. This planner follows these plans; all else is an interpretation:
+The text of its algorithm was not available, and the published program (hku-systems/vpipe at 42ade99) has plans, but no
+search: the number of layers of each stage and the share of them that recompute, which are the last layers of the stage,
+as one checkpoint. This planner follows these plans; all else is an interpretation:
 
 - The first cuts divide the seconds of the layers evenly.
 - A stage that does not fit swaps layers while their copies overlap, in the order of `capuchin`; then its last layers
   recompute, as one interval and as few as make it fit. Layers of this interval are not swapped.
-- A pass moves one layer at a time over the border of two stages. It takes the move to the best plan, even where this is
-  worse than the plan before; a layer moves once in a pass. The best plan of a pass begins the next pass, until no plan
-  is better.
+- A pass moves one layer at a time over the border of two stages, to the best plan, even where this is worse than the
+  plan before; a layer moves once in a pass. The best plan of a pass begins the next pass, until no plan is better.
 - A plan is better if it lacks fewer bytes; ties are broken by the time of the slowest stage or transfer.
 """
 
@@ -69,15 +68,12 @@ def vpipe_stages(chain: Layerwise) -> list[StageChoice]:
 
 def tail_treated_stage(chain: Layerwise, stage: int, first: int, end: int) -> StageChoice:
     """Return layers first .. end-1 as stage `stage`, with the fewest swaps that make it fit, then with the fewest of
-    its last layers recomputed.
-
-    Where recomputing the whole stage does not fit either, see `Layerwise.fewest`.
+    its last layers recomputed. Where recomputing the whole stage does not fit either, see `Layerwise.fewest`.
     """
     return chain.fewest(stage, first, end, lambda: _choices(chain, stage, first, end))
 
 
 def _first_cuts(chain: Layerwise) -> tuple[int, ...]:
-    """Return the cuts that divide the seconds evenly."""
     last = chain.stages - 1
     behind = (compute_balanced(chain, 0, chain.num_layers, (0, stage, last)) for stage in range(last))
     cuts = [0]

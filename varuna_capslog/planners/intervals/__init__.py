@@ -1,7 +1,4 @@
-"""The cheapest memory intervals of one stage: the inner problem of a planner that chooses cuts, limits and intervals.
-
-`IntervalFronts` searches all ranges of layers at once and answers for any number of calls in flight and any budget.
-"""
+"""Cheapest memory intervals of a stage: the inner problem of a planner that chooses cuts, limits and intervals."""
 
 from varuna_capslog.planners.intervals.fronts import DEFAULT_LABELS, EXACT_LAYERS, IntervalFronts
 from varuna_capslog.planners.intervals.tables import (

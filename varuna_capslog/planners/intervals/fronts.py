@@ -3,13 +3,11 @@
 State: at a cut, the state of `tables.States`, and in a list with an R whether its last recomputed segment has come
 (phase). A label is a choice for the layers from a first one up to the cut: its seconds, and its bytes as sums
 (`memory.segments.Sums`) that grow from segment to segment. Transition: one more segment of any length and kind; a
-segment of kind KEEP does not follow another one, since both would be one segment. Dominance: of two labels of one first
-layer, cut and state, the one that is not better in any number is dropped, since any segments that follow add the same
-to both, or take the same maximum (`labels.Kin` extends this to two states). Cost at the end:
-`tables.combined_seconds`, among the labels that fit.
+segment of kind KEEP does not follow another, since both would be one segment. Dominance: of two labels of one first
+layer, cut and state, that which is not better in any number is dropped, since any segments that follow add the same to
+both, or take the same maximum (`labels.Kin`: two states). Cost: `tables.combined_seconds` of labels that fit.
 
-With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers
-together.
+With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers.
 """
 
 from __future__ import annotations
@@ -59,17 +57,12 @@ Floats = NDArray[np.float64]
 class IntervalFronts:
     """Least cost of every range of layers as one stage, for any number of calls in flight and any budget of bytes.
 
-    Args:
-        ranges, seconds: of one profile.
-        handling: how the action lists handle their calls, and the cost of copies.
-        labels: most labels per first layer and cut; 0: all of them, so that every answer is exact. Default: all
-            for chains of at most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`.
-        kinds: of memory intervals that may be used.
-        firsts: first layers of the stages that may be queried; default: all.
-        longest: a stage whose call takes more seconds is treated as one that does not fit; default: no limit.
-        borders: cuts at which stages and intervals may begin and end; default: all. With `firsts`, a single range of a
-            long chain can be searched again exactly.
-
+    ranges, seconds: of one profile. handling: how the action lists handle their calls, and the cost of copies.
+    labels: most labels per first layer and cut; 0: all, so that every answer is exact. Default: all for chains of at
+    most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`. kinds: of memory intervals that may be used.
+    firsts: first layers of the stages that may be queried; default: all. borders: cuts at which stages and intervals
+    may begin and end; default: all. With `firsts`, a single range of a long chain can be searched again exactly.
+    longest: a stage whose call takes more seconds is treated as one that does not fit; default: no limit.
     Raises CapslogError where the profile lacks the halves of split backwards.
     """
 
@@ -136,10 +129,8 @@ class IntervalFronts:
         return fronts
 
     def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
-        """Return the fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes.
-
-        Among equally fast choices it has the fewest bytes. None where no choice fits; `least_bytes` returns the bytes
-        that one needs.
+        """Return the fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes, and of
+        those the fewest bytes. None where no choice fits; `least_bytes` returns the bytes that it needs.
         """
         place = self._of_range(first, end)
         labels = self._finished.labels[place]
@@ -159,10 +150,7 @@ class IntervalFronts:
         )
 
     def least_bytes(self, first: int, end: int, in_flight: int) -> tuple[int, int]:
-        """Return the fewest bytes of the choices for such a stage, and a lower bound for all choices.
-
-        Both are the same where the search was exact.
-        """
+        """Return the fewest bytes of such a stage, and a lower bound for all choices: equal after an exact search."""
         sizes = self._bytes(in_flight, self._of_range(first, end))
         return int(sizes[0].min()), int(sizes[-1].min())
 
@@ -173,9 +161,8 @@ class IntervalFronts:
         return np.where(exists, np.where(exists, least, 0).astype(np.int64), NEVER)
 
     def seconds(self, in_flight: int, budget: float | Floats) -> tuple[Floats, Floats]:
-        """Return the seconds of `cheapest` for all ranges, and their lower bounds, each [L, L + 1].
-
-        Infinite where no choice fits, and where none can. budget: one for all ranges, or [L, L + 1].
+        """Return the seconds of `cheapest` for all ranges, and their lower bounds, each [L, L + 1]; infinite where no
+        choice fits, and where none can. budget: one for all ranges, or [L, L + 1].
         """
         seconds = self._least_fitting(self._bytes(in_flight), self._call, budget)
         return seconds[0], seconds[-1]
@@ -183,7 +170,6 @@ class IntervalFronts:
     def bounds(self, in_flight: int, budget: float | Floats, copied: Sequence[int], entering: Sequence[int]) -> Floats:
         """Return [L, L + 1]: a lower bound of the seconds of a call of layers first .. end-1 in any list that a rank
         can hold; infinite where it can hold none. The arguments are those of `seconds`, and of `layerwise.Layerwise`.
-
         A list with an O may take fewer bytes than `stage_bytes`, which also counts the bytes that one waiting call
         moves. At least, each waiting call holds the bytes that stay on the device, and the current call all that its F,
         R or B needs. A simulated step may count fewer bytes for its copies than are moved here: for every interval at
@@ -272,10 +258,8 @@ class IntervalFronts:
         return np.array(behind, dtype=np.intp)[inverse]
 
     def _add(self, numbers: Floats, old: Labels, segments: CallSegment, beside: Floats, end: int, ready: bool) -> None:
-        """Write the sums with one more segment to `numbers` [C, V, N].
-
-        The sum `_peak` is the largest of F, of B or W, and of the first B or W, all with the gradients of the
-        parameters so far, by which each grows from segment to segment.
+        """Write the sums with one more segment to `numbers` [C, V, N]. The sum `_peak` is the largest of F, of B or W,
+        and of the first B or W, all with the gradients of the parameters so far, by which each grows with each segment.
         """
         sums = old.sums.behind(segments, Beside(*beside * segments.kept), self._handling.later, ready)
         made = self._made[end] - self._made[old.first]
@@ -328,7 +312,6 @@ class IntervalFronts:
         return labels[(labels.phase != _STILL_TO_COME) & (labels.first < end)]
 
     def _of_range(self, first: int, end: int) -> slice:
-        """Return the slice of the finished choices of a range."""
         if (first, end) not in self._finished.places:
             raise CapslogError(
                 f"no stage of layers {first} to {end - 1} was searched; name {first} among the firsts, and both it and "

@@ -1,9 +1,8 @@
 """Choices of intervals for ranges of layers, as arrays, and the dominance and thinning by which a search drops some.
 
-A choice is dropped where another one is as good in every number (`undominated`), or, where there are too many, where
-another one is nearly as good (`Thinning`). The latter then stands for the dropped choice: it also has lower bounds of
-the numbers of all choices for which it stands. Adding the same segments keeps lower sums lower. So the search knows how
-much it may have missed.
+A choice is dropped where another is as good in every number (`undominated`), or, where there are too many, nearly as
+good (`Thinning`). The latter then stands for the dropped choice: it also has lower bounds of the numbers of all choices
+for which it stands. Adding the same segments keeps lower sums lower. So the search knows how much it may have missed.
 """
 
 from __future__ import annotations
@@ -35,14 +34,12 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class Labels:
-    """N labels, each a choice for the layers from some first one up to the same cut.
-
-    whole: [6, N], integers by the names of `WHOLE`: the first layer; the state and phase before the next segment, see
-        `fronts`; the cut before the last segment (source), and the index of the label there that it extends (parent);
-        the kind of the last segment. -1 without a last segment.
-    numbers: [1 + C, V, N], seconds of recomputed forwards, and the sums `names` of the segments.
-    names: members of `Sums` that the search counts; the others are 0.
-    V is 1, or 2 where labels are thinned: the label's numbers, and their lower bounds.
+    """N labels, each a choice for the layers from some first one up to the same cut. whole: [6, N], integers by the
+    names of `WHOLE`: the first layer; the state and phase before the next segment, see `fronts`; the cut before the
+    last segment (source), and the index of the label there that it extends (parent); the kind of the last segment. -1
+    without a last segment. numbers: [1 + C, V, N], seconds of recomputed forwards, and the sums `names` of the
+    segments. V is 1, or 2 where labels are thinned: the label's numbers, and their lower bounds. names: members of
+    `Sums` that the search counts; the others are 0.
     """
 
     whole: Numbers
@@ -95,14 +92,11 @@ def joined(some: Sequence[Labels]) -> Labels:
 
 
 def undominated(points: Floats, kin: Numbers, may: NDArray[np.bool_]) -> Numbers:
-    """Return for each of the points [N, D] the index of the point that stands for it.
-
-    This is the point itself, or an undominated point that is as small or smaller in every coordinate and whose class
-    may stand for its class. Of points that may stand for each other it is the first.
-
-    kin: [N], the class number of each point. may: [K, K], True where points of the first class may stand for points of
-    the second; also true on the diagonal. A class comes behind all that may stand for it, and the relation is
-    transitive (`Kin.classes`).
+    """Return for each of the points [N, D] the index of the point that stands for it: the point itself, or an
+    undominated point that is as small or smaller in every coordinate and whose class may stand for its class. Of points
+    that may stand for each other it is the first. kin: [N], class number of each point. may: [K, K], True where points
+    of the first class may stand for points of the second, and on the diagonal; transitive. A class comes behind all
+    that may stand for it (`Kin.classes`).
     """
     order = np.lexsort((kin, *points.T[::-1]))  # a point is dominated only by points before it
     columns, kin = np.ascontiguousarray(points[order].T), kin[order]
@@ -135,13 +129,9 @@ def undominated(points: Floats, kin: Numbers, may: NDArray[np.bool_]) -> Numbers
 
 @dataclass(frozen=True)
 class Kin:
-    """Dominance between labels of different states. Label y may stand for x where (1) they are of one family, (2) x
-    keeps or y does not, (3) their outputs are equal or y has none, and (4) their phases are equal or y's is 0.
-
-    Then any segment that may follow x may follow y, and adds to y's bytes on the device at most the outputs of x more
-    than to x's.
-
-    family, keeps, outputs, phase: [N].
+    """Dominance between N labels of different states. Label y may stand for x where (1) they are of one family, (2) x
+    keeps or y does not, (3) their outputs are equal or y has none, and (4) their phases are equal or y's is 0. Then any
+    segment that may follow x may follow y, and adds at most the outputs of x more to y's device bytes than to x's.
     """
 
     family: Numbers
@@ -151,11 +141,7 @@ class Kin:
 
     @cached_property
     def classes(self) -> tuple[Numbers, NDArray[np.bool_]]:
-        """Class number of each label, [N], and the relation of the classes, [K, K].
-
-        Labels of one class are equal in all four columns. The relation is True where labels of the first class may
-        stand for labels of the second; a class comes behind all others that may stand for it.
-        """
+        """Class of each label [N], equal in all columns, and the relation of classes `may` [K, K] of `undominated`."""
         columns = self.phase, self.outputs, self.keeps, self.family
         order = np.lexsort(columns)
         changes = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
@@ -169,13 +155,10 @@ class Kin:
 
 @dataclass(frozen=True)
 class Thinning:
-    """Drops labels, for each first layer separately.
-
-    points: [N, D], coordinates of each label: seconds, then bytes; bytes on the device are reduced by its outputs.
-    extremes: [E, D], weights of sums of these coordinates; the label of the least sum is always kept.
-    most: labels of one first layer, beside the extreme ones; 0: any number.
-    steps: [L], by first layer: the fraction of a coordinate's span within which labels count as equal. Updated in place
-        for the next cut.
+    """Drops labels, for each first layer separately. points: [N, D], coordinates of each label: seconds, then bytes;
+    bytes on the device are reduced by its outputs. extremes: [E, D], weights of sums of these coordinates; the label of
+    the least sum is always kept. most: labels of one first layer, beside the extreme ones; 0: any number. steps: [L],
+    by first layer: fraction of a coordinate's span within which labels are equal; updated in place for the next cut.
     """
 
     points: Floats
@@ -236,9 +219,7 @@ class Thinning:
 
 
 def fewer(labels: Labels, stands: Numbers, kin: Kin) -> Labels:
-    """Return the labels that stand for themselves, by their first layers, with the lower bounds of all labels for which
-    they stand.
-    """
+    """Return the labels that stand for themselves, by first layer, with lower bounds of all that they stand for."""
     kept = np.flatnonzero(stands == np.arange(len(labels)))
     kept = kept[np.argsort(labels.first[kept], kind="stable")]
     thinned = labels[kept]
@@ -260,11 +241,9 @@ def fewer(labels: Labels, stands: Numbers, kin: Kin) -> Labels:
 
 @dataclass(frozen=True)
 class Finished:
-    """All finished choices, sorted by their ends, then by their first layers.
-
-    num_layers: L. labels: N choices. ends: [N], the cut at which each ends.
-    first, end: [R], of each range that has a choice. begins: [R], index of its first choice. places: slice of the
-        choices of each range.
+    """All finished choices, sorted by their ends, then by their first layers. num_layers: L. labels: N choices.
+    ends: [N], the cut at which each ends. first, end: [R], of each range that has a choice. begins: [R], index of its
+    first choice. places: slice of the choices of each range.
     """
 
     num_layers: int

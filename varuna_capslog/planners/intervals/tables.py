@@ -1,7 +1,5 @@
-"""The segments of a chain and the states between them, as arrays that the search reads.
-
-A segment's bytes depend on the segments before it only through `memory.segments.Before`. Choices up to one cut that are
-equal in this are in one state.
+"""The segments of a chain and the states between them, as arrays that the search reads. A segment's bytes depend on the
+segments before it only through `memory.segments.Before`: choices up to one cut that are equal in this are in one state.
 """
 
 from __future__ import annotations
@@ -45,14 +43,14 @@ __all__ = [
 class Handling:
     """Properties of a stage's action list, and the cost of copies.
 
-    recomputed, later, split: as in `memory.treatment.treated`: the list has an R for every call; it has an O for every
-        call; its backwards are in two halves.
-    calls: of a step, each of which leaves its running statistics.
-    waiting_blocks: gradient sums of the stage's parameters that are held beside the one being accumulated: 0 with one
-        accumulation block, 1 with several where no other rank holds the layers, else the number of blocks less one.
-    host_bandwidth: bytes per second between a rank and its host tier; None: copies take no time.
-    at_once: every backward directly follows its forward, so that the last segment keeps its graph.
-    copies_beside: copies overlap with the computation, so that a call takes the longer of the two; else it takes both.
+    recomputed, later, split: as in `memory.treatment.treated`: the list has an R, or an O, for every call; its
+    backwards are in two halves. at_once: every backward directly follows its forward, so that the last segment keeps
+    its graph.
+    calls: of a step, each of which leaves its running statistics. waiting_blocks: gradient sums of the stage's
+    parameters held beside that being accumulated: 0 with one block, 1 with several where no other rank holds the
+    layers, else the number of blocks less 1.
+    host_bandwidth: bytes per second between a rank and its host tier; None: copies take no time. copies_beside: copies
+    overlap with the computation, so that a call takes the longer of the two; else it takes both.
     """
 
     recomputed: bool = False
@@ -76,12 +74,11 @@ DEFAULT_HANDLING = Handling()
 
 @dataclass(frozen=True)
 class IntervalChoice:
-    """The cheapest intervals that the search has for a stage.
-
-    seconds: of one call. bound_seconds: no choice that fits is faster; equal to `seconds` where the search was exact.
-    bytes: by `stage_bytes`. moved_bytes: of one call to the host tier, and as many back, by `treated`; the copies of a
-        simulated step (`planning.stage_seconds.copy_seconds`) are sums of `saved_bytes`, which may differ a little.
-    again_seconds: of recomputed forwards; part of `seconds`, or hidden behind copies that take longer.
+    """The cheapest intervals that the search has for a stage. seconds: of one call. bound_seconds: no choice that fits
+    is faster; equal to `seconds` where the search was exact. bytes: by `stage_bytes`. moved_bytes: of one call to the
+    host tier, and as many back, by `treated`; the copies of a simulated step (`planning.stage_seconds.copy_seconds`)
+    are sums of `saved_bytes`, which may differ a little. again_seconds: of recomputed forwards; in `seconds` or hidden
+    by copies.
     """
 
     intervals: tuple[MemoryInterval, ...]
@@ -101,23 +98,19 @@ def stage_bytes(
     handling: Handling = DEFAULT_HANDLING,
     at_least: bool = False,
 ) -> int:
-    """Return the peak bytes of a stage with these intervals and `in_flight` calls in flight. It is the sum of
+    """Return the peak bytes of a stage with these intervals and `in_flight` calls in flight, by `treated`: the sum of
 
         resident bytes, running statistics of all calls, gradients of parameters
         + bytes of the other calls in flight while they wait
         + the most bytes that any action of the current call needs, with all that this call holds
 
-    All numbers come from `treated`. In a list with an O, one waiting call also counts the bytes of its copy, since it
-    may be leaving or returning; where backwards are split, each waiting call may be between its two halves. So in these
-    parts a list may take less, never more.
+    In a list with an O, one waiting call also counts the bytes of its copy, since it may be leaving or returning; where
+    backwards are split, each waiting call may be between its two halves. So in these parts a list may take less, never
+    more. at_least: count only the bytes of each waiting call that stay on the device.
 
-    Bytes that depend on other stages are left out: messages on their way, inputs that a neighbour on the same rank
-    also holds, the gradient exchange and the update at the end of the step, and an R that runs earlier than directly
-    before its backward. `memory.fold` counts them.
-
-    at_least: count only the bytes of each waiting call that stay on the device.
-
-    Raises CapslogError where the profile lacks the halves of a split backward.
+    Bytes that depend on other stages are left out: messages on their way, inputs that a neighbour on the same rank also
+    holds, the gradient exchange and the update at the end of the step, and an R that runs earlier than directly before
+    its backward. `memory.fold` counts them. Raises CapslogError where the profile lacks the halves of a split backward.
     """
     modes = handling.recomputed, handling.later, handling.at_once, handling.split
     treatment = treated(ranges, ((first, end),), intervals, *modes)
@@ -159,9 +152,7 @@ def bytes_of(
 
 def others_bytes(handling: Handling, in_flight: int, waits: Any, held: Any, host: Any, between: Any) -> Any:
     """Return the bytes of the waiting calls, all in flight but the current one; the arguments are those of `Sums`, or
-    arrays.
-
-    The result never falls where an argument rises.
+    arrays. The result never falls where an argument rises.
     """
     each = np.maximum(waits, between)
     if not handling.later or in_flight < 2:
@@ -172,11 +163,9 @@ def others_bytes(handling: Handling, in_flight: int, waits: Any, held: Any, host
 def again_seconds(
     ranges: RangeBytes, seconds: LayerSeconds, first: int, end: int, intervals: Sequence[MemoryInterval]
 ) -> float:
-    """Return the seconds of one call's recomputed forwards: those of intervals that recompute.
-
-    Two kinds of them take no more time. The engine does not recompute layers to which no gradient comes back; and where
-    an interval ends with the loss and leaves no running statistics, its first forward is left out, since nothing reads
-    its outputs.
+    """Return the seconds of one call's recomputed forwards. Two kinds of intervals that recompute take no more
+    time: layers to which no gradient comes back, which the engine does not recompute; and where an interval ends with
+    the loss and leaves no running statistics, its first forward is left out, since nothing reads its outputs.
     """
     return sum(
         float(seconds.forward[interval.end] - seconds.forward[interval.first])
@@ -193,9 +182,7 @@ def runs_again(ranges: RangeBytes, first: int, end: int) -> bool:
 
 
 def combined_seconds(handling: Handling, compute: Any, moved_bytes: Any) -> Any:
-    """Return the seconds of a call from its computation and the bytes it moves to the host tier and back; also for
-    arrays.
-    """
+    """Return the seconds of a call that computes and moves bytes to the host tier and back; also for arrays."""
     if handling.host_bandwidth is None:
         return compute
     copies = 2 * moved_bytes / handling.host_bandwidth
@@ -212,9 +199,8 @@ _COLUMNS = len(_NUMBERS) + len(_WORKS) * len(BackwardWork._fields)
 
 
 class SegmentTable:
-    """Every segment [first, end) of every kind.
-
-    numbers: kind -> [numbers of CallSegment, L, L + 1]. again: [L, L + 1], seconds of recomputing the layers.
+    """Every segment [first, end) of every kind. numbers: kind -> [numbers of CallSegment, L, L + 1]. again: [L, L + 1],
+    seconds of recomputing the layers.
     """
 
     def __init__(
@@ -268,15 +254,11 @@ class Columns(NamedTuple):
 
 
 class States:
-    """The states of choices, numbered over all cuts.
-
-    Attributes:
-        cut: of each state. before: of any choice in it. keeps: True where its last segment is of kind KEEP.
-        beside: bytes of the next segment's inputs that these choices hold or give away. outputs: the part of it on the
-            device that is the last segment's outputs, which matters for the next segment only.
-        family: states of the same number differ in `keeps` and `outputs` alone.
-
-    later: bytes that calls give away count, since all of them leave together.
+    """The states of choices, numbered over all cuts. cut: of each state. before: of any choice in it. keeps: True where
+    its last segment is of kind KEEP. beside: bytes of the next segment's inputs that these choices hold or give away.
+    outputs: the part of it on the device that is the last segment's outputs, which matters for the next segment only.
+    family: states of the same number differ in `keeps` and `outputs` alone. later: bytes that calls give away count,
+    since all of them leave together.
     """
 
     def __init__(self, ranges: RangeBytes, later: bool) -> None:

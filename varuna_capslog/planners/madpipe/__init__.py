@@ -1,7 +1,7 @@
-"""MadPipe: an allocation in which one processor may hold several non-consecutive stages, and its periodic schedule.
+"""MadPipe: an allocation in which a processor may hold several non-consecutive stages, and its periodic schedule.
 
 Beaumont, Eyraud-Dubois, Shilova, "MadPipe: Memory Aware Dynamic Programming Algorithm for Pipelined Model Parallelism",
-ScaDL 2022. `allocation` finds the stages (Sec. 4.2), `pattern` finds the start of each operation (Sec. 4.3), and
+ScaDL 2022. `allocation` finds the stages (Sec. 4.2), `pattern` the start of each operation (Sec. 4.3), and
 `planning/placed/periodic` makes plans from both.
 """
 
@@ -27,10 +27,8 @@ WEIGHED = ("least", "most", "none")
 
 
 def weighed_allocations(costs: ChainCosts) -> dict[str, Allocation]:
-    """Return the best allocation of each counting that has one.
-
-    An allocation that fits by a later counting of `WEIGHED` also fits by the first, so none has a shorter period than
-    the first.
+    """Return the best allocation of each counting that has one. An allocation that fits by a later counting of
+    `WEIGHED` also fits by the first, so none has a shorter period than the first.
     """
     allocations, at_least = dict[str, Allocation](), 0.0
     for counting in WEIGHED if costs.devices > 1 else ("none",):

@@ -7,14 +7,14 @@ one special processor, which may hold any number.
     special:     m_P + M(k, l, g - 1) <= M            t_P' = t_P + U(k, l);  m_P' = m_P + M(k, l, g - 1)
 
 The printed T(l, p, t_P, m_P, V) is the smallest period of such an allocation for a given T. Algorithm 1 looks for the T
-that minimises max(T, T(L, P - 1, 0, 0, 0)), which is the smallest T for which some allocation has a period of at most
-T. `allocation_within` answers that question with labels in place of the printed grid, and `best_allocation` bisects.
+that minimises max(T, T(L, P - 1, 0, 0, 0)): the smallest T for which some allocation has a period of at most T.
+`allocation_within` answers that question with labels in place of the printed grid, and `best_allocation` bisects.
 
 State       layers 0 .. end-1 that have no stage yet, and a label: normal processors used, V, t_P, m_P.
 Transition  the last stage of these layers: its first layer, and whether it is special.
-Cost        none: a label that is no larger in any of the four numbers dominates another one, since (+) is monotonic.
-Complexity  O(L x stages x labels); where a state has more than `_LABELS` labels, they are thinned on the printed grid
-            of t_P and m_P, keeping the smallest V of each cell. So V is never rounded.
+Cost        none: a label that is no larger in any of the four numbers dominates another, since (+) is monotonic.
+Complexity  O(L x stages x labels); more than `_LABELS` labels of a state are thinned on the printed grid of t_P and
+            m_P, keeping the smallest V of each cell. So V is never rounded.
 
 Deviations from the printed text, which is wrong or imprecise in three places:
 
@@ -23,8 +23,8 @@ Deviations from the printed text, which is wrong or imprecise in three places:
   infinite where nothing fits at the first T.
 - A special stage also holds the microbatch whose forward is running, so m_P' + a <= M must hold as well.
 
-The printed M(k, l, g - 1) is the least that the special processor can hold; its schedule may hold more. `COUNTINGS`
-lists the ways to count it. Each yields its own allocations, and their schedules are compared.
+The printed M(k, l, g - 1) is the least that the special processor can hold; its schedule may hold more. Each way to
+count it (`COUNTINGS`) yields its own allocations, and their schedules are compared.
 """
 
 from __future__ import annotations
@@ -50,16 +50,12 @@ __all__ = ["CLOSE", "COUNTINGS", "Allocation", "ChainCosts", "allocation_within"
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """Costs of a chain of L layers, and the devices that it is planned for.
-
-    forward, backward: [L] seconds of one microbatch.
-    static: [L] bytes that a layer always holds: the paper's 3 W under two versions of the weights (2BW), else
-        parameters, gradients and moments.
-    saved: [L] bytes that each microbatch in flight holds; the paper's a_{i-1}.
-    crossing: [L + 1] bytes that cross the cut before each layer in one direction, 0 at both ends; the paper's a_l.
-    transfer: [L + 1] seconds of one such message.
-    usable: bytes that every device may hold; None: no limit.
-    shared: both directions between two devices share one link, as in the paper; it is then busy for C = 2 a / beta.
+    """Costs of a chain of L layers, and the devices that it is planned for. forward, backward: [L] seconds of one
+    microbatch. transfer: [L + 1] seconds of one message over the cut before each layer. crossing: [L + 1] bytes of this
+    message, 0 at both ends; the paper's a_l. saved: [L] bytes that each microbatch in flight holds; the paper's
+    a_{i-1}. static: [L] bytes that a layer always holds: the paper's 3 W under two versions of the weights (2BW), else
+    parameters, gradients and moments. usable: bytes that every device may hold; None: no limit. shared: both directions
+    share one link, as in the paper, which is then busy for C = 2 a / beta.
     """
 
     forward: tuple[float, ...]
@@ -81,9 +77,7 @@ class ChainCosts:
         link: Link | None = None,
         two_versions: bool = False,
     ) -> ChainCosts:
-        """Return the costs of a profile.
-
-        two_versions: count two versions of the weights and a gradient, as under 2BW: three times the parameters.
+        """Return the costs of a profile. two_versions: static bytes of 2BW: two versions of the weights and a gradient.
 
         Raises CapslogError naming the first layer that lacks a number: its seconds; the bytes that it holds, where
         devices have a limit; the bytes across the cut behind it, where devices have a limit or the link takes time.
@@ -114,10 +108,8 @@ class ChainCosts:
         return len(self.forward)
 
     def merged(self, most: int) -> tuple[ChainCosts, list[int]]:
-        """Merge neighbouring layers until at most `most` remain.
-
-        Return the new chain, and the first layer of each of its layers, followed by L. Each step merges the two
-        neighbours with the fewest seconds together.
+        """Merge the two neighbouring layers with the fewest seconds together until at most `most` layers remain. Return
+        the new chain, and the first layer of each of its layers, followed by L.
         """
         bounds, seconds = list(range(self.num_layers + 1)), self.sums["seconds"]
         while len(bounds) - 1 > most:
@@ -163,7 +155,7 @@ class ChainCosts:
         return self.of("static", first, end) + in_flight * self.of("saved", first, end) + buffers
 
 
-# -- MadPipe-DP (Sec
+# -- MadPipe-DP (Sec. 4.2)
 
 
 COUNTINGS = ("least", "most", "none", "printed")
@@ -201,10 +193,8 @@ class AllocatedStage:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Stages in the order of the chain; ranks are numbered in the order of their first stage.
-
-    period: seconds at which all processors and links keep up, and at which the microbatches in flight of the stages fit
-        by the counting of Sec. 4.2.1.
+    """Stages in the order of the chain; ranks are numbered in the order of their first stage. period: seconds at which
+    all processors and links keep up and the microbatches in flight fit, as Sec. 4.2.1 counts them.
     """
 
     stages: tuple[AllocatedStage, ...]
@@ -212,10 +202,7 @@ class Allocation:
 
     @classmethod
     def of(cls, costs: ChainCosts, parts: Iterable[tuple[int, int, bool]], period: float = 0.0) -> Allocation:
-        """Make the allocation of `parts`, the stages (first, end, special) in order.
-
-        period: raised to `load` where it is shorter.
-        """
+        """Make the allocation of `parts`: (first, end, special) in order. A `period` below `load` is raised to it."""
         stages, special, count = list[AllocatedStage](), -1, 0
         for first, end, shared in parts:
             rank = special if shared and special >= 0 else count
@@ -240,10 +227,7 @@ class Allocation:
 
 def best_allocation(costs: ChainCosts, counting: str = "least", at_least: float = 0.0) -> Allocation | None:
     """Return the allocation of the smallest period, within `CLOSE`; None where none fits even without any overlap.
-
-    Args:
-        counting: one of `COUNTINGS`.
-        at_least: known lower bound of the period, in seconds.
+    counting: member of `COUNTINGS`. at_least: known lower bound of the period, in seconds.
     """
     total = costs.of("seconds", 0, costs.num_layers)
     longest = max(forward + backward for forward, backward in zip(costs.forward, costs.backward, strict=True))
@@ -272,10 +256,8 @@ def allocation_within(
     costs: ChainCosts, target: float, bound: float | None = None, counting: str = "least"
 ) -> Allocation | None:
     """Return an allocation that fits, with microbatches in flight counted for the period `target`; None if none does.
-
-    bound: seconds that no processor or link exceeds; default: `target`. So bound is at least T(L, P - 1, 0, 0, 0).
-
-    Of several allocations, return the one whose special processor holds the least.
+    Of several, return that whose special processor holds the least. bound: seconds that no processor or link exceeds,
+    so that bound is at least T(L, P - 1, 0, 0, 0); default: `target`.
     """
     layers, special = costs.num_layers, counting != "none"
     most = costs.devices - special
@@ -357,10 +339,7 @@ def _add(
     special: bool,
     held: Floats,
 ) -> None:
-    """Add the labels that these stages lead to, to the row of each stage's first layer.
-
-    held: bytes on the special processor.
-    """
+    """Add the labels of these stages to the rows of their first layers. held: bytes on the special processor."""
     for place, first in enumerate(stage.firsts.tolist()):
         chosen = np.flatnonzero(fits[place])
         if not len(chosen):

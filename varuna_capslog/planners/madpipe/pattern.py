@@ -37,10 +37,8 @@ _GAP = 1e-4
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a stage, or a message between two devices.
-
-    kind: "F" or "B" of a stage; "f" the message to its forward, "b" the message of its gradient to the stage before.
-    resource: the device or link that it occupies: ("rank", r), or ("link", r, r').
+    """Operation of a stage, or message between two devices. kind: "F" or "B" of a stage; "f": message to its forward;
+    "b": message of its gradient to the stage before. resource: device or link: ("rank", r), or ("link", r, r').
     """
 
     kind: str
@@ -51,10 +49,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A periodic schedule.
-
-    operations: in the order in which a microbatch passes them. starts, shifts: of each, in seconds and periods.
-    proven: no pattern of the allocation has a shorter period, by more than `_GAP`.
+    """Periodic schedule. operations: in the order in which a microbatch passes them. starts, shifts: of each, in
+    seconds and periods. proven: no pattern of the allocation has a shorter period, by more than `_GAP`.
     """
 
     period: float
@@ -82,12 +78,9 @@ def periodic_pattern(
     costs: ChainCosts, allocation: Allocation, microbatches: int | None = None, limit_seconds: float = 20.0
 ) -> Pattern | None:
     """Return the pattern of the shortest period; None where no schedule fits, or none was found in time.
-
-    Args:
-        microbatches: of a step that the pattern fills and drains; one more period between a microbatch's first and
-            last operation then counts as much as if every microbatch took that much longer. None: only the period
-            counts.
-        limit_seconds: time limit of the search, which then returns the best pattern so far.
+    microbatches: of a step that the pattern fills and drains; a further period between a microbatch's first and last
+    operation counts as if every microbatch took that much longer. None: only the period counts. limit_seconds: of the
+    search, which then returns its best pattern so far.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -128,9 +121,8 @@ def _quiet() -> Iterator[None]:
 
 
 class _Program:
-    """The linear program: variables f, starts x, shifts h, and one y for each two operations of a device or link.
-
-    The unit of time is the load of the busiest device or link, so that f <= 1.
+    """Linear program of variables f, starts x, shifts h, and a y for each two operations of a device or link. The unit
+    of time is the load of the busiest device or link, so that f <= 1.
     """
 
     def __init__(self, costs: ChainCosts, allocation: Allocation) -> None:
@@ -194,10 +186,7 @@ class _Program:
         return self.operations[place].seconds / self.unit
 
     def _memory(self, number: int, usable: float) -> tuple[dict[int, float], float]:
-        """Return one rule, as coefficients and limit: the bytes on a stage's device when a forward of the stage starts.
-
-        Both are relative to `usable`.
-        """
+        """Return coefficients and limit, as shares of `usable`: bytes on a stage's device when its forward starts."""
         row, room = dict[int, float](), usable
         rank, at_forward = self.stages[number].rank, self.place["F", number]
         for index, stage in enumerate(self.stages):
@@ -233,10 +222,7 @@ class _Program:
 
 
 def _operations(costs: ChainCosts, allocation: Allocation) -> tuple[Operation, ...]:
-    """Return the operations in the order in which a microbatch passes them.
-
-    Messages that take no time or stay on a device are left out.
-    """
+    """Return the operations in a microbatch's order, without messages that take no time or stay on a device."""
     stages = allocation.stages
     there, back = list[Operation](), list[Operation]()
     for number, stage in enumerate(stages):

@@ -1,7 +1,4 @@
-"""Planners that choose the number of replicas of each stage: `pipedream`, `piper`, `graphpipe`, `capture`.
-
-They return stages; `planning/placed/replicated` makes plans from these, simulates and judges them.
-"""
+"""Planners that choose the replicas of stages, from which `planning/placed/replicated` makes plans."""
 
 from __future__ import annotations
 
@@ -49,9 +46,7 @@ def _graphpipe(costs: GraphCosts) -> list[list[ReplicatedStage]]:
 
 
 def _capture(costs: GraphCosts) -> list[list[ReplicatedStage]]:
-    """Return the stages for each number of accumulation blocks: with more, more gradients wait for the exchange; with
-    fewer, each block is larger.
-    """
+    """Return the stages for each number of blocks: with more, more gradients wait; with fewer, blocks are larger."""
     block_counts = [count for count in range(costs.microbatches, 0, -1) if costs.microbatches % count == 0]
     candidates: list[list[ReplicatedStage]] = []
     for blocks in [costs.blocks] if costs.blocks else block_counts:

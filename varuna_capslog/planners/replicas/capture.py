@@ -2,8 +2,7 @@
 
 Dreuning, Verstoep, Bal, van Nieuwpoort, "CAPTURE: Memory-Centric Partitioning for Distributed DNN Training with Hybrid
 Parallelism", HiPC 2023, Sec. III. Stages stand on the nodes in order; the degrees of those on one node sum to k, so
-that no device is left over, and each is a power of two. Plans of equal peak are compared by the next-largest bytes of a
-device, and so on.
+that no device is left over, and each is a power of two. Ties are broken by the next-largest device peak, and so on.
 
     M_p(l, m, 1) = M_i(l) + sum of M_a(k) for k = l+1 .. m
     M_p(l, m, d) = weights + activations / d
@@ -50,10 +49,7 @@ _MEASURED = 4
 
 @dataclass(frozen=True)
 class DegreePeaks:
-    """Predicts the bytes of each device of a replicated stage.
-
-    printed: use the paper's predictor, which counts all samples of a step.
-    """
+    """Predicts the bytes of each device of a replicated stage. printed: as the paper, from all samples of a step."""
 
     costs: GraphCosts
     printed: bool = False
@@ -63,10 +59,7 @@ class DegreePeaks:
         return AdditiveCosts.of_statistics(self.costs.isolated, self.costs.added)
 
     def of(self, first: int, end: int, degree: int, in_flight: int) -> float:
-        """Return the bytes of layers first .. end-1 on each of `degree` devices.
-
-        in_flight: microbatches of all these devices together.
-        """
+        """Return the bytes of layers first .. end-1 on each of `degree` devices. in_flight: of all these together."""
         if self.printed and degree > _MEASURED:
             two, four = self.of(first, end, 2, in_flight), self.of(first, end, _MEASURED, in_flight)
             slope = (four - two) / math.log(2)
@@ -93,9 +86,7 @@ def merged(costs: GraphCosts, groups: int) -> list[int]:
 
 def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_GROUPS) -> list[ReplicatedStage]:
     """Return the stages of the smallest peak in order, on all devices, node by node; capacities are not checked.
-
     O(groups^2 x devices x log k) times the numbers in flight, each step a comparison of at most `devices` numbers.
-
     Raises CapslogError where the nodes are not alike, or the layers are too few for them.
     """
     devices, size = costs.devices, costs.link.node_devices or costs.devices
@@ -137,10 +128,8 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
 
 @dataclass
 class _Rest:
-    """The stages from some layer to the loss.
-
-    row: bytes of their devices, the largest first. in_flight: microbatches in flight in the first stage. at_once:
-        microbatches that the widest stage takes at once. end, degree: of the first stage. behind: the stages behind it.
+    """Stages from some layer to the loss. row: bytes of their devices, the largest first. in_flight, end, degree: of
+    the first stage. at_once: microbatches that the widest stage takes at once. behind: the stages behind the first.
     """
 
     row: list[float]
@@ -151,18 +140,14 @@ class _Rest:
     behind: _Rest | None = None
 
     def before(self, size: int) -> tuple[int, int]:
-        """Return the in_flight and at_once of these stages and one before them that takes `size` microbatches at once
-        (`stage_limits`).
-        """
+        """Return in_flight and at_once with a stage of `size` microbatches at once before these (`stage_limits`)."""
         if not self.row:
             return size, size
         needed = table_3_2(1, size, 1, self.at_once, self.in_flight)
         return -(-needed // size) * size, max(size, self.at_once)
 
     def no_worse(self, row: list[float], in_flight: int, at_once: int) -> bool:
-        """Return True where these stages dominate stages with such numbers, whatever stands before both: limits grow
-        with the microbatches in flight behind.
-        """
+        """Return True where these stages dominate others: limits grow with the microbatches in flight behind."""
         return self.at_once == at_once and self.in_flight <= in_flight and self.row <= row
 
 

@@ -1,7 +1,5 @@
-"""Inputs and results of the planners that replicate stages: `pipedream`, `piper`, `graphpipe`, `capture`.
-
-The layers of a model are a graph, the devices are alike, and a stage of r replicas divides the microbatches of a step
-among r devices. All stages keep their activations.
+"""Inputs and results of the planners that replicate stages. The layers of a model are a graph, and the devices are
+alike. A stage of r replicas divides the microbatches of a step among r devices. All stages keep their activations.
 """
 
 from __future__ import annotations
@@ -34,16 +32,13 @@ class ReplicatedStage:
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """Costs of a model of L layers, and the devices that it is planned for.
-
-    seconds: [L] forward and backward of one microbatch.
-    static: [L] bytes of parameters, gradients and moments. saved: [L] bytes that each microbatch in flight holds.
-        parameters: [L] bytes that replicas exchange. All 0 where they are not needed.
-    cuts: [L + 1] bytes that cross the cut before each layer, in the forward direction; 0 at both ends.
-    edges: (layer that writes, layer that reads, bytes), each pair once; the last layer stands for the loss.
-    devices: how many. usable: bytes that each of them may hold; None: no limit.
-    isolated, added: [L] bytes, M_i and M_a of CAPSlog; empty where they are not needed.
-    microbatches: of a step. blocks: accumulation blocks that the step must have; None: the plan chooses.
+    """Costs of a model of L layers, and the devices that it is planned for. seconds: [L] forward and backward of one
+    microbatch. static: [L] bytes of parameters, gradients and moments. saved: [L] bytes that each microbatch in flight
+    holds. parameters: [L] bytes that replicas exchange. These bytes are 0 where they are not needed. cuts: [L + 1]
+    bytes that cross the cut before each layer, in the forward direction; 0 at both ends. edges: (layer that writes,
+    layer that reads, bytes), each pair once; the last layer stands for the loss. usable: bytes that each device may
+    hold; None: no limit. blocks: accumulation blocks that the step must have; None: the plan chooses. isolated,
+    added: [L] bytes, M_i and M_a of CAPSlog; empty where they are not needed.
     """
 
     seconds: tuple[float, ...]
@@ -71,10 +66,8 @@ class GraphCosts:
         link: Link | None = None,
         peaks: bool = False,
     ) -> GraphCosts:
-        """Return the costs of a profile.
-
-        Raises CapslogError naming the first layer that lacks a number: its seconds; its bytes, where devices have a
-        limit or `peaks` are compared; the bytes of its messages, where the link has a bandwidth.
+        """Return the costs of a profile. Raises CapslogError naming the first layer that lacks a number: its seconds;
+        its bytes, where devices have a limit or `peaks` are compared; its messages' bytes, if the link has a bandwidth.
         """
         link = link or Link()
         timed = link.seconds(1) != link.seconds(0)
@@ -122,10 +115,8 @@ class GraphCosts:
         return -(-blocks // replicas) / blocks
 
     def exchange_seconds(self, parameter_bytes: Amount, replicas: int) -> Amount:
-        """Return the seconds per microbatch that the gradient exchange at the end of a step adds.
-
-        Each replica sends its gradients to all others, as in `planning/simulation`. Elementwise for an array of
-        `parameter_bytes`.
+        """Return the seconds per microbatch that the gradient exchange at the end of a step adds, elementwise for an
+        array. Each replica sends its gradients to all others, as in `planning/simulation`.
         """
         wire = parameter_bytes / (self.link.bandwidth or float("inf")) + self.link.latency_seconds
         return (replicas - 1) * wire / self.microbatches

@@ -9,13 +9,11 @@ microbatch a dynamic program finds stages that keep it, and bisection finds the 
     transitions: the part as one stage; in series, the later parts and then the earlier ones; in parallel, the branches,
     of which neighbours may share one stage
 
-A stage takes the fewest replicas with which it keeps t and fits. More of them would never help the stages before it,
-since i and a only grow with them.
+A stage takes the fewest replicas with which it keeps t and fits: with more, i and a of the stages before only grow.
 
 Deviations from the printed text:
 
-- Algorithm 2 keeps the result of a series split only inside its loop over parallel splits, so that it is lost; here
-  both are kept.
+- Algorithm 2 loses the result of a series split, kept only inside its loop over parallel splits; here both are kept.
 - Its two halves of a parallel split "share the same source and sink nodes", which some stage must hold. Here fork and
   join are layers in series with the branches, and a stage may also hold a join together with the end of one branch (as
   the published plan of the case study does) or with the last few branches, or a fork with the beginning of one branch.
@@ -102,10 +100,7 @@ def downset_count(tree: Tree) -> int:
 
 
 def tree_of(num_layers: int, edges: Iterable[tuple[int, int]]) -> Tree:
-    """Return the tree of all layers.
-
-    edges: (layer that writes a tensor, layer that reads it), each from a lower to a higher layer.
-    """
+    """Return the tree of all layers. edges: (layer that writes a tensor, higher layer that reads it)."""
     before = [0] * num_layers  # layer -> all layers that it needs, as bits
     for writer, reader in sorted(edges, key=lambda edge: edge[1]):
         before[reader] |= before[writer] | 1 << writer
@@ -118,9 +113,7 @@ def tree_of(num_layers: int, edges: Iterable[tuple[int, int]]) -> Tree:
 
 def coarsened(tree: Tree, seconds: Sequence[float], most: int) -> Tree:
     """Return the tree with at most `most` parts in a series, as far as merging neighbouring layers allows. Neighbours
-    that take the least time together are merged first.
-
-    seconds: of each layer.
+    that take the least time together are merged first. seconds: of each layer.
     """
     if isinstance(tree, Parallel):
         return Parallel(tuple(coarsened(part, seconds, most) for part in tree.parts))
@@ -204,9 +197,8 @@ _NOTHING: Sums = (0.0, 0.0, 0.0, 0.0)
 
 
 class _State(NamedTuple):
-    """State of the stages behind a part; 0, 0 behind the last layer.
-
-    in_flight: microbatches in flight in the first of them. at_once: the largest call between it and the loss.
+    """State of the stages behind a part; 0, 0 behind the last layer. in_flight: microbatches in flight in the first of
+    them. at_once: the largest call between it and the loss.
     """
 
     in_flight: int
@@ -230,9 +222,8 @@ _BEHIND_ALL = _State(0, 0)
 
 
 def graphpipe_stages(costs: GraphCosts) -> list[list[ReplicatedStage]]:
-    """Return stage graphs; [] where none fit. The first has the least time per microbatch and the fewest in flight.
-
-    In each, a stage stands behind the stages from which it reads.
+    """Return stage graphs; [] where none fit. The first has the least time per microbatch and the fewest in flight. In
+    each, a stage stands behind the stages from which it reads.
     """
     full_tree = tree_of(costs.num_layers, ((writer, reader) for writer, reader, _ in costs.edges))
     tree = CostedTree(costs, coarsened(full_tree, costs.seconds, _MOST_IN_SERIES))
@@ -333,9 +324,7 @@ class StageGraphs:
         return max(map(self._slowest, stages), default=0.0) if isinstance(stages, tuple) else 0.0
 
     def _seconds(self, sums: Sums, replicas: int) -> float:
-        """Return the seconds per microbatch of the busiest replica, with its part of the gradient exchange
-        (ESTIMATETPS).
-        """
+        """Return the busiest replica's seconds per microbatch, with its part of the gradient exchange (ESTIMATETPS)."""
         return sums[0] * self.costs.share(replicas) + self.costs.exchange_seconds(sums[3], replicas)
 
     # -- the three kinds of parts
@@ -402,9 +391,7 @@ class StageGraphs:
             )
 
     def _with_an_end(self, tree: Series, first: int, place: int, end: int, behind: _State) -> Iterator[_Found]:
-        """Yield graphs in which one stage holds the parts behind parallel branches, and either the end of one branch or
-        the last few branches.
-        """
+        """Yield graphs in which a join and parts behind it share a stage with a branch's end or the last branches."""
         part, after = tree.parts[place], tree.parts[place + 1 : end]
         assert isinstance(part, Parallel)
         tail = functools.reduce(_sum, map(self.tree.sums, after), _NOTHING)
@@ -451,9 +438,7 @@ class StageGraphs:
                         yield from self._before(tree, first, begin, both)
 
     def _parallel(self, branches: tuple[Tree, ...], behind: _State) -> list[_Found]:
-        """Return the best partial stage graphs of parallel branches, of which neighbours may share one stage (lines 38
-        to 44).
-        """
+        """Return the best partial stage graphs of branches, of which neighbours may share a stage (lines 38 to 44)."""
         key = branches, behind
         if key not in self._beside:
             best, running = [[_Found(0, behind.in_flight, behind.at_once, None)]], self.tree.running(branches)
@@ -485,8 +470,6 @@ class StageGraphs:
 
 
 class _TreeStage(NamedTuple):
-    """Parts of the tree as one stage."""
-
     parts: tuple[Tree, ...]
     replicas: int
 
@@ -500,7 +483,6 @@ class _Moved(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _in_order(tree: Tree) -> tuple[int, ...]:
-    """Return all layers, part by part."""
     if isinstance(tree, int | Together):
         return layers_of(tree)
     return tuple(layer for part in tree.parts for layer in _in_order(part))

@@ -25,9 +25,8 @@ __all__ = ["pipedream_stages"]
 
 
 def pipedream_stages(costs: GraphCosts) -> list[ReplicatedStage] | None:
-    """Return the stages in order; None where none fit.
-
-    State: layers 0 .. j-1 on m devices. Transition: the last stage (first layer, devices). Cost: as above. O(L^2 N^2).
+    """Return the stages in order; None where none fit. State: layers 0 .. j-1 on m devices. Transition: the last stage
+    (first layer, devices). Cost: as above. O(L^2 N^2).
     """
     layers, devices = costs.num_layers, costs.devices
     sums, counts = costs.sums, np.arange(1, costs.most_replicas + 1)

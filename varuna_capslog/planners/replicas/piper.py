@@ -8,14 +8,12 @@ downset is a set of layers that holds, with a layer, all that read from it; a st
 
 s is the sum of the degrees from the stage to the loss, which determines the microbatches in flight. As published, d
 divides the microbatches, and devices may be left over. The published state also counts devices: without tensor
-parallelism these are s.
+parallelism these are s. Tensor parallelism and the layers that recompute, which Piper also chooses, are left out: no
+layer offers the first today, and `budget` does the second. The time of the gradient exchange is
+`GraphCosts.exchange_seconds`, not the published 4 (d - 1) w / d of a parameter server.
 
-Piper also chooses tensor parallelism, and the layers that recompute. Both are left out: no layer offers the first
-today, and `budget` does the second. The time of the gradient exchange is `GraphCosts.exchange_seconds`, not the
-published 4 (d - 1) w / d of a parameter server.
-
-The number of downsets is the product of the branches' lengths, and the search time is its square. This limits Piper:
-GraphPipe's Table 3.1 has none of its plans for 7 branches.
+The number of downsets is the product of the branches' lengths, and the search time is its square. This limits
+Piper: GraphPipe's Table 3.1 has none of its plans for 7 branches.
 """
 
 from __future__ import annotations
@@ -33,9 +31,8 @@ MOST_DOWNSETS = 10_000
 
 
 def piper_stages(costs: GraphCosts, most: int = MOST_DOWNSETS) -> list[ReplicatedStage] | None:
-    """Return the stages, each behind the stages from which it reads; None where none fit.
-
-    State: downset, devices. Transition: its first stage and that stage's degree. O(downsets^2 x devices x degrees).
+    """Return the stages, each behind those from which it reads; None where none fit. State: downset, devices.
+    Transition: its first stage and that stage's degree. O(downsets^2 x devices x degrees).
 
     Raises CapslogError for a graph of more than `most` downsets.
     """
@@ -45,10 +42,7 @@ def piper_stages(costs: GraphCosts, most: int = MOST_DOWNSETS) -> list[Replicate
 
 
 def downsets(num_layers: int, edges: tuple[tuple[int, int, int], ...], most: int) -> NDArray[np.bool_]:
-    """Return [n, L]: every downset as a row that is True for the layers that it holds, by rising size.
-
-    Raises CapslogError where there are more than `most`.
-    """
+    """Return [n, L]: a row per downset, True for its layers, by rising size. Raises CapslogError for over `most`."""
     readers: list[set[int]] = [set() for _ in range(num_layers)]
     for writer, reader, _ in edges:
         readers[writer].add(reader)
