@@ -415,9 +415,7 @@ class TrainingLoop:
             engine.compute(step, self.minibatch, load)
 
     def vote(self, step: int, ballot: bytes = b"") -> Verdict:
-        """Vote on the step with all ranks; return the verdict with their ballots, to be discarded if it has a
-        `refusal`.
-        """
+        """Vote on the step with all ranks; return the verdict with their ballots. Discard it if it has a `refusal`."""
         assert self.minibatch is not None
         limit, engine = self.setup.config.train.max_seconds, self.running
         late = limit is not None and time.monotonic() - self.run_began > limit
