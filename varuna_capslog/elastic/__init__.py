@@ -1,6 +1,6 @@
 """Membership that changes while a run goes on: generations, the protocol that founds them, recovery and copies.
 
-Importing it imports no torch. Only the functions that a program may call from its own code are exported here.
+Importing it imports no torch: decisions are functions on data. Only functions for a program's own code are exported.
 """
 
 from __future__ import annotations

@@ -74,7 +74,10 @@ def address_towards(store: str) -> str | None:
 
 
 def parse_address(address: str) -> tuple[tuple[tuple[str, int], ...], str]:
-    """Endpoints and prefix ("" of host:port) of `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`; else CapslogError."""
+    """Endpoints and prefix of `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`; of `host:port` the prefix is empty.
+
+    Raises CapslogError for anything else.
+    """
     etcd = "://" in address
     places, _, prefix = address.removeprefix(SCHEME).partition("/") if etcd else (address, "", "")
     endpoints = []

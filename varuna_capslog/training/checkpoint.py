@@ -155,7 +155,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Checkpoint in a folder, its manifest read and the sizes of its files checked. Raises as `read_manifest`."""
+    """Checkpoint in a folder, its manifest read and the sizes of its files checked. Raises as `check_manifest`."""
     return Checkpoint(path, read_manifest(path))
 
 

@@ -44,7 +44,7 @@ class DataLate(CapslogError):
 
 
 class DataWatch:
-    """Thread that reports when this process waits for its data for `limit_seconds` (`pipeline.timeout_seconds`).
+    """Monitor that reports when this process waits for its data for `limit_seconds` (`pipeline.timeout_seconds`).
 
     Other ranks notice a rank that hangs in a data set; a process without others would hang for ever. `late` is called
     in the watch's thread to end the process: no exception reaches code that hangs. None: nothing is watched.
@@ -163,8 +163,9 @@ class Feed:
     def loader(self, step: int) -> Callable[[int], dict[str, Tensor]]:
         """Return a function that gives the inputs of this step's microbatches; the next ones are loaded meanwhile.
 
-        A microbatch is kept until the last stage that requests it has it. If it cannot be read, its inputs are zeros
-        and the step's `report` has the reason, so that all ranks reach the vote and refuse the step there.
+        A microbatch is loaded once, and kept until the last stage that requests it has it. If it cannot be read, its
+        inputs are zeros and the step's `report` has the reason, so that all ranks reach the vote and refuse the step
+        there.
         """
         self.begin(step)
 

@@ -189,7 +189,7 @@ def _on_host(key: str, tensor: Tensor) -> Tensor:
 def to_checkpoint(
     state: Mapping[str, Tensor], chain: Chain, index: int, host: Callable[[str, Tensor], Tensor] = _on_host
 ) -> dict[str, Any]:
-    """Content of a checkpoint's file of this layer: {"parameters", "buffers", "optimizer"}, if scaled "scaler".
+    """Content of a checkpoint's file of this layer, on the CPU, in the form that `Checkpoint.layer` returns.
 
     host: gives the tensor of `state` with this key on the CPU; by default a tensor on the CPU is not copied.
     """

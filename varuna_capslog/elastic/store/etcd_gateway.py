@@ -217,7 +217,7 @@ class Etcd:
         return (single[0][1] if single else None), several
 
     def values(self, keys: Sequence[str]) -> list[tuple[str, str | None]]:
-        """Existing keys of these, with their values, all read at the same moment."""
+        """Keys that exist among these, with their values, all read at the same moment."""
         answer = self.call("kv/txn", {"success": [{"request_range": {"key": b64(key)}} for key in keys]})
         return self.opened(
             [pair for response in answer.get("responses", ()) for pair in _pairs(response["response_range"])]
