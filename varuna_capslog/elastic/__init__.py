@@ -1,7 +1,6 @@
 """Membership that changes while a run goes on: generations, the protocol that founds them, recovery and copies.
 
-Importing it imports no torch: the decisions are functions on data. What a program may call from its own code is here;
-all else is found in its module.
+Importing it imports no torch: decisions are functions on data. Only functions for a program's own code are exported.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["on_notice", "request_morph"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a hook at its first use: most importers of this package need neither."""
+    """Load a hook at its first use: most importers of this package need neither."""
     if name == "on_notice":
         from varuna_capslog.elastic.notices.gather import on_notice
 

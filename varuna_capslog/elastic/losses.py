@@ -1,6 +1,6 @@
-"""The causes for which the workers of a run were lost, from the hosts' entries in events.jsonl.
+"""Causes for which the workers of a run were lost, from the hosts' entries in events.jsonl.
 
-A host that is silent counts as gone. If it comes back, it says itself whether it was cut off or stood still.
+A silent host counts as gone; if it comes back, it reports itself whether it was cut off or stood still.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["losses_by_cause", "losses_in_words"]
 
 
 def losses_by_cause(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Member -> a name of `base/failures.CAUSES`, for all that were lost; "failed" where nobody said why.
+    """Return {member: a name of `base/failures.CAUSES`} for all lost members; "failed" where no cause was reported.
 
     events: lines of events.jsonl in their order.
     """
@@ -35,6 +35,6 @@ def losses_by_cause(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def losses_in_words(events: Iterable[Mapping[str, Any]]) -> str | None:
-    """The number of workers lost for each cause, the commonest first; None where none was."""
+    """Number of workers lost for each cause, the commonest first; None where none was lost."""
     counted = Counter(losses_by_cause(events).values())
     return ", ".join(f"{count} {CAUSES[cause]}" for cause, count in counted.most_common()) or None

@@ -1,7 +1,7 @@
 """Addresses: how stores are named, and under which address the other machines reach this one.
 
-The address that a name server or /etc/hosts gives for the own name is often the loopback's, which no other machine can
-use. What counts here is the interface that leads to the store. A host finds it once, for all its workers.
+A name server or /etc/hosts often gives the loopback for the machine's own name, which no other machine can use, so the
+interface that leads to the store counts. A host finds it once, for all its workers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,10 @@ _BACKLOG = 1024
 
 
 def network_variables(store: str) -> dict[str, str]:
-    """CAPSLOG_ADDRESS (where members listen for each other) and GLOO_SOCKET_IFNAME (where training data goes).
+    """CAPSLOG_ADDRESS (where members listen for each other) and GLOO_SOCKET_IFNAME (for training data), if not set yet.
 
-    Only what is not set already. Where the store is reached over the loopback all is on one machine, and only gloo is
-    told so: it would ask the name server for the machine's name whenever a generation opens.
-
-    Args:
-        store: its address; on the machine that serves it, its own name or address as the others use it.
+    Over the loopback only gloo's is set: without it gloo would ask the name server for the machine's name whenever a
+    generation opens. store: its address; on the machine that serves it, its own name or address as the others use it.
     """
     address = os.environ.get("CAPSLOG_ADDRESS") or address_towards(store)
     if address is None:
@@ -52,12 +49,9 @@ def network_variables(store: str) -> dict[str, str]:
 
 
 def check_gloo_interfaces(environment: Mapping[str, str]) -> None:
-    """Checks that gloo finds the network interfaces that GLOO_SOCKET_IFNAME lists: whole names with commas between.
+    """Check that gloo finds the interfaces in GLOO_SOCKET_IFNAME (names with commas between); else raise CapslogError.
 
-    The signs of NCCL_SOCKET_IFNAME mean nothing to gloo, and it passes over a value of one character.
-
-    Raises:
-        CapslogError: this machine has no interface of a name.
+    Gloo knows no signs of NCCL_SOCKET_IFNAME, and ignores a value of one character.
     """
     named, interfaces = environment.get("GLOO_SOCKET_IFNAME", ""), sorted(name for _, name in socket.if_nameindex())
     missing = [name for name in named.split(",") if name and name not in interfaces] if len(named) > 1 else []
@@ -69,7 +63,7 @@ def check_gloo_interfaces(environment: Mapping[str, str]) -> None:
 
 
 def address_towards(store: str) -> str | None:
-    """This machine's IPv4 address on the way to a store; None where there is no way."""
+    """IPv4 address of this machine on the way to a store; None where there is no way."""
     host = parse_address(store)[0][0][0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -99,7 +93,7 @@ def parse_address(address: str) -> tuple[tuple[tuple[str, int], ...], str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an IPv4 address; None where the system does not tell."""
+    """Name of the interface that has an IPv4 address; None where the system does not tell."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -112,13 +106,9 @@ def interface_of(address: str) -> str | None:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listener at one address of this machine, IPv4.
-
-    A machine's name in its own /etc/hosts is often the loopback's, which no other machine reaches: such a name, other
-    than localhost, means all addresses.
-
-    Raises:
-        CapslogError: the address is not this machine's, or the port is taken or none.
+    """Listener at one address of this machine, IPv4. A name (not localhost) of the loopback means all addresses: a
+    machine's own /etc/hosts often gives the loopback, which no other machine reaches. Raises CapslogError where the
+    address is not this machine's, or the port is taken or invalid.
     """
     try:
         address = socket.gethostbyname(host)

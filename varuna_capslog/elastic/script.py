@@ -1,4 +1,4 @@
-"""Any data-parallel program as an elastic run, supervised, warned and changed while it runs; see docs/scripts.md."""
+"""Any data-parallel program as an elastic run: supervised, notified and changed while it runs; see docs/scripts.md."""
 
 from __future__ import annotations
 
@@ -67,18 +67,17 @@ class Script(Protocol):
     """Interface that a program implements. Called by one thread."""
 
     def state(self) -> Any:
-        """All that must survive, at the boundary between two steps: dicts, lists, tuples, tensors, numbers, text. The
-        same on every member.
+        """Return all that must survive the boundary between two steps, the same on every member: nested dicts, lists
+        and tuples of tensors, numbers and text.
         """
 
     def load(self, state: Any) -> None:
-        """Go on from a result of `state`, here or on another member. The script may keep the tensors."""
+        """Continue from a result of `state`, here or on another member. The script may keep the tensors."""
 
     def step(self, number: int, group: Group) -> float | Tensor | None:
-        """Make an optimizer step; return the loss, if it has one. If it is not finite, the run ends with the state
-        before.
+        """Make an optimizer step; return the loss, if any. If it is not finite, the run ends with the state before.
 
-        Exceptions of `group` must be let through: a member is gone, and the step will be made again.
+        Exceptions of `group` must not be caught: a member is gone, and the step will be made again.
         """
 
 
@@ -90,32 +89,29 @@ class Group:
         self.rank, self.size = communicator.rank, communicator.world_size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Adds the tensors of all members, in place; the result has the same bits everywhere.
+        """Add the tensors of all members, in place; the result has the same bits on every member.
 
-        The sum over three members has other bits than that over two, unless every element is zero on all but one.
+        The bits depend on the number of members, unless every element is zero on all but one.
         """
         return self._communicator.add(tensor)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every member's value (numbers, text, bytes, tensors, arrays, lists and dicts of these), by rank."""
+        """Return every member's value (numbers, text, bytes, tensors, arrays, lists and dicts of these), by rank."""
         return self._communicator.gather(value)
 
     def barrier(self) -> None:
-        """Returns when all members have come here."""
+        """Wait until all members have called this."""
         self._communicator.barrier()
 
 
 class ScriptWork(Work):
-    """The part of one member in the run of a data-parallel script.
+    """Part of one member in the run of a data-parallel script. Raises CapslogError for a state that `pack` refuses.
 
     Args:
         start: its `run_dir` gets metrics.jsonl, events.jsonl and checkpoints/step-<step>-<generation>.pt.
         steps: number of the last one.
         done: called with each step's number and loss, on the first member.
         checkpoint_every: steps between two checkpoints; None: one at the end only.
-
-    Raises:
-        CapslogError: the script's state holds a value that cannot be packed.
     """
 
     def __init__(
@@ -249,7 +245,7 @@ class ScriptWork(Work):
         return stamp
 
     def _save(self, stamp: Stamp) -> None:
-        """Writes the checkpoint of a boundary, also after a change: an existing file stays."""
+        """Write the checkpoint of a boundary, also after a change: an existing file stays."""
         state = pack(self._script.state(), copy=False)
         if len(set(self._group.gather(digest(state)))) > 1:
             raise CapslogError(
@@ -278,7 +274,7 @@ class ScriptWork(Work):
 
 
 def loss_of(returned: float | Tensor | None) -> float:
-    """The value that a step returned, as a number. NaN: none, which is all right; infinite: the loss was not finite."""
+    """Loss that a step returned, as a number. NaN: none, which is allowed; infinite: the loss was not finite."""
     if returned is None:
         return math.nan
     value = float(returned)
@@ -289,10 +285,9 @@ def loss_of(returned: float | Tensor | None) -> float:
 
 
 def pack(state: Any, copy: bool) -> LayerState:
-    """A nested state as tensors by name; equal states give equal names, types and bytes.
+    """Pack a nested state as tensors by name; equal states give equal names, types and bytes.
 
-    Raises:
-        CapslogError: it holds something else than dicts, lists, tuples, tensors, numbers, text, booleans and None.
+    Raises CapslogError for a value that is no dict, list, tuple, tensor, number, text, boolean or None.
     """
     tensors: LayerState = {}
 
@@ -319,7 +314,7 @@ def pack(state: Any, copy: bool) -> LayerState:
 
 
 def unpack(packed: Mapping[str, Tensor]) -> Any:
-    """The nested state; its tensors are those of `packed`."""
+    """Nested state; its tensors are those of `packed`."""
 
     def unfold(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -339,7 +334,7 @@ def unpack(packed: Mapping[str, Tensor]) -> Any:
 
 
 def saved_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
-    """The boundaries that lie on disk, the newest last, by the generations that files count."""
+    """Boundaries with a checkpoint on disk, the newest last; generations as the file names count them."""
     states = []
     for path in (run_dir / "checkpoints").glob("step-*-*.pt"):
         if (stamp := Stamp.of_name(path.stem.removeprefix("step-"))) is not None:
@@ -348,7 +343,7 @@ def saved_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
 
 
 def _write(path: Path, state: LayerState) -> None:
-    """Writes a checkpoint whole or not at all; equal stamps are equal states, so an existing file stays."""
+    """Write a checkpoint completely or not at all; equal stamps are equal states, so an existing file stays."""
     if path.exists():
         return
     try:
@@ -360,7 +355,7 @@ def _write(path: Path, state: LayerState) -> None:
 
 
 def read_state(path: Path) -> LayerState:
-    """The state in a checkpoint. Raises CapslogError."""
+    """State in a checkpoint. Raises CapslogError."""
     advice = "remove it to go on from the one before"
     state: LayerState = read_file(path, advice)
     try:
@@ -400,13 +395,13 @@ def train(
     done: Callable[[int, float], None] = lambda number, loss: None,
     checkpoint_every: int | None = None,
 ) -> None:
-    """Makes the steps up to number `steps`, together with the other members, if there are any.
+    """Make the steps up to number `steps`, together with the other members, if there are any.
 
-    Without `capslog script` around it this is a loop in this process alone. Returns when the last step is made; where
-    this member has to leave before, or the run is stopped, the process ends here (SystemExit).
+    Without `capslog script` this is a loop in this process alone. Returns after the last step; if this member has to
+    leave earlier, or the run is stopped, the process ends here (SystemExit).
 
     Args:
-        done: told of each step that is final, and of its loss (NaN: none), on the first member.
+        done: called with each final step and its loss (NaN: none), on the first member.
         checkpoint_every: steps between checkpoints in the run's folder; None: one at the end only.
 
     Raises:
@@ -434,7 +429,7 @@ def train(
 def _take_part(
     member: MemberScript, script: Script, steps: int, done: Callable[[int, float], None], checkpoint_every: int | None
 ) -> None:
-    """Makes the steps as one member of a run; raises SystemExit where this member leaves before the last one."""
+    """Make the steps as one member of a run; raise SystemExit where this member leaves before the last one."""
     (start, store), settings = enter(member.run_dir, member.wish), member.settings
     work = ScriptWork(start, settings, script, steps, done, checkpoint_every)
     options = RuntimeOptions(
@@ -448,7 +443,7 @@ def _take_part(
 
 @dataclass
 class MemberScript:
-    """A user's script, run by the process of one member; `current_script` finds it when the script calls the library.
+    """A user's script in the process of one member; `current_script` finds it when the script calls the library.
 
     Attributes:
         settings: the config's section `elastic`; a script of Varuna's brings its own.
@@ -461,11 +456,9 @@ class MemberScript:
     status: int | None = None
 
     def run(self, path: str, arguments: Sequence[str], folder: str) -> int | str | None:
-        """Runs the script as the program of this process; returns the code of its SystemExit (None: it raised none).
+        """Run the script as this process's program; return the code of its SystemExit (None: it raised none).
 
-        Args:
-            arguments: the script's own.
-            folder: where its imports are looked for first.
+        arguments: the script's own. folder: the first place where its imports are searched.
         """
         sys.argv = [path, *arguments]
         sys.path.insert(0, folder)
@@ -480,10 +473,9 @@ class MemberScript:
 
 
 def current_script() -> MemberScript | None:
-    """The script from which this call comes; None in a process that is no member's.
+    """Script that makes this call; None in a process that is no member's.
 
-    Raises:
-        CapslogError: called in another thread than the one that runs the script.
+    Raises CapslogError in another thread than the script's.
     """
     script = _CURRENT.get()
     if script is None and "CAPSLOG_MEMBER" in os.environ and threading.current_thread() is not threading.main_thread():
@@ -495,10 +487,9 @@ def current_script() -> MemberScript | None:
 
 
 def main(arguments: Mapping[str, Any]) -> int:
-    """Runs the script of one member, which calls `train`; returns the exit status.
+    """Run the script of one member, which calls `train`; return the exit status.
 
-    Args:
-        arguments: "run_dir"; "script": its path; "arguments": its own; "elastic": the settings.
+    arguments: "run_dir"; "script": its path; "arguments": its own; "elastic": the settings.
     """
     return report_failures(Path(arguments["run_dir"]), lambda wish: _run(arguments, wish))
 

@@ -1,7 +1,7 @@
-"""Checkpoints on disk as folders of files; `stored_layers` puts the layers into them and takes them out.
+"""Checkpoints on disk: folders `step-XXXXXXXX` with one file per layer and a manifest of sizes and digests.
 
-A checkpoint is a folder `step-XXXXXXXX` with one file per layer and a manifest of sizes and digests. It is written
-beside its place and renamed when everything is on disk: a crash or a full disk leaves the previous one as it was.
+A checkpoint is written under another name and renamed when everything is on disk: a crash or a full disk leaves the
+previous one unchanged.
 """
 
 from __future__ import annotations
@@ -41,24 +41,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; `manifest` is its JSON."""
+    """Complete checkpoint on disk; `manifest` is its JSON."""
 
     path: Path
     manifest: Mapping[str, Any]
 
     @property
     def step(self) -> int:
-        """The last optimizer step that it contains."""
+        """Last optimizer step that it contains."""
         return int(self.manifest["step"])
 
     def layer(self, name: str, mapped: bool = False) -> dict[str, Any]:
-        """A layer's {"parameters", "buffers", "optimizer"}, and in float16 "scaler", on the CPU, its digest checked.
+        """{"parameters", "buffers", "optimizer"} of a layer, in float16 "scaler" too, on the CPU, its digest checked.
 
-        Args:
-            mapped: leave the tensors in the file until they are read.
-
-        Raises:
-            CapslogError: the layer is not there, or its file is damaged.
+        mapped: leave the tensors in the file until they are read. Raises CapslogError where it is missing or damaged.
         """
         entry = self.manifest["layers"].get(name)
         if entry is None:
@@ -74,10 +70,7 @@ class Checkpoint:
         return loaded
 
     def weights(self, name: str, mapped: bool = False) -> dict[str, Tensor]:
-        """A layer's parameters and buffers to compute with: parameters that have an average have its value.
-
-        Reads as `layer` does.
-        """
+        """Parameters and buffers of a layer to compute with: averages where there are any. Arguments as `layer`."""
         state = self.layer(name, mapped)
         averages = {parameter: kept[AVERAGE] for parameter, kept in state["optimizer"].items() if AVERAGE in kept}
         weights: dict[str, Tensor] = state["parameters"] | averages | state["buffers"]
@@ -104,15 +97,10 @@ def _is_layer(state: Any) -> bool:
 
 
 def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool = False) -> Any:
-    """The content that `torch.save` wrote into a file, on the CPU.
+    """Content that `torch.save` wrote into a file, on the CPU. Raises CapslogError where it is missing or damaged.
 
-    Args:
-        advice: how the error's sentence ends.
-        digest: that the manifest has of the file.
-        mapped: leave the tensors in the file until they are read.
-
-    Raises:
-        CapslogError: the file is missing or damaged.
+    advice: end of the error's sentence. digest: of the file in the manifest. mapped: leave the tensors in the file
+    until they are read.
     """
     try:
         if digest is not None and files.digest_of(path) != digest:
@@ -126,7 +114,7 @@ def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool =
 
 
 def publish(partial: Path, final: Path, replaced: Path) -> None:
-    """Gives a complete checkpoint its name; one of that name lies under `replaced` meanwhile and is then removed."""
+    """Give a complete checkpoint its name; an existing one of that name is moved to `replaced` and then removed."""
     files.sync_folder(partial)
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -137,7 +125,7 @@ def publish(partial: Path, final: Path, replaced: Path) -> None:
 
 
 def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Saves with torch and syncs; returns size and digest for the manifest. Raises OSError, also for a full disk."""
+    """Save with torch and sync; return size and digest for the manifest. Raises OSError, also for a full disk."""
     with open(path, "wb", opener=files.no_link) as file:
         _save(file, state)
         file.flush()
@@ -146,7 +134,7 @@ def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_whole(path: Path, state: Mapping[str, Any]) -> None:
-    """Saves with torch, whole or not at all, for files that several processes may write alike. Raises OSError."""
+    """Save with torch, completely or not at all, for files that several processes may write alike. Raises OSError."""
     with files.whole_file(path) as file:
         _save(file, state)
 
@@ -162,21 +150,17 @@ def _save(file: BinaryIO, state: Mapping[str, Any]) -> None:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """A file's size and digest, as a manifest names them."""
+    """Size and digest of a file, as a manifest names them."""
     return {"bytes": path.stat().st_size, "digest": files.digest_of(path)}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint folder, with its manifest read and the sizes of its files checked.
-
-    Raises:
-        CapslogError: not a checkpoint, another format or shape, or files missing or cut short.
-    """
+    """Checkpoint in a folder, its manifest read and the sizes of its files checked. Raises as `check_manifest`."""
     return Checkpoint(path, read_manifest(path))
 
 
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint in a run's `checkpoints/` (None if there is none), and problems of newer ones."""
+    """Newest complete checkpoint in a run's `checkpoints/` (None if there is none), and problems of newer ones."""
     skipped: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
@@ -187,7 +171,7 @@ def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def passed_over(checkpoint: Checkpoint | None, skipped: Sequence[str]) -> list[str]:
-    """Lines for the user about `latest_checkpoint`, where a run does not go on from the newest checkpoint."""
+    """Lines for the user about `latest_checkpoint`, where a run does not continue from the newest checkpoint."""
     lines = [f"passed over a checkpoint: {problem.removesuffix(f'; {REMEDY}')}" for problem in skipped]
     if skipped and checkpoint is None:
         lines.append("no checkpoint is whole: the run begins anew")
@@ -195,10 +179,9 @@ def passed_over(checkpoint: Checkpoint | None, skipped: Sequence[str]) -> list[s
 
 
 def best_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint with the best score in a run's `checkpoints/`, or the newest if the run was never evaluated.
+    """Checkpoint with the best score in a run's `checkpoints/`, or the newest if the run was never evaluated.
 
-    Raises:
-        CapslogError: there is none, or the best one is damaged.
+    Raises CapslogError where there is none, or the best one is damaged.
     """
     best = read_best(folder)
     if best is not None:
@@ -214,10 +197,9 @@ def best_checkpoint(folder: Path) -> Checkpoint:
 
 
 def prune(folder: Path, keep: int, spare: Iterable[int] = (), beside: bool = False) -> None:
-    """Removes all but the `keep` newest checkpoints and the steps in `spare`, and leftovers of broken-off writes.
+    """Remove all but the `keep` newest checkpoints and the steps in `spare`, and leftovers of interrupted writes.
 
-    Args:
-        beside: they lose their names now, and a thread frees the disk, which may take a second for large files.
+    beside: they lose their names now, and a thread frees the disk, which may take a second for large files.
     """
     spared = {f"step-{step:08d}" for step in spare}
     removed = [path for path in sorted(folder.glob("step-*"))[:-keep] if path.name not in spared]

@@ -1,7 +1,7 @@
 """The settings that must not change between a checkpoint and the run that continues it, and the error for each.
 
-Checked twice: before a run's folder is written to, so that a refused command leaves it as it was, and by every rank
-before it loads. Imports no torch.
+Checked before a run's folder is written to, so that a refused command leaves it unchanged, and by every rank before it
+loads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ __all__ = ["check_continues", "check_folder", "check_samples", "folder_findings"
 
 
 def run_constants(config: Config, grains: Sequence[int] = ()) -> dict[str, Any]:
-    """The keys of `train` that fix the losses, and their values; and the grains of the plan's layers, if there are any.
-
-    grains: see `plans.parts.grains_of`.
-    """
+    """Return the keys of `train` that fix the losses, with their values, and the grains (`plans.parts.grains_of`)."""
     train = config.train
     return {
         **({"grains": list(grains)} if grains else {}),
@@ -45,9 +42,7 @@ def check_continues(
     grains: Sequence[int] = (),
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Raises CapslogError if the checkpoint at `path` is not one that a run of `config` can continue; see
-    `_differences`.
-    """
+    """Raise CapslogError if a run of `config` cannot continue the checkpoint at `path`; see `_differences`."""
     settle(map(RunFinding.of_error, _differences(config, model, manifest, path, grains, facts)))
 
 
@@ -59,12 +54,11 @@ def _differences(
     grains: Sequence[int],
     facts: Mapping[str, Any],
 ) -> Iterator[CapslogError]:
-    """Yields the errors that keep a run of `config` from continuing the checkpoint at `path`.
+    """Yield the errors that keep a run of `config` from continuing the checkpoint at `path`.
 
     Args:
         model: the chain's name, None where it is not known.
-        manifest: the checkpoint's.
-        grains: of the layers of this run's plan; see `plans.parts.grains_of`.
+        grains: of the plan's layers; see `plans.parts.grains_of`.
         facts: of the training data, see `Workload.data_facts`; none where they are not known.
     """
     if model is not None and manifest.get("model") != model:
@@ -101,7 +95,7 @@ def _said(facts: Mapping[str, Any], name: str) -> str:
 
 
 def check_samples(samples: int, minibatch_size: int) -> None:
-    """Raises CapslogError for training data of less than one minibatch."""
+    """Raise CapslogError for training data of less than one minibatch."""
     if samples < minibatch_size:
         raise CapslogError(
             f"the training data has {samples} samples, fewer than train.minibatch_size={minibatch_size}; lower it"
@@ -114,19 +108,14 @@ def check_folder(
     grains: Sequence[int] = (),
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Raises CapslogError if `config.resume` and the content of `run_dir/checkpoints` do not go together; see
-    `folder_findings`.
-    """
+    """Raise CapslogError if `folder_findings` yields any."""
     settle(folder_findings(config, model, grains, facts))
 
 
 def folder_findings(
     config: Config, model: str | None, grains: Sequence[int], facts: Mapping[str, Any]
 ) -> Iterator[RunFinding]:
-    """Yields the reasons why `config.resume` and the content of `run_dir/checkpoints` do not go together.
-
-    Damaged checkpoints are ignored here: the ranks say which ones they pass over.
-    """
+    """Yield the conflicts between `config.resume` and `run_dir/checkpoints`; damaged checkpoints are ignored here."""
     folder = config.run_dir / "checkpoints"
     folders = sorted(folder.glob("step-*"), reverse=True)
     if config.resume == "never":

@@ -1,9 +1,9 @@
 """Chooses the samples of each step, and loads their tensors ahead of time.
 
-The order is a pure function of (seed, step), so a run resumes by asking for the next step. Every rank derives the
-description of a minibatch itself; only ranks with a stage that takes inputs of the chain load tensors, and only ranks
-that compute losses read targets that no description knows. A `ReadingSource` reads both itself; another source's `load`
-is called in background threads.
+The order is a pure function of (seed, step), so a run resumes by requesting the next step. Every rank derives a
+minibatch's description; only ranks with a stage that takes the chain's inputs load tensors, and only ranks that compute
+losses read targets that no description knows. A `ReadingSource` reads both itself; another source's `load` is called in
+background threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from varuna_capslog.training.constants import check_samples
 __all__ = ["DataLate", "DataWatch", "Feed", "evaluation_groups"]
 
 
-# -- Limits how long a process waits for its data, where no neighbour waits for the process.
+# -- A limit for the time that a process waits for its data, also where no neighbour waits for the process.
 
 
 _LOOK_SECONDS = 0.25
@@ -44,16 +44,10 @@ class DataLate(CapslogError):
 
 
 class DataWatch:
-    """Notices that this process waits for its data longer than a rank waits for its neighbours.
+    """Monitor that reports when this process waits for its data for `limit_seconds` (`pipeline.timeout_seconds`).
 
-    A rank that stands in a data set is noticed by the ranks that wait for it, but alone it would stand there for ever.
-
-    Args:
-        limit_seconds: `pipeline.timeout_seconds`.
-
-    Attributes:
-        late: called in a thread of the watch's own; it ends the process, since no exception gets into code that hangs.
-            None: nothing is watched.
+    Other ranks notice a rank that hangs in a data set; a process without others would hang for ever. `late` is called
+    in the watch's thread to end the process: no exception reaches code that hangs. None: nothing is watched.
     """
 
     def __init__(self, limit_seconds: float) -> None:
@@ -101,16 +95,13 @@ _THREADS, _AHEAD = 2, 4
 
 
 class Feed:
-    """Training minibatches by step, counted from 1.
+    """Training minibatches by step, counted from 1. Raises CapslogError for fewer samples than one minibatch.
 
     Args:
         minibatch_size, microbatch_size: samples.
-        local: global indices of the microbatches that this rank loads (empty: none), each as often as it is asked for.
+        local: global indices of the microbatches that this rank loads, each as often as it is requested.
         judged: those whose loss it computes.
-        watch: of the waits for data; None: nobody watches them.
-
-    Raises:
-        CapslogError: fewer samples than one minibatch.
+        watch: of the waits for data; None: they are not watched.
     """
 
     def __init__(
@@ -141,11 +132,11 @@ class Feed:
         self._failure: str | None = None
 
     def epoch(self, step: int) -> int:
-        """The epoch that a step belongs to, counted from 0."""
+        """Epoch that a step belongs to, counted from 0."""
         return (step - 1) // self.steps_per_epoch
 
     def minibatch(self, step: int) -> Minibatch:
-        """The description of a step's minibatch; the last few are kept."""
+        """Description of a step's minibatch; the last few are kept."""
         return self._described(step)
 
     def _describe(self, step: int) -> Minibatch:
@@ -158,23 +149,23 @@ class Feed:
         return minibatch
 
     def _shuffled(self, epoch: int) -> list[int]:
-        """All samples in the order of this epoch."""
         generator = torch.Generator().manual_seed(mix(self._seed, _SHUFFLE, epoch))
         order: list[int] = torch.randperm(len(self._source), generator=generator).tolist()
         return order
 
     def begin(self, step: int) -> None:
-        """Begins a step: the first microbatches that this rank needs of it are read from now on."""
+        """Begin a step: start to read the first microbatches that this rank needs of it."""
         self._left = self._asked.copy()
         self._loads = {key: load for key, load in self._loads.items() if key[0] >= step}
         if self._ahead and self._order:
             self._read_ahead(step, self._order[0])
 
     def loader(self, step: int) -> Callable[[int], dict[str, Tensor]]:
-        """A function that gives the inputs of this step's microbatches; the next ones are loaded meanwhile.
+        """Return a function that gives the inputs of this step's microbatches; the next ones are loaded meanwhile.
 
-        A microbatch that several stages ask for is loaded once, and kept until the last of them has it. One that cannot
-        be read is zeros, and the step's `report` says why, so that all ranks reach the vote and refuse the step there.
+        A microbatch is loaded once, and kept until the last stage that requests it has it. If it cannot be read, its
+        inputs are zeros and the step's `report` has the reason, so that all ranks reach the vote and refuse the step
+        there.
         """
         self.begin(step)
 
@@ -217,7 +208,7 @@ class Feed:
             self._waited += time.perf_counter() - began
 
     def _read_ahead(self, step: int, microbatch: int) -> None:
-        """Begins to read the microbatches that are needed next, from this one on."""
+        """Begin to read the microbatches that are needed next, starting with this one."""
         upcoming = ((step, index) for index in self._order if index >= microbatch and self._left[index])
         following = ((step + 1, index) for index in self._order)
         for key in [*upcoming, *following][: self._ahead]:
@@ -232,15 +223,15 @@ class Feed:
         return self._pool.submit(lambda: (self._source.load(minibatch, key[1]), None))
 
     def close(self) -> None:
-        """Stops the loading threads."""
+        """Stop the loading threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def evaluation_groups(count: int, microbatch_size: int, per_minibatch: int) -> list[list[list[int]]]:
-    """The minibatches of an evaluation over `count` samples, each of at most `per_minibatch` microbatches.
+    """Minibatches of an evaluation over `count` samples, each of at most `per_minibatch` microbatches.
 
-    Which samples share a minibatch, and with it the padding of an image, does not depend on the layout.
+    Which samples share a minibatch, and so the padding of an image, does not depend on the layout.
     """
     size = microbatch_size * per_minibatch
     return [_split(list(range(start, min(start + size, count))), microbatch_size) for start in range(0, count, size)]

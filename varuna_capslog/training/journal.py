@@ -1,7 +1,7 @@
-"""Writes a run's record for people and programs: metrics.jsonl, events.jsonl, loggers, and the line on the terminal.
+"""Writes a run's record for people and programs: metrics.jsonl, events.jsonl, loggers, and the terminal's line.
 
-Every rank has a journal and gives it the same records; the journal of one rank at a time writes them. JSON Lines files
-are append-only, so a crash loses at most the line being written.
+Every rank gives its journal the same records; the journal of one rank at a time writes them. JSON Lines files are
+append-only, so a crash loses at most the line being written.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ __all__ = [
 # -- Loggers for the numbers of a run, besides its own files: TensorBoard, Weights & Biases, or a function of the
 #    user's.
 #
-# A logger gets the same as the files of the writing rank: after a step the numbers of its line in metrics.jsonl,
+# A logger gets the same as the writing rank's files: after a step the numbers of its line in metrics.jsonl,
 # after an evaluation the scores. A logger that fails is reported once and gets no more, and the training goes on.
 
 
 class Logger(Protocol):
-    """A receiver of numbers."""
+    """Receiver of numbers."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Takes numbers by name, such as "train/loss" or "val/AP", that belong to a step."""
+        """Take a step's numbers by name, such as "train/loss" or "val/AP"."""
 
     def close(self) -> None:
-        """Writes out the numbers that it still holds."""
+        """Write out the numbers that it still holds."""
 
 
 class TensorBoard:
-    """Event files in the run's `tensorboard/`; those of steps after `base`, of a run that broke off, are hidden."""
+    """Event files in the run's `tensorboard/`; those of steps after `base`, of an interrupted run, are hidden."""
 
     def __init__(self, run_dir: Path, base: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -74,7 +74,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases in the run's `wandb/`; offline, unless the variable WANDB_MODE says otherwise."""
+    """Run of Weights & Biases in the run's `wandb/`; offline, unless the variable WANDB_MODE says otherwise."""
 
     def __init__(self, run_dir: Path, base: int) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -108,7 +108,7 @@ _KNOWN: Mapping[str, Callable[[Path, int], Logger]] = {"tensorboard": TensorBoar
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raises CapslogError where a logger's package or function is not there; without TensorBoard a run goes on."""
+    """Raise CapslogError where a logger's package or function is missing; without TensorBoard a run continues."""
     for name in names:
         if ":" in name:
             Callback(name)
@@ -122,12 +122,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 class Loggers:
-    """All loggers of a run, on the rank that writes.
-
-    Args:
-        base: the step after which this rank begins to write.
-        say: takes a sentence for people.
-    """
+    """All loggers of a run, on the rank that writes after step `base`. say: takes a sentence for people."""
 
     def __init__(self, names: Sequence[str], run_dir: Path, base: int, say: Callable[[str], None]) -> None:
         self._say = say
@@ -141,7 +136,7 @@ class Loggers:
                 self._failed(name, error)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Gives the numbers to each logger; see `Logger.log`."""
+        """Give the numbers to each logger."""
         for name, logger in list(self._open.items()):
             try:
                 logger.log(numbers, step)
@@ -150,7 +145,7 @@ class Loggers:
                 self._failed(name, error)
 
     def close(self) -> None:
-        """Closes each logger; see `Logger.close`."""
+        """Close each logger."""
         for name, logger in self._open.items():
             try:
                 logger.close()
@@ -175,7 +170,7 @@ Line = TypeVar("Line")
 
 
 def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minibatch_size: int) -> dict[str, Any]:
-    """The entries of a step in metrics.jsonl, but for generation and world size, which the journal adds."""
+    """Entries of a step in metrics.jsonl, but for generation and world size, which the journal adds."""
     parts = dict(verdict.parts)
     return {
         "step": verdict.step,
@@ -195,13 +190,13 @@ def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minib
 def peak_record(
     peaks: Sequence[int], source: str | None, microbatches: Sequence[Mapping[str, TensorSpec]]
 ) -> dict[str, Any]:
-    """The entries that metrics.jsonl adds for a step whose peaks were measured.
+    """Entries that metrics.jsonl adds for a step whose peaks were measured.
 
     Args:
         peaks: bytes, by stage of the first replica.
         source: how they were measured.
-        microbatches: input specs of the microbatches of that replica. The shapes of the largest one (most bytes) are
-            recorded as `peak_input`, since a peak holds for the sizes it was measured at.
+        microbatches: input specs of that replica. The shapes of the largest (most bytes) become `peak_input`, since a
+            peak holds for the sizes it was measured at.
     """
     record: dict[str, Any] = {"peak_bytes": list(peaks), "peak_source": source}
     if microbatches:
@@ -213,8 +208,8 @@ def peak_record(
 class RecentSteps(Generic[Line]):
     """The last steps that a rank applied, kept so that no line of `metrics` is lost together with its writer.
 
-    One rank writes the lines. It may be lost after a step was applied everywhere and before its line was written; the
-    rank that writes afterwards then finds the line here. `Line` is the type from which the caller writes a line.
+    The writing rank may be lost after a step was applied everywhere and before its line was written; the next writer
+    finds the line here. `Line` is the type from which the caller writes a line.
     """
 
     def __init__(self, metrics: Path) -> None:
@@ -222,11 +217,11 @@ class RecentSteps(Generic[Line]):
         self._lines: deque[tuple[int, Line]] = deque(maxlen=_KEPT)
 
     def add(self, step: int, line: Line) -> None:
-        """Keeps the source of a step's line, on every rank, also where another rank writes it."""
+        """Keep the source of a step's line, on every rank, also where another rank writes it."""
         self._lines.append((step, line))
 
     def missing(self, last: int) -> list[Line]:
-        """The steps kept here up to step `last` that the file lacks, the oldest first."""
+        """The kept steps up to step `last` that the file lacks, the oldest first."""
         if not self._lines or not self._metrics.exists():
             written = []
         else:
@@ -235,7 +230,7 @@ class RecentSteps(Generic[Line]):
 
 
 def step_bar(total_steps: int | None, completed: int, *further: ProgressColumn) -> tuple[Console, Progress, TaskID]:
-    """A bar over the steps of a run on standard output, shown on a terminal only; `further` columns stand behind it."""
+    """Progress bar over a run's steps on standard output, on a terminal only; `further` columns stand behind it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -246,7 +241,7 @@ def step_bar(total_steps: int | None, completed: int, *further: ProgressColumn) 
 
 
 def step_numbers(record: Mapping[str, Any]) -> list[str]:
-    """The numbers of a step as they are shown; a step need not have all of them."""
+    """Numbers of a step as they are shown; a step need not have all of them."""
     shown = {"loss": "loss {:.4f}", "grad_norm": "|grad| {:.3g}", "lr": "lr {:.2g}"}
     shown["samples_per_second"] = "{:.1f} samples/s"
     skipped = ["skipped, since its gradients overflow"] if record.get("skipped") else []
@@ -254,7 +249,7 @@ def step_numbers(record: Mapping[str, Any]) -> list[str]:
 
 
 def score_line(step: int, scores: Mapping[str, Any]) -> str:
-    """The line shown for an evaluation: its first six numbers."""
+    """Line shown for an evaluation: its first six numbers."""
     return f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in _numbers_in(scores)[:6])
 
 
@@ -263,16 +258,15 @@ def _numbers_in(scores: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 class Journal:
-    """The record of a run on one rank.
+    """Record of a run on one rank.
 
     Args:
-        run_dir: the run's folder.
-        total_steps: where the progress bar ends; None if only time limits the run.
+        total_steps: end of the progress bar; None if only time limits the run.
         log_every: steps between refreshes of the terminal and the loggers.
         loggers: names of the config's `train.loggers`.
 
     Attributes:
-        writes: whether this rank is the one that writes; the others' methods only remember the last steps.
+        writes: True on the rank that writes; the others' methods only remember the last steps.
     """
 
     def __init__(self, run_dir: Path, total_steps: int | None, log_every: int, loggers: Sequence[str] = ()) -> None:
@@ -283,7 +277,7 @@ class Journal:
         self.writes = False
 
     def begin(self, writes: bool, base: int, generation: int, world_size: int) -> None:
-        """A generation begins after step `base`; a rank that begins to write adds the lines that are missing."""
+        """Start a generation after step `base`; a rank that begins to write adds the lines that are missing."""
         if not writes:
             self.close()
         elif not self.writes:
@@ -304,7 +298,7 @@ class Journal:
         self._loggers = Loggers(self._names, self._run_dir, base, self.say)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Adds one step's line; `record` is a `step_record`, perhaps with a `peak_record`."""
+        """Add the line of a step; `record` is a `step_record`, perhaps with a `peak_record`."""
         self._recent.add(int(record["step"]), (self._generation, self._world_size, record))
         if self.writes:
             self._write(record, self._generation, self._world_size)
@@ -327,7 +321,7 @@ class Journal:
             self.say(f"step {step}{f' of {self._total_steps}' if self._total_steps else ''}  {text}")
 
     def scores(self, step: int, scores: Mapping[str, Any]) -> None:
-        """Adds an evaluation: evaluations.jsonl, the loggers, one line for people."""
+        """Add an evaluation: evaluations.jsonl, the loggers, one line for people."""
         if not self.writes:
             return
         files.append_jsonl(
@@ -338,13 +332,13 @@ class Journal:
         self.say(score_line(step, scores))
 
     def event(self, kind: str, **details: Any) -> None:
-        """Adds a line to events.jsonl."""
+        """Add a line to events.jsonl."""
         if self.writes:
             line = {"kind": kind, "time": wall_seconds(), "generation": self._generation, **details}
             files.append_jsonl(self._run_dir / "events.jsonl", line)
 
     def say(self, text: str) -> None:
-        """Writes a line on the terminal, above the progress bar where there is one."""
+        """Write a line on the terminal, above the progress bar where there is one."""
         if not self.writes:
             return
         if self._bar is not None:
@@ -354,7 +348,7 @@ class Journal:
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Stops the progress bar and closes the loggers; this rank writes no more until it begins again."""
+        """Stop the progress bar and close the loggers; this rank writes no more until it begins again."""
         if not self.writes:
             return
         self.writes = False

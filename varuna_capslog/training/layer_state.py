@@ -1,14 +1,14 @@
-"""The training state of one layer as a flat dict of tensors: the form sent to members, kept in copies and on disk.
+"""Training state of one layer as a flat dict of tensors: the form sent to members, kept in copies and on disk.
 
-Keys are "parameters/<name>", "buffers/<name>", "optimizer/<name>/<key>" and, for optimizer state that is a plain
-number, "number/<name>/<key>"; names as inside the layer, or as in the whole model where the layer is a piece of a
-CutPoint model. A parameter that has a float32 master is there as its master, of which it is the rounding. A shared
-parameter is in the state of every layer that uses it, moments included, so that each layer can be built from its own
-state alone; only a checkpoint keeps it once. In float16 every layer's state has the run's loss scale at that boundary
-too, "scaler/<key>", so that every holder of a layer has it. Nothing here knows ranks or checkpoints.
+Keys are "parameters/<name>", "buffers/<name>", "optimizer/<name>/<key>" and, for plain numbers of the optimizer,
+"number/<name>/<key>"; names are relative to the layer, or to the whole model where the layer is a piece of a CutPoint
+model. A parameter with a float32 master is stored as the master, of which it is the rounding. A shared parameter is in
+the state of every layer that uses it, with its moments, so that a layer can be built from its own state alone; only a
+checkpoint keeps it once. In float16 every layer's state also has the run's loss scale at that boundary, "scaler/<key>".
+Nothing here knows ranks or checkpoints.
 
 A follower is a copy of a layer that makes every step together with its owner, so that no rank need send it the state
-again. `Follower` is the one of our engine's layers; the Varuna plugin has one for its pieces.
+again. `Follower` is for layers of our engine; the Varuna plugin has one for its pieces.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ Mismatch = Callable[[str, str, "Tensor | None", Tensor], CapslogError]
 def flatten(
     parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Any]]
 ) -> LayerState:
-    """A flat state of live tensors, which the next step changes.
-
-    Args:
-        moments: optimizer state of each parameter, by key: tensors, plain numbers, or None (left out).
-    """
+    """Flat state of live tensors, which the next step changes; moments are tensors, numbers or None (left out)."""
     state: LayerState = {f"parameters/{name}": parameter.detach() for name, parameter in parameters.items()}
     state |= {f"buffers/{name}": buffer.detach() for name, buffer in buffers.items()}
     for name, kept in moments.items():
@@ -89,13 +85,13 @@ def moments_of(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
 
 
 def plain_number(value: Tensor) -> float:
-    """The number in a tensor of a state, as the optimizer has it: an int where it is whole."""
+    """Number in a tensor of a state, as the optimizer has it: an int where it is whole."""
     number = float(value)
     return int(number) if number.is_integer() else number
 
 
 def scaler_state(numbers: Mapping[str, float]) -> LayerState:
-    """The entries of a `LossScale` in every layer's state: its scale and its streak."""
+    """Entries of a `LossScale` in every layer's state: its scale and its streak."""
     return {f"scaler/{key}": torch.tensor(numbers[key], dtype=torch.float64) for key in ("scale", "streak")}
 
 
@@ -105,13 +101,10 @@ def copy_in(
     buffers: Mapping[str, Tensor],
     mismatch: Mismatch,
 ) -> bool:
-    """Copies a state's parameters and buffers into tensors of the same names.
+    """Copy a state's parameters and buffers into tensors of the same names.
 
-    Returns:
-        Whether every parameter in `state` is the very tensor that it should fill, so that nothing was to be copied.
-
-    Raises:
-        CapslogError: `mismatch`'s, for a tensor that is missing or has another shape.
+    True where each parameter in `state` is its target tensor itself, so that nothing was copied. Raises `mismatch`'s
+    error for a tensor that is missing or has another shape.
     """
     in_place = True
     for kind, targets in (("parameter", parameters), ("buffer", buffers)):
@@ -128,17 +121,12 @@ def copy_in(
 
 
 def cloned(state: Mapping[str, Tensor]) -> LayerState:
-    """A copy that later steps do not change."""
+    """Copy that later steps do not change."""
     return {key: tensor.clone() for key, tensor in state.items()}
 
 
 def capture(layer: EngineLayer, optimizer: StageOptimizer, copy: bool) -> LayerState:
-    """A layer's state as it is.
-
-    Args:
-        optimizer: of the engine that has the layer.
-        copy: False gives the live tensors, which the next `apply` changes.
-    """
+    """State of a layer; with `copy=False` the live tensors, which the next `apply` changes."""
     moments = {name: optimizer.moments(layer.address(name)) for name in layer.parameters}
     state = flatten(layer.values, layer.buffers, moments)
     if optimizer.loss_scale is not None:
@@ -147,13 +135,11 @@ def capture(layer: EngineLayer, optimizer: StageOptimizer, copy: bool) -> LayerS
 
 
 def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, Tensor]) -> None:
-    """Puts a state into a layer; a parameter without moments in `state` has none afterwards.
+    """Put a state into a layer; a parameter without moments in `state` has none afterwards.
 
     Values are copied, so that `state` stays as it is. The exception is a layer's own live state (`capture` with
-    `copy=False`, from the optimizer that it had): the layer keeps its tensors, its new optimizer takes the moments.
-
-    Raises:
-        CapslogError: a parameter or buffer is missing or has another shape.
+    `copy=False`, from its earlier optimizer): the layer keeps its tensors, its new optimizer takes the moments. Raises
+    CapslogError where a parameter or buffer is missing or has another shape.
     """
 
     def mismatch(kind: str, name: str, value: Tensor | None, target: Tensor) -> CapslogError:
@@ -173,29 +159,28 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
 
 
 def lies_in(state: Mapping[str, Tensor], layer: EngineLayer) -> bool:
-    """True where a state's parameters and buffers are the very memory of a layer."""
+    """True where a state's parameters and buffers are the memory of the layer itself."""
     live = flatten(layer.values, layer.buffers, {})
     return all(key in state and state[key].data_ptr() == tensor.data_ptr() for key, tensor in live.items())
 
 
 def initial(chain: Chain, index: int) -> LayerState:
-    """The state before step 1, copied from the chain, which must not have been trained: see `take_layers`."""
+    """State before step 1, copied from the chain, which must not have been trained: see `take_layers`."""
     chain.fill([index])
     return cloned(model_state(chain, index))
 
 
 def model_state(chain: Chain, index: int) -> LayerState:
-    """A layer's parameters and persistent buffers in the chain itself."""
+    """Parameters and persistent buffers of a layer in the chain itself."""
     module = chain.layers[index].module
     parameters = dict(module.named_parameters())
     return flatten(parameters, persistent_buffers(module, parameters), {})
 
 
 def size_of(chain: Chain, index: int, recipe: Recipe, weights: str = "float32") -> int:
-    """Bytes of a layer's state, but for a loss scale, once every trainable parameter was stepped as the recipe says.
+    """Bytes of a layer's state without a loss scale, once the recipe has stepped all trainable parameters.
 
-    Args:
-        weights: the type in which parameters are kept.
+    weights: the type in which parameters are kept.
     """
     module = chain.layers[index].module
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -205,36 +190,26 @@ def size_of(chain: Chain, index: int, recipe: Recipe, weights: str = "float32") 
 
 
 def gradient_size(chain: Chain, index: int) -> int:
-    """Bytes of the gradients of a layer's trainable parameters; those of 16 bits have gradients of float32."""
+    """Bytes of the gradients of a layer's trainable parameters; 16-bit parameters have float32 gradients."""
     return sum(parameter.nbytes for parameter in chain.layers[index].module.parameters() if parameter.requires_grad)
 
 
 class StateFollower(abc.ABC):
-    """Base class of followers, whatever their optimizer: they apply a step's final gradients and run no layer.
-
-    Args:
-        name: of the layer, for errors.
-        parameters: the copy's own, by name.
-    """
+    """Base class of followers, whatever their optimizer: they apply a step's final gradients and run no layer."""
 
     def __init__(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
         self._name = name
         self._parameters = parameters
 
     def state(self, copy: bool) -> LayerState:
-        """The layer's state; with `copy=False` the live tensors, which the next `apply` changes."""
+        """State of the layer; with `copy=False` the live tensors, which the next `apply` changes."""
         state = self._live()
         return cloned(state) if copy else state
 
     def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
-        """Makes a step that was voted for, or skips its update.
+        """Make a step that was voted for, with the verdict's scale; 0: skip its update. Uses up the update's gradients.
 
-        Args:
-            update: the owner's; its gradients are used up.
-            scale: the verdict's; 0: the step is skipped.
-
-        Raises:
-            CapslogError: an update of another layer.
+        update: the owner's. Raises CapslogError for an update of another layer.
         """
         self._take_update(update)
         self._step(step, scale)
@@ -249,30 +224,29 @@ class StateFollower(abc.ABC):
 
     @abc.abstractmethod
     def _live(self) -> LayerState:
-        """The live state."""
+        """Return the live tensors."""
 
     @abc.abstractmethod
     def _take(self, kind: str, name: str, tensor: Tensor) -> bool:
-        """Takes another tensor of the step (buffers, running statistics); False if it is not of this layer."""
+        """Take another tensor of the step (buffers, running statistics); False if it is not of this layer."""
 
     @abc.abstractmethod
     def _step(self, step: int, scale: float) -> None:
-        """Applies the gradients, which are there, and all that `_take` took; drops both."""
+        """Apply the gradients, which are there, and all that `_take` took; drop both."""
 
 
 class Follower(StateFollower):
     """Follower of a layer of our engine: the same optimizer makes its state equal to its owner's to the last bit.
 
     Args:
-        chain: as the owner's; it is not changed.
-        options: the owner's.
+        chain, options: the owner's; the chain is not changed.
         device: where the copy lies; its kernels must be those of the owner's device for equal bits.
-        state: to begin with; copied.
-        ready: a layer that an engine had and that no engine runs any more. Where `state` is its own live state, it
-            becomes the copy, and nothing is copied; layers with shared parameters never do.
+        state: initial state; copied.
+        ready: an engine's former layer, which no engine runs. Where `state` is its live state, it becomes the copy
+            without copying; never for layers with shared parameters.
 
     Attributes:
-        layer: where the copy lies. An engine may take it as it is; then this follower must make no step any more.
+        layer: where the copy lies. Once an engine takes it, this follower must make no more steps.
     """
 
     def __init__(
@@ -314,9 +288,7 @@ class Follower(StateFollower):
 
 
 def apply_together(due: Iterable[tuple[Follower, Mapping[str, Tensor], int, float]]) -> None:
-    """Applies updates to several followers of one engine, each with its update, step and scale, as `Follower.apply`
-    does but in fewer calls of the optimizer's kernels.
-    """
+    """Apply (follower, update, step, scale) to followers of one engine, in fewer kernel calls than `Follower.apply`."""
     alike: dict[tuple[int, float], list[Follower]] = {}
     for follower, update, step, scale in due:
         follower._take_update(update)
@@ -342,11 +314,11 @@ _ROWS_AT_A_TIME = {"cpu": 32}
 def digest(state: Mapping[str, Tensor]) -> bytes:
     """16 bytes, equal for equal states: keys, dtypes, shapes and bits count; layout, device and order do not.
 
-    A tensor's bytes are read as rows of 4096 words of 8 bytes. The sums of all rows and of all columns, as whole
-    numbers modulo 2^64, and the bytes that fill no row are hashed in place of the tensor. A change within one row or
-    one column is always seen, and so are rows, columns or words that change places unless both sums agree by chance
-    (2^-64); what keeps all sums is a change of four words at least, at the corners of a rectangle. 13 GB/s on a core
-    where blake2b does 0.7 (`benchmarks/morph/state`); on a GPU only the sums are copied to the host.
+    A tensor's bytes are read as rows of 4096 words of 8 bytes. The sums of all rows and of all columns, modulo 2^64,
+    and the bytes that fill no row are hashed instead of the tensor. A change within one row or column is always
+    detected, and so are rows, columns or words that change places unless both sums agree by chance (2^-64); a change
+    that keeps all sums takes at least four words, at the corners of a rectangle. 13 GB/s on a core where blake2b
+    reaches 0.7 (`benchmarks/morph/state`); a GPU copies only the sums to the host.
     """
     total = hashlib.blake2b(digest_size=16)
     for key in sorted(state):
@@ -359,7 +331,7 @@ def digest(state: Mapping[str, Tensor]) -> bytes:
 
 
 def _parts(content: Tensor) -> list[Tensor]:
-    """The hashed parts of a tensor's bytes: the sums of the rows, those of the columns, and an incomplete last row."""
+    """Hashed parts of a tensor's bytes: the row sums, the column sums, and an incomplete last row."""
     rows = content.numel() // (_WORD * _COLUMNS)
     if not rows:
         return [content]

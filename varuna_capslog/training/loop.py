@@ -1,7 +1,7 @@
-"""The training of one rank: steps, and the work due between them, on the engine that runs at the moment.
+"""Training of one rank: steps, and the work due between them, on the engine of the present generation.
 
-Two classes drive it. `run.Run` makes a fixed number of steps with one engine; a member of an elastic run makes each
-step when the protocol says so, and the engine changes with every generation.
+`run.Run` makes a fixed number of steps with one engine; in an elastic run the protocol starts each step, and each
+generation has a new engine.
 """
 
 from __future__ import annotations
@@ -39,18 +39,11 @@ __all__ = ["Boundaries", "PeakMeter", "TrainingLoop", "verify_copies"]
 
 # -- The work due at the boundaries between steps: checkpoints, evaluations, comparisons of copies.
 #
-# All ranks of a generation come here together, and each of them knows which work is done.
+# All ranks of a generation call these methods together, and each of them knows which work is done.
 
 
 class Boundaries:
-    """The boundaries of a run on this rank.
-
-    Args:
-        watch: of the waits for validation data.
-
-    Attributes:
-        scores: of the last evaluation in this process; None before the first.
-    """
+    """Boundaries of a run on this rank. scores: of the last evaluation in this process; None before the first."""
 
     def __init__(self, setup: RunSetup, log: Journal, watch: DataWatch) -> None:
         self._setup, self._log, self._watch = setup, log, watch
@@ -65,11 +58,7 @@ class Boundaries:
         self.scores: Mapping[str, Any] | None = None
 
     def begin(self, engine: Engine, generation: int, base: int, saved: bool) -> None:
-        """A generation begins after step `base`.
-
-        Args:
-            saved: this run's folder is known to hold the checkpoint of that step.
-        """
+        """Start a generation after step `base`. saved: this run's folder holds the checkpoint of that step."""
         self.end()
         self._engine, self._generation, self._base = engine, generation, base
         self._named = base if saved else self._named if self._named <= base else 0
@@ -77,7 +66,7 @@ class Boundaries:
         self._best = read_best(self._setup.checkpoints) if base else None
 
     def end(self) -> None:
-        """The generation is over: a checkpoint under way is given up; the next generation begins with its own."""
+        """End the generation: give up a checkpoint under way; the next generation begins with its own."""
         if self._saving is not None:
             self._saving.give_up()
             self._saving, self._broken_off = None, True
@@ -85,25 +74,19 @@ class Boundaries:
         self._all_written = False
 
     def sealed(self, ballot: bytes) -> bytes:
-        """The ballot of a vote, with word of a checkpoint that this rank has written."""
+        """Ballot of a vote, marked if this rank has written its part of a checkpoint."""
         return ballot if self._saving is None else self._saving.sealed(ballot)
 
     def opened(self, ballots: Sequence[bytes]) -> tuple[bytes, ...]:
-        """The ballots as they were before `sealed`."""
+        """Return the ballots as they were before `sealed`."""
         plain, self._all_written = Saving.opened(ballots)
         return plain
 
     def between(self, step: int, save: bool = False) -> int | None:
-        """Does all that is due between this step and the next.
+        """Do the work that is due after this step; return the newest step whose checkpoint was completed here.
 
-        Args:
-            save: a checkpoint is due, whatever the settings say; training waits until it is whole.
-
-        Returns:
-            The newest step whose checkpoint has become whole here.
-
-        Raises:
-            DiskFailed: on every rank, when any rank could not write.
+        save: make a checkpoint, whatever the settings say; training waits until it is complete. Raises DiskFailed on
+        every rank when any rank could not write.
         """
         train = self._setup.config.train
         self._verify(step)
@@ -118,11 +101,7 @@ class Boundaries:
         return completed
 
     def finish(self, step: int, judges: bool) -> None:
-        """Makes the last boundary: comparison, checkpoint and evaluation, as far as they were not made before.
-
-        Args:
-            judges: False leaves the evaluation out.
-        """
+        """Do what remains of the last boundary's work: comparison, checkpoint and, if `judges`, evaluation."""
         self._verify(step)
         if step == self._base:
             self._agree(step)
@@ -131,15 +110,11 @@ class Boundaries:
             self._judge(step)
 
     def save_new(self, step: int) -> bool:
-        """Makes this step's checkpoint whole if no later one is known; returns whether one became whole.
-
-        Raises:
-            DiskFailed: on every rank, when any rank could not write.
-        """
+        """Complete this step's checkpoint unless a later one is known; True if it was done. Raises as `between`."""
         return self._save(step, background=False) is not None
 
     def _save(self, step: int, background: bool) -> int | None:
-        """Begins the step's checkpoint unless it was begun, after the one before it; returns as `between`."""
+        """Begin the step's checkpoint, unless it was begun, after the one before it; return as `between`."""
         if self._saved >= step:
             return None if background else self._complete()
         completed = self._complete()
@@ -154,15 +129,11 @@ class Boundaries:
 
     @property
     def _saved(self) -> int:
-        """The newest step whose checkpoint was begun."""
+        """Newest step whose checkpoint was begun."""
         return self._named if self._saving is None else max(self._named, self._saving.step)
 
     def _complete(self, beside: bool = False) -> int | None:
-        """Waits for the checkpoint under way and gives it its name; returns its step, None where there is none.
-
-        Args:
-            beside: training goes on while older ones are removed.
-        """
+        """Wait for the checkpoint under way and name it; return its step or None. beside: prune in a thread."""
         saving, self._saving, self._all_written = self._saving, None, False
         if saving is None:
             return None
@@ -179,13 +150,9 @@ class Boundaries:
         return saving.step
 
     def evaluate(self, engine: Engine) -> Mapping[str, Any] | None:
-        """Runs the validation set through `engine`; the scores are the same on every rank.
+        """Run the validation set through `engine`; return the scores, the same on every rank. Raises PeerLost.
 
-        Returns:
-            None where the workload has no evaluator or no validation data.
-
-        Raises:
-            PeerLost: another rank is gone.
+        None where the workload has no evaluator or no validation data.
         """
         evaluator = self._setup.workload.evaluator()
         if evaluator is None:
@@ -222,7 +189,7 @@ class Boundaries:
         return communicator.gather(mine)[0]
 
     def _watched(self, minibatch: Minibatch) -> Minibatch:
-        """The minibatch; the waits for its late targets are watched as those for its inputs are."""
+        """Minibatch whose late targets are watched while they are waited for, as its inputs are."""
 
         def read(microbatch: int, targets: LateTargets) -> Any:
             with self._watch.waiting(minibatch, microbatch):
@@ -238,11 +205,10 @@ class Boundaries:
             verify_copies(self._engine)
 
     def _agree(self, step: int) -> bool:
-        """Shares the records of earlier checkpoints and evaluations at the boundary with which a generation begins: a
-        rank that joined has none, so all take over the newest that any of them has.
+        """Share the records of earlier checkpoints and evaluations at a generation's first boundary.
 
-        Returns:
-            Whether the checkpoint that the generation before had begun is missing.
+        A rank that joined has none, so all take over the newest. True where the checkpoint that the generation before
+        had begun is missing.
         """
         records = self._engine.communicator.gather((self._named, self._judged, self._broken_off))
         self._named = max(named for named, _, _ in records)
@@ -251,7 +217,7 @@ class Boundaries:
         return self._saved < step and any(broken_off for _, _, broken_off in records)
 
     def _judge(self, step: int) -> None:
-        """Evaluates, and remembers the best step."""
+        """Evaluate, and record the best step."""
         scores = self.evaluate(self._engine)
         self._judged = step
         if scores is None:
@@ -268,10 +234,9 @@ class Boundaries:
 
 
 def verify_copies(engine: Engine) -> None:
-    """Compares every parameter, or its master, that several ranks hold (shared, replicas) by digest (engine rule 3).
+    """Compare by digest every parameter, or its master, that several ranks hold (shared, replicas): engine rule 3.
 
-    Raises:
-        CapslogError: two ranks disagree, naming the parameter and the ranks.
+    Raises CapslogError where two ranks disagree, naming the parameter and the ranks.
     """
     layout = engine.layout
     digests = {address: digest({address: value}) for address, value in engine.optimizer.values.items()}
@@ -299,14 +264,11 @@ a probe costs some ten milliseconds."""
 
 
 class PeakMeter:
-    """The measured peak of every stage, once per generation. It travels with the ballots of a vote only.
+    """Meter of the peak of every stage, once per generation. The peak travels only with the ballots of a vote.
 
     A whole step is measured in two halves, one step's update and the next step's forward and backward, so that the peak
-    is known when that next step is voted on. On an accelerator a peak holds what protection keeps on the device, too;
-    where torch counts no bytes there, none is measured.
-
-    Attributes:
-        source: how peaks are measured; None before the first measurement.
+    is known at that next step's vote. On an accelerator a peak includes what protection keeps on the device; where
+    torch counts no bytes there, none is measured. source: how peaks are measured; None before the first measurement.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -316,10 +278,9 @@ class PeakMeter:
         self.source: str | None = None
 
     def begin(self, generation: int, rounds_moments: bool = False) -> None:
-        """A new generation, numbered from 1 within the run; every member calls it with the same number.
+        """Start a generation, numbered from 1 within the run; every member calls this with the same number.
 
-        Args:
-            rounds_moments: an update finds rounded moments beside those that it makes, but for the first one.
+        rounds_moments: each update but the first holds old rounded moments beside the new ones.
         """
         self._at, self._steps, self._bytes = _FIRST + rounds_moments if generation == 1 else _LATER, 0, None
         if not accelerator.counts_memory(self._device):
@@ -335,21 +296,21 @@ class PeakMeter:
 
     @contextlib.contextmanager
     def applying(self, engine: Engine, skipped: bool) -> Iterator[None]:
-        """Context around the update of a step. Each skipped step delays the step that is measured by one."""
+        """Context around the update of a step. Each skipped step delays the measured step by one."""
         if skipped and self._steps < self._at:
             self._steps -= 1
         with self._probed(engine) if self._steps == self._at - 1 and not skipped else contextlib.nullcontext():
             yield
 
     def sealed(self, ballot: bytes) -> bytes:
-        """The ballot, with this member's peak in front of it in the step that was measured."""
+        """Ballot, preceded by this member's peak in the step that was measured."""
         if self._steps != self._at or self._bytes is None:
             return ballot
         return b"%d|%b" % (self._bytes, ballot)
 
     @staticmethod
     def opened(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], list[int] | None]:
-        """The ballots as they were before `sealed`, and the peaks by rank; None where they were not measured."""
+        """Return the ballots as they were before `sealed`, and the peaks by rank; None where they were not measured."""
         peaks, plain = [], []
         for ballot in ballots:
             peak, bar, inner = ballot.partition(b"|")
@@ -368,21 +329,18 @@ class PeakMeter:
 
 
 class TrainingLoop:
-    """The training of one rank.
+    """Training of one rank.
 
     Args:
         offset: generation n of this process's run is n + offset in the run's files.
-        stop_wished: asked once per step; True on any rank ends the run after that step.
+        stop_wished: called once per step; True on any rank ends the run after that step.
 
     Attributes:
-        watch: of the waits for data; the process sets its `DataWatch.late`, which ends the process.
+        watch: of the waits for data; the process sets its `DataWatch.late`.
         engine: of the present generation; None between two generations.
-        step: the last one that was applied.
-        step_seconds: that this step took here.
-        minibatch: of the step under way.
-        verdict: of the step that was voted on and neither applied nor discarded.
-        run_began: on the monotonic clock; `max_seconds` counts from here. The driver sets it where the run began before
-            this loop was made.
+        step, step_seconds: last step that was applied, and its duration here.
+        minibatch, verdict: of the step under way; the verdict until it is applied or discarded.
+        run_began: start of `max_seconds`, on the monotonic clock; the driver sets it if the run began before this loop.
     """
 
     def __init__(
@@ -406,13 +364,9 @@ class TrainingLoop:
     # -- generations --------------------------------------------------------------------------------------------------
 
     def begin(self, engine: Engine, number: int, base: int, writes: bool, saved: bool = False) -> None:
-        """Trains with this engine from now on.
+        """Train with this engine from now on, after step `base`, as generation `number`, from 1 in this process's run.
 
-        Args:
-            number: of the generation, from 1 within this process's run.
-            base: the step after which it goes on.
-            writes: this rank keeps the run's record.
-            saved: this run's folder is known to hold the checkpoint of step `base`.
+        writes: this rank keeps the run's record. saved: this run's folder holds the checkpoint of step `base`.
         """
         generation = number + self.offset
         self.engine, self.step = engine, base
@@ -422,7 +376,7 @@ class TrainingLoop:
         self.log.begin(writes, base, generation, engine.communicator.world_size)
 
     def end(self) -> None:
-        """Drops the engine, and the step under way."""
+        """Drop the engine, and the step under way."""
         if self.engine is not None:
             self.engine.forget()
         self.engine = self.minibatch = self.verdict = None
@@ -430,14 +384,14 @@ class TrainingLoop:
         self._feed.close()
 
     def close(self) -> None:
-        """Stops the loading threads, a checkpoint that is still written, and the progress bar."""
+        """Stop the loading threads, a checkpoint that is still being written, and the progress bar."""
         self.boundaries.end()
         self._feed.close()
         self.log.close()
 
     @property
     def running(self) -> Engine:
-        """The engine, where a generation has begun."""
+        """Engine of the generation that has begun."""
         assert self.engine is not None
         return self.engine
 
@@ -448,7 +402,7 @@ class TrainingLoop:
         return self.setup.total_steps is not None and step >= self.setup.total_steps
 
     def compute(self, step: int) -> None:
-        """Forwards, backwards and sums; nothing of the model changes."""
+        """Run forward and backward, and sum the gradients; nothing of the model changes."""
         self.minibatch, engine = self._feed.minibatch(step), self.running
         self._step_began = time.perf_counter()
         self._feed.begin(step)
@@ -461,14 +415,7 @@ class TrainingLoop:
             engine.compute(step, self.minibatch, load)
 
     def vote(self, step: int, ballot: bytes = b"") -> Verdict:
-        """Votes on the step with all ranks.
-
-        Args:
-            ballot: handed to all ranks with the verdict.
-
-        Returns:
-            The verdict with all ranks' ballots. One with a `refusal` must be discarded, not applied.
-        """
+        """Vote on the step with all ranks; return the verdict with their ballots. Discard it if it has a `refusal`."""
         assert self.minibatch is not None
         limit, engine = self.setup.config.train.max_seconds, self.running
         late = limit is not None and time.monotonic() - self.run_began > limit
@@ -481,7 +428,7 @@ class TrainingLoop:
         return self.verdict
 
     def apply(self) -> None:
-        """Makes the step that was voted for, and writes its line."""
+        """Apply the step that was voted for, and write its line."""
         engine, verdict, minibatch = self.running, self.verdict, self.minibatch
         assert verdict is not None
         assert minibatch is not None
@@ -497,7 +444,7 @@ class TrainingLoop:
         self.log.step(record)
 
     def discard(self, step: int) -> str:
-        """Drops a step that was voted down; returns why, in a sentence."""
+        """Drop a step that was voted down; return the reason, in a sentence."""
         verdict, self.verdict, self.minibatch = self.verdict, None, None
         assert verdict is not None
         self.running.forget()
@@ -506,13 +453,9 @@ class TrainingLoop:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self, step: int, stopped: bool) -> bool:
-        """Ends the run after this step, together with all ranks: last checkpoint, last evaluation.
+        """End the run after this step, together with all ranks: last checkpoint, last evaluation.
 
-        Args:
-            stopped: some rank wished to stop.
-
-        Returns:
-            True where a person requested the stop, not the clock; the same on every rank.
+        stopped: some rank wished to stop. True, on every rank alike, where a person requested the stop, not the clock.
         """
         requested = stopped and any(self.running.communicator.gather(self._stop_wished()))
         self.boundaries.finish(step, judges=not requested)

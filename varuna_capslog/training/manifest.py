@@ -22,7 +22,7 @@ REMOVE_BEST = "remove best.json, and the newest checkpoint is taken"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint's folder, checked by `check_manifest`. Raises as that does."""
+    """Return the manifest of a checkpoint's folder, checked by `check_manifest`. Raises as that does."""
     manifest = files.read_json(folder / "manifest.json")
     check_manifest(folder, manifest)
     checked: dict[str, Any] = manifest
@@ -30,10 +30,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_manifest(folder: Path, manifest: Any) -> None:
-    """Checks the content of a checkpoint's manifest, and the sizes of the files that it names.
+    """Check the content of a checkpoint's manifest, and the sizes of the files that it names.
 
-    Raises:
-        CapslogError: not a checkpoint, another format or shape, or files missing or cut short.
+    Raises CapslogError: not a checkpoint, another format or shape, or files missing or cut short.
     """
     path = folder / "manifest.json"
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -78,7 +77,7 @@ def _check_shape(manifest: Mapping[str, Any]) -> None:
 
 
 def _size_of(piece: Any, where: str) -> tuple[str, int, int]:
-    """Name, size and held indices of a `model.splitting.pieces.TensorPiece` as JSON, whose ranges must rise."""
+    """Name, size and number of held indices of a `model.splitting.pieces.TensorPiece` as JSON; its ranges must rise."""
     name, size, dim, ranges = fields.listed(piece, where, length=4)
     fields.whole(dim, where)
     end = held = 0
@@ -91,10 +90,9 @@ def _size_of(piece: Any, where: str) -> tuple[str, int, int]:
 
 
 def read_best(checkpoints: Path) -> tuple[float, int] | None:
-    """Score, where more is better, and step of the best checkpoint; None where a run was never evaluated.
+    """Score (more is better) and step of the best checkpoint; None where a run was never evaluated.
 
-    Raises:
-        CapslogError: best.json is damaged.
+    Raises CapslogError where best.json is damaged.
     """
     path = checkpoints / "best.json"
     if not path.exists():

@@ -1,6 +1,6 @@
 """A whole training run as one worker sees it: set up, resume, step, evaluate, save, stop.
 
-The parts are in the neighbouring modules. It takes a resolved config and a plan and never decides where to cut.
+Takes a resolved config and a plan; never decides where to cut.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Run"]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of a run: the last committed step and whether it was asked to stop early."""
+    """End of a run: the last committed step and whether it was asked to stop early."""
 
     step: int
     stopped: bool
@@ -44,17 +44,15 @@ class RunEnd:
 
 
 class Run:
-    """A rank of a run of a fixed number of steps, with one engine from its beginning to its end.
-
-    The caller reads the last step from `loop`, evaluates by its boundaries, and closes it at the end.
+    """Rank of a run of a fixed number of steps, with one engine from beginning to end; the caller closes its `loop`.
 
     Args:
-        stop_wished: asked at every step boundary; True on any rank stops all ranks there.
+        stop_wished: called at every step boundary; True on any rank stops all ranks there.
         engines: those that the config may name; by default our own only.
 
     Attributes:
-        begun_step: the step that was begun last; None before the first.
-        failed_at: the action of the step that failed, for error messages; None where none has.
+        begun_step: last step that was begun; None before the first.
+        failed_at: action of the step that failed, for error messages; None where none has.
     """
 
     def __init__(
@@ -103,10 +101,9 @@ class Run:
     # -- resume ------------------------------------------------------------------------------------------------------
 
     def resume(self) -> Checkpoint | None:
-        """Continues a checkpoint as `resume` says; every rank takes the same one.
+        """Continue a checkpoint as `resume` says; every rank takes the same one.
 
-        Raises:
-            CapslogError: no such checkpoint, or it was written for another model, seed or minibatch.
+        Raises CapslogError: no such checkpoint, or it was written for another model, seed or minibatch.
         """
         wish = self.config.resume
         if wish == "never":
@@ -139,17 +136,16 @@ class Run:
         return checkpoint
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
-        """Loads this rank's layers and their moments, whatever the cuts it was written under."""
+        """Load this rank's layers and their moments, whatever the cuts that they were written under."""
         engine = self.engine
         self.communicator.together(lambda: load_layers(checkpoint, engine.chain, engine.layers, engine.optimizer))
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def train(self) -> RunEnd:
-        """Steps until the end, a wish to stop, or an error.
+        """Make steps until the end, a wish to stop, or an error.
 
-        Raises:
-            StepRefused: after the boundary before the refused step was saved.
+        Raises StepRefused after the boundary before the refused step was saved.
         """
         loop, resumed, stopped = self.loop, self._found, False
         loop.begin(self.engine, 1, loop.step, writes=self.communicator.rank == 0, saved=True)
@@ -166,7 +162,7 @@ class Run:
         return RunEnd(loop.step, requested, loop.boundaries.scores)
 
     def _one_step(self, step: int) -> bool:
-        """Computes, votes and applies; returns whether some rank wishes to stop."""
+        """Compute, vote and apply; True where some rank wishes to stop."""
         self.begun_step = step
         try:
             self.loop.compute(step)

@@ -1,7 +1,7 @@
 """The parts of a run that no change of cuts alters: the chain, the data, the loss and the engine's options.
 
-A process builds it once from config and plan; every engine of the process is made over it. The weights that a run
-begins from (`init_from`) are those of one of our checkpoints or of a file that the workload can read.
+A process builds them once from config and plan, for all of its engines. The weights that a run begins from
+(`init_from`) come from one of our checkpoints or from a file that the workload can read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The parts of a run.
+    """Parts of a run.
 
     Attributes:
         chain: with the weights that the run begins from, alike on every rank; layers of factories are not built yet.
@@ -72,26 +72,22 @@ class RunSetup:
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
+        """Folder of the run."""
         return Path(self.config.run_dir)
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
+        """Folder of the run's checkpoints."""
         return self.run_dir / "checkpoints"
 
     def feed(self, local: Sequence[int] = (), judged: Sequence[int] = (), watch: DataWatch | None = None) -> Feed:
-        """The minibatches by step, on a rank that loads the microbatches `local` and computes the losses of `judged`.
-
-        Raises:
-            CapslogError: fewer samples than one minibatch.
-        """
+        """Minibatches by step, on a rank that loads the microbatches `local` and computes the losses of `judged`."""
         train = self.config.train
         return Feed(self.source, train.minibatch_size, train.microbatch_size, train.seed, local, judged, watch)
 
 
 def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
-    """The whole chain with the weights that the run begins from, alike on every rank; and the lines of `left_out`."""
+    """Build the whole chain with the run's initial weights, alike on every rank; and the lines of `left_out`."""
     torch.manual_seed(config.train.seed)
     chain = workload.chosen_chain()
     if config.init_from is None:
@@ -109,7 +105,7 @@ def last_step(train: Train, samples: int) -> int | None:
 
 
 def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> RunSetup:
-    """Builds the parts of a run; `plan` is one whose own actions the engine is to follow."""
+    """Build the parts of a run; the engine follows the actions of `plan`, where it has any."""
     chain, left_out = build_chain(config, workload)
     source, train, pipeline = workload.train_data(), config.train, config.pipeline
     steps_per_epoch = len(source) // train.minibatch_size
@@ -144,14 +140,14 @@ def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> 
 
 
 def _loss_scale(train: Train) -> LossScale | None:
-    """The loss scale of the first step; None where the loss is not scaled."""
+    """Loss scale of the first step; None where the loss is not scaled."""
     if train.precision != "float16":
         return None
     return LossScale() if train.loss_scale == "dynamic" else LossScale(float(train.loss_scale), dynamic=False)
 
 
 def check_plan(setup: RunSetup, plan: Plan) -> None:
-    """Raises CapslogError if the plan, or a key of the config, is for another model than the one that was built."""
+    """Raise CapslogError if the plan, or a key of the config, is for another model than the one that was built."""
     chain = setup.chain
     if plan.num_layers != len(chain):
         raise CapslogError(
@@ -163,9 +159,7 @@ def check_plan(setup: RunSetup, plan: Plan) -> None:
 
 
 def check_keys(train: Train, chain: Chain, recipe: Recipe) -> None:
-    """Raises CapslogError for keys of the section `train` that name a logger, or parameters of the chain, that are not
-    there; the parameters may have shapes only.
-    """
+    """Raise CapslogError for keys of `train` that name a missing logger or parameter; only shapes are needed."""
     check_loggers(train.loggers)
     # a misspelt key would leave the plain settings
     parameters = chain.named_parameters()
@@ -180,11 +174,10 @@ def check_keys(train: Train, chain: Chain, recipe: Recipe) -> None:
 
 
 def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str, Tensor], list[str]]:
-    """{address in the chain: tensor} of a checkpoint, a run folder (its newest whole one) or a foreign file; and the
-    entries that were skipped.
+    """Read {address in the chain: tensor}, and the skipped entries.
 
-    Raises:
-        CapslogError: no such file, or nothing that can be read.
+    path: a checkpoint, a run folder (its newest complete checkpoint) or a foreign file. Raises CapslogError: no such
+    file, or nothing that can be read.
     """
     if not path.exists():
         raise CapslogError(f"init_from={str(path)!r} does not exist; give a checkpoint folder or a weights file")
@@ -210,13 +203,10 @@ def read_weights(path: Path, workload: Workload, chain: Chain) -> tuple[dict[str
 
 
 def initialise(chain: Chain, workload: Workload, path: Path, skip: Sequence[str]) -> list[str]:
-    """Copies weights into a freshly built chain; returns one line per entry that was left out.
+    """Copy weights into a freshly built chain; return one line per entry that was left out.
 
-    Args:
-        skip: texts; entries whose address contains one keep their fresh values.
-
-    Raises:
-        CapslogError: a shape that does not match and is not skipped, or a file that shares no name with the model.
+    skip: texts; entries whose address contains one keep their fresh values. Raises CapslogError for a shape that does
+    not match and is not skipped, or a file that shares no name with the model.
     """
     weights, skipped = read_weights(path, workload, chain)
     taken: dict[str, Tensor] = {}
@@ -242,16 +232,12 @@ def initialise(chain: Chain, workload: Workload, path: Path, skip: Sequence[str]
 
 # -- Chooses the device of a worker, and checks that it meets the demands of the config.
 #
-# Workers call this before anything is built. A machine that is not as the config expects then gives one sentence with
-# the key or the variable to change, and not an error of the device's or NCCL's later.
+# Workers call this before anything is built. A machine that is not as the config expects then causes one sentence with
+# the key or the variable to change, and not a later error of the device or of NCCL.
 
 
 def choose_device(wish: str, local_rank: int) -> torch.device:
-    """The device for `device: wish`.
-
-    Raises:
-        CapslogError: a type of accelerator of which none can be used here, with torch's own reason.
-    """
+    """Return the device for `device: wish`. Raises CapslogError with torch's reason where the type is unusable here."""
     kind = accelerator.auto_type() if wish == "auto" else wish
     reason = accelerator.why_unusable(kind)
     if reason is not None:
@@ -263,13 +249,10 @@ def choose_device(wish: str, local_rank: int) -> torch.device:
 
 
 def check_devices(transport: str, device: torch.device, local_rank: int) -> None:
-    """Checks that `pipeline.transport` can connect this worker; gloo always can.
+    """Check that `pipeline.transport` can connect this worker; gloo always can.
 
-    Args:
-        local_rank: the number of this worker among those of its machine.
-
-    Raises:
-        CapslogError: nccl without a GPU for each worker, or with variables that forbid it every way.
+    local_rank: the number of this worker among those of its machine. Raises CapslogError: nccl without a GPU for each
+    worker, or with variables that forbid all of its transports.
     """
     if transport != "nccl":
         return
@@ -283,16 +266,11 @@ def check_devices(transport: str, device: torch.device, local_rank: int) -> None
 
 
 def check_nccl_variables(environment: Mapping[str, str], interfaces: Iterable[str]) -> None:
-    """Checks that NCCL's variables leave it a way to the other ranks; its manual (Environment Variables) has them.
+    """Check that NCCL's variables leave it a way to the other ranks; see Environment Variables in its manual.
 
-    Two GPUs of a machine reach each other directly (P2P), through shared memory (SHM), or as those of two machines do:
-    through InfiniBand or sockets. Before that they meet over sockets, always.
-
-    Args:
-        interfaces: of this machine's network, by name.
-
-    Raises:
-        CapslogError: no interface is left to meet over, or no transport; the variable to change is named.
+    Two GPUs of a machine communicate directly (P2P), through shared memory (SHM), or as those of two machines do:
+    through InfiniBand or sockets. The first contact is always over sockets, through this machine's network
+    `interfaces`. Raises CapslogError where none is left for it, or no transport; it names the variable to change.
     """
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
     names = sorted(interfaces)
@@ -324,14 +302,10 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def check_room(device: torch.device, predicted: int | None, worker_name: str) -> None:
-    """Checks that an accelerator has as much free memory as the plan predicts for this worker, before it takes any.
+    """Check that an accelerator has as much free memory as the plan predicts for this worker, before it takes any.
 
-    Args:
-        predicted: bytes of the rank's peak; None: not known, nothing is checked.
-        worker_name: for the error, such as "rank 2".
-
-    Raises:
-        CapslogError: it has not: other processes fill it.
+    predicted: bytes of the rank's peak; None: nothing is checked. worker_name: for the error, such as "rank 2". Raises
+    CapslogError where other processes fill it.
     """
     if device.type == "cpu" or predicted is None:
         return

@@ -1,8 +1,7 @@
-"""Writing the checkpoint of one step together with all ranks, at a boundary or beside the steps that follow it.
+"""Writes the checkpoint of one step together with all ranks, at a boundary or during the steps that follow it.
 
-Beside training the loop stands still only while the state is copied; a thread of each rank writes the copy, whose
-memory stays for the next one. The checkpoint gets its name when all ranks have written, at a later boundary to which
-all come. `Boundaries` says when.
+During training the loop stops only while the state is copied; a thread of each rank writes the copy. The checkpoint
+gets its name when all ranks have written, at a later boundary that all ranks reach. `Boundaries` decides when.
 """
 
 from __future__ import annotations
@@ -38,17 +37,15 @@ _Written = tuple[str | None, dict[str, Any]]
 
 
 class HostCopies:
-    """Host memory for copies of one engine's layers, kept from one checkpoint to the next.
-
-    New memory costs the loop several times as much as the copying (`benchmarks/checkpoint`). One checkpoint at a time
-    may use it.
+    """Host memory for copies of one engine's layers, kept for the next checkpoint, since new memory costs the loop
+    several times as much as the copying (`benchmarks/checkpoint`). One checkpoint at a time may use it.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str], Tensor] = {}
 
     def copy(self, layer: int, key: str, tensor: Tensor) -> Tensor:
-        """A copy on the CPU, in the memory of the last one of this layer and key where it has the same form."""
+        """Copy to the CPU, into the memory of the last copy of this layer and key if shape and type are the same."""
         kept = self._kept.get((layer, key))
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
             kept = self._kept[layer, key] = tensor.detach().to("cpu", copy=True)
@@ -57,16 +54,16 @@ class HostCopies:
 
 
 class Saving:
-    """The checkpoint of one step, from its beginning to its name; every rank makes one at the same boundary.
+    """Checkpoint of one step, from its beginning to its name; every rank makes one at the same boundary.
 
     Args:
         folder: the run's `checkpoints/`.
-        engine: of this rank; each layer is written by `layout.reporter` of it.
+        engine: of this rank; each layer is written by its `layout.reporter`.
         extra: further entries of the manifest (config digest, data position, ...).
         copies: copy the state into these now, and write them in a thread; None: training waits for the disk.
 
     Attributes:
-        stall_seconds: how long training has stood still for it so far.
+        stall_seconds: time for which training has stopped for it so far.
     """
 
     def __init__(
@@ -97,23 +94,20 @@ class Saving:
         return time.monotonic() - self._began
 
     def sealed(self, ballot: bytes) -> bytes:
-        """The ballot of a vote; it says whether this rank has written its part."""
+        """Ballot of a vote, marked if this rank has written its part."""
         return _WRITTEN + ballot if self._writing is not None and self._writing.done() else ballot
 
     @staticmethod
     def opened(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], bool]:
-        """The ballots as they were before `sealed`, and whether all ranks have written."""
+        """Return the ballots as they were before `sealed`, and whether all ranks have written."""
         plain = tuple(ballot.removeprefix(_WRITTEN) for ballot in ballots)
         return plain, all(ballot.startswith(_WRITTEN) for ballot in ballots)
 
     def complete(self, tidy: Callable[[], None] = lambda: None) -> Path:
-        """Waits until all ranks have written, and gives the checkpoint its name; every rank calls it together.
+        """Wait until all ranks have written, and give the checkpoint its name; every rank calls this together.
 
-        Args:
-            tidy: called on rank 0 once the checkpoint has its name, before any rank can begin the next one.
-
-        Raises:
-            DiskFailed: on every rank, when any rank could not write (full disk, no permission); nothing was replaced.
+        tidy: called on rank 0 once the checkpoint has its name, before any rank can begin the next one. Raises
+        DiskFailed on every rank when any could not write (full disk, no permission); nothing was replaced.
         """
         began, step, communicator = time.monotonic(), self.step, self._engine.communicator
         written = communicator.gather(communicator.together(self._written))
@@ -121,9 +115,7 @@ class Saving:
         final = self._folder / f"step-{step:08d}"
 
         def publish() -> str | None:
-            """Writes the manifest and the name on rank 0, whose disk may be slow; the others wait without taking it for
-            lost.
-            """
+            """Write manifest and name on rank 0; where its disk is slow, the others do not take it for lost."""
             if communicator.rank:
                 return None
             try:
@@ -149,7 +141,7 @@ class Saving:
         return final
 
     def give_up(self) -> None:
-        """Writes no more layers, without waiting for the file under way; files written so far stay until `prune`."""
+        """Write no more layers, without waiting for the file under way; files written so far stay until `prune`."""
         self._given_up.set()
 
     def _own_layers(self) -> list[EngineLayer]:

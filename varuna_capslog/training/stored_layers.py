@@ -46,29 +46,25 @@ __all__ = [
 ]
 
 
-# -- The layers of a checkpoint by layer and parameter name: loaded under any plan, and exported to other programs.
-
-
-# -- A checkpoint read by a chain whose layers are split in another way than those that it was written from, or
-#    whole.
+# -- Reading a checkpoint into a chain whose layers are whole, or split in another way than when it was written.
 
 
 def read_for(checkpoint: Checkpoint, chain: Chain) -> Checkpoint:
-    """The checkpoint as if it had been written from the layers of this chain."""
+    """Checkpoint as if it had been written from the layers of this chain."""
     if checkpoint.manifest.get("splits", {}) == split_table(chain.layers):
         return checkpoint
     return _Resplit(checkpoint, chain)
 
 
 def manifest_of_layers(chain: Chain) -> dict[str, Any]:
-    """A manifest's entries on a chain beside the files of its layers: shared parameters, and layers that are parts."""
+    """Entries of a manifest on a chain beside the files of its layers: shared parameters, and layers that are parts."""
     shared = {use.name: [[index, name] for index, name in use.uses] for use in chain.shared}
     splits = split_table(chain.layers)
     return {"shared": shared, **({"splits": splits} if splits else {})}
 
 
 class _Resplit(Checkpoint):
-    """Puts whole layers together and takes the parts from them that the chain's layers hold."""
+    """Checkpoint that joins whole layers and takes from them the parts that the chain's layers hold."""
 
     def __init__(self, checkpoint: Checkpoint, chain: Chain) -> None:
         layers: dict[str, Any] = {layer.name: {} for layer in chain.layers}
@@ -77,7 +73,7 @@ class _Resplit(Checkpoint):
         self._whole = functools.lru_cache(maxsize=1)(self._put_together)  # the parts of a layer follow each other
 
     def layer(self, name: str, mapped: bool = False) -> dict[str, Any]:
-        """The state of a layer of the chain; see `Checkpoint.layer`."""
+        """Return the state of a layer of the chain; see `Checkpoint.layer`."""
         index = next(at for at, layer in enumerate(self._chain.layers) if layer.name == name)
         layer, shared = self._chain.layers[index], self._chain.shared_names(index)
         kept = self._whole(layer.part.layer if layer.part else name, mapped)
@@ -101,7 +97,7 @@ class _Resplit(Checkpoint):
         return state | _scaler_of(kept)
 
     def _put_together(self, layer_name: str, mapped: bool) -> dict[str, Any]:
-        """The checkpoint's state of a whole layer, as its file would hold it."""
+        """Return the checkpoint's state of a whole layer, as its file would hold it."""
         rows = self._found.manifest.get("splits", {}).get(layer_name)
         if rows is None:
             return self._found.layer(layer_name, mapped)
@@ -121,7 +117,7 @@ class _Resplit(Checkpoint):
 
 
 def _scaler_of(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's loss scale, which the file of every layer has, where it is scaled."""
+    """Loss scale of the run, which the file of every layer has, where it is scaled."""
     return {"scaler": kept["scaler"]} if "scaler" in kept else {}
 
 
@@ -136,16 +132,15 @@ def _pieces(layer: Layer) -> Mapping[str, TensorPiece]:
 
 
 def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
-    """A layer's state from disk, on the CPU; shared parameters come from their first layer's file.
+    """Read a layer's state from disk, on the CPU; shared parameters come from their first layer's file.
 
-    Raises:
-        CapslogError: the checkpoint is damaged or of another model.
+    Raises CapslogError where the checkpoint is damaged or of another model.
     """
     return _state_of(read_for(checkpoint, chain), chain, index)
 
 
 def _state_of(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
-    """A layer's state as `from_checkpoint` returns it; checkpoint: returned by `read_for`."""
+    """Return a layer's state as `from_checkpoint` does, from a result of `read_for`."""
     layer, shared = chain.layers[index].name, chain.shared_names(index)
     read: dict[str, dict[str, Any]] = {}
 
@@ -172,14 +167,9 @@ def _state_of(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
 
 
 def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) -> tuple[str, str]:
-    """The layer in whose file a checkpoint keeps a parameter, and its name there.
+    """Return the layer in whose file a checkpoint keeps a parameter, and its name there.
 
-    Args:
-        address: of the parameter.
-        layer, name: a layer that uses it, and its name there.
-
-    Raises:
-        CapslogError: it is not shared there.
+    layer, name: a layer that uses it, and its name in that layer. Raises CapslogError where it is not shared there.
     """
     if address == f"{layer}.{name}":
         return layer, name
@@ -199,11 +189,9 @@ def _on_host(key: str, tensor: Tensor) -> Tensor:
 def to_checkpoint(
     state: Mapping[str, Tensor], chain: Chain, index: int, host: Callable[[str, Tensor], Tensor] = _on_host
 ) -> dict[str, Any]:
-    """The content of a checkpoint's file of this layer: {"parameters", "buffers", "optimizer"}, on the CPU, and where
-    the loss is scaled "scaler".
+    """Content of a checkpoint's file of this layer, on the CPU, in the form that `Checkpoint.layer` returns.
 
-    Args:
-        host: gives the tensor of `state` with this key on the CPU; by default one that is there already is not copied.
+    host: gives the tensor of `state` with this key on the CPU; by default a tensor on the CPU is not copied.
     """
     layer, shared = chain.layers[index], chain.shared_names(index)
     parameters: dict[str, Tensor] = {}
@@ -230,10 +218,9 @@ def to_checkpoint(
 
 
 def load_layers(checkpoint: Checkpoint, chain: Chain, layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> None:
-    """Loads the parameters, buffers and moments of these layers of a chain.
+    """Load the parameters, buffers and moments of these layers of a chain.
 
-    Raises:
-        CapslogError: a layer or parameter is missing or has another shape (both are named).
+    Raises CapslogError where a layer or parameter is missing or has another shape (both are named).
     """
     checkpoint = read_for(checkpoint, chain)
     for layer in layers:
@@ -241,7 +228,7 @@ def load_layers(checkpoint: Checkpoint, chain: Chain, layers: Sequence[EngineLay
 
 
 def load_chain(checkpoint: Checkpoint, chain: Chain) -> None:
-    """Loads a whole chain's weights, see `Checkpoint.weights`, on one device (prediction, export)."""
+    """Load a whole chain's weights, see `Checkpoint.weights`, on one device (prediction, export)."""
     chain.fill()
     checkpoint = read_for(checkpoint, chain)
     for layer in chain.layers:
@@ -280,7 +267,7 @@ class WholeChain(nn.Module):
         self._inputs, self._outputs = chain.inputs, chain.outputs
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Runs the chain on one microbatch."""
+        """Run the chain on one microbatch."""
         values: dict[str, Any] = dict(zip(self._inputs, inputs, strict=True))
         for layer, (reads, writes) in zip(self.layers, self._wiring, strict=True):
             result = layer(*[values.get(name) for name in reads])
@@ -289,7 +276,7 @@ class WholeChain(nn.Module):
 
 
 def own_weights(workload: Workload, chain: Chain) -> dict[str, Tensor]:
-    """The chain's parameters and persistent buffers by the names that the model has elsewhere; shared ones once."""
+    """Parameters and persistent buffers of the chain by the names that the model has elsewhere; shared ones once."""
     names = workload.own_names(chain)
     tensors = chain.named_tensors()
     kept = set(chain.named_parameters())
@@ -300,10 +287,9 @@ def own_weights(workload: Workload, chain: Chain) -> dict[str, Tensor]:
 
 
 def write_weights(workload: Workload, chain: Chain, path: Path, form: str) -> None:
-    """Writes a chain's weights in one of `FORMS`; a file is complete or not there.
+    """Write a chain's weights in one of `FORMS`; a file is complete or not there.
 
-    Raises:
-        CapslogError: an unknown form, a package that it needs is not installed, or the model has no such form.
+    Raises CapslogError: an unknown form, a package that it needs is not installed, or the model has no such form.
     """
     fields.refuse_unknown([form], list(FORMS), "form of weights")
     if path.exists():

@@ -1,7 +1,4 @@
-"""Parts that every worker process needs, whatever it trains: stop requests, the report of a failure, its end.
-
-`start.worker` is a rank of a run of a fixed number of steps, `elastic.member` a member of an elastic run.
-"""
+"""Parts that every worker process needs (`start.worker`, `elastic.member`): stop requests, failure report, exit."""
 
 from __future__ import annotations
 
@@ -39,14 +36,10 @@ class StopWish:
 
 
 def report_failure(run_dir: Path, name: str, label: str, error: Exception, where: Mapping[str, Any]) -> int:
-    """Says on stderr and in `workers/<name>.error.json` why this process ends, from the handler of `error`.
+    """Report on stderr and in `workers/<name>.error.json` why this process ends; return the exit status for `error`.
 
-    Args:
-        label: name of this worker on stderr.
-        where: the rank, and stage, step and microbatch as far as they are known.
-
-    Returns:
-        The exit status that goes with the error.
+    Called from the handler of `error`. label: of this worker on stderr. where: the rank, and stage, step and microbatch
+    as far as they are known.
     """
     if isinstance(error, CapslogError):
         cause, kind, status = str(error), error.kind, error.exit_status
@@ -65,11 +58,11 @@ def report_failure(run_dir: Path, name: str, label: str, error: Exception, where
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process at once, everything written.
+    """End this process at once, with all output flushed.
 
-    Not by `sys.exit`: after a failure gloo's threads may wait for ever for peers that are gone, and after success a
-    thread of C++ that wants the interpreter while it ends aborts the process now and then ("terminate called without
-    an active exception", seen in one run of eight), which would make a failure of a finished run.
+    Not by `sys.exit`: after a failure gloo's threads may wait for ever for lost peers, and after success a C++ thread
+    that needs the interpreter while it ends sometimes aborts the process ("terminate called without an active
+    exception", seen in one run of eight), so that a finished run would count as failed.
     """
     for stream in (sys.stderr, sys.stdout):
         with contextlib.suppress(OSError):

@@ -1,9 +1,8 @@
 """Checkpoints in Varuna's layout: one file per piece and kind, so that they load under any cut list.
 
-Replaces `Varuna.checkpoint` and `load_checkpoint`. Besides Varuna's own files a checkpoint holds state that they leave
-out (buffers, learning rates by parameter, random state) and a manifest of everything with sizes and digests. It is
-written under a temporary name and renamed when all ranks are done. Files of unpatched Varuna, without manifest, load
-too.
+Replaces `Varuna.checkpoint` and `load_checkpoint`. Checkpoints also hold state that Varuna leaves out (buffers,
+learning rates by parameter, random state) and a manifest with sizes and digests. They are written under a temporary
+name and renamed when all ranks are done. Files of unpatched Varuna, without manifest, load too.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ __all__ = [
 ]
 
 
-# -- Files of a run on Varuna: reads a checkpoint's folder, and finds where an elastic run continues.
+# -- Files of a run on Varuna: a checkpoint's folder, and the boundary with which an elastic run continues.
 #
 # A checkpoint (`varuna_ckpt_<step>`) has Varuna's layout, one file per piece and kind, with a manifest where the
 # plugin wrote it. A member of an elastic run that must stop between two checkpoints writes the pieces that it holds
@@ -70,21 +69,20 @@ RESUMED = "resumed-"
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
-    """Return step and path of the newest complete checkpoint that the plugin wrote; None without one."""
+    """Step and path of the newest complete checkpoint that the plugin wrote; None without one."""
     steps = _numbered("varuna_ckpt_", (path.parent for path in folder.glob(f"varuna_ckpt_*/{MANIFEST}")))
     return max(steps.items()) if steps else None
 
 
 def _numbered(prefix: str, paths: Iterable[Path]) -> dict[int, Path]:
-    """Return the paths by the number behind the prefix of their names; paths of other names are left out."""
+    """Paths by the number behind the prefix of their names; paths of other names are left out."""
     return {int(match[1]): path for path in paths if (match := re.fullmatch(f"{prefix}([0-9]{{1,18}})", path.name))}
 
 
 def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> LayerState:
     """Read parts of a checkpoint that the plugin wrote, in the form of `training.layer_state`.
 
-    Raises:
-        CapslogError: it is damaged, incomplete, of unpatched Varuna, or lacks a name.
+    Raises CapslogError where it is damaged, incomplete, of unpatched Varuna, or lacks a name.
     """
     reader = Reader(place, check=True)
     if reader.manifest is None:
@@ -119,10 +117,9 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 class Reader:
-    """Reads a checkpoint folder; files are read once.
+    """Reader of a checkpoint folder; files are read once.
 
-    Args:
-        home: the piece where each parameter and buffer should be, where the manifest does not have it.
+    home: the expected piece of each parameter and buffer, where the manifest does not have it.
     """
 
     def __init__(self, folder: Path, check: bool, home: Mapping[str, int] | None = None) -> None:
@@ -146,7 +143,7 @@ class Reader:
             )
 
     def piece(self, pattern: str, piece: int) -> dict[str, Any]:
-        """Return the content of a piece's file, its shards together; empty where there is none."""
+        """Content of a piece's file, its shards together; empty where there is none."""
         name = pattern.format(piece)
         if name not in self._cache:
             piece_file = self.folder / name
@@ -155,7 +152,7 @@ class Reader:
         return dict(self._cache[name])
 
     def file(self, path: Path) -> Any:
-        """Return a file's content, checked against the manifest where there is one."""
+        """Content of a file, checked against the manifest where there is one."""
         if self.check and self.manifest is not None:
             entry = self.manifest["files"].get(path.name)
             if entry is None or not path.is_file() or files.digest_of(path) != entry["digest"]:
@@ -163,7 +160,7 @@ class Reader:
         return read_file(path, "load an older checkpoint")
 
     def search(self, pattern: str, names: Collection[str], part: str | None = None) -> dict[str, Any]:
-        """Return the entries of `names`; search first the pieces where they should be, then all pieces."""
+        """Entries of `names`, searched first in their expected pieces, then in all pieces."""
         entries: dict[str, Any] = {}
         for piece in [*sorted({self._home[name] for name in names if name in self._home}), *self.pieces]:
             if len(entries) == len(names):
@@ -190,7 +187,7 @@ def write_held(
 
 
 def begin_with(run_dir: Path) -> tuple[int, Path | None]:
-    """Return the step after which a run continues, and the folder of its state; (0, None) at the very beginning.
+    """Step after which a run continues, and the folder of its state; (0, None) at the very beginning.
 
     Called by one process before a run starts. The generations begin anew, so unusable state of an earlier run is
     removed.
@@ -217,11 +214,7 @@ def begin_with(run_dir: Path) -> tuple[int, Path | None]:
 
 
 def read_held(folder: Path, piece: int) -> LayerState:
-    """Read a piece's state from such a folder.
-
-    Raises:
-        CapslogError: it cannot be read.
-    """
+    """Read a piece's state from such a folder. Raises CapslogError where it cannot be read."""
     state: LayerState = read_file(_file(folder, piece), f"remove {folder} to use the last checkpoint")
     return state
 
@@ -254,7 +247,7 @@ def save(
     Args:
         global_store: a folder that all ranks see.
         step: default: steps done so far.
-        tempdir: taken for compatibility: a finished future is returned where it is given, as callers wait for one.
+        tempdir: taken for compatibility; where it is given, a finished future is returned, as callers wait for one.
         shard, on_demand: taken for compatibility; replica 0 writes whole files, which every reader takes.
 
     Raises:
@@ -389,7 +382,7 @@ def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[s
 
 
 def _held(self: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """Return this stage's parameters and the buffers that belong into a file, by name."""
+    """This stage's parameters and the buffers that belong into a file, by name."""
     model = self.partitioned_model.module
     persistent = model.state_dict()
     parameters = {name: parameter for name, parameter in model.named_parameters() if name != ANCHOR}
@@ -407,8 +400,7 @@ def _track(self: Any, step: int) -> None:
 
 
 def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_complete: bool = True) -> None:
-    """Replace `Varuna.load_checkpoint`: load the state of this stage from a checkpoint that may have been written under
-    other cuts.
+    """Replace `Varuna.load_checkpoint`: load this stage's state from a checkpoint, whatever cuts it was written under.
 
     Args:
         check_complete: refuse a checkpoint that lacks a parameter or whose files are damaged; False keeps the present
@@ -490,7 +482,7 @@ def _take_groups(self: Any, reader: Reader, parameters: Mapping[str, nn.Paramete
 
 
 def _take_random_state(self: Any, reader: Reader) -> None:
-    """Load the random state only under the layout in which it was written, as every rank has its own random stream."""
+    """Load the random state only under the layout in which it was written: every rank has its own random stream."""
     manifest = reader.manifest
     if manifest is None:
         return

@@ -1,7 +1,7 @@
 """`engine: varuna`: the engine whose steps Varuna computes.
 
-It keeps the protocol `engine.interface.Engine`, so that resuming, checkpoints, evaluation and reports are the same as
-with our own engine, and a run may go on with the other one. Only the execution of a step differs.
+Only the execution of a step differs from our own engine, so resuming, checkpoints, evaluation and reports are the same,
+and a run may continue on the other engine.
 """
 
 from __future__ import annotations
@@ -71,14 +71,9 @@ class ChainModule(nn.Module):
         step: int = 0,
         microbatch: int = 0,
     ) -> Any:
-        """Run a microbatch.
+        """Run a microbatch; return the loss in training mode, else the chain's outputs by name.
 
-        Args:
-            inputs: the chain's; only the first stage uses them.
-            targets, normalisers: for the loss; only the last stage uses them.
-
-        Returns:
-            The loss in training mode, else the chain's outputs by name.
+        Only the first stage uses `inputs`, only the last one `targets` and `normalisers`.
         """
         values: dict[str, Any] = dict(inputs)
         device = next(self.parameters()).device
@@ -103,14 +98,9 @@ class ChainModule(nn.Module):
 class VarunaEngine:
     """Engine of a rank whose steps are computed by an installed Varuna; see `Engine`.
 
-    Its results differ from our own engine's: gradients are summed in the order of Varuna's autograd graph (equal to
-    rounding, not bit for bit), and running statistics are those of replica 0.
-
-    Args:
-        parts: its example is the microbatch on which rank 0 traces the model.
-
-    Raises:
-        CapslogError: no fitting Varuna, or a layout or option that it cannot run.
+    Results differ from our own engine's: gradients are summed in the order of Varuna's autograd graph (equal to
+    rounding, not bit for bit), and running statistics are those of replica 0. The example of `parts` is the microbatch
+    on which rank 0 traces the model. Raises CapslogError: no fitting Varuna, or a layout or option that it cannot run.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -161,7 +151,7 @@ class VarunaEngine:
         self._norm = 0.0
 
     def forget(self) -> None:
-        """Drop all traces of a broken-off step."""
+        """Drop all traces of an interrupted step."""
         self._module.parts.clear()
         for parameter in self.optimizer.parameters.values():
             parameter.grad = None
@@ -253,7 +243,7 @@ class VarunaEngine:
 
 
 def _sum_parts(gathered: list[dict[int, dict[str, float]]]) -> dict[str, float]:
-    """Return the loss parts of the minibatch, added in the order of the microbatches."""
+    """Loss parts of the minibatch, added in the order of the microbatches."""
     by_microbatch = {index: parts for theirs in gathered for index, parts in theirs.items()}
     total: dict[str, float] = {}
     for _, parts in sorted(by_microbatch.items()):

@@ -1,7 +1,7 @@
 """Patches of Varuna's executor: its tasks, its message threads, each forward, recomputation and backward.
 
-`Pipeline.run` and its schedule walking stay Varuna's. Threads use the wire format; a thread that fails
-puts its error into the queue that its stage reads, where the original ended in silence and the stage waited for ever.
+`Pipeline.run` and its walk through the schedule stay Varuna's. A thread that fails puts its error into the queue that
+its stage reads; in the original it ended silently and the stage waited for ever.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ __all__ = [
 class Microbatches(dict[int, dict[str, Any]]):
     """Inputs that are cut already, by number, for `Varuna.step`: microbatches may have tensors of different shapes.
 
-    Args:
-        batches: one dictionary of model inputs per microbatch, as many as Varuna was built for.
-        sizes: samples in each, the weights of a mean loss; default: all alike.
+    batches: one dictionary of model inputs per microbatch, as many as Varuna was built for. sizes: samples in each, the
+    weights of a mean loss; default: all alike.
     """
 
     def __init__(self, batches: Sequence[Mapping[str, Any]], sizes: Sequence[int] | None = None) -> None:
@@ -63,18 +62,13 @@ class Microbatches(dict[int, dict[str, Any]]):
 
 
 def scatter(inputs: Mapping[str, Any] | Microbatches, batch_size: int, microbatch_size: int) -> Microbatches:
-    """Return the inputs of each microbatch.
+    """Return the inputs of each microbatch of `microbatch_size` samples; the last one may be shorter.
 
     A tensor of `batch_size` rows and a list of `batch_size` entries are cut (a list is one entry per sample, whatever
     the entries are); dictionaries, tuples and other lists are cut by entry; a tensor with one row, one without
     dimensions and anything else go to every microbatch as they are.
 
-    Args:
-        batch_size: samples in `inputs`.
-        microbatch_size: samples per microbatch; the last one may be shorter.
-
-    Raises:
-        CapslogError: a tensor with another number of rows, or `Microbatches` of another number.
+    Raises CapslogError for a tensor with another number of rows, or `Microbatches` of another number.
     """
     count = math.ceil(batch_size / microbatch_size)
     if isinstance(inputs, Microbatches):
@@ -133,9 +127,7 @@ _UNDER_WAY = 4
 
 
 class WatchedQueue(queue.Queue[Any]):
-    """A queue whose reader learns of a failed writer, which puts its error, and never waits longer than the configured
-    timeout.
-    """
+    """Queue whose failed writer puts its error, and whose reader waits at most the configured timeout."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Get like `Queue.get()`; raise the writer's failure, or CapslogError after the configured timeout."""
@@ -169,12 +161,12 @@ class BoundedDistributed:
 
 
 def varuna_tasks(num_microbatches: int, stage: int, num_stages: int) -> list[tuple[int, int]]:
-    """Return (task, microbatch) of a stage, in order, as Varuna's `genschedule` prints them; microbatches count from 0.
+    """(task, microbatch) of a stage, in order, as Varuna's `genschedule` prints them; microbatches count from 0.
 
-    It replaces the call of that binary, which an ordinary installation does not contain: without it Varuna's list is
-    empty and a step trains nothing. The rules are those of Microsoft's generator (time in equal quanta, one task per
-    stage and quantum); lists recorded from the real one are the test. Our own generator, `schedules.generators`,
-    follows the paper and gives other lists.
+    Replaces the call of that binary, which an ordinary installation does not contain: without it Varuna's list is empty
+    and a step trains nothing. The rules are those of Microsoft's generator (time in equal quanta, one task per stage
+    and quantum); lists recorded from the real one are the test. Our own generator, `schedules.generators`, follows the
+    paper and gives other lists.
 
     In each quantum a stage takes its most urgent waiting task: a weight half before a backward before a recomputation
     before a forward, the oldest first. Tasks that this makes possible wait from the next quantum on:
@@ -275,7 +267,7 @@ THREADS = {
 
 
 def run(original: Callable[[Any], Any], self: Any) -> Any:
-    """Wrap `Pipeline.run`: the error of a sending thread becomes this rank's error; a failed stage ends its threads."""
+    """Wrap `Pipeline.run`: a sending thread's error becomes this rank's error; a failed stage ends its threads."""
     self.capslog_failure = None
     try:
         with wire.named_loss("waiting for its pipeline at the end of a step", None, current().timeout):
@@ -289,11 +281,11 @@ def run(original: Callable[[Any], Any], self: Any) -> Any:
     return result
 
 
-# -- one task
+# -- a task
 
 
 def worker(original: Callable[..., Any], self: Any, task: int, grad_mode: bool, inputs_as_dict: Any) -> Any:
-    """Wrap `Pipeline.worker`: each microbatch weighs by its samples, and every backward sends one message back."""
+    """Wrap `Pipeline.worker`: weight each microbatch by its samples; send one message back in every backward."""
     if task != BACKWARD:
         return original(self, task, grad_mode, inputs_as_dict)
     stage = self.partitioned_model.capslog
@@ -317,10 +309,8 @@ def _divisor(batches: Microbatches, inputs: Any) -> float:
 
 
 def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recompute: bool = False, **flags: Any) -> Any:
-    """Wrap `PartitionedModel.forward`.
-
-    A recomputation leaves no traces: random numbers continue as if it had not happened, and running statistics keep
-    their values of the first pass.
+    """Wrap `PartitionedModel.forward`. A recomputation leaves no traces: random numbers continue as if it had not
+    happened, and running statistics keep their values of the first pass.
     """
     stage = self.capslog
     stage.begin()

@@ -1,7 +1,7 @@
 """Gradients made complete after a step: ties added up, replicas averaged, the norm counted once, clipped.
 
-Replaces `Varuna.init_distributed` and `sync_across_workers`, which need apex also in fp32, and
-which without fp16 reduce a copy that nothing reads.
+Replaces `Varuna.init_distributed` and `sync_across_workers`, which need apex even in fp32 and without fp16 reduce a
+copy that nothing reads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ __all__ = ["init_distributed", "step_alone", "sync_across_workers"]
 
 
 def init_distributed(self: Any) -> None:
-    """Make the groups of replicas, pipelines and ties, all with the configured timeout, on every rank in one order.
-
+    """Make the groups of replicas, pipelines and ties, with the configured timeout, on every rank in the same order.
     Ties and replicas then get equal values: those of the first stage and of replica 0.
     """
     import varuna.pipeline
@@ -67,7 +66,7 @@ def _make_equal(self: Any) -> None:
 
 
 def _ties(self: Any) -> list[tuple[TieGroup, list[nn.Parameter]]]:
-    """Return all ties, each with its parameters that this stage holds; of a declared pair it may be one or both."""
+    """All ties, each with its parameters that this stage holds; of a declared pair it may be one or both."""
     named = dict(self.model.module.named_parameters())
     return [(tie, [named[name] for name in tie.names if name in named]) for tie in self.model.capslog.ties]
 
@@ -104,9 +103,7 @@ def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]
 
 
 def _share_statistics(self: Any) -> None:
-    """Copy replica 0's running statistics to every replica, as torch's DistributedDataParallel does; otherwise each
-    would evaluate another model.
-    """
+    """Copy replica 0's running statistics to every replica, as DistributedDataParallel does: all evaluate one model."""
     statistics = [
         buffer
         for module in self.model.capslog.norms
@@ -160,7 +157,7 @@ def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> No
 
 
 def _squared_norm(self: Any) -> float:
-    """Return the squared norm of this stage's gradients; a tie counts on its first stage, by its first name there."""
+    """Squared norm of this stage's gradients; a tie counts on its first stage, by its first name there."""
     skipped: set[int] = set()
     for tie, held in _ties(self):
         counted = tie.stages[0] == self.model.capslog.stage

@@ -1,7 +1,7 @@
 """Finds the right Varuna, and patches it: the required files, the replaced attributes, and how patches are undone.
 
-`install` and `uninstall` are the only ways in; no other module changes Varuna. Before anything is changed its files are
-compared, and nothing is imported: an unrelated package of that name must not run because of a look at it.
+Only `install` and `uninstall` here change Varuna. Its files are compared before anything is imported or changed: an
+unrelated package of that name must not run.
 """
 
 from __future__ import annotations
@@ -77,11 +77,10 @@ class FoundVaruna:
 
 
 def find_varuna() -> FoundVaruna:
-    """Return the Varuna that `import varuna` would give, when it is the one that the patches fit.
+    """Varuna that `import varuna` would give, if the patches fit it.
 
-    Raises:
-        CapslogError: there is none, it is the unrelated package of that name, or files differ from the known commit;
-            the message says which and what to do.
+    Raises CapslogError where there is none, it is the unrelated package of that name, or files differ from the known
+    commit; the message names them and the next action.
     """
     try:
         spec = importlib.util.find_spec("varuna")
@@ -116,8 +115,7 @@ def _digest(path: Path) -> str:
 class Patches:
     """Attributes replaced in another package's modules and classes, put back exactly and in reverse order.
 
-    Attributes:
-        names: the replaced attributes, as `module.Class.attribute`, in order.
+    names: the replaced attributes, as `module.Class.attribute`, in order.
     """
 
     def __init__(self) -> None:
@@ -125,10 +123,7 @@ class Patches:
         self._before = contextlib.ExitStack()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name`, a module's or a class's own attribute.
-
-        Raises AttributeError where the owner has no such attribute of its own: a patch must hit something.
-        """
+        """Set `owner.name`, a module's or a class's own attribute; raise AttributeError where it has no such one."""
         if name not in vars(owner):
             raise AttributeError(f"{owner!r} has no attribute {name!r} of its own to replace")
         path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
@@ -146,14 +141,9 @@ _patches = Patches()
 
 
 def install() -> FoundVaruna:
-    """Patch the Varuna that is importable here; a second call changes nothing.
+    """Patch the Varuna that is importable here; return its place and commit. A second call changes nothing.
 
-    Returns:
-        Where it was found, and its commit.
-
-    Raises:
-        CapslogError: there is no Varuna, it is the unrelated package of that name, or its code is not the one that the
-            patches are written for.
+    Raises CapslogError as `find_varuna`.
     """
     found_varuna = find_varuna()
     if _patches.names:
@@ -179,15 +169,16 @@ def silent() -> contextlib.redirect_stdout[io.StringIO]:
 
 
 def uninstall() -> None:
-    """Put every attribute of Varuna back as it was and reset the configuration. Models that were built stay split and
-    cannot be run by the unpatched Varuna.
+    """Restore every attribute of Varuna and reset the configuration.
+
+    Models that were built stay split and cannot be run by the unpatched Varuna.
     """
     _patches.undo()
     configure()
 
 
 def installed_patches() -> list[str]:
-    """Return the attributes that are replaced now, as `module.Class.attribute`; empty when nothing is installed."""
+    """Attributes that are replaced now, as `module.Class.attribute`; empty when nothing is installed."""
     return list(_patches.names)
 
 
@@ -246,12 +237,10 @@ def _around(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
-    """Wrap `Varuna.__init__`; the arguments are the same. Without a CUDA device the default device is the CPU; a
-    `torch.device` is accepted, too.
+    """Wrap `Varuna.__init__`. Without a CUDA device the default device is the CPU; a `torch.device` is accepted, too.
 
-    Raises:
-        CapslogError: fp16, a batch that the replicas cannot share, a map that is not one rank for each process, a
-            capacity for other microbatches, a `temporary_folder` of another user.
+    Raises CapslogError: fp16, a batch that the replicas cannot share, a map that is not one rank for each process, a
+    capacity for other microbatches, a `temporary_folder` of another user.
     """
     from varuna import utils
 
@@ -313,12 +302,8 @@ def parameter_names_to_cuts(self: Any) -> dict[str, int]:
 def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
     """Replace `Varuna.evaluate`, which on later stages computes on a placeholder instead of the received tensors.
 
-    Args:
-        inputs: as for `step`.
-        batch_size: samples in `inputs`; default: those of a training step of this replica.
-
-    Returns:
-        The loss over all samples of all replicas, on every rank: their mean, or their sum under `loss="sum"`.
+    batch_size: samples in `inputs`; default: those of a training step of this replica. Returns, on every rank, the loss
+    over all samples of all replicas: their mean, or their sum under `loss="sum"`.
     """
     from varuna import utils
 
@@ -340,11 +325,9 @@ def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
 
 @torch.no_grad()
 def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callable[[int, Any], None]) -> None:
-    """Runs microbatches forward through this replica's stages.
+    """Run microbatches, by number, forward through this replica's stages.
 
-    Args:
-        batches: by number.
-        take: called with (microbatch, the model's result) on the last stage.
+    take: called with (microbatch, the model's result) on the last stage.
     """
     stage, partitioned, timeout = self.partitioned_model.capslog, self.partitioned_model, current().timeout
     under_way = []
@@ -366,20 +349,18 @@ def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callabl
 
 
 def temporary_folder(port: str | None = None) -> str:
-    """Return a folder of this user and this job, in place of the one that all jobs of a host share.
+    """Folder of this user and this job, in place of the one that all jobs of a host share.
 
-    Args:
-        port: of the job; default: this process's `MASTER_PORT`.
+    port: of the job; default: this process's `MASTER_PORT`.
     """
     job = port or os.environ.get("MASTER_PORT", str(os.getpid()))
     return os.path.join(tempfile.gettempdir(), f"varuna-{os.getuid()}-{job}")
 
 
 def make_temporary_folder(folder: str) -> None:
-    """Makes the `temporary_folder` of a job, or takes the one that another of its processes has made.
+    """Make the `temporary_folder` of a job, or take the one that another of its processes has made.
 
-    Raises:
-        CapslogError: something else is there, such as a folder that another user has put links into.
+    Raises CapslogError where something else is there, such as a folder into which another user has put links.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)

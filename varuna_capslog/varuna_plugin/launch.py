@@ -1,8 +1,8 @@
-"""`python -m varuna_capslog.varuna_plugin.launch`: Varuna's launcher with a cut list and an honest exit status.
+"""`python -m varuna_capslog.varuna_plugin.launch`: Varuna's launcher with a cut list and a correct exit status.
 
-It takes the launcher's own options and gives scripts the same arguments. The layout of ranks is computed by Varuna's
-launcher. This module starts and watches the processes: the first that fails ends the others, and its status is the
-command's. No manager, no daemon, no `pkill`: only processes that were started here are ended.
+It takes the launcher's options and gives scripts the same arguments; Varuna's launcher computes the layout of ranks.
+The first process that fails ends the others, and its status is the command's. No manager, no daemon, no `pkill`: only
+processes that were started here are ended.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host gets a free port.
 
     Returns:
-        0 when every process ended with 0; else the status of the one that failed (not of those that only lost it), 128
-        + n when signal n ended it; 2 for a mistake on the command line, 3 when nothing keeps within the capacity.
+        0 when every process ended with 0; else the status of the process that failed (not of those that only lost it),
+        128 + n when signal n ended it; 2 for a mistake on the command line, 3 when nothing keeps within the capacity.
     """
     command_arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: list[str]) -> list[str]:
-    """Return the options before the training script, whose own arguments may have the same names as ours."""
+    """Options before the training script, whose own arguments may have the same names as ours."""
     return list(itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments))
 
 
 def _cuts(ours: Namespace, num_stages: int) -> str | None:
-    """Return the cut list or plan file for the workers."""
+    """Cut list or plan file for the workers."""
     if ours.profile is not None:
         if ours.cuts is not None:
             raise CapslogError("both --cuts and --profile are given; leave one out")
@@ -167,7 +167,7 @@ def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folde
 
 
 def _cause(states: Sequence[int | None]) -> int:
-    """Return the index of the process that failed: the first that did not merely lose another one."""
+    """Index of the process that failed: the first that did not merely lose another one."""
     failed = [index for index, state in enumerate(states) if state]
     return min(failed, key=lambda index: states[index] == PeerLost.exit_status)
 

@@ -1,4 +1,4 @@
-"""The user's configuration, kept until the next Varuna is built. `configure` is the plugin's second line in a script.
+"""The user's configuration, kept until the next Varuna is built.
 
 Every rank searches cuts from a profile by itself, in milliseconds and with the same result.
 """
@@ -29,17 +29,16 @@ from varuna_capslog.varuna_plugin.splitting.tracing import Trace, uniform_cuts
 __all__ = ["CUTS_VARIABLE", "Options", "Search", "configure", "current", "cuts_of", "parse_cuts"]
 
 
-# -- Reads the cuts of a plan for Varuna. Everything else that a plan may set is refused by the name of its field.
+# -- The cuts of a plan for Varuna. Everything else that a plan may set is refused by the name of its field.
 
 
 _SCHEDULE = "varuna"
 
 
 def cuts_of(plan: Plan) -> tuple[int, ...]:
-    """Return the cuts of a plan of one stage per rank in the order of the chain, every stage recomputed as a whole.
+    """Cuts of a plan of one stage per rank in the order of the chain, every stage recomputed as a whole.
 
-    Raises:
-        CapslogError: the plan says something that Varuna would not do; the message names the field and its value.
+    Raises CapslogError for anything that Varuna would not do; the message names the field and its value.
     """
     ours = {"schedule": plan.schedule or _SCHEDULE, "routes": plan.routes, "variants": plan.variants}
     theirs: dict[str, tuple[Any, str]] = {
@@ -89,11 +88,11 @@ CUTS_VARIABLE = "CAPSLOG_VARUNA_CUTS"
 
 
 class Search:
-    """A search of cuts from a profile.
+    """Search of cuts from a profile.
 
     Args:
-        profile: of the model's pieces, as `plugin.profile` or `capslog profile` gives it, or its file.
-        devices: stages that are expected, for which the search is tried at once; None is as many as Varuna has.
+        profile: of the model's pieces, from `plugin.profile` or `capslog profile`, or its file.
+        devices: expected stages, for which the search is tried at once; None is as many as Varuna has.
         planner, memory: names as for `capslog plan`.
         capacity: bytes of every stage's device, or of each; also as text ("16GiB", "16GiB,8GiB").
 
@@ -119,7 +118,7 @@ class Search:
             self.plan(devices)
 
     def check_microbatch(self, size: int) -> None:
-        """Raise CapslogError where a capacity is to be kept with microbatches of another size than was profiled."""
+        """Raise CapslogError where a capacity is set and microbatches have another size than was profiled."""
         profiled = self.profile.conditions.get("microbatch_size")
         if self.capacity is not None and profiled not in (None, size):
             raise CapslogError(
@@ -128,14 +127,11 @@ class Search:
             )
 
     def plan(self, num_stages: int, num_pieces: int | None = None) -> Plan:
-        """Return the plan for this number of stages.
-
-        Args:
-            num_pieces: of the model, where known.
+        """Plan for this number of stages. num_pieces: of the model, where known.
 
         Raises:
-            CapslogError: the profile is of another model, other devices were expected, or it says nothing of bytes.
-            DoesNotFit: no cut list keeps within the capacity; names the stage and how many devices would do.
+            CapslogError: the profile is of another model, other devices were expected, or it has no bytes.
+            DoesNotFit: no cut list keeps within the capacity; names the stage and a sufficient number of devices.
         """
         if num_pieces is not None and num_pieces != self.profile.num_layers:
             raise CapslogError(
@@ -159,11 +155,10 @@ class Search:
 
 @dataclass(frozen=True)
 class Options:
-    """The values given to `configure`.
+    """Values given to `configure`.
 
-    Attributes:
-        num_pieces: of the model that the plan is for, where known.
-        search: finds cuts instead, once the number of stages is known.
+    num_pieces: of the model that the plan is for, where known. search: finds cuts instead, once the number of stages is
+    known.
     """
 
     cuts: tuple[int, ...] | None = None
@@ -175,11 +170,10 @@ class Options:
     trace: Trace | None = None
 
     def cuts_for(self, num_pieces: int, num_stages: int) -> tuple[int, ...]:
-        """Return the cut list of a model.
+        """Cut list of a model.
 
-        Raises:
-            CapslogError: the cuts, or the profile behind them, are for another model or number of stages.
-            DoesNotFit: nothing that was searched keeps within the capacity.
+        Raises CapslogError where the cuts, or their profile, are for another model or number of stages, and DoesNotFit
+        where no searched cut list keeps within the capacity.
         """
         if self.search is not None:
             return self.search.plan(num_stages, num_pieces).cut_list
@@ -213,7 +207,7 @@ def configure(
     trace: Trace | None = None,
     **search: Any,
 ) -> None:
-    """Set how the next Varuna is to be built; options left out return to their defaults, which are Varuna's own.
+    """Set how the next Varuna is built; options left out return to their defaults, which are Varuna's own.
 
     Args:
         cuts: a plan, a plan file, or the first piece of each stage (`[0, 3, 7]`: piece i begins behind the i-th
@@ -223,9 +217,9 @@ def configure(
             so that memory and time of the former can be measured on small devices. The losses have no meaning.
         loss: "mean" weights each microbatch by its samples (its last may be shorter); "sum" adds the losses up, for a
             model that divides by the minibatch's own normalisers.
-        timeout_seconds: after so long without a message, a gradient or the other ranks a rank ends with an error.
+        timeout_seconds: longest wait for a message, a gradient or the other ranks; then the rank ends with an error.
         trace: of the model, taken elsewhere on inputs of the same sizes; None: Varuna's first rank takes it.
-        search: with a profile: `devices`, `planner`, `memory` and `capacity`, as `Search` has them.
+        search: with a profile: `devices`, `planner`, `memory` and `capacity`, as in `Search`.
 
     Raises:
         CapslogError: an impossible value, or a plan that Varuna cannot run.
@@ -263,7 +257,7 @@ def configure(
 
 
 def current() -> Options:
-    """Return the configured options; without cuts, those of the environment variable `CAPSLOG_VARUNA_CUTS`."""
+    """Configured options; without cuts, those of the environment variable `CAPSLOG_VARUNA_CUTS`."""
     cuts = os.environ.get(CUTS_VARIABLE)
     if _current.cuts is not None or _current.search is not None or not cuts:
         return _current

@@ -1,7 +1,6 @@
-"""`python -m varuna_capslog.varuna_plugin.script train.py ...`: a Varuna script with the plugin installed before it.
+"""`python -m varuna_capslog.varuna_plugin.script train.py ...`: an unchanged Varuna script with the plugin installed.
 
-`launch` starts it. The script itself needs no change; a failure ends the process with one sentence, at once, because
-threads that wait for a dead neighbour would keep it alive.
+A failure ends the process with one sentence, at once: threads that wait for a dead neighbour would keep it alive.
 """
 
 from __future__ import annotations

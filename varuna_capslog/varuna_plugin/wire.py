@@ -1,8 +1,8 @@
 """Several tensors of any dtype, shape and memory format as one message between neighbouring stages.
 
-A header of fixed size goes first and describes the tensors, so microbatches may differ, and the ranks agree only on the
-number of tensors of a cut. Small tensors travel in one frame with it. Packing is pure: it knows nothing of Varuna or of
-processes; only `send` and `Expected` use torch.distributed.
+A header of fixed size describes the tensors, so microbatches may differ, and the ranks agree only on the number of
+tensors of a cut. Small tensors travel in one frame with it. Only `send` and `Expected` use torch.distributed; packing
+knows nothing of Varuna or of processes.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ _LARGEST_FRAME = 1 << 19
 class Bundle:
     """The tensors that cross a cut together, or None where a gradient is absent.
 
-    It answers the three calls that Varuna makes on its single tensor. `.to(device)` gives the stage tensors of its own,
-    never those that wait in host memory to be used again: an in-place operation after a cut cannot spoil a
-    recomputation.
+    Has the three methods that Varuna calls on its single tensor. `.to(device)` copies, so that an in-place operation
+    after a cut cannot spoil a recomputation from the tensors that wait in host memory.
     """
 
     tensors: tuple[Tensor | None, ...]
@@ -83,9 +82,9 @@ class Bundle:
 
 
 def pack(tensors: Sequence[Tensor | None], microbatch: int) -> tuple[Tensor, list[Tensor]]:
-    """Return the header, int64 [1 + n, 3 + 2 * MAX_DIMS], and the bytes of every tensor that has any.
+    """Header, int64 [1 + n, 3 + 2 * MAX_DIMS], and the bytes of every tensor that has any.
 
-    Raises CapslogError for a dtype or a number of dimensions that the format has no place for.
+    Raises CapslogError for a dtype or a number of dimensions that the format does not have.
     """
     rows = [[_MAGIC, microbatch, len(tensors)] + [0] * (_ROW - 3)]
     payload = []
@@ -113,10 +112,8 @@ def pack(tensors: Sequence[Tensor | None], microbatch: int) -> tuple[Tensor, lis
 def unpack(header: Tensor, microbatch: int, frame: Tensor | None = None) -> tuple[list[Tensor | None], list[Tensor]]:
     """Return tensors to be filled, as `header` describes them, and their bytes in the order of `pack`'s payload.
 
-    Args:
-        frame: bytes behind whose header the payload lies already; the tensors are views of it.
-
-    Raises CapslogError where the header is none, or is of another microbatch than the one that is due.
+    frame: bytes with the payload behind the header; the tensors are then views of it. Raises CapslogError where the
+    header is invalid, or is of another microbatch than the one that is due.
     """
     (magic, number, count, *_), *rows = header.tolist()
     if magic != _MAGIC or count != len(rows):
@@ -149,7 +146,7 @@ def unpack(header: Tensor, microbatch: int, frame: Tensor | None = None) -> tupl
 
 
 def _places(header: Tensor, sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the offsets of a payload's parts in a frame, and their end."""
+    """Offsets of a payload's parts in a frame, and their end."""
     places, end = [], _aligned(header.nbytes)
     for size in sizes:
         places.append(end)
@@ -162,7 +159,7 @@ def _aligned(place: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a view of a dense tensor's bytes in memory order; a single number may have any strides."""
+    """View of a dense tensor's bytes in memory order; a single number may have any strides."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
@@ -183,8 +180,8 @@ class Sending:
 
 
 class Room:
-    """Size of the frames of one direction across a cut: that of the last step's largest message, so that a message
-    needs one frame. Both ends see the same messages, so both know the size.
+    """Size of the frames of one direction across a cut: the last step's largest message, so that a message needs one
+    frame. Both ends see the same messages, so both know the size.
     """
 
     def __init__(self) -> None:
@@ -192,7 +189,7 @@ class Room:
         self._largest = 0
 
     def note(self, message_bytes: int) -> None:
-        """Note the size of a message of the step under way."""
+        """Record the size of a message of the step under way."""
         self._largest = max(self._largest, message_bytes)
 
     def end_step(self) -> None:

@@ -39,7 +39,7 @@ _here: list[tuple[str, str, Path]] = []
 
 
 def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
-    """Ask that the run goes on with `devices` workers: its hosts start or release their share.
+    """Ask that the run continues with `devices` workers: its hosts start or release their share.
 
     Hosts start at most as many workers as they began with; of too many the youngest leave, at a step boundary, after
     the state they own has moved. Any program may call it: a worker (the workload's own code), a host, or another one.
@@ -57,10 +57,9 @@ def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
 
 
 def outlook(devices: int, run_dir: Path | str) -> str:
-    """A sentence that says what a run will do with a request for so many workers.
+    """Sentence on the effect of a request for so many workers.
 
-    Raises:
-        CapslogError: no run is going on there, or its hosts cannot start so many.
+    Raises CapslogError where no run is going on there, or its hosts cannot start so many.
     """
     with _store_of(run_dir) as store:
         roster, address = _roster_of(store), store.address
@@ -88,7 +87,7 @@ def outlook(devices: int, run_dir: Path | str) -> str:
 
 
 def _limits(devices: int, run_dir: Path) -> Iterator[str]:
-    """The limits that the run's config and model set; none for a script, which has neither."""
+    """Limits that the run's config and model set; none for a script, which has neither."""
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.planners import BUDGET, JOINT
     from varuna_capslog.plans.plan import latest_plan
@@ -126,16 +125,13 @@ def give_notice(
     seconds: float | None = None,
     hint: bool = False,
 ) -> str:
-    """Tell a run that a host, or one worker, is to leave.
+    """Tell a run that a host, or one worker, is to leave; return words on which.
 
     Args:
         host: as the run names it; None with `member` None: the only one.
         urgent: leave at the next boundary, whatever was copied ahead.
         seconds: that are left; None: no deadline.
         hint: it may have to leave soon: copy ahead, no worker leaves.
-
-    Returns:
-        Words on the host or worker that was meant.
 
     Raises:
         CapslogError: no run is going on there, or the name is unknown in it.
@@ -160,18 +156,18 @@ def give_notice(
 
 
 def belong(stack: contextlib.ExitStack, address: str, identity: str, run_dir: Path) -> None:
-    """Makes this process belong to the run with this store and folder, until the stack is closed."""
+    """Make this process belong to the run with this store and folder, until the stack is closed."""
     _here.append((address, identity, run_dir))
     stack.callback(_here.remove, (address, identity, run_dir))
 
 
 def tell_address(run_dir: Path, address: str, identity: str) -> None:
-    """Writes the address of a run's store into its folder, for programs that know only the folder."""
+    """Write the address of a run's store into its folder, for programs that know only the folder."""
     files.write_json(_place(run_dir), {"address": address, "identity": identity})
 
 
 def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float = 10.0) -> None:
-    """Raises CapslogError unless the host that serves this store has its folder here, too; a shared one may be slow."""
+    """Raise CapslogError unless the host that serves this store uses the same folder; a shared one may be slow."""
     until = time.monotonic() + seconds
     while True:
         if _place(run_dir).is_file() and _told(run_dir)[1] == identity:
@@ -185,7 +181,7 @@ def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float
 
 
 def until(seconds: float | None) -> dict[str, Any]:
-    """The fields `deadline` and `left` of an entry whose deadline is so many seconds away; None: there is none."""
+    """Fields `deadline` and `left` of an entry whose deadline is so many seconds away; None: there is none."""
     if seconds is None:
         return {"deadline": None, "left": None}
     remaining = max(0.0, seconds)
@@ -195,9 +191,9 @@ def until(seconds: float | None) -> dict[str, Any]:
 def seconds_left(entry: NoticeEntry | HintEntry | AnnounceEntry) -> float | None:
     """Seconds until the deadline of an entry, as its reader counts from now on; None: it has none.
 
-    The log holds the deadline as a time of day, so that an entry that is sent or read late leaves less time. Where the
-    clocks of the two machines disagree, or one of them has jumped, a reader goes by the shorter time: it never counts
-    more than were left when the entry was written, and leaves early rather than late.
+    The log holds a time of day, so that an entry that is sent or read late leaves less time. Where the clocks of the
+    two machines disagree, or one has jumped, a reader uses the shorter time: never more than was left when the entry
+    was written. It leaves early rather than late.
     """
     if entry.deadline is None:
         return None
@@ -206,7 +202,7 @@ def seconds_left(entry: NoticeEntry | HintEntry | AnnounceEntry) -> float | None
 
 
 def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Notice:
-    """The notice in an entry of the log for `host` or one of its workers."""
+    """Notice in an entry of the log for `host` or one of its workers."""
     match entry:
         case AnnounceEntry():
             kind, source, name = Kind[entry.notice.upper()], "person", entry.id
@@ -222,10 +218,9 @@ def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Noti
 
 @contextlib.contextmanager
 def _store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
-    """The store of the run in a folder, or of the run that this process belongs to.
+    """Store of the run in a folder, or of the run that this process belongs to.
 
-    Raises:
-        CapslogError: there is none, it has gone, or the run's secret cannot be used.
+    Raises CapslogError where there is none, it has gone, or the run's secret cannot be used.
     """
     from varuna_capslog.elastic.store.opening import StoreGone, open_store
 
@@ -271,7 +266,7 @@ def _told(run_dir: Path) -> tuple[str, str]:
 
 
 def _roster_of(store: MembershipStore) -> Roster:
-    """The roster by the log up to now. Raises StoreGone."""
+    """Roster by the log up to now. Raises StoreGone."""
     roster = Roster()
     for entry in store.history():
         roster.take(entry)

@@ -1,8 +1,8 @@
-"""The supervisor of one machine in an elastic run, and the one authority on which workers died there.
+"""Supervisor of one machine in an elastic run: the only authority on which workers died there.
 
-It serves or joins the store, has its workers forked by a fork server, tells the log which workers ended, kills those
-that are stopped or hang, watches the other hosts' leases, and passes notices on. It decides nothing about the
-membership and never touches a tensor. No worker outlives it.
+It serves or joins the store, has a fork server fork its workers, reports ended workers to the log, kills workers that
+are stopped or hang, watches the other hosts' leases, and passes notices on. It decides nothing about the membership and
+never touches a tensor. No worker outlives it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ HOPELESS = 3  # after so many workers in a row that ended before they took part 
 class HostEnd:
     """End of a host's part.
 
-    Attributes:
-        how: "finished": the run has ended; "left": all its workers have left by request, and others may go on.
-        stopped: the run ended early on request.
+    how: "finished": the run has ended; "left": all its workers have left by request, and others may go on. stopped: the
+    run ended early on request.
     """
 
     how: Literal["finished", "left"]
@@ -54,13 +53,9 @@ class Host:
 
     Members are named `<host>-<counter>`. A worker gets CAPSLOG_MEMBER, CAPSLOG_HOST, CAPSLOG_STORE (host:port),
     CAPSLOG_STORE_IDENTITY, CAPSLOG_RUN_DIR and CAPSLOG_LOCAL_RANK (the number of its device here), a log
-    `workers/<member>.log`, and its process group; `workers/<member>.json` holds pid, host and member. Status 0 says
-    that the run has finished or that it was released, 130 that it was asked to stop; all else is a loss.
-
-    Attributes:
-        link: the run's store.
-        roster: content of the store's log so far.
-        workers: the processes; from `run` on.
+    `workers/<member>.log`, and its process group; `workers/<member>.json` holds pid, host and member. Status 0 means
+    that the run has finished or that it was released, 130 that it was asked to stop; all else is a loss. `roster` has
+    the content of the store's log so far; `workers` exist from `run` on.
     """
 
     def __init__(self, options: HostOptions) -> None:
@@ -80,7 +75,7 @@ class Host:
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def add_worker(self) -> None:
-        """Start one worker more, on the lowest device number that is free."""
+        """Start another worker, on the lowest device number that is free."""
         self._calls.put(self._start)
 
     def stop(self) -> None:
@@ -90,7 +85,7 @@ class Host:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> HostEnd:
-        """Starts the workers; returns when this host has no more to do. Call it from the main thread for Ctrl-C.
+        """Start the workers; return when this host has no more to do. Call it from the main thread for Ctrl-C.
 
         A host that serves the store stays until the others have gone; one whose workers left since a request wanted
         fewer devices stays until the run ends.
@@ -167,20 +162,20 @@ class Host:
         return HostEnd("left" if finished is None else "finished", stopped)
 
     def _resume_hint(self) -> str:
-        """Words on what the same command does after an unprepared end."""
+        """Words on the effect of the same command after an unprepared end."""
         run_dir = self.options.run_dir
         if (run_dir / "held").exists() or any((run_dir / "checkpoints").glob("step-*")):
             return f"continues the run in {run_dir} from what was last saved"
         return f"begins the run in {run_dir} anew, since nothing of it was saved"
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def _fork_server_said(self, message: Mapping[str, Any]) -> None:
         for worker, status in self.workers.heard(message):
             self._ended(worker, status)
 
     def _ended(self, worker: HostWorker, status: int) -> None:
-        """Writes a loss into the log at once; an end without a failure once `_settle` can tell its meaning."""
+        """Write a loss into the log at once; an end without a failure once `_settle` can tell its meaning."""
         if worker.verdict is None and status in (0, 130):
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
@@ -190,7 +185,7 @@ class Host:
         self._replace(worker, lost=status < 0 or worker.expelled_since is not None)
 
     def _replace(self, worker: HostWorker, lost: bool) -> None:
-        """Starts another worker on a lost one's device; a worker that failed by itself would fail again."""
+        """Start another worker on a lost worker's device; a worker that failed by itself would fail again."""
         useless = 0 if self.roster.was_named(worker.member) else self._useless.get(worker.slot, 0) + 1
         self._useless[worker.slot] = useless
         wanted = self.options.settings.replace_lost and lost and self.roster.finished is None
@@ -230,11 +225,11 @@ class Host:
                 self._gathering.hear(hooks.notice_of(entry, self.link.name))
 
     def _found(self) -> None:
-        """Writes the first generation, of all members that begin together: none trains alone while the others load."""
+        """Write the first generation, of all members that begin together: none trains alone while the others load."""
         self.link.found(0, Generation(1, tuple(self.roster.members), checkpoint=self.options.first))
 
     def _park(self) -> None:
-        """Writes a generation that holds no state: all voters have ended, and the next members load a checkpoint."""
+        """Write a generation that holds no state: all voters have ended, and the next members load a checkpoint."""
         lost = self.roster.generation
         self.options.say(f"all {len(lost.members)} member(s) are lost; whoever comes goes on from the last checkpoint")
         self.link.found(lost.number, lost.parked(self.roster.checkpoint))
@@ -270,7 +265,7 @@ class Host:
             self.options.say("stopping at the end of this step; Ctrl-C again kills the workers at once")
         self.workers.signal(signal.SIGINT if self._asked == 1 else signal.SIGKILL)
 
-    # -- what must be looked at ----------------------------------------------------------------------------------------
+    # -- periodic checks -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -288,7 +283,7 @@ class Host:
             self._gathering.host_left()
 
     def _settle(self, member: Member) -> None:
-        """Writes the end of a worker without a failure: as lost, where the newest generation trains with it."""
+        """Write the end of a worker without a failure: as lost, where the newest generation trains with it."""
         roster = self.roster
         if roster.finished is not None:
             return

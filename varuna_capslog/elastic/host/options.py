@@ -1,4 +1,4 @@
-"""The options of a host: its run, its workers, its store."""
+"""Options of a host: its run, its workers, its store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["HostOptions"]
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Options of a `Host`.
+    """Options of a `Host`. Raises CapslogError for fewer than one worker.
 
     Attributes:
         run_dir: the run's folder; on every host, and the same where checkpoints are to be found again.
@@ -27,21 +27,17 @@ class HostOptions:
         num_workers: devices of this host.
         name: of this host in the run; default: the system's. A second host of that name gets a number behind it.
         store: address of the run's store; None: this host begins the run, and locks its folder.
-        serve_at: name or address under which other hosts reach this one's store, and its port (0: any free one); or
-            the address of a store in etcd (see `store_etcd`), which needs no host to serve it.
+        serve_at: name or address under which other hosts reach this one's store, and its port (0: any free one); or the
+            address of a store in etcd (see `store_etcd`), which needs no host to serve it.
         keys: put into the store before the first worker starts, where this host serves it.
         first: the boundary that the run begins with.
-        hosts: that begin the run together. The one that serves the store founds the first generation once all of them
-            have named their workers; a host that comes later joins.
+        hosts: number that begin together. The server of the store founds the first generation once all have named their
+            workers; a later host joins.
         environment: variables for workers on top of this process's own.
-        settings: the config's section.
         say: prints one line for the user.
-        sources: of notices; None: those that `auto_sources` finds, and the file `run_dir/notices/<host>`.
+        sources: of notices; None: those of `auto_sources`, and the file `run_dir/notices/<host>`.
         modules: imported ahead for the workers, besides the entry's.
-        fork_server: one that runs already, with this entry, which the host closes; None: the host starts one.
-
-    Raises:
-        CapslogError: fewer than one worker.
+        fork_server: a running one with this entry, which the host closes; None: the host starts one.
     """
 
     run_dir: Path
@@ -72,5 +68,5 @@ class HostOptions:
 
     @property
     def folder(self) -> Path:
-        """The folder of the workers' logs."""
+        """Folder of the workers' logs."""
         return self.run_dir / "workers"

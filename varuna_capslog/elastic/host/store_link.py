@@ -1,11 +1,11 @@
 """A host's connection with the run's store: opened or served here, followed, and written to.
 
-While the store does not answer, entries for the log are kept; they are sent when it answers again. The store, its log
-and the other hosts' leases are read in threads of their own, which pass events on to the host's thread.
+While the store does not answer, entries for the log are kept and sent later. Threads read the store, its log and the
+other hosts' leases, and pass events on to the host's thread.
 
-Notices, losses and joins are also written to the run's events.jsonl. Every host reads the same log, so one host writes
-each line: the one that reported a loss, else the host of the member in question. Changes of the generation (start,
-resume, morph) are written by the members that train.
+Notices, losses and joins are also written to events.jsonl. Every host reads the same log, so one host writes each line:
+the one that reported a loss, else the host of the member. Changes of the generation (start, resume, morph) are written
+by the members that train.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["HostStore", "age_of", "run_age"]
 
 
 def sign_of(beat: int, age_seconds: float) -> str:
-    """A sign: unlike that of any other beat of this host."""
+    """Sign of life, unlike that of any other beat of this host."""
     return f"{beat} {age_seconds:.3f}"
 
 
@@ -56,7 +56,7 @@ def age_of(sign: str | None) -> float:
 
 
 def run_age(store: MembershipStore, host: str) -> float:
-    """For how many seconds the run has been going on, by the newest sign of this host. Raises StoreGone."""
+    """Age of the run in seconds, by the newest sign of this host. Raises StoreGone."""
     return age_of(store.signs_of([host])[host])
 
 
@@ -64,20 +64,19 @@ def run_age(store: MembershipStore, host: str) -> float:
 
 
 class HostStore:
-    """The store as one host uses it. Called by the host's thread, once `connect` has returned.
+    """Store as one host uses it. Called by the host's thread, once `connect` has returned.
 
     Args:
         roster: content of the log so far; kept by the host.
-        logged: called by the host's thread with every entry of the log.
-        silent: called by the host's thread with the name of a host without a sign of life, and the reason for its loss.
-        later: called by any thread: the host's thread is to make this call.
+        logged, silent: called by the host's thread: with every entry of the log; with the name of a host without a sign
+            of life, and the reason for its loss.
+        later: makes the host's thread call a function; called by any thread.
 
     Attributes:
-        store: the client.
         address: of the store, as workers reach it.
         name: of this host in the run.
-        answers: whether the store answered last.
-        ends_with_us: whether this process serves it.
+        answers: True where the store answered last.
+        ends_with_us: True where this process serves the store.
     """
 
     store: MembershipStore
@@ -106,14 +105,10 @@ class HostStore:
         self._run_began: float | None = None  # by the monotonic clock, as far as this host knows
 
     def connect(self, stack: contextlib.ExitStack) -> None:
-        """Opens the store, serves it first where this host begins the run, and finds the host's name.
+        """Open the store, serving it first where this host begins the run, and find the host's name.
 
-        Args:
-            stack: closes all of it.
-
-        Raises:
-            StoreGone: the store does not answer.
-            CapslogError: it cannot be served, another run goes on there, or the run's secret cannot be used.
+        `stack` closes all. Raises StoreGone where the store does not answer, and CapslogError where it cannot be
+        served, another run goes on there, or the run's secret cannot be used.
         """
         options, identity = self._options, None
         secret = run_secret(options.run_dir, create=options.serves)
@@ -139,7 +134,7 @@ class HostStore:
         self._offset = 0 if first is None else int(first) - 1
 
     def begin(self, stack: contextlib.ExitStack) -> None:
-        """Gives signs of life, tells that the host is here, and follows the log."""
+        """Give signs of life, report that the host is here, and follow the log."""
         ended = threading.Event()
         self.store.give_sign(self.name, sign_of(0, 0.0))
         OwnedThread("leases", self._keep_lease, self._fail, ended).start()
@@ -149,11 +144,11 @@ class HostStore:
         self._follow()
 
     def tell_here(self) -> None:
-        """Tells the log that this host is part of the run."""
+        """Report to the log that this host is part of the run."""
         self.tell(HostsEntry(self.name, "here", self._options.num_workers))
 
     def tell(self, entry: Entry) -> None:
-        """Append to the log; while the store is lost, keep it for later."""
+        """Append to the log; while the store is lost, keep the entry for later."""
         if self.answers:
             try:
                 self.store.append(entry.to_json())
@@ -163,19 +158,19 @@ class HostStore:
         self._untold.append(entry)
 
     def run_begins(self) -> None:
-        """Notes that the first generation is there; if it was founded long ago, the others' signs say so."""
+        """Record that the first generation is there; if it was founded long ago, the others' signs have its age."""
         self._run_began = self._run_began or time.monotonic()
 
     def _age(self) -> float:
         return 0.0 if self._run_began is None else time.monotonic() - self._run_began
 
     def found(self, expected: int, record: Generation) -> None:
-        """Writes a generation, if `expected` is still the newest and the store answers."""
+        """Write a generation, if `expected` is still the newest and the store answers."""
         with contextlib.suppress(StoreGone):
             self.store.compare_and_set(expected, record)
 
     def new_member(self) -> Member | None:
-        """A name that no worker has had yet; None where the store does not answer, so that no worker could join."""
+        """Name that no worker has had yet; None where the store does not answer, so that no worker could join."""
         try:
             return f"{self.name}-{self.store.count(f'members/{self.name}')}"
         except StoreGone as error:
@@ -183,7 +178,7 @@ class HostStore:
             return None
 
     def lost(self, why: str) -> None:
-        """Notes that the store does not answer; says so once."""
+        """Record that the store does not answer; tell the user once."""
         if self.answers and self._roster.finished is None:
             self._options.say(f"{why}; the run goes on, and stops safely at the next change")
         self.answers = False
@@ -191,12 +186,12 @@ class HostStore:
             self._roster.hosts.clear()  # the host that served it has ended
 
     def unheard(self, why: str) -> None:
-        """Notes that the log's follower has ended; all entries that it heard were passed on."""
+        """Record that the log's follower has ended; all entries that it received were passed on."""
         self._unfollow = None
         self.lost(why)
 
     def back(self) -> None:
-        """Notes that the store answers: sends the kept entries, and follows the log again."""
+        """Record that the store answers: send the kept entries, and follow the log again."""
         if not self.answers:
             self._options.say("the store answers again")
             self.answers = True
@@ -207,7 +202,7 @@ class HostStore:
             self._follow()
 
     def write_event(self, value: Mapping[str, Any]) -> None:
-        """Writes the event of an entry of the log, which the roster has not taken yet."""
+        """Write the event of an entry of the log, which the roster has not taken yet."""
         before, number = self._roster, self._roster.generation.number
         match read(value):
             case NoticeEntry(member, urgent) as notice if before.members.get(member) == self.name:
@@ -232,18 +227,18 @@ class HostStore:
             files.append_jsonl(run_dir / "events.jsonl", {"kind": kind, **about, **details})
 
     def explain_absence(self) -> None:
-        """Writes the cause why the others have taken this host for lost, which only this host itself can know."""
+        """Write why the others took this host for lost: only this host itself can know the cause."""
         cause = "hung" if self._awoke > self._late_call else "network"
         self._append("cause", self._roster.generation.number, host=self.name, cause=cause)
 
     def leave(self) -> None:
-        """Tells the log that this host has gone."""
+        """Report to the log that this host has gone."""
         if self._unfollow is not None:
             self._unfollow()  # before the last entry, which wakes the thread that waits for it
         self.tell(HostsEntry(self.name, "gone"))
 
     def variables(self) -> dict[str, str]:
-        """The variables with which a worker reaches the store."""
+        """Variables with which a worker reaches the store."""
         return {
             "CAPSLOG_HOST": self.name,
             "CAPSLOG_STORE": self.address,
@@ -258,7 +253,7 @@ class HostStore:
         )
 
     def _fail(self, error: CapslogError) -> None:
-        """Ends the host with the reason: without signs of life it would be taken for dead."""
+        """End the host with the reason: without signs of life it would be taken for dead."""
 
         def end() -> None:
             raise error
@@ -266,7 +261,7 @@ class HostStore:
         self._later(end)
 
     def _notice_stops(self, ended: threading.Event) -> None:
-        """Notes when this whole process stood still, in a thread that waits for nothing but the clock."""
+        """Record when this whole process stood still, in a thread that waits for nothing but the clock."""
         seconds, last = self._options.settings.lease_seconds, time.monotonic()
         while not ended.wait(seconds / 8):
             now = time.monotonic()
@@ -275,12 +270,11 @@ class HostStore:
             last = now
 
     def _keep_lease(self, ended: threading.Event) -> None:
-        """Gives signs of life, and reads those of the other hosts, in a thread of its own: a supervisor that waits for
-        something must not be taken for dead.
+        """Give signs of life and read the other hosts', in a thread: a supervisor that waits must not seem dead.
 
-        No clocks are compared: only the time in which this host itself has not seen a sign change counts. A host that
-        gave none for `lease_seconds` is reported again and again while it stays silent; one whose connection to the
-        store has ended, as soon as it had time for another sign and gave none.
+        No clocks are compared: only the time in which this host itself has seen no new sign counts. A host that gave
+        none for `lease_seconds` is reported again and again while it stays silent; a host whose connection to the store
+        has ended, as soon as it had time for another sign and gave none.
         """
         seconds = self._options.settings.lease_seconds
         signs: dict[str, str | None] = {}

@@ -1,6 +1,6 @@
-"""The terminal output of an elastic run: one progress bar, one line per change, read from the run's own files.
+"""Terminal output of an elastic run: one progress bar, one line per change, read only from the run's own files.
 
-The worker that writes the journal may leave, so the host's process draws, and reads nothing but the files.
+The host's process draws, since the worker that writes the journal may leave.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ _DAMAGED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 class Terminal:
     """Draws a run while the `with` block lasts; earlier entries of the folder are not shown again.
 
-    Args:
-        total_steps: where the bar ends; None if only time limits the run.
-        host: of this process, which reports its losses itself; None: the system's name.
+    total_steps: end of the bar; None if only time limits the run. host: of this process, which reports its losses
+    itself; None: the system's name.
     """
 
     def __init__(self, run_dir: Path, total_steps: int | None, host: str | None = None) -> None:
@@ -64,7 +63,7 @@ class Terminal:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        """Prints a line above the bar."""
+        """Print a line above the bar."""
         self._said.add(line)
         self._console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -98,7 +97,7 @@ class Terminal:
         return not is_known
 
     def _step(self, last: bool) -> None:
-        """Updates the bar, or prints a line every ten seconds and at the end."""
+        """Update the bar, or print a line every ten seconds and at the end."""
         record = next(reversed(list(self._metrics.new())), self._unsaid)
         if record is None:
             return
@@ -112,7 +111,7 @@ class Terminal:
 
 
 def describe(event: Mapping[str, Any]) -> str | None:
-    """An event in a sentence: members, reasons, new cuts, pause, moved bytes; None for an event that is not shown."""
+    """Sentence on an event: members, reasons, new cuts, pause, moved bytes; None for an event that is not shown."""
     kind = event.get("kind")
     head = f"generation {event.get('generation')}"
     if kind in ("start", "resume", "morph") and "why" in event:
@@ -178,7 +177,7 @@ def _notice(event: Mapping[str, Any]) -> str:
 
 
 class _Tail:
-    """The objects added to a line file since the last call."""
+    """Objects added to a line file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,6 +1,6 @@
-"""The worker processes of one host: forked by its fork server, watched, signalled and killed here; their failures.
+"""Worker processes of one host: forked by its fork server, watched, signalled and killed here; their failures.
 
-Nothing here decides about the membership; `host` does, from what `HostWorkers.heard` returns.
+Nothing here decides about the membership; `host` does, from the results of `HostWorkers.heard`.
 """
 
 from __future__ import annotations
@@ -48,24 +48,17 @@ def member_server(
     log: Path | None = None,
     prepared: bool = False,
 ) -> ForkServer:
-    """A fork server for the workers of a host; see `ForkServer`.
-
-    Args:
-        environment: variables on top of this process's own.
-    """
+    """Fork server for the workers of a host; see `ForkServer`. environment: variables on top of this process's own."""
     return ForkServer(entry, hear, log, modules, {**_QUIET, **os.environ, **environment}, prepared)
 
 
 @dataclass
 class HostWorker:
-    """A worker process.
+    """Worker process. slot: number of its device here. pid: None until the fork server has forked it.
 
-    Attributes:
-        slot: number of its device here.
-        pid: None until the fork server has forked it.
-        verdict: reason why this host killed it. cause: the kind of reason, a name of `failures.CAUSES`.
-        stopped_since: time at which it was first seen stopped, by the monotonic clock.
-        expelled_since: time at which the log said that it is dead while it lived.
+    verdict, cause: why this host killed it, and the kind of reason, a name of `failures.CAUSES`. stopped_since,
+    expelled_since: when it was first seen stopped, and when the log declared it dead while it lived; by the monotonic
+    clock.
     """
 
     member: Member
@@ -82,14 +75,13 @@ class HostWorkers:
     """All workers that this host ever had.
 
     Args:
-        host: the host's name in the run.
         roster: content of the log so far; kept by the host.
         hear: called from another thread with the messages of the fork server, for `heard`.
 
     Attributes:
         by_member: every worker, also those that have ended.
         failures: oldest first.
-        fork_server: closing it ends all workers that are left.
+        fork_server: closing it ends all remaining workers.
         server_gone: no worker can be started any more.
     """
 
@@ -119,16 +111,16 @@ class HostWorkers:
         return [worker for worker in self.by_member.values() if not worker.ended]
 
     def log(self, member: Member) -> Path:
-        """The file with a worker's output."""
+        """File with a worker's output."""
         return self._options.folder / f"{member}.log"
 
     def free_slot(self) -> int:
-        """The lowest device number without a living worker."""
+        """Lowest device number without a living worker."""
         taken = {worker.slot for worker in self.living()}
         return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def start(self, member: Member, slot: int, variables: Mapping[str, str]) -> None:
-        """Asks the fork server for a worker."""
+        """Ask the fork server for a worker."""
         self.by_member[member] = HostWorker(member, slot)
         run_dir, arguments = str(self._options.run_dir), self._options.arguments
         member_variables = {"CAPSLOG_MEMBER": member, "CAPSLOG_RUN_DIR": run_dir, "CAPSLOG_LOCAL_RANK": str(slot)}
@@ -142,11 +134,7 @@ class HostWorkers:
         )
 
     def heard(self, message: Mapping[str, Any]) -> list[tuple[HostWorker, int]]:
-        """Takes a message of the fork server.
-
-        Returns:
-            The workers that have ended, each with its exit status, or minus the number of the signal that ended it.
-        """
+        """Take a message of the fork server; return the ended workers, each with exit status or minus its signal."""
         if "gone" in message:
             self.server_gone = True
             ends = [(worker, -int(signal.SIGKILL)) for worker in self.living()]
@@ -173,16 +161,16 @@ class HostWorkers:
             signal_group(pid, self._signal)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to every worker, and to those that are still being forked."""
+        """Send a signal to every worker, and to those that are still being forked."""
         self._signal = number
         for worker in self.living():
             if worker.pid is not None:
                 signal_group(worker.pid, number)
 
-    # -- those that must be killed -------------------------------------------------------------------------------------
+    # -- workers that must be killed -----------------------------------------------------------------------------------
 
     def take(self, entry: Entry | None) -> None:
-        """Takes an entry of the log; None: of a kind that is unknown here."""
+        """Take an entry of the log; None: of a kind that is unknown here."""
         match entry:
             case FinishedEntry():
                 self._finished_at = time.monotonic()
@@ -195,7 +183,7 @@ class HostWorkers:
                     worker.expelled_since = worker.expelled_since or time.monotonic()
 
     def look(self, now: float) -> None:
-        """Kills the workers that are stopped, hang, or were taken for dead by another host."""
+        """Kill the workers that are stopped, hang, or were taken for dead by another host."""
         self._memory_kills.look(now)
         if is_stopped(self.fork_server.pid):  # while it is stopped it reports no end of a worker
             signal_group(self.fork_server.pid, signal.SIGCONT)
@@ -219,20 +207,18 @@ class HostWorkers:
                         self._kill(worker, f"did not answer within {within} and was killed")
 
     def _kill(self, worker: HostWorker, verdict: str, cause: str = "hung") -> None:
-        """Kills a worker. The log gets its loss only when the fork server has seen its end."""
+        """Kill a worker. The log gets its loss only when the fork server has seen its end."""
         if worker.verdict is None and worker.pid is not None:
             worker.verdict, worker.cause = verdict, cause
             signal_group(worker.pid, signal.SIGKILL)
 
-    # -- those that failed ---------------------------------------------------------------------------------------------
+    # -- workers that failed -------------------------------------------------------------------------------------------
 
     def failure(self, worker: HostWorker, status: int, stop_requests: int) -> Failure:
-        """Keeps the failure of a worker that ended, for `say_losses` too; the same sentence is said once.
+        """Keep the failure of a worker that ended, for `say_losses` too; each sentence is printed once.
 
-        Args:
-            status: its exit status, or minus the number of the signal that ended it.
-            stop_requests: how often the user asked the run to stop; after the second time all are killed and nothing is
-                said.
+        status: its exit status, or minus the number of the signal that ended it. stop_requests: how often the user
+        asked the run to stop; after the second time all are killed and nothing is printed.
         """
         failure = self._failure(worker, status, killed_as_asked=stop_requests > 1)
         self.failures.append(failure)
@@ -253,7 +239,7 @@ class HostWorkers:
         return seen if status < 0 or report is None else report
 
     def say_losses(self, all_of_them: bool = False) -> None:
-        """Says the sentences that are due, or all; none once the run has ended by a failure that stops every member."""
+        """Print the sentences that are due, or all; none once the run has ended by a failure that stops all members."""
         unsaid, self._unsaid = self._unsaid, []
         for due, sentence in unsaid if self._roster.failed_for_all is None else ():
             if all_of_them or time.monotonic() >= due:
@@ -262,10 +248,9 @@ class HostWorkers:
                 self._unsaid.append((due, sentence))
 
     def root(self, since: float) -> WorkerFailed:
-        """The error that ends a run of which all workers here have failed.
+        """Error that ends a run of which all workers here have failed.
 
-        Args:
-            since: wall time at which the newest generation began; the run survived failures before it.
+        since: wall time of the newest generation's beginning; the run survived failures before it.
         """
         last = [failure for failure in self.failures if failure.time >= since] or self.failures
         root = root_cause(last)

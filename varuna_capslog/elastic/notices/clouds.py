@@ -1,4 +1,4 @@
-"""Notices of clouds: what their metadata servers answer, asked with bounded times and never through a proxy."""
+"""Notices of clouds, from their metadata servers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LARGEST_ANSWER = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An HTTP answer of any status. Header names are in lower case."""
+    """HTTP answer of any status. Header names are in lower case."""
 
     status: int
     body: str = ""
@@ -49,7 +49,7 @@ class Answer:
 
 
 class HttpOpener:
-    """Asks by http.client, which knows neither proxies nor redirections. One connection per question."""
+    """Opener that uses http.client, which knows neither proxies nor redirections. One connection per question."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class HttpOpener:
     def __call__(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, timeout: float = ASK_SECONDS
     ) -> Answer:
-        """Asks one question; raises `Unavailable` where there is no answer within `timeout` seconds."""
+        """Send one question; raise `Unavailable` where there is no answer within `timeout` seconds."""
         parts = urllib.parse.urlsplit(url)
         path = parts.path + (f"?{parts.query}" if parts.query else "")
         # A host that is not there must not cost a hanging question's long timeout.
@@ -103,12 +103,7 @@ class HttpOpener:
 
 @dataclass(eq=False)
 class MetadataListener(PollingListener):
-    """Base class of the clouds' listeners.
-
-    Attributes:
-        endpoint: where the metadata server is.
-        opener: asks it.
-    """
+    """Base class of the clouds' listeners. endpoint: the metadata server. opener: sends the questions."""
 
     _: KW_ONLY
     endpoint: str = LINK_LOCAL
@@ -125,16 +120,15 @@ class MetadataListener(PollingListener):
     def announced(
         self, answer: Answer, when: str, lead: float, prefix: str = "", at_most: float = math.inf
     ) -> Deadline:
-        """The deadline for an announced time of day.
+        """Deadline for an announced time of day; one in the past is now.
 
         It counts from the server's own Date, where the answer has one: this host's wall clock may be wrong, and its
-        zone plays no part. A time in the past is a deadline of now.
+        time zone plays no part.
 
         Args:
-            when: the time of day, in either form that `_utc` reads.
+            when: the time of day, in either form that `_utc` reads; `prefix` is put before it in the log.
             lead: seconds that are left where `when` cannot be read: half a second ago the notice was not there.
-            prefix: put before `when` in the log.
-            at_most: seconds that the source never gives more of.
+            at_most: most seconds that the source ever gives.
         """
         try:
             at = _utc(when)
@@ -153,7 +147,7 @@ class MetadataListener(PollingListener):
 
 
 def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> str:
-    """The whole body, by `until`, however slowly it trickles."""
+    """Whole body, by `until`, however slowly it arrives."""
     parts, size = [], 0
     while part := response.read1(65536):
         parts.append(part)
@@ -167,7 +161,7 @@ def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float)
 
 
 def json_object(answer: Answer, name: str) -> dict[str, Any]:
-    """The JSON object in an answer. Raises `Unavailable` for anything else."""
+    """JSON object in an answer. Raises `Unavailable` for anything else."""
     try:
         value = json.loads(answer.body)
     except (ValueError, RecursionError) as error:
@@ -178,10 +172,7 @@ def json_object(answer: Answer, name: str) -> dict[str, Any]:
 
 
 def _utc(text: str) -> float:
-    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT", or of the same in ISO 8601.
-
-    Raises ValueError or OverflowError.
-    """
+    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT" or ISO 8601. Raises ValueError or OverflowError."""
     try:
         return email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError):
@@ -206,11 +197,7 @@ REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 @dataclass(eq=False)
 class AwsListener(MetadataListener):
-    """Asks the instance metadata service of EC2.
-
-    Attributes:
-        lead: seconds from the interruption notice to the interruption; never more is promised.
-    """
+    """Listener of EC2's metadata service. lead: seconds from notice to interruption; never more is promised."""
 
     source: ClassVar[str] = "aws"
 
@@ -231,7 +218,7 @@ class AwsListener(MetadataListener):
         return (self.ask_action, self.ask_rebalance)  # apart: trouble with one must not slow the other
 
     def ask_action(self) -> Round:
-        """Asks once whether the instance is to be interrupted."""
+        """Ask once whether the instance is to be interrupted."""
         answer = self._get(ACTION)
         if answer is None:
             return Round((), self.interval)
@@ -246,7 +233,7 @@ class AwsListener(MetadataListener):
         return Round((notice,), self.interval)
 
     def ask_rebalance(self) -> Round:
-        """Asks once whether the instance is at risk."""
+        """Ask once whether the instance is at risk."""
         answer = self._get(REBALANCE)
         if answer is None:
             return Round((), self.interval)
@@ -256,7 +243,7 @@ class AwsListener(MetadataListener):
         return Round((notice,), self.interval)
 
     def _get(self, path: str) -> Answer | None:
-        """The answer, or None for "nothing there" (404). A token that is refused is replaced once."""
+        """Return the answer, or None for "nothing there" (404). Replace a refused token once."""
         for _attempt in range(2):
             token = self._fresh_token()
             answer = self.opener("GET", self.endpoint + path, {"X-aws-ec2-metadata-token": token})
@@ -273,7 +260,7 @@ class AwsListener(MetadataListener):
         raise Unavailable(f"{path} refuses a token that was just given (401)")
 
     def _fresh_token(self) -> str:
-        """The token; fetched where there is none or half its life is over."""
+        """Token; fetched where there is none or half its life is over."""
         with self._lock:
             if not self._token or self.clock.monotonic() >= self._renew_at:
                 answer = self.opener("PUT", self.endpoint + TOKEN, {LIFE: str(TOKEN_SECONDS)})
@@ -314,11 +301,11 @@ KINDS = {
 
 @dataclass(eq=False)
 class AzureListener(MetadataListener):
-    """Asks the instance metadata service of Azure.
+    """Listener of Azure's instance metadata service.
 
     Attributes:
-        machine: the machine's name in Azure; default: the service is asked. As long as it is not known, events are only
-            hints: they may be meant for a neighbour.
+        machine: its name in Azure; default: from the service. Until it is known, events are only hints: they may be
+            meant for a neighbour.
         lead: seconds that a preemption leaves at least, where its time is missing or cannot be read.
     """
 
@@ -343,7 +330,7 @@ class AzureListener(MetadataListener):
         return (self.ask,)
 
     def ask(self) -> Round:
-        """Asks once for the document; if it is another one than before, returns its events."""
+        """Ask once for the document; return its events if it has changed."""
         timeout = 2.0 if self._answered else FIRST_ANSWER_SECONDS
         answer = self.opener("GET", self.endpoint + EVENTS, HEADERS, timeout=timeout)
         if answer.status != 200:
@@ -420,7 +407,7 @@ class AzureListener(MetadataListener):
         return answer.body.strip() or None if answer.status == 200 else None
 
     def _notice(self, event: Mapping[str, Any], answer: Answer) -> Notice | None:
-        """An event's notice; None if it is not for this machine or of no known type."""
+        """Notice of an event; None if it is not for this machine or of no known type."""
         name, kind = str(event["EventId"]), KINDS.get(event["EventType"])
         if not isinstance(event["Resources"], list):
             raise TypeError("Resources is no list")
@@ -456,7 +443,7 @@ FLAVOR = {"Metadata-Flavor": "Google"}
 
 @dataclass(slots=True)
 class _Key:
-    """A value that is watched, by one thread."""
+    """Watched value, used by one thread."""
 
     name: str
     idle: str
@@ -470,12 +457,12 @@ class _Key:
 
 @dataclass(eq=False)
 class GcpListener(MetadataListener):
-    """Asks the metadata server of Compute Engine; one thread each for preemption and maintenance.
+    """Listener of Compute Engine's metadata server; one thread each for preemption and maintenance.
 
     Attributes:
         preemption_seconds: from TRUE to the switch-off.
         maintenance_seconds: from the announcement of a maintenance to its beginning.
-        hold: seconds that a question may hang. A server that vanished without a word is noticed after so long.
+        hold: seconds that a question may hang, after which a server that vanished is noticed.
     """
 
     source: ClassVar[str] = "gcp"
@@ -501,7 +488,7 @@ class GcpListener(MetadataListener):
         return tuple(functools.partial(self.ask, key) for key in self._keys)
 
     def ask(self, key: _Key) -> Round:
-        """Asks for one value: answered at once for the first time and after a failure, else when the value changes."""
+        """Ask for one value: answered at once for the first time and after a failure, else when the value changes."""
         waits = bool(key.etag)
         query = f"?wait_for_change=true&timeout_sec={self.hold:.0f}&last_etag={quote(key.etag)}" if waits else ""
         sent = self.clock.monotonic()

@@ -1,8 +1,5 @@
 """Passes notices from the sources of a host to callbacks: drops repeats, joins close notices into one announcement.
 
-`auto_sources` chooses the sources where the caller names none: the cloud that answers, the launcher's signals, the
-program. `Gathering` starts them and gathers their notices. `CallbackListener` is the program's own source, for
-schedulers with an API of their own, for notebooks and tests; `on_notice` registers a function for every notice.
 Nothing is decided here; see `member/notice_policy`.
 """
 
@@ -51,7 +48,7 @@ CLOUDS: dict[str, type[MetadataListener]] = {cloud.source: cloud for cloud in (A
 
 
 def detect_cloud(timeout: float = 1.0, endpoint: str = LINK_LOCAL) -> str | None:
-    """The cloud whose metadata server answers: aws, gcp or azure; None if none did in `timeout` seconds."""
+    """Cloud whose metadata server answers: aws, gcp or azure; None if none did in `timeout` seconds."""
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     asks = HttpOpener()
 
@@ -81,12 +78,9 @@ def auto_sources(
     environ: Mapping[str, str] | None = None,
     endpoint: str = LINK_LOCAL,
 ) -> tuple[Listener, ...]:
-    """The sources for this host, not started: its cloud, signals (in the main thread only), the program, and `file`.
+    """Sources for this host, not started: its cloud, signals (in the main thread only), the program, and `file`.
 
-    Args:
-        host: its name in the run.
-        timeout: seconds that the search for a cloud may take.
-        environ: of the process, unless given.
+    host: its name in the run. timeout: seconds for the search for a cloud. environ: default: the process's.
     """
     environ = os.environ if environ is None else environ
     sources: list[Listener] = [CallbackListener(host)]
@@ -109,7 +103,7 @@ def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
     change nothing.
 
     Returns:
-        A function that takes it back.
+        A function that removes the callback.
     """
     entry: list[Callable[[Notice], None]] = [callback]
     with _lock:
@@ -124,7 +118,7 @@ def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
 
 
 def tell(notice: Notice) -> None:
-    """Calls all callbacks; their exceptions are logged."""
+    """Call all callbacks; their exceptions are logged."""
     with _lock:
         callbacks = tuple(_callbacks)
     for callback in callbacks:
@@ -139,7 +133,7 @@ def _call(callback: Callable[[Any], None], notices: Notice | Announcement) -> No
 
 
 class CallbackListener(Listener):
-    """The source for notices that the program itself makes; `announce` may be called from any thread."""
+    """Source of the program's own notices (schedulers, notebooks, tests); call `announce` from any thread."""
 
     source: ClassVar[str] = "program"
 
@@ -162,14 +156,9 @@ class CallbackListener(Listener):
         detail: str = "announced by the program",
         id: str | None = None,
     ) -> Notice:
-        """Say that hosts (default: this one) are to leave.
+        """Announce that hosts (default: this one) are to leave. Raises CapslogError where nobody listens.
 
-        Args:
-            seconds: that are left; None: no deadline.
-            id: the same for repeats; default: another one each time.
-
-        Raises:
-            CapslogError: nobody listens.
+        seconds: that are left; None: no deadline. id: the same for repeats; default: another one each time.
         """
         deliver = self._deliver
         if deliver is None:
@@ -191,16 +180,16 @@ class Announcement:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All hosts that are meant, in the order in which they were named."""
+        """Hosts that are meant, in the order in which they were named."""
         return tuple(dict.fromkeys(host for notice in self.notices for host in notice.hosts))
 
     @property
     def kind(self) -> Kind:
-        """The strongest kind."""
+        """Strongest kind."""
         return max(notice.kind for notice in self.notices)
 
     def of(self, host: str) -> Notice | None:
-        """The notice for a host: its strongest one, with the earliest deadline of all that ask it to leave."""
+        """Strongest notice for a host, with the earliest deadline of all that ask it to leave."""
         mine = [notice for notice in self.notices if host in notice.hosts]
         if not mine:
             return None
@@ -218,9 +207,8 @@ class Announcement:
 class Gathering:
     """Listens to all sources from now on. If one of them cannot start, none is left running.
 
-    Args:
-        callback: called in a thread of its own with each announcement.
-        window: seconds that notices are gathered for after the first one. Of kind NOW none waits.
+    callback: called in a thread of its own with each announcement. window: seconds that notices are gathered for after
+    the first one; kind NOW does not wait.
     """
 
     def __init__(
@@ -241,7 +229,7 @@ class Gathering:
             on_failure.pop_all()
 
     def stop(self) -> None:
-        """Stop all, within some seconds. Notices that were heard before are still passed on."""
+        """Stop all, within some seconds. Notices that were received before are still passed on."""
         for source in self._sources:
             source.stop()
         self._end()

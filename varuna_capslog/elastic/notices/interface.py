@@ -1,7 +1,7 @@
 """Notices, and the interface of every source of notices.
 
-A `Listener` watches one source in threads of its own and delivers `Notice`s; `gather` joins them. No listener runs in
-the thread that trains, and none decides anything: `member/notice_policy` turns notices into requests.
+A `Listener` watches one source in threads of its own; `gather` joins the notices. No listener runs in the thread that
+trains, and none decides anything: `member/notice_policy` turns notices into requests.
 """
 
 from __future__ import annotations
@@ -54,11 +54,9 @@ _WORDS = {Kind.HINT: "may have to leave", Kind.LEAVE: "is to leave", Kind.NOW: "
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The two clocks of a listener, to be replaced in tests.
+    """The two clocks of a listener; replaced in tests.
 
-    Attributes:
-        monotonic: seconds that never jump; every deadline is one of its values.
-        wall: seconds since 1970 in UTC, for sources that announce a time of day.
+    monotonic: seconds that never jump, for every deadline. wall: seconds since 1970 in UTC, for announced times of day.
     """
 
     monotonic: Callable[[], float] = time.monotonic
@@ -67,12 +65,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The time at which the host may be gone.
-
-    Attributes:
-        at: seconds of the listener's monotonic clock.
-        based_on: source of the computed time, for the log.
-    """
+    """Time at which the host may be gone. at: on the listener's monotonic clock, in seconds. based_on: for the log."""
 
     at: float
     based_on: str
@@ -84,16 +77,14 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A warning of one source.
+    """Warning of one source.
 
     Attributes:
-        kind: its strength.
         source: the listener's name, e.g. "aws".
         id: the same for repeats of the same warning by its source.
-        hosts: which hosts of the run are meant, by the names that the run gives them.
+        hosts: that are meant, by their names in the run.
         deadline: None where the source names none (hints).
-        resources: the machines meant in the source's own words, where it has such.
-        detail: the source's own words.
+        resources, detail: the machines that are meant, if named, and the warning, both in the source's own words.
     """
 
     kind: Kind
@@ -115,12 +106,7 @@ Deliver = Callable[[Notice], None]
 
 @dataclass(eq=False)
 class Listener(ABC):
-    """A source of notices. Started once, stopped once; may deliver the same notice again and again.
-
-    Attributes:
-        host: this host's name in the run; default: the system's.
-        clock: replaced in tests.
-    """
+    """Source of notices. Started once, stopped once; may repeat a notice. host: its name; default: the system's."""
 
     source: ClassVar[str]
 
@@ -133,20 +119,16 @@ class Listener(ABC):
 
     @abstractmethod
     def start(self, deliver: Deliver) -> None:
-        """Begin to listen; returns at once."""
+        """Begin to listen; return at once."""
 
     @abstractmethod
     def stop(self) -> None:
         """End within a few seconds; nothing is delivered afterwards."""
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
-        """Acknowledge that the last rank of this host has left, where the source takes acknowledgements.
+        """Acknowledge that the last rank of this host has left, where the source takes that; return the notices' ids.
 
-        Args:
-            resources_left: other machines, in the source's own words, whose last rank has left too.
-
-        Returns:
-            Ids of the notices that were acknowledged.
+        resources_left: other machines, in the source's own words, whose last rank has left too.
         """
         return ()
 
@@ -157,7 +139,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Notices of one question, and the seconds after which to ask again."""
+    """Notices of one question, and the seconds until the next."""
 
     notices: tuple[Notice, ...]
     pause: float
@@ -170,12 +152,8 @@ def backoff(failures: int, interval: float) -> float:
 
 @dataclass(eq=False)
 class PollingListener(Listener):
-    """A source that is asked again and again: runs each of `rounds()` in a daemon thread of its own until `stop`.
-
-    Pauses grow after failures, and an outage costs one log line.
-
-    Attributes:
-        interval: seconds between two questions.
+    """Source that is asked every `interval` seconds, less often after failures, each of `rounds()` in a daemon thread
+    until `stop`. An outage costs one log line.
     """
 
     _: KW_ONLY
@@ -188,7 +166,7 @@ class PollingListener(Listener):
 
     @abstractmethod
     def rounds(self) -> Sequence[Callable[[], Round]]:
-        """The questions; each is asked by one thread only. They raise `Unavailable`."""
+        """Questions; each is asked by one thread only. They raise `Unavailable`."""
 
     def interrupt(self) -> None:
         """End a question that waits for its answer; called once, by `stop`."""

@@ -7,7 +7,7 @@ is a parameter; `signal_meanings` has the default of each sender:
   the 30 s of a preemption to ordinary pods: that is the default here.
 - Slurm: at preemption SIGCONT and SIGTERM, SIGKILL after GraceTime or KillWait (30 s); `--signal=USR1@120` sends
   SIGUSR1 that many seconds before the time limit (60 s by default).
-- torchrun passes SIGTERM on to its workers at once and kills them after 30 s; SIGUSR1 only where it is told to.
+- torchrun passes SIGTERM on to its workers at once and kills them after 30 s; SIGUSR1 only on request.
 """
 
 from __future__ import annotations
@@ -43,12 +43,9 @@ __all__ = ["FileListener", "SignalListener", "plain", "signal_meanings"]
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The meaning of a signal.
+    """Meaning of a signal: the kind of notice, and the seconds from the signal to the end.
 
-    Attributes:
-        kind: of the notice.
-        seconds: from the signal to the end.
-        wall_limit: seconds since 1970 when all ends in any case (a job's time limit).
+    wall_limit: seconds since 1970 when all ends in any case (a job's time limit).
     """
 
     kind: Kind
@@ -57,12 +54,9 @@ class Meaning:
 
 
 class SignalListener(Listener):
-    """Turns signals into notices, in the process that installed it; a handler that was there before is called too.
+    """Turns signals (`meanings`) into notices, in the process that installed it; also calls an earlier handler.
 
-    A child that was forked from this process (a data loader's worker) does as if there were no handler: it ends.
-
-    Args:
-        meanings: by signal; see `plain` and `signal_meanings`.
+    A child that was forked from this process (a data loader's worker) acts as if there were no handler: it ends.
     """
 
     source: ClassVar[str] = "signal"
@@ -90,9 +84,9 @@ class SignalListener(Listener):
             self._before[number] = signal.signal(number, self._handle)
 
     def stop(self) -> None:
-        """Put the former handlers back where nobody has replaced ours since.
+        """Restore the former handlers where ours have not been replaced since.
 
-        From another thread than the main one Python cannot: then the next signal finds ours, which steps aside.
+        Python cannot do that in another thread than the main one: then the next signal reaches ours, which steps aside.
         """
         self._stopped = True
         if threading.current_thread() is threading.main_thread():
@@ -138,7 +132,7 @@ def plain(seconds: float = 30.0) -> dict[signal.Signals, Meaning]:
 
 
 def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]:
-    """The meanings of signals in a process with these variables: Slurm's or Kubernetes' budgets where theirs are set.
+    """Meanings of signals in a process with these variables: Slurm's or Kubernetes' budgets where theirs are set.
 
     Slurm's job time limit (SLURM_JOB_END_TIME) bounds both of its budgets.
     """
@@ -153,7 +147,7 @@ def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]
     return plain(15.0) if "KUBERNETES_SERVICE_HOST" in environ else plain()
 
 
-# -- Notices by file: it appears, or changes, and says which hosts are to leave and when. For scripts and operators.
+# -- Notices by file: a file that appears or changes names the hosts that are to leave, and when. For scripts, people.
 #
 # An empty file means "this host is to leave". Otherwise it is a JSON object with any of `kind` ("hint", "leave",
 # "now"), `seconds` (from when the file was written), `hosts`, `id` and `detail`; anything else is refused in the log.
@@ -165,11 +159,10 @@ LARGEST_FILE = 1 << 16
 
 
 class FileListener(PollingListener):
-    """Reads `path` several times a second; a file that lies there at the start counts, too.
+    """Reads `path` several times a second; a file that exists at the start counts, too.
 
-    Args:
-        path: of the file. On a shared file system every host sees it: then it should name `hosts`.
-        seconds: the budget where the file names none.
+    seconds: the budget where the file names none. On a shared file system every host sees the file, so it should name
+    `hosts`.
     """
 
     source: ClassVar[str] = "file"
@@ -192,7 +185,7 @@ class FileListener(PollingListener):
         return (self.ask,)
 
     def ask(self) -> Round:
-        """Reads the file once. A file that cannot be understood yet may be half written: it is read again."""
+        """Read the file once. A file that cannot be understood yet may be half written: it is read again."""
         try:
             status = os.stat(self.path)
             version = (status.st_ino, status.st_mtime_ns, status.st_size)

@@ -1,8 +1,8 @@
 """Calls of etcd's JSON gateway (etcd 3.4 or newer): keys, ranges, transactions and watches over HTTP.
 
-A call that finds one endpoint dead, silent or without a leader asks the next one, within a bounded time. No TLS and no
-passwords: etcd's access is its owner's, and every value carries the run's signature. Nothing here knows what the keys
-mean; `etcd_store` does.
+A call whose endpoint is dead, silent or without a leader goes to the next one, within a bounded time. No TLS and no
+passwords: access to etcd is up to its owner, and every value carries the run's signature. Nothing here knows what the
+keys mean; `etcd_store` does.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Names:
         self._asked: set[str] = set()
 
     def addresses(self, host: str) -> Sequence[str]:
-        """The addresses of a host; waits for the name server only where it was never asked. Raises OSError."""
+        """Addresses of a host; waits for the name server only at the first question. Raises OSError."""
         addresses = self._known.get(host)
         if addresses is None:
             addresses = self._known[host] = _ask(host)
         return addresses
 
     def doubt(self, host: str) -> None:
-        """Asks the name server again, in a thread of its own, since no known address leads to the host."""
+        """Ask the name server again, in a thread of its own, since no known address leads to the host."""
         with self._lock:
             if host in self._asked:
                 return
@@ -68,14 +68,14 @@ class Names:
 
 
 class HttpConnection(http.client.HTTPConnection):
-    """Connection that goes to a known address of its host."""
+    """Connection to a known address of its host."""
 
     def __init__(self, names: Names, host: str, port: int, timeout: float) -> None:
         super().__init__(host, port, timeout=timeout)
         self._names = names
 
     def connect(self) -> None:
-        """Tries the host's addresses one after the other. Raises OSError."""
+        """Try the host's addresses one after the other. Raises OSError."""
         why: OSError | None = None
         for address in self._names.addresses(self.host):
             try:
@@ -106,23 +106,19 @@ _DIGITS = 64
 
 
 class Signatures:
-    """Signs and checks with a run's secret.
-
-    Args:
-        address: of the store, for the warning about a wrong signature.
-    """
+    """Signatures of values with a run's secret, and their check. address: of the store, for the warning in the log."""
 
     def __init__(self, secret: Secret, address: str) -> None:
         self._key, self._address = secret.key("etcd"), address
         self._named: set[str] = set()
 
     def sign(self, key: str, value: str | bytes) -> bytes:
-        """The value with its signature in front."""
+        """Return the value with its signature in front."""
         data = value.encode() if isinstance(value, str) else value
         return self._code(key, data) + b":" + data
 
     def opened(self, key: str, stored: bytes) -> bytes | None:
-        """The value; None, and a line in the log once for each key, where its signature is wrong."""
+        """Return the value; None, and a log line once for each key, where its signature is wrong."""
         code, data = stored[:_DIGITS], stored[_DIGITS + 1 :]
         if hmac.compare_digest(code, self._code(key, data)) and stored[_DIGITS : _DIGITS + 1] == b":":
             return data
@@ -140,7 +136,7 @@ class Signatures:
 
 
 def unsigned(stored: bytes) -> bytes:
-    """The value, with any signature or none of this run's."""
+    """Return the value without its signature, which is not checked."""
     return stored[_DIGITS + 1 :]
 
 
@@ -158,7 +154,7 @@ _REFUSED = (400, 404)
 
 
 class Etcd:
-    """Calls of the gateway, each on a connection that no other call uses meanwhile. Any thread.
+    """Calls of the gateway, from any thread; each has a connection to itself.
 
     A value with a wrong signature counts as missing, except where a method says otherwise.
     """
@@ -181,7 +177,7 @@ class Etcd:
         self._closed = False
 
     def another(self) -> Etcd:
-        """A client of the same cluster, with connections of its own."""
+        """Client of the same cluster, with connections of its own."""
         return Etcd(self.address, self._endpoints, self.answer_seconds, self._signatures, self._names)
 
     def get(self, key: str) -> str | None:
@@ -189,17 +185,17 @@ class Etcd:
         return None if value is None else value.decode()
 
     def value(self, key: str) -> bytes | None:
-        """The value of a key."""
+        """Value of a key."""
         stored = self.stored(key)
         return None if stored is None else self._signatures.opened(key, stored)
 
     def stored(self, key: str) -> bytes | None:
-        """The stored bytes of a key with their signature, which is not checked."""
+        """Stored bytes of a key with their signature, which is not checked."""
         rows = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
         return base64.b64decode(rows[0].get("value", "")) if rows else None
 
     def wait(self, key: str, seconds: float) -> str | None:
-        """The value of a key, waited for at most so long."""
+        """Value of a key; wait for it at most so long."""
         until, pause = time.monotonic() + seconds, WAIT_SECONDS
         while True:
             value = self.get(key)
@@ -209,19 +205,19 @@ class Etcd:
             pause = min(1.5 * pause, PAUSE_SECONDS)
 
     def range(self, first: str, end: str, limit: int) -> list[bytes]:
-        """The stored bytes of the keys from `first` on and before `end`, with signatures, which are not checked."""
+        """Stored bytes of the keys in [first, end), with signatures, which are not checked."""
         answer = self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit})
         return [stored for _, stored in _pairs(answer)]
 
     def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[tuple[str, str | None]]]:
-        """A key's value, and keys and values of a range, as they are at one moment."""
+        """A key's value, and keys and values of a range, all read at the same moment."""
         ranges = [{"key": b64(key)}, {"key": b64(first), "range_end": b64(end), "limit": limit}]
         answer = self.call("kv/txn", {"success": [{"request_range": key_range} for key_range in ranges]})
         single, several = (self.opened(_pairs(response["response_range"])) for response in answer["responses"])
         return (single[0][1] if single else None), several
 
     def values(self, keys: Sequence[str]) -> list[tuple[str, str | None]]:
-        """The existing ones of these keys, with their values, as they are at one moment."""
+        """Keys that exist among these, with their values, all read at the same moment."""
         answer = self.call("kv/txn", {"success": [{"request_range": {"key": b64(key)}} for key in keys]})
         return self.opened(
             [pair for response in answer.get("responses", ()) for pair in _pairs(response["response_range"])]
@@ -236,9 +232,7 @@ class Etcd:
         self.call("kv/put", {"key": b64(key), "value": b64(self._signatures.sign(key, value))})
 
     def create(self, key: str, value: str, condition: dict[str, str]) -> str | None:
-        """Writes a key that is not there yet, if a further condition holds; returns its value then ("": an unsigned
-        one; None: none).
-        """
+        """Write a missing key if a further condition holds; return its value then ("": an unsigned one; None: none)."""
         answer = self.call(
             "kv/txn",
             {
@@ -253,10 +247,9 @@ class Etcd:
         return (existing[0][1] or "") if existing else None
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which begins at 0; returns its new value. A broken connection may leave numbers out.
+        """Add to a counter, which begins at 0; return its new value. A broken connection may leave numbers out.
 
-        Raises:
-            StoreGone: no endpoint answers, or somebody else has written the counter: it must not begin anew.
+        Raises StoreGone where no endpoint answers, or somebody else has written the counter: it must not begin anew.
         """
         while True:
             rows = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
@@ -275,7 +268,7 @@ class Etcd:
                 return number
 
     def call(self, name: str, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the first endpoint that gives one. Raises StoreGone."""
+        """Answer of the first endpoint that gives one. Raises StoreGone."""
         body, until, turn = json.dumps(question).encode(), time.monotonic() + self.answer_seconds, 0
         why: object = "nobody was asked"
         while not self._closed:
@@ -322,7 +315,7 @@ class Etcd:
         return answer
 
     def watch(self, first: str, end: str) -> EtcdWatch:
-        """A watch of the writes from now on to keys from `first` on and before `end`."""
+        """Watch of all writes from now on to keys in [first, end)."""
         until, turn = time.monotonic() + self.answer_seconds, 0
         while True:
             self.call("kv/range", {"key": b64(first)})  # which also finds an endpoint that answers
@@ -361,11 +354,7 @@ class Etcd:
 
 
 class EtcdWatch:
-    """A stream of changes, read by a thread of its own.
-
-    Raises:
-        OSError, http.client.HTTPException: it cannot be begun.
-    """
+    """Stream of changes, read by a thread of its own. Raises OSError or HTTPException where it cannot be begun."""
 
     def __init__(self, connection: http.client.HTTPConnection, first: str, end: str) -> None:
         self._found: queue.SimpleQueue[list[tuple[str, bytes]] | None] = queue.SimpleQueue()
@@ -388,10 +377,7 @@ class EtcdWatch:
         OwnedThread("store-watch", self._read, logged).start()
 
     def next(self, seconds: float) -> list[tuple[str, bytes]] | None:
-        """Keys that were written and their stored bytes, to be opened (`Etcd.opened`).
-
-        Empty after so long without any; None when the stream has ended.
-        """
+        """Written keys and their stored bytes, for `Etcd.opened`; empty after so long; None at the stream's end."""
         try:
             return self._found.get(timeout=seconds)
         except queue.Empty:
@@ -428,7 +414,7 @@ def _absent(key: str) -> dict[str, str]:
 
 
 def after(prefix: str) -> str:
-    """The first key behind all that begin with the prefix, which ends in an ASCII character."""
+    """First key behind all that begin with the prefix, which ends in an ASCII character."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 

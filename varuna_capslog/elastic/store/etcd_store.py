@@ -1,8 +1,7 @@
 """The membership store in etcd: a run whose store outlives any of its machines.
 
-The log and the keys of one run lie under one prefix of an etcd cluster. Addresses are
-`etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. All that the run writes there is signed with its secret, and unsigned entries
-are passed over; etcd's owner decides who may write there at all.
+The log and keys of a run lie under a prefix of an etcd cluster, `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. All that the
+run writes there is signed with its secret, and unsigned entries are ignored; etcd's owner decides who may write there.
 """
 
 from __future__ import annotations
@@ -40,15 +39,10 @@ _KEPT = 16
 
 
 def begin_run(address: str, lease_seconds: float, secret: Secret) -> str:
-    """Makes room for a new run under the address's prefix; all keys there are removed. Returns the run's identity.
+    """Prepare a new run under the address's prefix: remove all keys there, and return the run's identity.
 
-    Args:
-        lease_seconds: of hosts; for half as long an earlier run there is watched for signs of life.
-        secret: of the new run.
-
-    Raises:
-        StoreGone: no endpoint answers.
-        CapslogError: a run is going on there.
+    lease_seconds: of hosts; for half as long an earlier run there is watched for signs of life. Raises StoreGone where
+    no endpoint answers, and CapslogError where a run is going on there.
     """
     endpoints, prefix = parse_address(address)
     identity = uuid.uuid4().hex
@@ -71,12 +65,11 @@ def begin_run(address: str, lease_seconds: float, secret: Secret) -> str:
 
 
 class EtcdMembershipStore(MembershipStore):
-    """A client of one run's part of an etcd cluster.
+    """Client of one run's part of an etcd cluster.
 
     Args:
         address: see `parse_address`.
-        secret: of the run.
-        identity: which run it must be; None: the one that was begun last under the prefix.
+        identity: which run it must be; None: the newest under the prefix.
         answer_seconds: None: `ANSWER_SECONDS`.
 
     Raises:
@@ -146,7 +139,7 @@ class EtcdMembershipStore(MembershipStore):
     # -- the log ---------------------------------------------------------------------------------------------------
 
     def entries(self, start: int) -> list[str]:
-        """The log's entries from `start` on; the log has no gaps. Raises StoreGone where it is not there."""
+        """Entries of the log from `start` on; the log has no gaps. Raises StoreGone where it is not there."""
         texts: list[str] = []
         while True:
             first, end = self._entry_key(start + len(texts)), after(f"{self._root}/log/")
@@ -161,7 +154,7 @@ class EtcdMembershipStore(MembershipStore):
                 return texts
 
     def _entry_key(self, position: int) -> str:
-        """The key of entry number `position`; keys sort as numbers do."""
+        """Key of entry number `position`; keys sort as numbers do."""
         return f"{self._root}/log/{position:012d}"
 
     def _write(self, position: int, text: str) -> bool:
@@ -173,7 +166,7 @@ class EtcdMembershipStore(MembershipStore):
         return stored == text
 
     def read_on(self, follower: LogFollower) -> None:
-        """Reads the log, then watches it, and looks now and then whether the store is still there."""
+        """Read the log, then watch it, and check from time to time that the store is still there."""
         while not follower.stopped:
             first, end = self._entry_key(follower.next), after(f"{self._root}/log/")
             with contextlib.closing(self._etcd.watch(first, end)) as watch:
@@ -182,7 +175,7 @@ class EtcdMembershipStore(MembershipStore):
                 self._follow(watch, follower)
 
     def _follow(self, watch: EtcdWatch, follower: LogFollower) -> None:
-        """Delivers entries until the watch ends, or turns out to have missed some."""
+        """Deliver entries until the watch ends, or turns out to have missed some."""
         while not follower.stopped:
             changes = watch.next(LOOK_SECONDS)
             if changes is None:
@@ -195,13 +188,11 @@ class EtcdMembershipStore(MembershipStore):
 
 
 def _leases(etcd: Etcd, root: str) -> list[bytes]:
-    """The signs of life that the machines of a run have given."""
+    """Return the signs of life that the machines of a run have given."""
     first = f"{root}/key/lease/"
     return etcd.range(first, after(first), _BATCH)
 
 
 def _passed_over(key: str) -> str:
-    """The text that stands for an unsigned entry, the same for every reader: of a kind that no reader knows, so that it
-    is passed over.
-    """
+    """Text instead of an unsigned entry, the same for every reader; its kind is unknown, so that readers ignore it."""
     return json.dumps(["", {"kind": "unsigned", "key": key}])

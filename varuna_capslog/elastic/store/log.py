@@ -1,8 +1,8 @@
-"""The interface of a run's store: the newest generation, and one log of entries that every process reads.
+"""Interface of a run's store: the newest generation, and one log of entries that every process reads.
 
-The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order. A
-generation is its entry: writing the entry both founds and announces it. `own_store` and `etcd_store` read and write
-entries; all that does not depend on the kind of store is here. A store decides nothing.
+The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order.
+Writing the entry of a generation both founds and announces it. `own_store` and `etcd_store` read and write entries; the
+rest is here. A store decides nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOOK_SECONDS = 1.0
 
 
 class StoreGone(CapslogError):
-    """The store does not answer, or another one answers in its place, which knows nothing of the run."""
+    """The store does not answer, or another one, which knows nothing of the run, answers in its place."""
 
 
 class StoreRefuses(StoreGone):
@@ -47,7 +47,7 @@ class StoreRefuses(StoreGone):
 
 
 class MembershipStore(abc.ABC):
-    """The store, as members and supervisors use it from any thread.
+    """Store of a run, for members and supervisors, from any thread.
 
     Every call is bounded: it raises `StoreGone` where the store is gone, hangs or was started anew.
     """
@@ -67,11 +67,7 @@ class MembershipStore(abc.ABC):
     # -- the log ---------------------------------------------------------------------------------------------------
 
     def read(self, known: int = 0) -> Generation:
-        """The newest record; EMPTY before the first.
-
-        Args:
-            known: number of a record that the caller has seen; a store that has forgotten it is gone.
-        """
+        """Newest record; EMPTY before the first. Raises StoreGone where the store has forgotten record `known`."""
         newest = self._catch_up()[1]
         if newest.number < known:
             raise StoreGone(
@@ -80,11 +76,10 @@ class MembershipStore(abc.ABC):
         return newest
 
     def compare_and_set(self, expected: int, record: Generation) -> Generation:
-        """Write `record`, the successor of generation `expected`, if that is the newest.
+        """Write `record`, the successor of generation `expected`, if that is the newest; return the store's record.
 
-        Returns:
-            The record that the store then holds: `record` itself, or a newer one than `expected`. After `StoreGone` it
-            is unknown whether the record was written.
+        That is `record` itself, or a newer one than `expected`. After `StoreGone` it is unknown whether `record` was
+        written.
         """
         if record.number != expected + 1:
             raise CapslogError(f"generation {record.number} cannot follow {expected}; number them one by one")
@@ -98,9 +93,9 @@ class MembershipStore(abc.ABC):
                 return record
 
     def append(self, entry: Entry) -> None:
-        """Add an entry (kinds: `docs/membership-protocol.md`) to the log, exactly once; "generation" is refused.
+        """Add an entry (kinds: `docs/membership-protocol.md`), exactly once. Raises CapslogError where it is invalid.
 
-        Raises CapslogError where the entry is not valid.
+        A "generation" is refused; see `compare_and_set`.
         """
         if entry.get("kind") == "generation":
             raise CapslogError("a generation enters the log by compare_and_set only")
@@ -114,14 +109,11 @@ class MembershipStore(abc.ABC):
         return [_unpack_entry(text) for text in self.entries(0)]
 
     def follow(self, take: Take, lost: Lost, start: int = 0) -> Callable[[], None]:
-        """Passes every entry from number `start` on to `take`, in order, as soon as it is there, in its own thread.
+        """Pass every entry from number `start` on to `take`, in order, as soon as it is there, in its own thread.
 
-        Args:
-            take: gets each entry; a generation's is {"kind": "generation", "number": n, "record": its JSON}.
-            lost: called once with the reason if the store is gone; then the thread ends.
-
-        Returns:
-            A function that ends it; after its return (in other threads than the follower's) `take` is not called.
+        A generation's entry is {"kind": "generation", "number": n, "record": its JSON}. `lost` is called once with the
+        reason if the store is gone; then the thread ends. Returns a function that ends it; after its return (in other
+        threads than the follower's) `take` is not called.
         """
         follower = LogFollower(self, take, lost, start)
         with self._log_lock:
@@ -130,7 +122,7 @@ class MembershipStore(abc.ABC):
         return follower.stop
 
     def _catch_up(self) -> tuple[int, Generation]:
-        """Reads on to the end of the log: its length, and the newest generation in it."""
+        """Read on to the end of the log; return its length, and the newest generation in it."""
         while True:
             with self._log_lock:
                 start = self._position
@@ -146,18 +138,18 @@ class MembershipStore(abc.ABC):
 
     @abc.abstractmethod
     def entries(self, start: int) -> Sequence[str]:
-        """The texts of all entries from number `start` on."""
+        """Texts of all entries from number `start` on."""
 
     @abc.abstractmethod
     def _write(self, position: int, text: str) -> bool:
-        """Writes entry number `position` if there is none yet; returns whether the entry there is now this one.
+        """Write entry number `position` if there is none yet; True where the entry there is now this one.
 
-        `text` differs from every other entry's, so a call that is repeated after a broken connection finds its own.
+        Texts are unique, so a call that is repeated after a broken connection recognises its own entry.
         """
 
     @abc.abstractmethod
     def read_on(self, follower: LogFollower) -> None:
-        """Reads the log from `follower.next` on and delivers it, until the follower is stopped. Raises StoreGone."""
+        """Read the log from `follower.next` on and deliver it, until the follower is stopped. Raises StoreGone."""
 
     # -- keys and counters -----------------------------------------------------------------------------------------
 
@@ -171,18 +163,18 @@ class MembershipStore(abc.ABC):
 
     @abc.abstractmethod
     def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
-        """The value of a key, waiting for its first one at most so long; None if there is none."""
+        """Value of a key; wait for its first one at most so long; None if there is none."""
 
     @abc.abstractmethod
     def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
-        """The values of many keys now, None where there is none: one question, not one for each key."""
+        """Values of many keys now, in one question; None where there is none."""
 
     def give_sign(self, host: str, sign: str) -> None:
-        """Says that a host of the run lives; every sign is another text than the one before."""
+        """Record that a host of the run lives; every sign is another text than the one before."""
         self.put(f"lease/{host}", sign)
 
     def signs_of(self, hosts: Sequence[str]) -> dict[str, str | None]:
-        """The last sign of life of each host, with `ENDED` behind it where its connection to the store has ended."""
+        """Last sign of life of each host, followed by `ENDED` where its connection to the store has ended."""
         if not hosts:
             return {}
         signs = self.get_all([f"lease/{host}" for host in hosts])
@@ -192,7 +184,7 @@ class MembershipStore(abc.ABC):
 
     @abc.abstractmethod
     def rendezvous(self) -> dist.Store:
-        """A client of its own for `torch.distributed`'s groups; its timeout does not bound calls to a hanging store."""
+        """Separate client for `torch.distributed`'s groups; its timeout does not bound calls to a hanging store."""
 
     @abc.abstractmethod
     def look(self) -> None:
@@ -211,12 +203,10 @@ class MembershipStore(abc.ABC):
 
 
 class LogFollower:
-    """A thread that reads the log and passes its entries on.
+    """Thread that reads the log and passes its entries on, from number `next`.
 
-    Attributes:
-        next: number of the entry that is passed on next.
-        stopped: whether the thread has ended or is to end.
-        heard: for the store's `read_on`, which alone knows the content; None: the follower was stopped.
+    stopped: True once it has ended or is to end. heard: for the store's `read_on`, which alone knows the content; None:
+    the follower was stopped.
     """
 
     def __init__(self, store: MembershipStore, take: Take, lost: Lost, start: int) -> None:
@@ -237,7 +227,7 @@ class LogFollower:
             pass
 
     def deliver(self, texts: Iterable[str]) -> None:
-        """Passes the next entries on, unless the follower was stopped."""
+        """Pass the next entries on, unless the follower was stopped."""
         for text in texts:
             with self._telling:
                 if self.stopped:
@@ -257,7 +247,7 @@ class LogFollower:
 
 
 def pack_entry(entry: Entry) -> str:
-    """The text of an entry, unlike that of any other. Raises CapslogError where it is not JSON."""
+    """Text of an entry, unlike that of any other. Raises CapslogError where it is not JSON."""
     try:
         return json.dumps([uuid.uuid4().hex, entry], allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -265,7 +255,7 @@ def pack_entry(entry: Entry) -> str:
 
 
 def _unpack_entry(text: str) -> Entry:
-    """The entry from which `pack_entry` made this text; from any other text, one of a kind that is passed over."""
+    """Entry in a text of `pack_entry`; for any other text, an entry of a kind that is ignored."""
     try:
         entry = json.loads(text)[1]
     except (ValueError, TypeError, LookupError, RecursionError):

@@ -1,7 +1,5 @@
-"""The store of a run, of whichever kind its address names: what all other modules import of the stores.
-
-The default is the run's own server (`server`), which the supervisor that begins the run serves, with `own_store` as its
-client. `etcd_store` is the other kind.
+"""Opens the store of a run, of the kind that its address names: the run's own server (`server`, in the supervisor that
+begins the run; client `own_store`), or etcd (`etcd_store`). Other modules import nothing else of the stores.
 """
 
 from __future__ import annotations
@@ -19,16 +17,10 @@ __all__ = ["ENDED", "MembershipStore", "OwnMembershipStore", "StoreGone", "Store
 def open_store(
     address: str, secret: Secret, identity: str | None = None, answer_seconds: float | None = None
 ) -> MembershipStore:
-    """The store at "host:port", or at "etcd://host:port,.../prefix".
+    """Store at "host:port", or at "etcd://host:port,.../prefix".
 
-    Args:
-        secret: of the run.
-        identity: of the store that is meant, where the caller knows it; see `OwnMembershipStore`.
-        answer_seconds: after so long without an answer the store counts as gone; None: as each kind has it.
-
-    Raises:
-        StoreRefuses: it has another secret.
-        StoreGone: it does not answer.
+    identity: of the expected store, if known. answer_seconds: time without an answer after which the store counts as
+    gone; None: the kind's default. Raises StoreRefuses where it has another secret, StoreGone where it does not answer.
     """
     if "://" in address:
         return EtcdMembershipStore(address, secret, identity, answer_seconds)

@@ -1,7 +1,4 @@
-"""The membership store on the run's own server: what members, hosts and `torch.distributed`'s groups call.
-
-`server` is the other end, and holds the connections of a client. Nothing here decides anything about the membership.
-"""
+"""The membership store on the run's own `server`: called by members, hosts and `torch.distributed`'s groups."""
 
 from __future__ import annotations
 
@@ -19,16 +16,11 @@ __all__ = ["OwnMembershipStore"]
 
 
 class OwnMembershipStore(MembershipStore):
-    """A client of a `StoreServer`.
+    """Client of a `StoreServer`.
 
-    Args:
-        secret: of the run.
-        identity: which server it must be; None: the first one that answers.
-        answer_seconds: after so long without an answer the store counts as gone; None: `server.ANSWER_SECONDS`.
-
-    Raises:
-        StoreRefuses: the server does not know this secret.
-        StoreGone: no store answers there.
+    identity: which server it must be; None: the first one that answers. answer_seconds: time without an answer after
+    which the store counts as gone; None: `server.ANSWER_SECONDS`. Raises StoreRefuses where the server does not know
+    this secret, StoreGone where no store answers.
     """
 
     def __init__(
@@ -89,7 +81,7 @@ class OwnMembershipStore(MembershipStore):
         return bool(stored == text_of(text))
 
     def read_on(self, follower: LogFollower) -> None:
-        """Waits in the store, and asks often enough to notice a store that hangs or was cut off."""
+        """Wait in the store, and ask often enough to notice a store that hangs or was cut off."""
         while not follower.stopped:
             follower.deliver(self._batch(follower.next, LOOK_SECONDS)[0])
 

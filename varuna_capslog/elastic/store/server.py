@@ -1,6 +1,6 @@
-"""The server of a run's store: keys, counters and one log, in memory, for clients that know the run's secret.
+"""Server of a run's store: keys, counters and one log, in memory, for clients that know the run's secret.
 
-The supervisor that begins the run serves it. Every connection has a thread, which answers one question after the other;
+The supervisor that begins the run serves it. A thread for each connection answers its questions in order;
 `base/trust/connection` admits only clients that know the secret, and holds unauthenticated ones without a thread. The
 server decides nothing, forgets nothing while it lives, and keeps nothing on disk.
 """
@@ -40,16 +40,14 @@ _BATCH_BYTES = 4 << 20
 
 
 class StoreServer:
-    """A server in threads of this process.
+    """Server in threads of this process.
 
     Args:
-        secret: of the run.
         host: address or name under which it listens; "0.0.0.0": all of this machine.
-        port: 0: any free one.
+        port: 0: any free one; the attribute is the actual one.
 
     Attributes:
-        port: where it listens.
-        identity: of this server; one that is started anew has another, and counts as another store.
+        identity: of this server; if it is started anew, it has another, and counts as another store.
 
     Raises:
         CapslogError: it cannot listen there.
@@ -79,7 +77,7 @@ class StoreServer:
             connection.shut_down()
 
     def _fail(self, error: CapslogError) -> None:
-        """Ends all connections once the door has failed: no client may go on with a store that others cannot reach."""
+        """End all connections once the door has failed: no client may go on with a store that others cannot reach."""
         logged(error)
         self._end_connections()
 
@@ -120,7 +118,7 @@ class StoreServer:
 
 
 class _Content:
-    """The content of the store. Values are text, of which each character stands for one byte."""
+    """Content of the store. Each character of a value stands for one byte."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -142,7 +140,7 @@ class _Content:
         }
 
     def answer(self, question: Sequence[Any]) -> Any:
-        """Carries out [operation, *arguments]. Raises KeyError, TypeError or ValueError where it is none."""
+        """Carry out [operation, *arguments]. Raises KeyError, TypeError or ValueError where it is none."""
         name, *arguments = question
         return self._operations[name](*arguments)
 
@@ -160,7 +158,7 @@ class _Content:
             event.set()
 
     def _get(self, keys: Sequence[str], seconds: float) -> list[str] | None:
-        """The values of all these keys; None where one of them does not come in time."""
+        """Values of all these keys; None where one of them does not come in time."""
         return self._when(
             lambda: next((key for key in keys if key not in self._values), None),
             lambda: [self._values[key] for key in keys],
@@ -168,7 +166,6 @@ class _Content:
         )
 
     def _values_of(self, keys: Sequence[str]) -> list[str | None]:
-        """The values of these keys now, null where there is none."""
         with self._lock:
             return [self._values.get(key) for key in keys]
 
@@ -179,7 +176,7 @@ class _Content:
             return number
 
     def _exchange(self, key: str, expected: str, value: str) -> str | None:
-        """Writes where the key holds `expected`, or holds nothing and nothing is expected; returns its value then."""
+        """Write where the key holds `expected`, or holds nothing and nothing is expected; return its value then."""
         with self._lock:
             if self._values.get(key, "") == expected:
                 self._put(key, value)
@@ -190,7 +187,7 @@ class _Content:
             return self._values.pop(key, None) is not None
 
     def _write(self, position: int, text: str) -> str | None:
-        """Entry number `position`, which is this one where there was none yet; None: it would leave a gap."""
+        """Append entry number `position` if it is next; return the entry there; None: it would leave a gap."""
         with self._lock:
             if position == len(self._log):
                 self._log.append(text)
@@ -198,7 +195,7 @@ class _Content:
             return self._log[position] if 0 <= position < len(self._log) else None
 
     def _entries(self, start: int, seconds: float) -> tuple[list[str], int]:
-        """Entries from `start` on, as many as go into one answer, and how many there are in all."""
+        """Entries from `start` on, as many as go into one answer, and the length of the log."""
 
         def found() -> tuple[list[str], int]:
             texts, size = [], 0
@@ -213,7 +210,7 @@ class _Content:
         return self._when(lambda: len(self._log) if start >= len(self._log) else None, found, seconds) or empty
 
     def _when(self, lacking: Callable[[], str | int | None], ready: Callable[[], Any], seconds: float) -> Any:
-        """The result of `ready()` as soon as nothing is lacking; None after so many seconds."""
+        """Result of `ready()` as soon as nothing is lacking; None after so many seconds."""
         until = time.monotonic() + min(seconds, LONGEST_WAIT_SECONDS)
         while True:
             with self._lock:
@@ -229,7 +226,7 @@ class _Content:
 
 # -- Connections of one client to the run's own store server.
 #
-# Every question under way has a connection to itself, and those that are idle are kept open. Broken connections are
+# Every question under way has a connection to itself, and idle connections are kept open. Broken connections are
 # opened again, but only to the same server: one that was started anew is another store. Every call ends within a
 # bounded time.
 
@@ -247,12 +244,7 @@ _PAUSE_SECONDS = 0.01
 
 
 class StoreLines:
-    """All connections of one client. Any thread.
-
-    Args:
-        key: of the store's connections.
-        identity: which server it must be; "": the first one that answers.
-    """
+    """All connections of one client, from any thread. identity: of the server; "": the first one that answers."""
 
     def __init__(self, host: str, port: int, key: bytes, identity: str, answer_seconds: float) -> None:
         self.host, self.port, self.address = host, port, f"{host}:{port}"
@@ -265,19 +257,16 @@ class StoreLines:
         self._closed = False
 
     def another(self) -> StoreLines:
-        """A client of the same server, with connections of its own."""
+        """Client of the same server, with connections of its own."""
         lines = StoreLines(self.host, self.port, self._key, self.identity, self.answer_seconds)
         lines._resolved = self._resolved
         return lines
 
     def ask(self, *question: Any, wait: float = 0.0) -> Any:
-        """The server's answer; on a fresh connection where the kept one turns out broken.
+        """Return the server's answer, over a fresh connection where the kept one turns out broken.
 
-        Args:
-            wait: seconds that the server itself waits before it answers.
-
-        Raises:
-            StoreGone: the store is gone, hangs, or was started anew.
+        wait: seconds that the server itself waits before it answers. Raises StoreGone where the store is gone, hangs,
+        or was started anew.
         """
         text = json.dumps(question).encode()
         line = self._take_idle()
@@ -303,7 +292,7 @@ class StoreLines:
         raise AssertionError("the last attempt returns or raises")
 
     def values(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
-        """The values of all these keys; None where one of them does not come within so many seconds."""
+        """Values of all these keys; None where one of them does not come within so many seconds."""
         until = time.monotonic() + seconds
         while True:
             wait = min(LONGEST_WAIT_SECONDS, max(0.0, until - time.monotonic()))
@@ -314,13 +303,13 @@ class StoreLines:
                 return None
 
     def close(self) -> None:
-        """Ends all idle connections; those in use end with the call that uses them."""
+        """End all idle connections; those in use end with the call that uses them."""
         with self._lock:
             self._closed = True
         self._drop_idle()
 
     def _open(self) -> Connection:
-        """A connection to the known store. Raises OSError or EOFError where it breaks while it is opened."""
+        """Open a connection to the known store. Raises OSError or EOFError where it breaks while it is opened."""
         if self._closed:
             raise StoreGone(f"this client of the store at {self.address} was closed")
         try:
@@ -372,10 +361,10 @@ class StoreLines:
 
 
 def text_of(value: str | bytes) -> str:
-    """A value as the server keeps it: one character for each byte."""
+    """Value as the server keeps it: one character for each byte."""
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 
 def bytes_of(text: str) -> bytes:
-    """The value that the server keeps as this text."""
+    """Value that the server keeps as this text."""
     return text.encode("latin-1")

@@ -1,8 +1,8 @@
 """The training of an elastic run on Varuna: the user's factories and numbers, and the pieces of the user's model.
 
-A piece is the part of the model between two CutPoints. Its state has the form of `training.layer_state`, with the names
-of the whole model. State that several pieces share is in the state of each of them, so that a stage can be built from
-its own pieces alone.
+A piece is the part of the model between two CutPoints. Its state has the form of `training.layer_state`, with names of
+the whole model. State that several pieces share is in the state of each, so that a stage can be built from its own
+pieces alone.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _STATE_FACTOR = 3
 
 @dataclass(frozen=True)
 class ElasticTraining:
-    """The training that a user wants; the same on every worker.
+    """Training that a user wants; the same on every worker.
 
     Attributes:
         build_model: the whole model with its CutPoints, on the CPU; called with the generator seeded, once for every
             change. It must give the same model every time.
         build_optimizer: over a model's parameters; called once, its settings per parameter hold for all parts.
-        get_batch: the inputs of step 1, 2, ..., the whole minibatch, the same on every worker; or `Microbatches`.
+        get_batch: the whole minibatch of step 1, 2, ..., the same on every worker; or `Microbatches`.
         steps: to be made over the whole run.
         batch_size, chunk_size: samples of a step, and of a microbatch.
         clip_grad_max_norm, loss: as in Varuna and `configure`.
@@ -77,28 +77,25 @@ class ElasticTraining:
         return math.ceil(self.batch_size / self.chunk_size)
 
     def microbatches(self, step: int) -> Microbatches:
-        """Return all microbatches of a step."""
+        """All microbatches of a step."""
         batch = self.get_batch(step)
         return batch if isinstance(batch, Microbatches) else scatter(batch, self.batch_size, self.chunk_size)
 
     def set_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Calls the user's schedule, if there is one; before each step."""
+        """Call the user's schedule, if there is one; before each step."""
         if self.schedule is not None:
             self.schedule(optimizer, step)
 
 
 class ModelPieces:
-    """The model's pieces, which are the same on every worker.
-
-    Args:
-        cut_point: Varuna's class of that name.
+    """Pieces of the model, the same on every worker. cut_point: Varuna's class `CutPoint`.
 
     Attributes:
         trace: the pieces, and the tensors that cross between them.
         recipe: the user's optimizer for any of the parameters.
         frozen: names of the parameters that are not trained.
         names: of parameters and of buffers, by piece.
-        state_bytes: of each piece's state, the optimizer's reckoned as two moments.
+        state_bytes: of each piece's state, the optimizer's counted as two moments.
 
     Raises:
         CapslogError: the inputs, or the profile, do not go with the model.
@@ -127,7 +124,6 @@ class ModelPieces:
             )
 
     def _build(self) -> nn.Module:
-        """Build a model with the user's factory and the run's seed."""
         with torch.random.fork_rng(), torch.enable_grad():
             torch.manual_seed(self._job.seed)
             return self._job.build_model()
@@ -144,7 +140,7 @@ class ModelPieces:
         return self._spare
 
     def initial(self, piece: int) -> LayerState:
-        """Return the state of a piece before step 1."""
+        """State of a piece before step 1."""
         model = self.prepare()
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         names = self.names[piece]
@@ -159,10 +155,6 @@ class OptimizerRecipe:
     """The user's optimizer settings for each parameter, from which an optimizer for any part of the model can be made.
 
     An optimizer that updates every parameter by itself, as torch's do, makes the same step on a part as on the whole.
-
-    Args:
-        optimizer: the user's, over the whole model.
-        model: with the names.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -196,7 +188,7 @@ class OptimizerRecipe:
 
 
 def names_of(trace: Trace, piece: int) -> tuple[list[str], list[str]]:
-    """Return names of the parameters and of the buffers that a piece uses."""
+    """Names of the parameters and of the buffers that a piece uses."""
     return (
         [name for name, pieces in trace.parameters.items() if piece in pieces],
         [name for name, pieces in trace.buffers.items() if piece in pieces],
@@ -206,13 +198,9 @@ def names_of(trace: Trace, piece: int) -> tuple[list[str], list[str]]:
 def capture(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None
 ) -> LayerState:
-    """Return a piece's present state: the live tensors, which the next step changes.
+    """Present state of a piece: the live tensors, which the next step changes. optimizer: None before step 1.
 
-    Args:
-        optimizer: None before the first step of all.
-
-    Raises:
-        CapslogError: the optimizer keeps something that is neither a tensor nor a number.
+    Raises CapslogError where the optimizer keeps something that is neither a tensor nor a number.
     """
     kept = {} if optimizer is None else optimizer.state
     moments: dict[str, dict[str, Any]] = {name: kept.get(parameter, {}) for name, parameter in parameters.items()}
@@ -234,8 +222,7 @@ def install(
 ) -> None:
     """Copy a piece's state into a model and its optimizer; `state` does not change.
 
-    Raises:
-        CapslogError: a parameter or buffer is missing or has another shape.
+    Raises CapslogError where a parameter or buffer is missing or has another shape.
     """
 
     def mismatch(kind: str, name: str, value: Tensor | None, target: Tensor) -> CapslogError:
@@ -261,11 +248,10 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class PieceFollower(StateFollower):
-    """A copy of a piece that makes the same steps as its owner, from the owner's final gradients and buffers.
+    """Copy of a piece that makes the same steps as its owner, from the owner's final gradients and buffers.
 
-    Args:
-        frozen: parameters that need no gradient.
-        prepare: the user's schedule; called with (optimizer, step) before each step.
+    frozen: parameters that need no gradient. prepare: the user's schedule; called with (optimizer, step) before each
+    step.
     """
 
     def __init__(

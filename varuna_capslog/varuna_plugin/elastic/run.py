@@ -1,7 +1,7 @@
 """`plugin.run_elastic`: a script's training on Varuna whose workers may leave, be lost and come while it runs.
 
-The script is run once as the user started it, where `run_elastic` becomes the host that starts and watches the workers;
-and once in each worker, where it takes part. A worker runs `main`.
+The script runs once as the user started it, where `run_elastic` becomes the host that starts and watches the workers;
+and once in each worker (`main`), where it takes part.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ElasticEnd:
     """End of an elastic run, as seen by the script.
 
     Attributes:
-        worker: whether this is a worker's process; False: the host's.
+        worker: True in a worker's process, False in the host's.
         step: the last one applied here; None on the host.
         stopped: a stop was asked for, or this worker was released, before all steps were made.
     """
@@ -74,7 +74,7 @@ def run_elastic(
 
     Changes: SIGUSR1 to a worker's process, `capslog notice` and notice files make workers leave; `capslog morph`
     changes their number; a worker that is killed, fails, stands still or hangs is left behind. At the next step
-    boundary the others search new cuts and go on, in the same processes. Losses stay those of an undisturbed run.
+    boundary the others search new cuts and continue, in the same processes. Losses stay those of an undisturbed run.
 
     Args:
         workers: that the run begins with, one per stage (fewer stages where the model has fewer pieces).
@@ -135,11 +135,7 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script in a worker; return the exit status.
-
-    Args:
-        arguments: the run's folder, the script, and its own arguments.
-    """
+    """Run the script in a worker; return the exit status. arguments: the run's folder, the script, the script's own."""
     from varuna_capslog.elastic.member.start_up import report_failures
     from varuna_capslog.elastic.script import MemberScript
 

@@ -1,7 +1,7 @@
 """A training on Varuna as the `Work` of an elastic run: with new cuts for every generation, in the same processes.
 
-The units that move are the model's pieces. A generation is a `VarunaPart`, a new Varuna over a fresh model from the
-user's factory. Copies follow by the owners' final gradients and the same optimizer.
+The units that move are the model's pieces. Each generation is a `VarunaPart`. Copies follow by the owners' final
+gradients and the same optimizer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
 __all__ = ["VarunaPart", "VarunaWork"]
 
 
-# -- One rank's part of one generation of an elastic run on Varuna: a new Varuna over a fresh model.
+# -- A rank's part of a generation of an elastic run on Varuna: a new Varuna over a fresh model.
 #
 # It is filled with the states of this rank's pieces. A copy of the buffers is kept until a step is voted, so that the
 # step can be discarded. All `torch.distributed` groups of the process belong to one part at a time: the default
@@ -59,12 +59,7 @@ _JOIN_SECONDS = 10.0
 
 
 class VarunaPart:
-    """A stage that trains.
-
-    Args:
-        cuts: first piece of each stage.
-        rank: also the number of its stage.
-    """
+    """A stage that trains. cuts: first piece of each stage. rank: also the number of its stage."""
 
     def __init__(
         self, job: ElasticTraining, pieces: ModelPieces, device: torch.device, cuts: tuple[int, ...], rank: int
@@ -113,11 +108,7 @@ class VarunaPart:
                 _abort(_all_groups())
 
     def build(self, model: nn.Module, seconds: float) -> None:
-        """Build Varuna's trainer over this rank's pieces of `model`.
-
-        Args:
-            seconds: longest wait for the others while it is built.
-        """
+        """Build Varuna's trainer over this rank's pieces of `model`. seconds: longest wait for the others meanwhile."""
         import varuna
 
         job = self._job
@@ -188,14 +179,14 @@ class VarunaPart:
         return {name: self._parameters[name] for name in parameters}, {name: self._buffers[name] for name in buffers}
 
     def state(self, piece: int, copy: bool) -> LayerState:
-        """Return a piece's state at the present boundary; without `copy` the live tensors."""
+        """State of a piece at the present boundary; without `copy` the live tensors."""
         parameters, buffers = self._part(piece)
         settled = {name: self._settled[name] for name in buffers}
         state = capture(parameters, settled, self.trainer.optimizer)
         return cloned(state) if copy else state
 
     def update(self, piece: int) -> Mapping[str, Tensor]:
-        """Return the gradients and buffers that a `Follower` of this piece needs for the computed step."""
+        """Gradients and buffers that a `Follower` of this piece needs for the computed step."""
         parameters, buffers = self._part(piece)
         gradients = {f"gradients/{name}": p.grad for name, p in parameters.items() if p.grad is not None}
         return gradients | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
@@ -233,9 +224,7 @@ def _abort(groups: list[Any]) -> None:
 
 
 def _join_threads(trainer: Any) -> None:
-    """Join Varuna's message threads of a broken-off step, since they use the default group, which will be the next
-    generation's.
-    """
+    """Join Varuna's message threads of an interrupted step: they use the default group, soon the next generation's."""
     pipeline = getattr(trainer, "pipeline", None)
     for name in _THREADS:
         thread = getattr(pipeline, name, None)
@@ -253,11 +242,7 @@ _CONNECT_SECONDS = 3.0
 
 
 class VarunaWork(Work):
-    """A member's part of an elastic run on Varuna.
-
-    Args:
-        rendezvous: makes a store client that nothing else uses.
-    """
+    """A member's part of an elastic run on Varuna. rendezvous: makes a store client that nothing else uses."""
 
     def __init__(
         self, start: MemberStart, job: ElasticTraining, rendezvous: Callable[[], dist.Store], device: torch.device
@@ -429,7 +414,7 @@ class VarunaWork(Work):
         return stamp if self._save(step) else None
 
     def _save(self, step: int) -> bool:
-        """Write a checkpoint together with all members; return False where it has been written already."""
+        """Write a checkpoint together with all members; False where it has been written already."""
         assert self._communicator is not None
         self._saved = max(self._communicator.gather(self._saved))
         if self._saved >= step:
@@ -458,7 +443,7 @@ class VarunaWork(Work):
         if self._first:
             self.note("stop", step=stamp.step, asked=self.asked)
 
-    # -- words --------------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def note(self, kind: str, **details: Any) -> None:
         if kind in ("begin", "morph"):

@@ -1,7 +1,7 @@
 """`plugin.profile`: measures each piece of a CutPoint model on Varuna, by trimming, and returns a `Profile`.
 
 Every run is a Varuna job of up to three stages of which only the middle one computes: one piece, or two neighbours
-(CAPSlog, Sec. III-A). `profiling.launches` starts the workers and their runs; `worker` has the stages that they play.
+(CAPSlog, Sec. III-A). `profiling.launches` starts the workers; `worker` has the stages.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _traced(
     chunk_size: int,
     chosen: ProfileOptions,
 ) -> tuple[str, Subject, nn.Module]:
-    """Return Varuna's commit, the subject and a whole model; Varuna is left as it was found."""
+    """Varuna's commit, the subject and a whole model; Varuna is left as it was found."""
     installed = bool(installed_patches())
     with silent():
         varuna_found = install()
@@ -140,7 +140,7 @@ def _measured(
     clock: LaunchTimes,
     progress: Progress | None,
 ) -> list[Observation]:
-    """Return a row for each piece and each two neighbours."""
+    """Measure a row for each piece and each two neighbours."""
     options = subject.options
     runs = stage_runs(subject.trace.num_pieces)
     specs = _cut_specs(subject)
@@ -159,7 +159,7 @@ def _measured(
 
 
 def _cut_specs(subject: Subject) -> list[dict[str, TensorSpec]]:
-    """Return the specs of the tensors that cross the cuts 0 .. K + 1, by position; nothing behind the loss."""
+    """Specs of the tensors that cross the cuts 0 .. K + 1, by position; nothing behind the loss."""
     input_specs = {
         str(index): TensorSpec.of(leaf)
         for index, leaf in enumerate(pytree.tree_leaves(dict(subject.batch)))
@@ -172,8 +172,8 @@ def _cut_specs(subject: Subject) -> list[dict[str, TensorSpec]]:
 def _bound_bytes(
     trace: Trace, sizes: Mapping[str, int], specs: Sequence[Mapping[str, TensorSpec]], run: StageRun, device: str
 ) -> int:
-    """Return the most bytes that a run takes: all results of its operations, gradients of the same size, the parameters
-    as in `admission`, and copies of the tensors that cross its cuts in three processes.
+    """Most bytes that a run takes: results of its operations, gradients of the same size, the parameters as in
+    `admission`, and copies of the tensors that cross its cuts in three processes.
     """
     pieces = set(range(*run))
     held = [sizes[name] for name, used in trace.parameters.items() if pieces & set(used)]
@@ -184,7 +184,7 @@ def _bound_bytes(
 
 
 def _names(trace: Trace) -> list[str]:
-    """Return the names of the pieces, each after the first module that runs wholly inside it."""
+    """Names of the pieces, each after the first module that runs wholly inside it."""
     names: list[str] = []
     for piece in range(trace.num_pieces):
         inside = next((call.module for call in trace.calls if call.first == call.last == piece), None)
@@ -195,7 +195,7 @@ def _names(trace: Trace) -> list[str]:
 
 
 def _described(value: Any, name: str = "") -> dict[str, list[int]]:
-    """Return the shapes of the tensors among the inputs, by dotted names."""
+    """Shapes of the tensors among the inputs, by dotted names."""
     if isinstance(value, Tensor):
         return {name: list(value.shape)}
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Model trimming on Varuna: stages that are not to be measured pass on dummy tensors of the right shapes.
+"""Model trimming on Varuna (CAPSlog, Sec. III-A): stages that are not to be measured pass on dummy tensors.
 
-CAPSlog, Sec. III-A. A trimmed stage receives and sends tensors of the same shapes as the whole stage, forwards and
-backwards, but holds and computes nothing: its rank can be any small device. The computed values have no meaning; the
-memory and time of the stages of interest do.
+A trimmed stage receives and sends tensors of the same shapes as the whole stage, forwards and backwards, but holds and
+computes nothing: its rank can be any small device. The values have no meaning; the memory and time of the stages of
+interest do.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ __all__ = ["CutShapes", "kept_names", "play_stage"]
 
 
 def kept_names(partition: Partition, ties: Sequence[TieGroup], stage: int) -> set[str]:
-    """Return the parameters that a trimmed stage still holds: its copies of those that stages of interest share with
-    it, so that their sums of gradients have full size and every partner.
+    """Parameters that a trimmed stage shares with stages of interest, and keeps so that their sums of gradients have
+    full size and every partner.
     """
     return {name for tie in ties for name in tie.names if stage in partition.stages_of[name]}
 
 
 class CutShapes:
-    """Finds the shapes of the tensors that cross every cut for some inputs: by a fake forward, once per input sizes.
+    """Shapes of the tensors that cross every cut for some inputs, from a fake forward, once per input sizes.
 
-    Args:
-        model: whole; it is copied without its parameters' memory, and may be reduced afterwards.
-        names: of the CutPoints, in the order of the forward.
+    model: whole; it is copied without its parameters' memory, and may be reduced afterwards. names: of the CutPoints,
+    in the order of the forward.
     """
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
@@ -55,7 +54,7 @@ class CutShapes:
             points[name].cp_func = functools.partial(self._report, name)
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[tuple[TensorSpec, ...]]:
-        """Return the specs of each cut's tensors; the microbatch's values are never read.
+        """Specs of each cut's tensors; the microbatch's values are never read.
 
         Raises CapslogError where a shape depends on values.
         """
@@ -89,7 +88,7 @@ class CutShapes:
 
 
 class _Between(torch.autograd.Function):
-    """Puts dummy tensors into the autograd graph; its backward gives zeros to the received tensors."""
+    """Function that puts dummy tensors into the autograd graph; its backward gives zeros to the received tensors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, made: tuple[Tensor, ...], *received: Tensor) -> tuple[Tensor, ...]:
@@ -106,11 +105,7 @@ class _Between(torch.autograd.Function):
 
 
 def play_stage(model: nn.Module, run: StageRun, shapes: CutShapes | None, device: torch.device) -> None:
-    """Replace the model's forward by that of a trimmed stage; the model must have been reduced before.
-
-    Args:
-        shapes: of the tensors that cross the cuts; None: as traced.
-    """
+    """Replace the forward of a reduced model by that of a trimmed stage. shapes: at the cuts; None: as traced."""
 
     def forward(**inputs: Any) -> Any:
         received: list[Tensor] = []

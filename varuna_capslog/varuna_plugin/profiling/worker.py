@@ -1,8 +1,7 @@
 """The processes of a profile on Varuna: the measured stage, and the stages before and behind it.
 
-A worker builds the model's skeleton once. Every run is a Varuna job of its own, built anew, since Varuna cuts a model
-up for good. In each of them `observe` trains three steps by Varuna's own executor and reads memory and seconds of the
-measured stage. The meanings are those of `profiling.trim.observe`, so rows from both engines have one profile format.
+A worker builds the model's skeleton once, and a new Varuna job for every run, since Varuna cuts a model up for good.
+Memory and seconds have the meanings of `profiling.trim.observe`, so both engines have the same profile format.
 """
 
 from __future__ import annotations
@@ -64,12 +63,9 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a profile, given to every worker: the model and its trace.
+    """Subject of a profile, given to every worker: the function that builds the model, and the model's trace.
 
-    Attributes:
-        build: gives the model.
-        batch: inputs of one microbatch, on the CPU.
-        trace: of the model on that batch.
+    batch: inputs of one microbatch, on the CPU, for which the trace holds.
     """
 
     build: Callable[[], nn.Module]
@@ -85,7 +81,7 @@ _BEFORE, _MEASURED, _BEHIND = range(3)
 def varuna_roles(
     source: Callable[[], Subject], number: int, port: int, device: torch.device
 ) -> tuple[Role, list[Role]]:
-    """Return the measured stage's role on Varuna, and the roles of one neighbour before it and one behind it."""
+    """Measured stage's role on Varuna, and the roles of one neighbour before it and one behind it."""
     subject = source()
     with silent():
         torch.manual_seed(0)
@@ -112,9 +108,7 @@ def _play(
 ) -> Observation | None:
     """Play one rank of a run. Return None on neighbours, and where the run has no stage for this role.
 
-    Args:
-        role: the stage's place, and its device.
-        meeting: port and name under which the ranks of this run find each other.
+    role: the stage's place, and its device. meeting: port and name under which the ranks of this run find each other.
     """
     cuts = [0] if run.first == 0 else [0, run.first]
     cuts += [run.end] if run.has_downstream else []
@@ -182,13 +176,9 @@ STEPS = 3
 def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditions: RunConditions) -> Observation:
     """Train `STEPS` steps and measure this rank's stage; the other ranks train as many.
 
-    Bytes are those of the device: tensors that Varuna keeps or sends in host memory do not count, also where the device
-    is the CPU. For the first stage one microbatch of inputs counts.
-
-    Args:
-        trainer: a `varuna.Varuna` with its optimizer, which does not train again afterwards.
-        inputs: of a step.
-        layers: (first, end) pieces of the stage.
+    Bytes are those of the device: tensors that Varuna keeps or sends in host memory do not count, even where the device
+    is the CPU. For the first stage one microbatch of inputs counts. trainer: a `varuna.Varuna` with its optimizer,
+    which does not train again afterwards. layers: (first, end) pieces of the stage.
     """
     stage = trainer.partitioned_model.capslog
     stage.bundle_type = _OffDevice
@@ -213,9 +203,7 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
 
 
 class _OffDevice(Bundle):
-    """Tensors that leave the stage, copied to memory that no torch allocator counts: on a CPU, host memory is the
-    device's.
-    """
+    """Leaving tensors, copied to memory that torch does not count: on a CPU, host memory is the device's."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu":
@@ -228,9 +216,8 @@ class _OffDevice(Bundle):
 class _MeasuredStage:
     """A rank's Varuna and the meter that measures it.
 
-    Attributes:
-        given: the tensors of one microbatch's inputs, as the model was called.
-        around_forward: gives a context that is open during each of the user's forwards on this stage.
+    given: the tensors of one microbatch's inputs, as the model was called. around_forward: gives a context that is open
+    during each of the user's forwards on this stage.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -257,7 +244,7 @@ class _MeasuredStage:
         self._trainer.zero_grad()
 
     def resident(self) -> list[Tensor]:
-        """Return parameters, gradients, buffers and optimizer state."""
+        """Parameters, gradients, buffers and optimizer state."""
         parameters = list(self._module.parameters())
         state = pytree.tree_leaves([dict(entry) for entry in self._trainer.optimizer.state.values()])
         tensors = [p.detach() for p in parameters] + [p.grad for p in parameters if p.grad is not None]
@@ -266,7 +253,7 @@ class _MeasuredStage:
         return [tensor for tensor in tensors if tensor.device == self._trainer.device]
 
     def received(self) -> list[Tensor] | None:
-        """Return the inputs that the stage keeps for its backward; None in a forward without a backward."""
+        """Inputs that the stage keeps for its backward; None in a forward without a backward."""
         if not torch.is_grad_enabled():
             return None
         if self._stage.entry is None:

@@ -1,9 +1,7 @@
 """A rank's stage while it trains: the position of its forward, and the actions of its two CutPoints.
 
-A CutPoint does nothing, receives the stage's inputs, or sends the stage's outputs and ends its forward. That replaces
-`CutPoint.forward` and its one-tensor autograd function. Varuna's executor calls a CutPoint as it called the original:
-`recv_fn`, `send_fn` and `set_ret_val_func`, with a `Bundle` in place of the tensor. `stages` builds all this, the
-executor uses it.
+A CutPoint does nothing, receives the stage's inputs, or sends the stage's outputs and ends its forward. Varuna's
+executor calls it as the original (`recv_fn`, `send_fn` and `set_ret_val_func`), with a `Bundle` in place of the tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def cut_forward(self: Any, *inputs: Any) -> Any:
 
 
 class _Receive(torch.autograd.Function):
-    """Gives received tensors a place in the graph; its backward sends their gradients."""
+    """Function that gives received tensors a place in the graph; its backward sends their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, entry: EntryCut, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -59,7 +57,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Ends a stage's graph in a number without meaning; its backward waits for the next stage's gradients."""
+    """Function that ends a stage's graph in a meaningless number; its backward waits for the next stage's gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, leaving: ExitCut, *tensors: Tensor) -> Tensor:
@@ -78,7 +76,7 @@ class _Send(torch.autograd.Function):
 
 
 def anchor_on(device: torch.device) -> Tensor:
-    """Return a tensor that makes a function part of the graph although none of its tensors may need a gradient."""
+    """Tensor that makes a function part of the graph although none of its tensors may need a gradient."""
     return torch.empty(0, device=device, requires_grad=True)
 
 
@@ -102,7 +100,7 @@ class EntryCut:
         return arguments[0] if len(arguments) == 1 else arguments
 
     def send_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Send gradients to the stage before; one message per microbatch, also where no tensor needs a gradient."""
+        """Send gradients to the stage before; one message per microbatch, even where no tensor needs a gradient."""
         wanted = zip(gradients, self.spec.tensors, strict=True)
         self.point.send_fn(self.run.bundle_type(tuple(g for g, spec in wanted if spec.requires_grad)), grads=True)
         self.run.gradients_sent = True
@@ -155,10 +153,8 @@ class Draws:
     Varuna's own random stream belongs to a rank, so other cuts draw other numbers. Here the device's generator is
     seeded whenever a forward enters a piece, as our engine seeds a layer. Used where cuts change during a run.
 
-    Args:
-        points: the model's CutPoints in the order of the forward; their `boundary_func`, which Varuna leaves unused
-            here, is taken.
-        seed: of the run.
+    points: the model's CutPoints in the order of the forward; takes their `boundary_func`, which Varuna leaves unused
+    here. seed: of the run.
     """
 
     def __init__(self, points: Iterable[Any], device: torch.device, seed: int) -> None:
@@ -169,16 +165,12 @@ class Draws:
             point.boundary_func = lambda piece=index + 1: self._enter(piece)
 
     def begin_step(self, step: int, batches: Mapping[int, dict[str, Any]]) -> None:
-        """Note that a step begins.
-
-        Args:
-            batches: its microbatches by number, as the same objects that the model is called with.
-        """
+        """Begin a step. batches: its microbatches by number, as the same objects that the model is called with."""
         self._step = step
         self._numbers = {id(batch): index for index, batch in batches.items()}
 
     def begin_forward(self, inputs: dict[str, Any]) -> None:
-        """Note that a forward or recomputation of this microbatch begins."""
+        """Begin a forward or recomputation of this microbatch."""
         self._microbatch = self._numbers.get(id(inputs), 0)
         self._enter(0)
 
@@ -190,15 +182,13 @@ class StageRun:
     """A rank's stage, and the position of its forward.
 
     Attributes:
-        partition, stage: give the pieces of the stage.
         ties: all ties of the model; each rank acts on those of its stage.
         norms: the modules of the stage that keep running statistics.
         entry, exit: the stage's CutPoints, None at the pipeline's ends.
         bundle_type: class of the bundles that leave the stage.
         rooms: of the messages in each direction, by (task, "in" or "out").
-        active: whether the forward has reached the stage's own code.
-        left: whether it has reached the cut behind.
-        gradients_sent: whether the backward under way has sent gradients to the stage before.
+        active, left: True once the forward has reached the stage's own code, and the cut behind.
+        gradients_sent: True once the backward under way has sent gradients to the stage before.
         draws: set where random numbers must not depend on the cuts.
         watch_backward: called with "begun", "gradients arrived" (from the stage behind) and "ended" in each backward.
     """
@@ -215,5 +205,5 @@ class StageRun:
         self.norms: list[nn.Module] = []
 
     def begin(self) -> None:
-        """Note that a forward begins."""
+        """Begin a forward."""
         self.active, self.left = self.stage == 0, False

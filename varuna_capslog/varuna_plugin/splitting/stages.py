@@ -1,6 +1,6 @@
 """Reduces a model to one stage: frees foreign parameters, skips foreign modules, activates its two CutPoints.
 
-Replaces `PartitionedModel.initialize` and all that it calls. The trace is taken on one rank and given to the others, so
+Replaces `PartitionedModel.initialize` and all that it calls. The trace is taken on one rank and sent to the others, so
 nothing is written into the current folder and every rank has the same partition.
 """
 
@@ -92,7 +92,7 @@ def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
 
 
 def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
-    """Return the partition that every rank has configured; a rank that fails tells all, so that none waits for it."""
+    """Partition that every rank has configured; a rank that fails tells all, so that none waits for it."""
     partition = problem = None
     try:
         partition = Partition(trace, current().cuts_for(trace.num_pieces, num_stages))
@@ -134,7 +134,7 @@ def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: typ
 def _wake(
     partitioned: Any, points: dict[str, Any], spec: Any, index: int, kind: type[EntryCut] | type[ExitCut]
 ) -> tuple[Any, Any]:
-    """Return the stage's CutPoint with the attributes that Varuna sets, and its function; (None, None) without one."""
+    """Stage's CutPoint with the attributes that Varuna sets, and its function; (None, None) without one."""
     if spec is None:
         return None, None
     point = points[spec.name]
@@ -147,10 +147,8 @@ def _wake(
 def reduce_to_stage(model: nn.Module, run: StageRun, kept: set[str] | None = None) -> None:
     """Free every parameter and buffer that the stage does not use, and skip modules before its first cut.
 
-    The names of the remaining tensors do not change, so that checkpoints are the same for any cut list.
-
-    Args:
-        kept: names that stay instead of those that the stage uses.
+    The names of the remaining tensors do not change, so that checkpoints are the same for any cut list. kept: names
+    that stay instead of those that the stage uses.
     """
     foreign = {
         name
@@ -173,7 +171,7 @@ def reduce_to_stage(model: nn.Module, run: StageRun, kept: set[str] | None = Non
 
 
 def _skipped_modules(partition: Partition, stage: int) -> dict[str, Any]:
-    """Return the outermost modules with a call wholly before the stage's first cut, and their results' structure."""
+    """Outermost modules with a call wholly before the stage's first cut, and their results' structure."""
     first = partition.cuts[stage]
     calls = partition.trace.calls
     skipped: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Finds the pieces that use each parameter and buffer, and the tensors at each CutPoint, from one real forward.
 
-The model runs once, whole, on a small batch; every operation is watched below the level of modules, so that it does not
-matter by which name or through which view a parameter is used. Nothing of the model changes: gradients are not kept,
-buffers are copies, random numbers are restored. A *piece* is the part between two CutPoints, counted from 0.
+The model runs once, whole, on a small batch; every operation is watched below the level of modules, so that the name or
+view by which a parameter is used does not matter. Nothing of the model changes: gradients are not kept, buffers are
+copies, random numbers are restored. A *piece* is the part between two CutPoints, counted from 0.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ __all__ = [
 
 
 class Phantom:
-    """Stands for a value of another stage.
+    """Placeholder for a value of another stage.
 
-    Args:
-        source: where it comes from, for messages.
-        dims: number of dimensions, where known; its `shape` can then be unpacked.
-        length: number of entries, where known; it can then be unpacked itself.
+    source: its origin, for messages. dims: number of dimensions, where known; its `shape` can then be unpacked. length:
+    number of entries, where known; it can then be unpacked itself.
     """
 
     def __init__(self, source: str, dims: int | None = None, length: int | None = None) -> None:
@@ -125,8 +123,8 @@ for _name, _wanted in {"bool": "a decision", "int": "a number", "float": "a numb
 
 
 def describe_structure(value: Any) -> Any:
-    """Return a plain description of a module's result: ("tensor", dims), ("tuple", [...]), ("list", [...]),
-    ("dict", {...}), ("none",) or ("value",).
+    """Describe a module's result: ("tensor", dims), ("tuple", [...]), ("list", [...]), ("dict", {...}), ("none",) or
+    ("value",).
     """
     if isinstance(value, Tensor):
         return ("tensor", value.dim())
@@ -140,7 +138,7 @@ def describe_structure(value: Any) -> Any:
 
 
 def make_phantoms(structure: Any, source: str) -> Any:
-    """Return phantoms in the described structure."""
+    """Phantoms in the described structure."""
     kind = structure[0]
     if kind == "tensor":
         return Phantom(source, dims=structure[1])
@@ -165,11 +163,11 @@ def refuse_phantom(value: Any, where: str) -> None:
 
 
 def find_phantom(value: Any) -> Phantom | None:
-    """Return the first phantom inside tuples, lists and dictionaries, or None."""
+    """First phantom inside tuples, lists and dictionaries, or None."""
     return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Phantom)), None)
 
 
-# -- Finds the pieces that use each parameter and buffer
+# -- The pieces that use each parameter and buffer
 
 
 @dataclass(frozen=True)
@@ -179,8 +177,8 @@ class CutSpec:
     Attributes:
         structure: of the CutPoint's arguments.
         present: per leaf of the structure, whether it is a tensor (else None).
-        tensors: shape, dtype, stride and requires_grad of the tensors in the traced run; only dtype and requires_grad
-            hold for other batches.
+        tensors: shape, dtype, stride and requires_grad in the traced run; only dtype and requires_grad hold for other
+            batches.
     """
 
     name: str
@@ -189,14 +187,14 @@ class CutSpec:
     tensors: tuple[TensorSpec, ...]
 
     def arguments(self, tensors: Iterable[Tensor]) -> Any:
-        """Return the CutPoint's arguments with these tensors in them."""
+        """The CutPoint's arguments with these tensors in them."""
         remaining = iter(tensors)
         return pytree.tree_unflatten([next(remaining) if present else None for present in self.present], self.structure)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a module: pieces at its begin and end, the call that made it (an index), its result's structure."""
+    """Call of a module: pieces at its begin and end, the call that made it (an index), its result's structure."""
 
     module: str
     parent: int | None
@@ -207,7 +205,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Trace:
-    """Everything that partitioning needs to know of a model; plain data, the same on every rank.
+    """All facts of a model that partitioning needs; plain data, the same on every rank.
 
     Attributes:
         cuts: in the order in which the forward reaches them; cut i separates piece i from piece i + 1.
@@ -231,7 +229,7 @@ class Trace:
 
 
 def flatten_cut(arguments: tuple[Any, ...], name: str) -> tuple[list[Tensor], tuple[bool, ...], Any]:
-    """Return the tensors among a CutPoint's arguments, a flag per leaf (True: a tensor), and the structure around them.
+    """Tensors among a CutPoint's arguments, a flag per leaf (True: a tensor), and the structure around them.
 
     Raises CapslogError for a leaf that is neither a tensor nor None.
     """
@@ -246,7 +244,7 @@ def flatten_cut(arguments: tuple[Any, ...], name: str) -> tuple[list[Tensor], tu
 
 
 class _Uses(TorchDispatchMode):
-    """Records the pieces in which a known storage is an operation's argument, and the bytes that each piece makes."""
+    """Mode that records the pieces whose operations use a known storage, and the bytes that each piece makes."""
 
     def __init__(self, names: Mapping[int, Sequence[str]]) -> None:
         super().__init__()
@@ -282,11 +280,8 @@ def _storage(tensor: Tensor) -> int:
 def trace_model(model: nn.Module, inputs: Mapping[str, Any], cut_type: type[nn.Module]) -> Trace:
     """Run `model(**inputs)` once and return its trace.
 
-    Args:
-        cut_type: Varuna's CutPoint, whose `forward` calls `cp_func` where that is set.
-
-    Raises:
-        CapslogError: a CutPoint is reached twice, or its arguments cannot be sent.
+    cut_type: Varuna's CutPoint, whose `forward` calls `cp_func` where that is set. Raises CapslogError where a CutPoint
+    is reached twice, or its arguments cannot be sent.
     """
     before = dict(model.named_buffers())
     with copied_buffers(model.modules()):
@@ -318,9 +313,7 @@ def _never(packed: Any) -> Tensor:
 
 
 def _owned(names: Sequence[str], seen: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
-    """Return the pieces of each name. A tensor that no piece used gets the piece of the name before it, so that some
-    stage keeps it.
-    """
+    """Pieces of each name. An unused tensor gets the piece of the name before it, so that some stage keeps it."""
     result: dict[str, tuple[int, ...]] = {}
     before = next((min(seen[name]) for name in names if name in seen), 0)
     for name in names:
@@ -415,7 +408,7 @@ def _watched_calls(model: nn.Module, uses: _Uses) -> Iterator[list[Call]]:
 
 
 def uniform_cuts(num_pieces: int, num_stages: int) -> tuple[int, ...]:
-    """Return Varuna's own split: equally many pieces per stage, rounded down; the last stage takes the rest.
+    """Varuna's own split: equally many pieces per stage, rounded down; the last stage takes the rest.
 
     Raises CapslogError where there are fewer pieces than stages.
     """
@@ -431,9 +424,7 @@ def uniform_cuts(num_pieces: int, num_stages: int) -> tuple[int, ...]:
 class TieGroup:
     """Parameters that have one value and one gradient: one used by several stages, or several declared as shared.
 
-    Attributes:
-        names: the parameters.
-        stages: all stages that hold one of them, ascending; the first counts it in the norm.
+    stages: all that hold one of them, ascending; the first counts it in the norm.
     """
 
     names: tuple[str, ...]
@@ -442,10 +433,7 @@ class TieGroup:
 
 @dataclass(frozen=True)
 class Partition:
-    """A trace and the first piece of each stage.
-
-    Raises CapslogError unless the cuts fit the number of pieces.
-    """
+    """A trace and the first piece of each stage. Raises CapslogError unless the cuts fit the number of pieces."""
 
     trace: Trace
     cuts: tuple[int, ...]
@@ -464,12 +452,12 @@ class Partition:
         return len(self.cuts)
 
     def pieces(self, stage: int) -> range:
-        """Return the pieces of a stage."""
+        """Pieces of a stage."""
         end = self.cuts[stage + 1] if stage + 1 < len(self.cuts) else self.trace.num_pieces
         return range(self.cuts[stage], end)
 
     def stage_of(self, piece: int) -> int:
-        """Return the stage that holds a piece."""
+        """Stage that holds a piece."""
         return sum(cut <= piece for cut in self.cuts) - 1
 
     @cached_property
@@ -486,21 +474,19 @@ class Partition:
         return {name: pieces[0] for name, pieces in (*self.trace.parameters.items(), *self.trace.buffers.items())}
 
     def entry(self, stage: int) -> CutSpec | None:
-        """Return the cut before a stage; None for the first."""
+        """Cut before a stage; None for the first."""
         return self.trace.cuts[self.cuts[stage] - 1] if stage > 0 else None
 
     def exit(self, stage: int) -> CutSpec | None:
-        """Return the cut behind a stage; None for the last."""
+        """Cut behind a stage; None for the last."""
         return self.entry(stage + 1) if stage + 1 < self.num_stages else None
 
 
 def tie_groups(partition: Partition, declared: Iterable[Sequence[str]] = ()) -> tuple[TieGroup, ...]:
-    """Return all ties, sorted by first name.
+    """All ties, sorted by first name.
 
-    Args:
-        declared: Varuna's `shared_weights`: names of parameters with equal values whose gradients belong together.
-
-    Raises CapslogError for a declared name that is no parameter of the model.
+    declared: Varuna's `shared_weights`: names of parameters with equal values whose gradients belong together. Raises
+    CapslogError for a name that is no parameter of the model.
     """
     leader = {name: name for name in partition.trace.parameters}
 
