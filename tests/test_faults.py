@@ -239,7 +239,7 @@ import datetime, os, pathlib, signal, sys, threading, types
 import torch
 from tests.engine import models
 from varuna_capslog.training.checkpoint import latest_checkpoint, prune
-from varuna_capslog.training.saving import HostCopies, Saving
+from varuna_capslog.training.checkpoint_writer import HostCopies, Saving
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import take_layers
 from varuna_capslog.engine.layout import Layout

@@ -19,7 +19,7 @@ from paper_models import paper_profiles
 
 from varuna_capslog.base.units import parse_bytes, parse_rate
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.candidates import Budgeted, Candidates
+from varuna_capslog.membership.layout_candidates import Budgeted, LayoutCandidates
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.planners.seconds import Link
@@ -34,7 +34,7 @@ def placer_of(profile: Profile, link: Link, blocks: int) -> Placer:
     """Return the placer of a run whose layers' states are weights and two moments."""
     sizes = [3 * (layer.parameter_bytes or 0) for layer in profile.layers]
     run = RunShape(32, "auto", True, num_blocks=blocks)
-    candidates = Candidates(profile, sizes, run.settled(), "budget", beside=sizes)
+    candidates = LayoutCandidates(profile, sizes, run.settled(), "budget", beside=sizes)
     budgeted = Budgeted.of(candidates, run, HostMemory(), link)
     placer = Placer(candidates, Elastic.model_validate({"redundancy": 0}), budgeted=budgeted)
     placer.prepare(MEMBERS, 0)

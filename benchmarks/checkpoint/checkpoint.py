@@ -33,7 +33,7 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.checkpoint import open_checkpoint, prune
-from varuna_capslog.training.saving import HostCopies, Saving
+from varuna_capslog.training.checkpoint_writer import CheckpointWriter, HostCopies
 
 LAYERS, ROWS = 10, 32
 BOUNDARY, NEW, KEPT = "at the boundary", "beside training, new memory", "beside training, kept memory"
@@ -85,7 +85,7 @@ def main() -> None:
                 quiet = [step() for _ in range(3)]
                 copies = {BOUNDARY: None, NEW: HostCopies(), KEPT: kept}[name]
                 began = time.thread_time()
-                saving = Saving(Path(folder), number, 0, engine, {}, copies)
+                saving = CheckpointWriter(Path(folder), number, 0, engine, {}, copies)
                 worked = time.thread_time() - began
                 busy = []
                 while copies is not None and not saving.sealed(b""):

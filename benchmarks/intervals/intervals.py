@@ -23,7 +23,7 @@ from common import write_json
 from tests.planners.intervals.stages import random_handling, random_profile, weighed
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.planners.intervals import Handling, IntervalFronts, stage_bytes
+from varuna_capslog.planners.intervals import Handling, IntervalSearch, stage_bytes
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.estimate import estimate_config
@@ -47,7 +47,7 @@ def one_instance(draw: random.Random, size: int) -> tuple[int, int]:
     profile = random_profile(draw, size)
     handling = random_handling(draw, profile)
     ranges = remembered(RangeBytes(profile, "ranks", True))
-    fronts = IntervalFronts(ranges, LayerSeconds.of_profile(profile), handling)
+    fronts = IntervalSearch(ranges, LayerSeconds.of_profile(profile), handling)
     choices = weighed(profile, ranges, 0, size, handling, len(IN_FLIGHT))
     seconds, bytes_ = np.array([choice.seconds for choice in choices]), np.array([choice.bytes for choice in choices])
     questions = 0
@@ -87,7 +87,7 @@ def of_all_ranges(name: str, profile: Profile, handling: Handling, labels: int) 
     """Measure seconds of the search and of the queries for all ranges and calls in flight, and the optimality gaps."""
     ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
     began = time.process_time()
-    fronts = IntervalFronts(ranges, seconds, handling, labels)
+    fronts = IntervalSearch(ranges, seconds, handling, labels)
     searched = time.process_time()
     budgets = [stage_bytes(ranges, 0, profile.num_layers, (), 1, handling) // part for part in (2, 4, 8)]
     gaps, missed, fits = [], 0, 0

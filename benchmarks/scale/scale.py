@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.rig.search.crowd import Sizes, draw_crowd, play_crowd
+from tests.rig.search.churn import Sizes, draw_crowd, play_crowd
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from varuna_capslog.base.processes import logged
-from varuna_capslog.base.trust.connection import Connection, Door, dial
+from varuna_capslog.base.trust.connection import AuthenticatedListener, Connection, dial
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreServer
 
@@ -81,7 +81,7 @@ def main() -> None:
         print(f"{name}: {1e3 * seconds / (SIZE >> 20):.2f} ms of processor time for 1 MiB sent and received")
     key, inside = b"k" * 32, queue.SimpleQueue()
     listener = socket.create_server(("127.0.0.1", 0))
-    door = Door(listener, key, inside.put, logged)
+    door = AuthenticatedListener(listener, key, inside.put, logged)
     port = listener.getsockname()[1]
 
     def open_one() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.engine import models
 from tests.engine.layouts import Cuts, layout_for
-from tests.rig import nccl_manners
+from tests.rig import nccl_failures
 from tests.rig.faults import Fault
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
@@ -104,8 +104,8 @@ def train(
                 first[address] = parameter.grad.clone().cpu()
 
     if twist == "pair groups":
-        os.environ[nccl_manners.MANNERS] = "0,0,0"
-        communicator.open_pair_groups(engine.pairs(), nccl_manners.open_group, torch.device("cpu"))
+        os.environ[nccl_failures.MANNERS] = "0,0,0"
+        communicator.open_pair_groups(engine.pairs(), nccl_failures.open_group, torch.device("cpu"))
     calls: list[str] = []
     for index, stage in engine.stages.items():
         stage.before_step.append(lambda index=index: calls.append(f"before {index}"))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import models
-from tests.rig import nccl_manners
+from tests.rig import nccl_failures
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator, connect_group
 from varuna_capslog.engine.layout import Layout
@@ -31,7 +31,7 @@ FLAWLESS = "0,0,0"
 
 @pytest.fixture(autouse=True)
 def _flawless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nccl_manners.MANNERS, FLAWLESS)
+    monkeypatch.setenv(nccl_failures.MANNERS, FLAWLESS)
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def two_ranks(store: dist.Store) -> list[PairGroups]:
 def device_of(rank: int) -> Opener:
     """Opener for a rank that lives in this process, as if it had a process to itself."""
 
-    def opener(store: dist.Store, number: int, timeout: datetime.timedelta) -> nccl_manners.StandIn:
-        return nccl_manners.open_group(store, number, timeout, device=f"device {rank}")
+    def opener(store: dist.Store, number: int, timeout: datetime.timedelta) -> nccl_failures.StandIn:
+        return nccl_failures.open_group(store, number, timeout, device=f"device {rank}")
 
     return opener
 
@@ -107,7 +107,7 @@ def test_many_generations_leave_nothing_behind() -> None:
         received(ranks[1], 0, 1)  # under way for ever
         for groups in ranks:
             groups.abort()
-    assert nccl_manners.left_open() == 0
+    assert nccl_failures.left_open() == 0
     until = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.02)
@@ -308,7 +308,7 @@ def test_an_error_about_noise_is_the_loss_of_a_peer() -> None:
 
 def test_transports_are_named_by_config() -> None:
     assert opener_of("gloo") is None
-    assert opener_of("tests.rig.nccl_manners:open_group") is nccl_manners.open_group
-    wrong = "tests.rig.nccl_manners:open_grup"
+    assert opener_of("tests.rig.nccl_failures:open_group") is nccl_failures.open_group
+    wrong = "tests.rig.nccl_failures:open_grup"
     with pytest.raises(CapslogError, match=rf"pipeline\.transport='{wrong}'.*did you mean 'open_group'"):
         opener_of(wrong)

@@ -18,8 +18,8 @@ from tests.planners.timed import chain
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.layout_candidates import LayoutCandidates
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.protection import describe_reserves, state_bytes
 from varuna_capslog.membership.recovery import Seat
@@ -57,7 +57,7 @@ def placer_of(profile: Profile | None, steps: RunShape, **options: object) -> Pl
     kept = {name: options.pop(name) for name in ("redundancy", "min_devices") if name in options}
     elastic = Elastic.model_validate({"redundancy": 1 if reserved else 0, **kept})
     chosen = {"link": FAST, "beside": sizes if reserved else None, **options}
-    return Placer(Candidates(profile, sizes, steps, **chosen), elastic)  # type: ignore[arg-type]
+    return Placer(LayoutCandidates(profile, sizes, steps, **chosen), elastic)  # type: ignore[arg-type]
 
 
 def plain(layers: int, seconds: bool = True, **fields: object) -> Profile:
@@ -111,11 +111,11 @@ def by_trying_all(
             ]
             fitting = [
                 cuts
-                for cuts in exhaustive(Candidates(profile, [1] * num_layers, steps)._costs[1], stages)
+                for cuts in exhaustive(LayoutCandidates(profile, [1] * num_layers, steps)._costs[1], stages)
                 if all(used <= limit for used, limit in zip(held(cuts), limits, strict=True))
             ]
             if len(set(limits)) == 1:  # then the planner looks for the smallest peak, whether or not it fits
-                cut_lists = exhaustive(Candidates(profile, [1] * num_layers, steps)._costs[1], stages)
+                cut_lists = exhaustive(LayoutCandidates(profile, [1] * num_layers, steps)._costs[1], stages)
                 smallest = min(cut_lists, key=lambda cuts: (sorted(held(cuts), reverse=True), cuts))
                 fitting = [smallest] if smallest in fitting else []
             if not fitting:
@@ -169,7 +169,9 @@ def test_no_cut_list_is_faster_than_the_bound() -> None:
         profile = chain(rng, rng.randint(1, 6))
         steps = steps_of(rng.choice([1, 2, 5, 8]), 1, 1, rng.choice(["gpipe", "1f1b", "varuna"]), rng.random() < 0.5)
         memory = "additive" if steps.recompute or steps.schedule == "varuna" else "auto"
-        candidates = Candidates(profile, [1] * profile.num_layers, steps, memory=memory, link=rng.choice([FAST, SLOW]))
+        candidates = LayoutCandidates(
+            profile, [1] * profile.num_layers, steps, memory=memory, link=rng.choice([FAST, SLOW])
+        )
         for stages in range(1, profile.num_layers + 1):
             bound = candidates.bound_ticks(1, stages)
             lists = exhaustive(candidates._costs[1], stages)
@@ -184,7 +186,7 @@ def test_no_cut_list_that_fits_unequal_devices_is_faster_than_their_bound() -> N
     tight = impossible = 0
     for _ in range(80):
         profile = chain(rng, rng.randint(2, 6))
-        candidates = Candidates(
+        candidates = LayoutCandidates(
             profile, [1] * profile.num_layers, steps_of(rng.choice([1, 4, 9]), 1, 1), memory="additive"
         )
         for stages in range(2, profile.num_layers + 1):
@@ -242,7 +244,7 @@ def test_of_devices_of_unlike_speeds_the_quickest_cuts_are_proposed() -> None:
 def test_the_step_is_the_simulators_with_several_pipelines_exchange_and_update() -> None:
     profile = chain(random.Random(3), 5)
     profile = dataclasses.replace(profile, conditions={"microbatch_size": 1, UPDATE_RATE: 0.2})
-    candidates = Candidates(profile, [1] * 5, steps_of(8, 2), link=SLOW)
+    candidates = LayoutCandidates(profile, [1] * 5, steps_of(8, 2), link=SLOW)
     cuts = (0, 2, 4)
     spans = [tuple(span) for span in pairwise([*cuts, 5])]
     placed = tuple(
@@ -675,5 +677,5 @@ def test_reserves_in_words() -> None:
 
 
 def test_bounds_are_finite_numbers() -> None:
-    candidates = Candidates(plain(5), [1] * 5, steps_of(4, 2))
+    candidates = LayoutCandidates(plain(5), [1] * 5, steps_of(4, 2))
     assert all(np.isfinite(candidates.bound_ticks(r, s)) for r in (1, 2) for s in range(1, 6))

@@ -11,8 +11,8 @@ import pytest
 from tests.planners.timed import chain
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.layout_candidates import LayoutCandidates
 from varuna_capslog.membership.placing import Fleets, Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.planners import JOINT
@@ -43,7 +43,7 @@ def placer_of(
     """reserved: bytes of each layer's state, whose snapshots are kept on the device."""
     sizes, run = [reserved or 30] * profile.num_layers, RunShape(microbatches, num_blocks=blocks, microbatch_size=1)
     beside = sizes if reserved else None
-    candidates = Candidates(profile, sizes, run, planner, "additive", beside=beside)
+    candidates = LayoutCandidates(profile, sizes, run, planner, "additive", beside=beside)
     return Placer(candidates, Elastic.model_validate({"redundancy": redundancy}))
 
 
@@ -112,7 +112,7 @@ def test_equal_pipelines_are_taken_where_only_their_copies_find_room() -> None:
     """
     profile, sizes = plain(3), [10, 300, 10]
     run, link = RunShape(6, num_blocks=2, microbatch_size=1), Link(bandwidth=10.0)
-    candidates = Candidates(profile, sizes, run, JOINT, "additive", beside=sizes, link=link)
+    candidates = LayoutCandidates(profile, sizes, run, JOINT, "additive", beside=sizes, link=link)
     placer = Placer(candidates, Elastic.model_validate({"redundancy": 1}))
     roomy, tight = placer(seats_of([2000] * 3)), placer(seats_of([700] * 3))
     assert plan_of(roomy).planner == "joint"
@@ -127,7 +127,7 @@ def test_equal_pipelines_are_taken_where_only_their_copies_find_room() -> None:
 @pytest.mark.parametrize("profile", [plain(4, seconds=False), None], ids=["no seconds", "no profile"])
 def test_without_seconds_equal_pipelines_stand_in(profile: Profile | None) -> None:
     sizes = [30] * 4
-    candidates = Candidates(profile, sizes, RunShape(8, num_blocks=4, microbatch_size=1), JOINT)
+    candidates = LayoutCandidates(profile, sizes, RunShape(8, num_blocks=4, microbatch_size=1), JOINT)
     assert Fleets.of(candidates) is None
     placer = Placer(candidates, Elastic())
     seats = seats_of([0] * 3)
@@ -138,4 +138,4 @@ def test_without_seconds_equal_pipelines_stand_in(profile: Profile | None) -> No
 def test_where_one_pipeline_is_all_that_can_run_joint_is_refused() -> None:
     """Joint plans are refused where at most one pipeline can run, as on Varuna."""
     with pytest.raises(CapslogError, match="among pipelines, but at most 1 can run here; choose throughput"):
-        Candidates(plain(4), [30] * 4, RunShape(8, microbatch_size=1), JOINT, max_replicas=1)
+        LayoutCandidates(plain(4), [30] * 4, RunShape(8, microbatch_size=1), JOINT, max_replicas=1)

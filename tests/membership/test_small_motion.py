@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tests.membership.test_candidates_budgeted import kept_peak, most_of
-from tests.membership.test_candidates_budgeted import placer_of as budget_placer
+from tests.membership.test_layout_candidates_budgeted import kept_peak, most_of
+from tests.membership.test_layout_candidates_budgeted import placer_of as budget_placer
 from tests.membership.test_placing import placer_of, plain, seats_of, steps_of
 from tests.planners.test_budget import timed
 from varuna_capslog.membership.changes import State

@@ -7,7 +7,7 @@ a is also read by 3 and 4, b by 4; c carries no gradient to anything else.
 
 from __future__ import annotations
 
-from varuna_capslog.memory.cut_bytes import Handed, StageTensors
+from varuna_capslog.memory.cut_bytes import LinkBytes, StageTensors
 from varuna_capslog.profiles.record import TensorRecord
 
 TENSORS = (
@@ -55,7 +55,7 @@ def test_a_stage_that_reads_a_tensor_twice_has_two_gradients_of_it() -> None:
 def test_what_goes_over_each_pair_of_stages() -> None:
     """Each reader sends one gradient, over the same pairs as the tensor. The dead end reaches the loss through 3."""
     first, middle, last = frozenset({0, 1}), frozenset({2}), frozenset({3, 4})
-    link_bytes = Handed.of(TENSORS, [(first, middle), (first, last), (middle, last)], 5)
+    link_bytes = LinkBytes.of(TENSORS, [(first, middle), (first, last), (middle, last)], 5)
     assert link_bytes.activations == [100, 10 + 100 + 7 + 5, 1000]
     assert link_bytes.gradients == [100, 2 * 10 + 100 + 5, 1000]
     assert sorted(link_bytes.together) == sorted([(10 + 7 + 5, (1,)), (100, (0, 1)), (1000, (2,))])
@@ -63,5 +63,5 @@ def test_what_goes_over_each_pair_of_stages() -> None:
 
 def test_gradients_come_back_only_from_where_the_loss_is_reached() -> None:
     tensors = (*TENSORS[:1], TensorRecord("a", 10, True, 0, (1, 2)), TensorRecord("b", 1, True, 1, (3,)))
-    link_bytes = Handed.of(tensors, [(frozenset({0}), frozenset({1})), (frozenset({0}), frozenset({2}))], 3)
+    link_bytes = LinkBytes.of(tensors, [(frozenset({0}), frozenset({1})), (frozenset({0}), frozenset({2}))], 3)
     assert link_bytes.gradients == [10, -1], "nothing reads what layer 2 makes"

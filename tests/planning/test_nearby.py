@@ -10,7 +10,7 @@ import pytest
 from tests.planners.test_budget import choices, timed
 from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.nearby import Turn, Ways, fullest_turn
+from varuna_capslog.planning.nearby import Turn, Ways, last_fullest_pair
 from varuna_capslog.plans.parts import INTERVAL_KINDS
 from varuna_capslog.schedules import RunShape, make_schedule
 
@@ -39,6 +39,6 @@ def test_no_stage_takes_less_than_its_fullest_turn(seed: int, schedule: str) -> 
 def test_the_fullest_turn_is_one_of_two_calls() -> None:
     """Under 1F1B the last stage's backwards follow at once, so no call waits there."""
     first, last = make_schedule("1f1b", 2, 4, recompute=True)
-    assert fullest_turn(first) == Turn(in_flight=2, forwards=4, begun=True)
-    assert fullest_turn(last) is None
-    assert fullest_turn(make_schedule("gpipe", 2, 4, recompute=True)[0]) == Turn(4, 4, begun=False)
+    assert last_fullest_pair(first) == Turn(in_flight=2, forwards=4, begun=True)
+    assert last_fullest_pair(last) is None
+    assert last_fullest_pair(make_schedule("gpipe", 2, 4, recompute=True)[0]) == Turn(4, 4, begun=False)

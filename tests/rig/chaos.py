@@ -1,7 +1,7 @@
 """A training run with faults at random moments, and the verdict on whether it passed.
 
-Machines, store and members are those of any run; `schedule` chooses the faults, `strikes` injects them, and `judge`
-checks the results. The rig helps the run only as a cloud does: a lost machine or worker comes back as a new one.
+Machines, store and members are those of any run; `schedule` chooses the faults, `fault_injection` injects them, and
+`judge` checks the results. The rig helps the run only as a cloud does: a lost machine or worker comes back as a new one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.rig.fault_injection import READY_SECONDS, Strikes
 from tests.rig.machines.machines import Machines
 from tests.rig.outcome import ChaosOptions, ChaosOutcome
 from tests.rig.recovery import Hung, Recovery
 from tests.rig.schedule import schedule
-from tests.rig.strikes import READY_SECONDS, Strikes
 from tests.rig.tally import Hit, causes_found
 from tests.rig.verdict import breaches_of
 from varuna_capslog.base import files

@@ -23,7 +23,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread, die_with_parent, logged, python_command
-from varuna_capslog.base.trust.connection import Connection, Door, dial
+from varuna_capslog.base.trust.connection import AuthenticatedListener, Connection, dial
 from varuna_capslog.base.trust.secret import Secret
 
 __all__ = ["Line", "Relay", "main"]
@@ -283,7 +283,7 @@ async def _serve(secret: Secret) -> None:
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    Door(
+    AuthenticatedListener(
         listener,
         secret.key(_PURPOSE),
         lambda connection: OwnedThread("relay", take_orders, logged, connection).start(),

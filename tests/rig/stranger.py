@@ -60,15 +60,15 @@ class Stranger:
         try:
             with socket.create_connection(("127.0.0.1", port), _SECONDS) as line:
                 line.settimeout(self._seconds)
-                challenge = _until(line, CHALLENGE_BYTES)
+                server_hello = _until(line, CHALLENGE_BYTES)
                 with contextlib.suppress(OSError):
-                    line.sendall(KINDS[kind](self._dice, self._records.get(port, b""), challenge))
+                    line.sendall(KINDS[kind](self._dice, self._records.get(port, b""), server_hello))
                     line.shutdown(socket.SHUT_WR)
                 more = _until(line, 1)
         except OSError:
             heard.refused += 1
             return
-        heard.challenges += len(challenge) == CHALLENGE_BYTES and not more
+        heard.challenges += len(server_hello) == CHALLENGE_BYTES and not more
         heard.more += bool(more)
 
     def crowd(self, port: int, count: int, heard: Answers) -> list[socket.socket]:
@@ -88,27 +88,27 @@ class Stranger:
         return lines
 
 
-def _garbage(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
+def _garbage(dice: random.Random, record: bytes, server_hello: bytes) -> bytes:
     return dice.randbytes(dice.randrange(1, 4096))
 
 
-def _replayed(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
+def _replayed(dice: random.Random, record: bytes, server_hello: bytes) -> bytes:
     return record
 
 
-def _truncated(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
+def _truncated(dice: random.Random, record: bytes, server_hello: bytes) -> bytes:
     return record[: dice.randrange(1, max(2, len(record)))]
 
 
-def _long(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
+def _long(dice: random.Random, record: bytes, server_hello: bytes) -> bytes:
     size = dice.choice([(1 << 20) + 1, (1 << 31) - 1, (1 << 32) - 1])
     return dice.choice([b"", record[:64]]) + struct.pack("!IQ", size, 1 << 62) + dice.randbytes(256)
 
 
-def _own_secret(dice: random.Random, record: bytes, challenge: bytes) -> bytes:
+def _own_secret(dice: random.Random, record: bytes, server_hello: bytes) -> bytes:
     """Return a proof that fits this challenge, by a member of another run."""
     nonce = dice.randbytes(32)
-    return nonce + proof(Secret.new().key("store"), challenge, nonce) + record[64:]
+    return nonce + proof(Secret.new().key("store"), server_hello, nonce) + record[64:]
 
 
 KINDS: Mapping[str, Callable[[random.Random, bytes, bytes], bytes]] = {

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.rig import nccl_manners, relayed
+from tests.rig import nccl_failures, relayed
 from tests.rig.drawing import DrawingWork
 from tests.rig.faults import Fault, Instructions, JumpedClock
 from varuna_capslog.base import clock
@@ -62,7 +62,7 @@ class WatchedWork(DrawingWork):
         self._opened, self._own = opening.number, sorted(states)
         ways = self._running.layout.layers_of_ways
         # groups from before the last but one opening belong to generations that ended before the last opening
-        about = {"ways": ways, "left": nccl_manners.left_open(self._openings[0])}
+        about = {"ways": ways, "left": nccl_failures.left_open(self._openings[0])}
         self._openings.append(time.monotonic())
         self._record("open", generation=opening.number, base=list(opening.base), members=list(opening.members), **about)
 

@@ -24,8 +24,8 @@ from varuna_capslog.engine.recipe import EngineOptions, LearningRate, LossScale,
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import open_checkpoint
+from varuna_capslog.training.checkpoint_writer import CheckpointWriter
 from varuna_capslog.training.layer_state import digest
-from varuna_capslog.training.saving import Saving
 from varuna_capslog.training.stored_layers import from_checkpoint, load_layers, to_checkpoint
 
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def test_what_an_optimizer_keeps_comes_back_as_it_was() -> None:
 def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path, options: EngineOptions) -> None:
     engine, chain = make_engine(options=options), models.build_chain()
     train(engine, 1, 2)
-    checkpoint = open_checkpoint(Saving(tmp_path, 2, 0, engine, {}, copies=None).complete())
+    checkpoint = open_checkpoint(CheckpointWriter(tmp_path, 2, 0, engine, {}, copies=None).complete())
     captured = states(engine)
     for index, state in captured.items():
         assert digest(from_checkpoint(checkpoint, chain, index)) == digest(state)

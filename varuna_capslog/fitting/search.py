@@ -26,7 +26,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.python_state import PythonState, RandomStates, crafted_draws
 from varuna_capslog.model.trace import autocast_context
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.planners.intervals import Handling, IntervalFronts, stage_bytes
+from varuna_capslog.planners.intervals import Handling, IntervalSearch, stage_bytes
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, pieces_of
 from varuna_capslog.profiling.conditions import RunConditions
@@ -273,7 +273,7 @@ class StepSearch:
         kinds = [kind for kind in INTERVAL_KINDS if offloads or kind == "recompute"]
         # nothing is recomputed behind the last layer, which belongs to the user: its outputs leave in any case
         self._fronts_by = partial(
-            IntervalFronts, self._ranges, handling=handling, firsts=[0], kinds=kinds, borders=range(self._end + 1)
+            IntervalSearch, self._ranges, handling=handling, firsts=[0], kinds=kinds, borders=range(self._end + 1)
         )
         self._fronts = self._fronts_by(seconds)
         self._keeping_seconds = float(seconds.forward[self._end] + seconds.backward[self._end])

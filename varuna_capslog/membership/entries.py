@@ -323,7 +323,7 @@ class Roster:
         return None if self.finished is None else self.finished.failure
 
     @property
-    def is_bereft(self) -> bool:
+    def has_no_voter_left(self) -> bool:
         """True once all members that could train, or found the next generation, are gone for certain."""
         voters = self.generation.members
         return bool(voters) and self.finished is None and self.gone.issuperset(voters)

@@ -15,8 +15,8 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config, Elastic
-from varuna_capslog.membership.candidates import TICK, Budgeted, Candidate, Candidates, neighbours
 from varuna_capslog.membership.generation import Member, MemberLayout
+from varuna_capslog.membership.layout_candidates import TICK, Budgeted, Candidate, LayoutCandidates, neighbours
 from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.membership.redundancy import Copies, place_copies
 from varuna_capslog.memory import NEVER
@@ -47,12 +47,12 @@ __all__ = ["Choice", "Fleets", "Placer"]
 class Fleets:
     """Joint plans by devices' capacities and speeds, remembered. Snapshots count beside training here, too."""
 
-    def __init__(self, candidates: Candidates) -> None:
+    def __init__(self, candidates: LayoutCandidates) -> None:
         self._candidates = candidates
         self.plan = functools.cache(self._plan)
 
     @classmethod
-    def of(cls, candidates: Candidates) -> Fleets | None:
+    def of(cls, candidates: LayoutCandidates) -> Fleets | None:
         """Return None where the run has another planner, or the profile lacks seconds or bytes of the run."""
         is_ours = candidates.planner in (BUDGET, JOINT) and candidates.described and candidates.timed
         return cls(candidates) if is_ours else None
@@ -162,9 +162,9 @@ class Placer:
     """Places layers and copies on any number of devices.
 
     Seats are the ranks of a plan, in order. Planner `joint`'s plan is taken where there is one; that of `budget` is
-    proposed by one member (`propose`), and all take it from the record. Otherwise the quickest of `Candidates` that
-    fits is taken; without seconds one pipeline of as many stages as possible. Of equal pipelines replica r's device d
-    is seat `r * devices + d`; the seats beyond are idle and may keep copies.
+    proposed by one member (`propose`), and all take it from the record. Otherwise the quickest of `LayoutCandidates`
+    that fits is taken; without seconds one pipeline of as many stages as possible. Of equal pipelines replica r's
+    device d is seat `r * devices + d`; the seats beyond are idle and may keep copies.
 
     Args:
         candidates: every possible pipeline; its `beside` counts the snapshots.
@@ -182,7 +182,7 @@ class Placer:
 
     def __init__(
         self,
-        candidates: Candidates,
+        candidates: LayoutCandidates,
         elastic: Elastic,
         gradient_bytes: Sequence[int] | None = None,
         given: Plan | None = None,
@@ -214,12 +214,12 @@ class Placer:
         edges: Sequence[Edge] = (),
     ) -> Placer:
         """Return the placer of a run; a short `plan` stands in the config's replicas. Raises CapslogError as
-        `Candidates`.
+        `LayoutCandidates`.
         """
         pipeline = config.pipeline
         shape, sizes, link = RunShape.of_config(config), tuple(layer_bytes), Link.of_config(config)
         run, tier = shape.settled(), HostMemory.of_config(config)
-        candidates = Candidates(profile, sizes, run, pipeline.planner, pipeline.memory, beside=sizes, link=link)
+        candidates = LayoutCandidates(profile, sizes, run, pipeline.planner, pipeline.memory, beside=sizes, link=link)
         budgeted = Budgeted.of(candidates, shape, tier, link, pipeline.search_seconds)
         if plan is not None and plan.short:
             one_each = len(plan.stages) == pipeline.devices
@@ -489,7 +489,7 @@ class Placer:
 class _Limits:
     """Usable bytes and speed of each seat's device, by rank, and by stage of a candidate."""
 
-    def __init__(self, seats: Sequence[Seat], candidates: Candidates) -> None:
+    def __init__(self, seats: Sequence[Seat], candidates: LayoutCandidates) -> None:
         usable = candidates.headroom.usable
         self._speeds = speeds_of(seats)
         # An unknown capacity limits nothing.
@@ -513,7 +513,7 @@ class _Limits:
         return tuple(min(self._speeds[device : replicas * stages : stages]) for device in range(stages))
 
 
-def _of_pipelines(candidates: Candidates, cuts: Sequence[int], replicas: int) -> Plan:
+def _of_pipelines(candidates: LayoutCandidates, cuts: Sequence[int], replicas: int) -> Plan:
     """Plan of a run's equal pipelines, with the limits of its stages where these follow from seconds."""
     run, profile = candidates.run, candidates.profile
     units = Units(run.num_microbatches, run.microbatch_size, run.num_blocks)

@@ -12,7 +12,7 @@ import numpy as np
 from varuna_capslog.memory.costs import Bytes
 from varuna_capslog.profiles.record import Profile, TensorRecord
 
-__all__ = ["CutBytes", "Handed", "StageTensors"]
+__all__ = ["CutBytes", "LinkBytes", "StageTensors"]
 
 
 # -- The tensors of a stage that receives and sends only what its layers read and write (routes "direct").
@@ -78,7 +78,7 @@ class StageTensors:
 
 
 @dataclass(frozen=True)
-class Handed:
+class LinkBytes:
     """Bytes of the messages between pairs of stages. activations, gradients: by pair, bytes from the first stage to the
     second, and of the reply (-1 where there is none). together: (bytes, numbers of pairs) of the tensors of one stage
     that it sends over the same pairs.
@@ -91,7 +91,7 @@ class Handed:
     @classmethod
     def of(
         cls, tensors: Sequence[TensorRecord], pairs: Sequence[tuple[Collection[int], Collection[int]]], num_layers: int
-    ) -> Handed:
+    ) -> LinkBytes:
         """Return the bytes on direct routes. pairs: the layers of both stages, the same object in all pairs of one."""
         handed, groups = cls([0] * len(pairs), [-1] * len(pairs), []), dict[tuple[int, ...], int]()
         reached = _reached(tensors, num_layers)

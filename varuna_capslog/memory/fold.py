@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory.cut_bytes import Handed
+from varuna_capslog.memory.cut_bytes import LinkBytes
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.segments import Treatment, treated
@@ -153,7 +153,7 @@ def fold(
     return [total.result(rank, holders, units.of_block, away[rank], elsewhere[rank]) for rank, total in sums.items()]
 
 
-def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> Handed:
+def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> LinkBytes:
     """Return the bytes over each link, in messages of the smaller call's size; `together`: tensors of whole calls."""
     grains, links = step.graph.grains, step.links
     by_grain = {grain: _handed_in_calls(ranges.of_grain(grain), stages, step, direct) for grain in {*grains}}
@@ -163,18 +163,18 @@ def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, 
         for size, places in link_bytes.together:
             in_whole_calls = tuple(place for place in places if smaller[place] == grain == grains[links[place].above])
             together += [(size, in_whole_calls)] if in_whole_calls else []
-    return Handed(
+    return LinkBytes(
         [by_grain[grain].activations[number] for number, grain in enumerate(smaller)],
         [by_grain[grain].gradients[number] for number, grain in enumerate(smaller)],
         together,
     )
 
 
-def _handed_in_calls(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> Handed:
+def _handed_in_calls(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> LinkBytes:
     """Return the bytes over each link, if all calls had the grain of `ranges`."""
     if direct:
         layers = [frozenset(stage.numbers) for stage in stages]
-        return Handed.of(
+        return LinkBytes.of(
             ranges.tensors, [(layers[link.above], layers[link.below]) for link in step.links], ranges.num_layers
         )
     cuts = [stages[link.below].first for link in step.links]
@@ -183,7 +183,7 @@ def _handed_in_calls(ranges: RangeBytes, stages: Sequence[PlanStage], step: Step
         (ranges.crossing[stage.end], tuple(place for place, link in enumerate(step.links) if link.above == number))
         for number, stage in enumerate(stages)
     ]
-    return Handed([ranges.crossing[cut] for cut in cuts], gradients, together)
+    return LinkBytes([ranges.crossing[cut] for cut in cuts], gradients, together)
 
 
 def _holders(stages: Sequence[PlanStage], blocks: int) -> Holders:
@@ -196,7 +196,7 @@ def _holders(stages: Sequence[PlanStage], blocks: int) -> Holders:
 
 @dataclass(frozen=True)
 class _Traffic:
-    """The messages of a step, their bytes by link, and the tensors that use several links (`Handed.together`)."""
+    """The messages of a step, their bytes by link, and the tensors that use several links (`LinkBytes.together`)."""
 
     step: StepActions
     messages: Messages

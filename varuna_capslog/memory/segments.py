@@ -13,7 +13,7 @@ import numpy as np
 from varuna_capslog.memory.range_bytes import BackwardWork, RangeBytes
 from varuna_capslog.plans.parts import KEEP, MemoryInterval, pieces_of
 
-__all__ = ["Before", "Beside", "CallSegment", "Sums", "Treatment", "treated"]
+__all__ = ["CallSegment", "PrecedingSegments", "SharedInputs", "Sums", "Treatment", "treated"]
 
 
 Bytes: TypeAlias = Any
@@ -21,14 +21,14 @@ Bytes: TypeAlias = Any
 _NONE = BackwardWork(0)
 
 
-class Beside(NamedTuple):
+class SharedInputs(NamedTuple):
     """The part of a segment's inputs that segments before it hold on the device (stay), or offload (taken)."""
 
     stay: Bytes = 0
     taken: Bytes = 0
 
 
-class Before(NamedTuple):
+class PrecedingSegments(NamedTuple):
     """Segments before a cut that may hold inputs of those behind it. last: the last one with a backward. stays, leaves:
     the last one that runs again from inputs on the device, or in the host tier.
     """
@@ -37,31 +37,31 @@ class Before(NamedTuple):
     stays: MemoryInterval | None = None
     leaves: MemoryInterval | None = None
 
-    def behind(self, part: MemoryInterval, kept: bool) -> Before:
+    def behind(self, part: MemoryInterval, kept: bool) -> PrecedingSegments:
         """Return this with one more segment; kept: it has a backward."""
         if not kept:
             return self
         if not part.recomputes:
-            return Before(part, self.stays, self.leaves)
+            return PrecedingSegments(part, self.stays, self.leaves)
         if part.offloads:
-            return Before(part, self.stays, part)
-        return Before(part, part, self.leaves)
+            return PrecedingSegments(part, self.stays, part)
+        return PrecedingSegments(part, part, self.leaves)
 
-    def outputs(self, ranges: RangeBytes) -> Beside:
+    def outputs(self, ranges: RangeBytes) -> SharedInputs:
         """Return the bytes that the last segment with a backward holds of its outputs."""
         if self.last is None or self.last.recomputes:
-            return Beside()
+            return SharedInputs()
         size = ranges.shared(self.last.first, self.last.end, self.last.offloads)
-        return Beside(taken=size) if self.last.offloads else Beside(size)
+        return SharedInputs(taken=size) if self.last.offloads else SharedInputs(size)
 
-    def passed(self, ranges: RangeBytes, cut: int) -> Beside:
+    def passed(self, ranges: RangeBytes, cut: int) -> SharedInputs:
         """Return the bytes of tensors across the cut that recomputed segments hold as their inputs."""
         parts = self.stays, self.leaves
-        return Beside(*(0 if part is None else ranges.inputs_kept(part.first, part.end, cut) for part in parts))
+        return SharedInputs(*(0 if part is None else ranges.inputs_kept(part.first, part.end, cut) for part in parts))
 
-    def beside(self, ranges: RangeBytes, cut: int) -> Beside:
+    def beside(self, ranges: RangeBytes, cut: int) -> SharedInputs:
         """Return the bytes that these segments hold of the tensors across the cut."""
-        return Beside(*map(max, self.outputs(ranges), self.passed(ranges, cut)))
+        return SharedInputs(*map(max, self.outputs(ranges), self.passed(ranges, cut)))
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,19 @@ class CallSegment:
         """Return the bytes of its `entered` inputs that segments before it count; beside: those of all its inputs."""
         return _larger(0, _smaller(beside, beside + entered - self.inputs))
 
-    def waits(self, beside: Beside) -> Bytes:
+    def waits(self, beside: SharedInputs) -> Bytes:
         """Return the bytes that it adds on the device while the call waits."""
         return self.stays - (0 if self.part.offloads else self.once(beside.stay, self.entered))
 
-    def leaving(self, beside: Beside) -> Bytes:
+    def leaving(self, beside: SharedInputs) -> Bytes:
         """Return the bytes that it adds on the device before the call's O."""
         return self.stays + self.taken - self.once(_larger(beside.stay, beside.taken), self.entered)
 
-    def returned(self, beside: Beside, later: bool) -> Bytes:
+    def returned(self, beside: SharedInputs, later: bool) -> Bytes:
         """Return the bytes that it adds to those that come back from the host tier."""
         return _larger(0, self.taken - later * self.once(beside.taken, self.entered))
 
-    def rebuilt(self, beside: Beside, later: bool) -> Bytes:
+    def rebuilt(self, beside: SharedInputs, later: bool) -> Bytes:
         """Return the bytes that its graph, after it has run again, adds to those of the segments before it."""
         return self.graph - self.once(self._there(beside, later), self.read)
 
@@ -159,7 +159,7 @@ class CallSegment:
         return _larger(0, self.again - self.inputs)
 
     def backward_works(
-        self, works: Sequence[BackwardWork], size: Bytes, beside: Beside, later: bool, ready: bool
+        self, works: Sequence[BackwardWork], size: Bytes, beside: SharedInputs, later: bool, ready: bool
     ) -> list[Bytes]:
         """Return its own peak while B or I computes it, for each of `works`, the bytes for its whole graph. size: the
         bytes that it holds when all is back. ready: R has run it again.
@@ -171,7 +171,7 @@ class CallSegment:
         again = self.again - missing + self.gradient - self._there(beside, later)
         return [_larger(work.without(elsewhere), again) for work in works]
 
-    def _there(self, beside: Beside, later: bool) -> Bytes:
+    def _there(self, beside: SharedInputs, later: bool) -> Bytes:
         """Return the part of its inputs, or of those that came back, that segments before it hold as well."""
         return later * beside.taken if self.part.offloads else beside.stay
 
@@ -199,7 +199,7 @@ class Sums(NamedTuple):
     weights: Bytes = 0
     first_weights: Bytes = 0
 
-    def behind(self, segment: CallSegment, beside: Beside, later: bool, ready: bool = False) -> Sums:
+    def behind(self, segment: CallSegment, beside: SharedInputs, later: bool, ready: bool = False) -> Sums:
         """Return the sums with one more segment. later: the call has an O, until which all stays; else each segment
         leaves when F has run it. ready: this is the segment that R runs again.
         """
@@ -359,16 +359,16 @@ def _segments(
     pieces: Sequence[tuple[int, int]],
     intervals: Sequence[MemoryInterval],
     how: tuple[bool, bool],
-) -> list[tuple[CallSegment, Beside]]:
+) -> list[tuple[CallSegment, SharedInputs]]:
     """Return the segments, each with the inputs that segments before it hold. how: `whole` and `split` of `treated`."""
     at_once, split = how
-    segments, before, last = [], Before(), pieces[-1][1]
+    segments, before, last = [], PrecedingSegments(), pieces[-1][1]
     for part in _parts(pieces, intervals):
         if at_once:
             kind = "recompute" if part.recomputes and part.end != last else KEEP
             part = MemoryInterval(part.first, part.end, kind)
         segment = CallSegment.of(ranges, part, split)
-        segments.append((segment, before.beside(ranges, part.first) if segment.kept else Beside()))
+        segments.append((segment, before.beside(ranges, part.first) if segment.kept else SharedInputs()))
         before = before.behind(part, segment.kept)
     return segments
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import NEVER, Bytes, StageCosts
 from varuna_capslog.planners.exact import exact_cuts
-from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalFronts
+from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalSearch
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, Question, StageChoice
 from varuna_capslog.planners.throughput import fastest_cuts, least_step
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
@@ -78,7 +78,7 @@ class BudgetSearch:
         self._chain, self.longest = chain, longest
         self.borders = _borders(chain)
         self._offloads = any(chain.moved) and chain.host_bandwidth is not None
-        self._fronts: dict[tuple[bool, bool, bool], IntervalFronts] = {}
+        self._fronts: dict[tuple[bool, bool, bool], IntervalSearch] = {}
         self._places_of: dict[str, _Places] = {}
 
     def stages(self, chain: Layerwise) -> list[StageChoice] | None:
@@ -134,7 +134,7 @@ class BudgetSearch:
     ) -> NDArray[np.float64]:
         """Return [L, L + 1]: least seconds for which every call of a stage occupies its rank, or the copies beside it,
         beyond the seconds of its layers; the other arguments are those of `_held_at_least`. Admissible: by
-        `IntervalFronts.bounds` no list that fits takes less, and a list fits only if the rank can hold it at a forward
+        `IntervalSearch.bounds` no list that fits takes less, and a list fits only if the rank can hold it at a forward
         and at a backward with so many calls in flight. Both come after the first backward, with gradients of parameters
         beside them. Where they may come earlier, the rank has more room for these gradients, and for the running
         statistics of calls not yet begun. The sum of earlier blocks may not exist yet.
@@ -161,7 +161,7 @@ class BudgetSearch:
             self._places_of[run.schedule] = _Places(chain, chain.question, fronts, least)
         return self._places_of[run.schedule]
 
-    def _fronts_of(self, question: Question, at_once: bool, last: bool) -> IntervalFronts:
+    def _fronts_of(self, question: Question, at_once: bool, last: bool) -> IntervalSearch:
         """Return the cheapest intervals of stages whose backwards all directly follow their forwards, or none of them.
         last: they are needed for the last stage alone.
         """
@@ -186,8 +186,8 @@ class BudgetSearch:
             labels = None if chain.num_layers <= EXACT_LAYERS else LABELS
             arguments = handling, labels, firsts, kinds, self.longest, self.borders
             fronts = question.ranges.once(
-                (IntervalFronts, seconds.forward.tobytes(), seconds.backward.tobytes(), *arguments),
-                lambda: IntervalFronts(question.ranges, seconds, *arguments),
+                (IntervalSearch, seconds.forward.tobytes(), seconds.backward.tobytes(), *arguments),
+                lambda: IntervalSearch(question.ranges, seconds, *arguments),
             )
             self._fronts[key] = fronts.with_ranges(question.ranges)
         return self._fronts[key]
@@ -264,7 +264,7 @@ class _Places(StageCosts):
 
     chain: Layerwise
     question: Question
-    fronts: Sequence[IntervalFronts]
+    fronts: Sequence[IntervalSearch]
     fewest: Sequence[Bytes]
     position_free: ClassVar[bool] = False
 

@@ -482,11 +482,11 @@ def _weighed(
     later[-1] = 0
     weighed: list[tuple[_Stage, Bytes]] = []
     count = 0
-    begins = _begins(ranges)
+    begins = _first_range_of_layer(ranges)
     for number in reversed(range(devices)):
         if number % _NARROWED == 0 and len(ranges.firsts) > _FEW_RANGES:
             ranges = ranges.within(max(limits[: number + 1]), number + 1)
-            begins = _begins(ranges)
+            begins = _first_range_of_layer(ranges)
         begin, behind = begins[number], begins[size - devices + number]
         bytes_ = ranges.bytes(number, slice(begin, behind))
         within = (bytes_ <= limits[number]).nonzero()[0]
@@ -504,7 +504,7 @@ def _weighed(
     return int(later[0]), weighed
 
 
-def _begins(ranges: Ranges) -> list[int]:
+def _first_range_of_layer(ranges: Ranges) -> list[int]:
     """Return the index of the first range of each first layer."""
     return np.searchsorted(ranges.firsts, np.arange(ranges.num_layers + 1)).tolist()
 

@@ -166,7 +166,7 @@ class _CutSearch:
         self.num_layers = costs.num_layers
         self.player: StepPlayer = step_player(run, devices, extra is not None)
         limits = in_flight_limits(run.schedule, devices, self.num_microbatches, run.k)
-        self.paces = [_paces(run.schedule, self.num_microbatches, limit) for limit in limits]
+        self.paces = [_in_flight_bounds(run.schedule, self.num_microbatches, limit) for limit in limits]
         self._forward, self._both = seconds.of_ranges()
         self._trip, self._ahead, self._transfers = seconds.of_ways(run)
         self._extra = extra
@@ -358,7 +358,7 @@ class _CutSearch:
         return lists[fits]
 
 
-def _paces(schedule: str, count: int, limit: int) -> list[tuple[int, int]]:
+def _in_flight_bounds(schedule: str, count: int, limit: int) -> list[tuple[int, int]]:
     """Return lower bounds of a step of `count` microbatches, as (round trips, own calls); see `_find_bounds`."""
     paces = [(1 + (count - 1) // limit, 0)]
     if schedule == "gpipe":

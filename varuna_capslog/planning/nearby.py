@@ -34,8 +34,8 @@ __all__ = [
     "Cheapest",
     "Turn",
     "Ways",
-    "fullest_turn",
     "improved",
+    "last_fullest_pair",
     "limited",
     "looped",
     "weighings",
@@ -240,7 +240,7 @@ class Ways:
             rows = schedule_of(
                 run.schedule, graph, [again and is_selected for is_selected in selected], offload=moved, k=run.k
             )
-            self._places[stage, again, offloads] = None if run.splits_backwards else fullest_turn(rows[stage])
+            self._places[stage, again, offloads] = None if run.splits_backwards else last_fullest_pair(rows[stage])
         turn = self._places[stage, again, offloads]
         if turn is None:
             return 0
@@ -301,7 +301,7 @@ class Turn(NamedTuple):
     begun: bool
 
 
-def fullest_turn(row: Sequence[Action]) -> Turn | None:
+def last_fullest_pair(row: Sequence[Action]) -> Turn | None:
     """Return the last turn with the most calls in flight in a list; None where the list has no turn."""
     turns: list[Turn] = []
     at_once, forward, done, ended = {call for _, call in backwards_at_once(row)}, None, 0, 0

@@ -205,9 +205,7 @@ _PLANNERS = (
         "intervals",
         weighed_up_to=128,
     ),
-    Planner(
-        "vpipe", _SECONDS, _TREATED, _PUBLISHED, "vPipe", "fastest:layerwise_plan", "intervals", weighed_up_to=128
-    ),
+    Planner("vpipe", _SECONDS, _TREATED, _PUBLISHED, "vPipe", "fastest:layerwise_plan", "intervals", weighed_up_to=128),
     _stages(
         "madpipe",
         _SECONDS,

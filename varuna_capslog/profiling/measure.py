@@ -39,7 +39,7 @@ from varuna_capslog.profiling.launches import (
 )
 from varuna_capslog.profiling.trim import TrimmedRun, skeleton
 from varuna_capslog.profiling.variant_check import VariantRun, allowed_variants, joined_variants, variant_runs
-from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
+from varuna_capslog.profiling.worker import FreeBytes, ReadyValue, Task, Workers
 from varuna_capslog.variants.registry import Variant
 
 __all__ = ["WholeRuns", "profile_config", "profile_workload"]
@@ -107,7 +107,7 @@ def profile_workload(
     fields.choice(order, "order", ORDERS)
     conditions = conditions or RunConditions()
     conditions = replace(conditions, input=shapes_of(workload.profile_inputs(conditions.microbatch_size)))
-    launch = _Launch(Given(workload), workers, threads, progress, free_bytes, order)
+    launch = _Launch(ReadyValue(workload), workers, threads, progress, free_bytes, order)
     others = None if variants is None else allowed_variants(variants)
     return _profile(workload, conditions, launch, use_cache=False, variants=others)
 

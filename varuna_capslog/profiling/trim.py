@@ -37,7 +37,7 @@ from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.variants import PLAIN, text_of
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.weighing import ActionProbe, ActionWeights, HalfWeights, Halves, Left
+from varuna_capslog.profiling.weighing import ActionProbe, ActionResidue, ActionWeights, HalfWeights, Halves
 from varuna_capslog.schedules import Schedule, from_strings, insert_recompute, to_strings
 from varuna_capslog.variants.registry import tell_readers, variant_named
 
@@ -495,7 +495,7 @@ def _dummy(spec: TensorSpec) -> Tensor:
     return tensor.fill_(spec.dtype != torch.bool)
 
 
-_Seen = tuple[str, Stage, MicrobatchContext, Left]
+_Seen = tuple[str, Stage, MicrobatchContext, ActionResidue]
 
 
 class MeasuredStage(Observer):
@@ -513,7 +513,7 @@ class MeasuredStage(Observer):
     @contextlib.contextmanager
     def weighed_by(self, probe: ActionProbe) -> Iterator[list[_Seen]]:
         """Let the probe see every action of the block; yield the list of the actions, in the order of its windows, with
-        the bytes that they left (`weighing.Left`).
+        the bytes that they left (`weighing.ActionResidue`).
         """
         self._probe, self._seen = probe, []
         try:
@@ -545,7 +545,7 @@ class MeasuredStage(Observer):
     def _weighing(self, probe: ActionProbe, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
         with probe.action():
             yield
-        self._seen.append((kind, stage, context, Left.of(kind, stage, context)))
+        self._seen.append((kind, stage, context, ActionResidue.of(kind, stage, context)))
 
     @contextlib.contextmanager
     def _saving(

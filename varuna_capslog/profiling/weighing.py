@@ -24,7 +24,7 @@ from varuna_capslog.engine.probe import PeakProbe, StageMeter, _allocations, sto
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.profiles.record import HALVES, ActionBytes, Observation
 
-__all__ = ["ActionProbe", "ActionWeights", "HalfWeights", "Halves", "Left", "Window"]
+__all__ = ["ActionProbe", "ActionResidue", "ActionWeights", "HalfWeights", "Halves", "Window"]
 
 _MARK = "capslog action "
 
@@ -37,7 +37,7 @@ class Window(NamedTuple):
     after: int
 
 
-class Left(NamedTuple):
+class ActionResidue(NamedTuple):
     """Bytes that remain after an action of a microbatch.
 
     statistics: running statistics. noted: gradients that I has noted. seeds: the part of them that it began with (of
@@ -49,7 +49,7 @@ class Left(NamedTuple):
     seeds: int = 0
 
     @classmethod
-    def of(cls, kind: str, stage: Stage, context: MicrobatchContext) -> Left:
+    def of(cls, kind: str, stage: Stage, context: MicrobatchContext) -> ActionResidue:
         """Read them after an action of this kind."""
         statistics = storage_bytes(stage.statistics(context.index))
         if kind != "I":
@@ -163,7 +163,7 @@ class HalfWeights:
         self._ends = 0
         self._noted = (0, 0)
 
-    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, residue: Left) -> None:
+    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, residue: ActionResidue) -> None:
         """Add one action, or ignore it where it is no half of a backward. residue: bytes that remain after it."""
         if kind not in "IW":
             return

@@ -43,8 +43,8 @@ from varuna_capslog.profiling.trim import (
 )
 
 __all__ = [
-    "Given",
     "Play",
+    "ReadyValue",
     "Role",
     "WorkerFailure",
     "WorkerGroup",
@@ -89,7 +89,7 @@ class WorkerFailure(CapslogError):
 
 
 @dataclass(frozen=True)
-class Given(Generic[T]):
+class ReadyValue(Generic[T]):
     """Source that returns an existing value; it can be sent to the workers where the value can be pickled."""
 
     value: T

@@ -16,13 +16,13 @@ from varuna_capslog.schedules.actions import Action, graph_keeping_forwards
 from varuna_capslog.schedules.lower import Instruction, Lowered, Recv, SendInstruction, find_deadlock, in_turn, lower
 from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
-__all__ = ["OrderedStep", "Piece", "Times", "ordered"]
+__all__ = ["ActionCostKey", "OrderedStep", "Times", "ordered"]
 
 _RECEIVE, _SEND, _WORK, _WORK_BEHIND_LOAD, _OFFLOAD, _LOAD = range(6)
 _CODES = {"O": _OFFLOAD, "L": _LOAD, **dict.fromkeys("RBI", _WORK_BEHIND_LOAD)}
 
 
-class Piece(NamedTuple):
+class ActionCostKey(NamedTuple):
     """Key of actions that take equally long; keeps: the forward of their microbatch keeps its graph."""
 
     kind: str
@@ -49,7 +49,7 @@ class OrderedStep:
 
     lowered: Lowered
     instructions: list[tuple[int, Instruction]]
-    works: list[Piece]
+    works: list[ActionCostKey]
     ways: list[Edge]
     _row: list[tuple[int, int, int, int, int]]
     _messages: int
@@ -115,7 +115,7 @@ def _ordered(
     if len(instructions) < sum(map(len, lowered.programs)):
         raise CapslogError(f"the schedule deadlocks: {find_deadlock(lowered)}; reorder the lists of these ranks")
     keeping = graph_keeping_forwards(schedule)
-    works: dict[Piece, int] = {}
+    works: dict[ActionCostKey, int] = {}
     ways: dict[Edge, int] = {}
     channels = {pair: number for number, pair in enumerate(lowered.channels)}
     # a receive and its send have the same message object
@@ -128,7 +128,9 @@ def _ordered(
             way = ways.setdefault(instruction.message.way, len(ways))
             row.append((_SEND, rank, messages[id(instruction.message)], channels[rank, instruction.peer], way))
         else:
-            work = Piece(instruction.kind, instruction.stage, (instruction.stage, instruction.microbatch) in keeping)
+            work = ActionCostKey(
+                instruction.kind, instruction.stage, (instruction.stage, instruction.microbatch) in keeping
+            )
             code, call = (
                 _CODES.get(instruction.kind, _WORK),
                 -1 if instruction.microbatch is None else instruction.microbatch,

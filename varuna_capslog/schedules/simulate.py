@@ -15,7 +15,7 @@ from functools import cached_property
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, graph_keeping_forwards, placement_of
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction
-from varuna_capslog.schedules.ordered import OrderedStep, Piece, Times, ordered
+from varuna_capslog.schedules.ordered import ActionCostKey, OrderedStep, Times, ordered
 from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
 __all__ = [
@@ -91,7 +91,7 @@ class StageSeconds:
             other={kind: row if kind in "OL" else divided(row) or () for kind, row in self.other.items()},
         )
 
-    def of(self, work: Piece) -> float:
+    def of(self, work: ActionCostKey) -> float:
         """Return the seconds of one action."""
         kind, stage = work.kind, work.stage
         if kind == "F":
@@ -271,7 +271,7 @@ def simulated(
     copies = [_Copies(rank, copies_beside) for rank in range(len(lowered.programs))]
     rows = graph_keeping_forwards(schedule)
     cost = {
-        action: work[Piece(action.kind, action.stage, (action.stage, action.microbatch) in rows)]
+        action: work[ActionCostKey(action.kind, action.stage, (action.stage, action.microbatch) in rows)]
         for row in schedule
         for action in row
     }

@@ -91,7 +91,7 @@ def check_elastic(config: Config) -> None:
     """Raises CapslogError for an engine, planner or launcher that cannot change its members while it trains."""
     if config.engine != "capslog":
         raise CapslogError(f"elastic.enabled needs engine=capslog; engine={config.engine} restarts from checkpoints")
-    from varuna_capslog.membership.candidates import BY_TIME
+    from varuna_capslog.membership.layout_candidates import BY_TIME
 
     if config.elastic.rebalance and config.pipeline.planner not in BY_TIME:
         raise CapslogError(

@@ -26,13 +26,13 @@ from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
 from varuna_capslog.model.workload import LateTargets, Minibatch
 from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.training.checkpoint import prune
+from varuna_capslog.training.checkpoint_writer import CheckpointWriter, HostCopies
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import DataWatch, Feed, evaluation_groups
 from varuna_capslog.training.journal import Journal, peak_record, step_record
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.manifest import read_best
 from varuna_capslog.training.run_setup import RunSetup
-from varuna_capslog.training.saving import HostCopies, Saving
 
 __all__ = ["Boundaries", "PeakMeter", "TrainingLoop", "verify_copies"]
 
@@ -51,7 +51,7 @@ class Boundaries:
         self._engine: Engine  # of the generation that has begun
         self._generation = self._base = self._judged = 0
         self._named = 0  # newest step whose checkpoint has its name
-        self._saving: Saving | None = None  # under way
+        self._saving: CheckpointWriter | None = None  # under way
         self._copies = HostCopies()
         self._all_written = self._broken_off = False
         self._best: tuple[float, int] | None = None
@@ -79,7 +79,7 @@ class Boundaries:
 
     def opened(self, ballots: Sequence[bytes]) -> tuple[bytes, ...]:
         """Return the ballots as they were before `sealed`."""
-        plain, self._all_written = Saving.opened(ballots)
+        plain, self._all_written = CheckpointWriter.opened(ballots)
         return plain
 
     def between(self, step: int, save: bool = False) -> int | None:
@@ -124,7 +124,7 @@ class Boundaries:
             "cuts": self._engine.layout.layers_of_ways[0],
         }
         folder, number, engine = self._setup.checkpoints, self._generation, self._engine
-        self._saving = Saving(folder, step, number, engine, extra, self._copies if background else None)
+        self._saving = CheckpointWriter(folder, step, number, engine, extra, self._copies if background else None)
         return completed if background else self._complete()
 
     @property

@@ -15,7 +15,7 @@ import torch
 from live import Live, losses, pauses, quantiles, step_ends
 from parts.nccl import STAND_IN
 
-from tests.rig import nccl_manners
+from tests.rig import nccl_failures
 from tests.rig.toy import CONFIG
 
 MEMBERS, STEPS = 4, 12
@@ -52,7 +52,7 @@ def measure(device: torch.device, tell: Any) -> None:
     if device.type == "cuda" and len(tell.facts["gpus"]) < MEMBERS:
         tell.not_run(SAME["cuda"], f"NCCL needs a GPU for each of the {MEMBERS} members (CUDA_VISIBLE_DEVICES)")
         return
-    os.environ[nccl_manners.MANNERS] = "0,0,0"
+    os.environ[nccl_failures.MANNERS] = "0,0,0"
     over_nccl = changes(device, "nccl" if device.type == "cuda" else STAND_IN)
     both = sorted(over_gloo.losses.keys() & over_nccl.losses.keys())
     differ = [step for step in both if over_gloo.losses[step] != over_nccl.losses[step]]

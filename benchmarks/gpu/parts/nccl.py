@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from common import TransformerSize, run_ranks, token_loss, token_minibatch, transformer_chain
 
-from tests.rig import nccl_manners
+from tests.rig import nccl_failures
 from varuna_capslog.base.errors import PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
@@ -17,7 +17,7 @@ from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
 
-STAND_IN = "tests.rig.nccl_manners:open_group"
+STAND_IN = "tests.rig.nccl_failures:open_group"
 SIZE = TransformerSize(blocks=4, dim=64, sequence=32, microbatch_size=2)
 STEPS, WAIT, GRACE = 3, 3.0, 3.0
 """Steps; seconds that a rank waits for a message; seconds more until its error must be there."""
@@ -32,7 +32,7 @@ def measure(device: torch.device, tell: Any) -> None:
     """Write both rows."""
     same, lost = ROWS[device.type]
     transport, count = STAND_IN, 3
-    os.environ[nccl_manners.MANNERS] = "0,0,0"
+    os.environ[nccl_failures.MANNERS] = "0,0,0"
     if device.type == "cuda":
         transport, count = "nccl", min(4, len(tell.facts["gpus"]))
         if count < 2:

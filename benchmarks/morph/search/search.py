@@ -22,8 +22,8 @@ import numpy as np
 
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.layout_candidates import LayoutCandidates
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.membership.recovery import Seat
@@ -68,7 +68,7 @@ def placer_of(profile: Profile, run: tuple[int, int], link: Link | None, planner
     assert sizes is not None
     microbatches, blocks = run
     step = RunShape(microbatches, microbatch_size=1, num_blocks=blocks)
-    candidates = Candidates(profile, tuple(sizes[0]), step, planner, beside=sizes[0], link=link or Link())
+    candidates = LayoutCandidates(profile, tuple(sizes[0]), step, planner, beside=sizes[0], link=link or Link())
     return Placer(candidates, Elastic(), sizes[1])
 
 

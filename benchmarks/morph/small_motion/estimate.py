@@ -18,8 +18,8 @@ from typing import Any
 from varuna_capslog.base.files import append_jsonl
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.layout_candidates import LayoutCandidates
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.protection import state_bytes
 from varuna_capslog.membership.recovery import Seat
@@ -53,7 +53,7 @@ def placer_of(profile: Profile, planner: str, run: RunShape) -> Placer:
     """Return a run's placer: snapshots beside training, copies on the device, free transfers of activations."""
     sizes = state_bytes(profile)
     assert sizes is not None
-    candidates = Candidates(profile, tuple(sizes[0]), run, planner, beside=sizes[0])
+    candidates = LayoutCandidates(profile, tuple(sizes[0]), run, planner, beside=sizes[0])
     return Placer(candidates, Elastic(), sizes[1])
 
 

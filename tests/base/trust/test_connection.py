@@ -17,13 +17,13 @@ from varuna_capslog.base.trust import connection as trust
 from varuna_capslog.base.trust.connection import (
     GUESTS,
     MAX_RECORD,
+    AuthenticatedListener,
     Connection,
-    Door,
     Forged,
     NotTrusted,
     accepted,
-    challenge,
     dial,
+    server_hello,
 )
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -51,7 +51,7 @@ class Served:
         self.port = listener.getsockname()[1]
         self.inside: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self.ends: list[CapslogError] = []
-        self.door = Door(listener, key, self.inside.put, self.ends.append)
+        self.door = AuthenticatedListener(listener, key, self.inside.put, self.ends.append)
 
     def knock(self):
         return socket.create_connection(("127.0.0.1", self.port), 5.0)
@@ -172,7 +172,7 @@ def test_records_of_another_connection_with_the_same_secret_are_refused(served):
 def test_nobody_is_let_in_or_answered_without_the_key(served):
     with pytest.raises(NotTrusted, match="it refuses this run's secret"):
         dial("127.0.0.1", served.port, OTHER, 5.0)
-    for greeting in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(64), challenge() + bytes(24)):
+    for greeting in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(64), server_hello() + bytes(24)):
         with served.knock() as line:
             nonce = b""
             while len(nonce) < trust.CHALLENGE_BYTES:
@@ -210,7 +210,7 @@ def test_whoever_cannot_prove_it_is_no_server():
     def pretend():
         for answer in (lambda proof: proof[32:], lambda proof: bytes(32), None):
             line, _ = listener.accept()
-            line.sendall(challenge() if answer else b"SSH-2.0-something that is not ours at all")
+            line.sendall(server_hello() if answer else b"SSH-2.0-something that is not ours at all")
             if answer:
                 line.sendall(answer(line.recv(64, socket.MSG_WAITALL)))
             line.close()
@@ -253,7 +253,7 @@ def test_a_stranger_that_says_nothing_is_dismissed(monkeypatch):
 def test_a_door_that_is_closed_in_the_middle_is_tried_again(monkeypatch):
     """A full door closes the oldest connection, which may belong to a trusted caller."""
     served, dismissed = Served(), []
-    accept = Door._accept
+    accept = AuthenticatedListener._accept
 
     def crowded(door):
         accept(door)
@@ -261,7 +261,7 @@ def test_a_door_that_is_closed_in_the_middle_is_tried_again(monkeypatch):
             dismissed.append(1)
             door._dismiss(next(iter(door._guests)))
 
-    monkeypatch.setattr(Door, "_accept", crowded)
+    monkeypatch.setattr(AuthenticatedListener, "_accept", crowded)
     dial("127.0.0.1", served.port, KEY, 5.0)
     served.inside.get(timeout=5)
     assert len(dismissed) == 2

@@ -290,7 +290,7 @@ def test_when_all_voters_are_lost_at_once_whoever_asks_may_go_on_from_the_checkp
         run.client.append({"kind": "dead", "member": member, "why": "host h does not answer", "by": "another"})
     wait_until(lambda: run.told("dead") == ["h-1", "h-2"])
     run.client.append({"kind": "hello", "member": "h-3"})
-    assert not run.host.roster.is_bereft
+    assert not run.host.roster.has_no_voter_left
     assert run.client.read().number == 1
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from varuna_capslog.elastic.member.data_path import Proposals
+from varuna_capslog.elastic.member.process_groups import Proposals
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat

@@ -1,7 +1,7 @@
 """The machines of a chaos run, and a loop that observes them.
 
-`Machines` starts and ends hosts, replaces lost ones and observes; it injects no faults. `strikes` and `preemptions` do,
-by calling its methods.
+`Machines` starts and ends hosts, replaces lost ones and observes; it injects no faults. `fault_injection` and
+`preemptions` do, by calling its methods.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 
-from tests.rig.search.course import Course, History, HistoryOutcome
 from tests.rig.search.places import with_pipeline
+from tests.rig.search.random_history import History, HistoryOutcome, RandomHistory
 from tests.rig.search.world import Transition, Violation
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
@@ -72,7 +72,7 @@ def play(history: History, transition: Transition = protocol.step, compare: bool
         Violation: a rule is broken.
         Stuck: nothing goes on although everything has healed.
     """
-    world = Course(history, transition, compare)
+    world = RandomHistory(history, transition, compare)
     begin(world)
     try:
         _run(world)
@@ -86,7 +86,7 @@ def play(history: History, transition: Transition = protocol.step, compare: bool
     return world.outcome
 
 
-def begin(world: Course) -> None:
+def begin(world: RandomHistory) -> None:
     """The first members found the first generation."""
     history = world.history
     names = [f"m{number:04d}" for number in range(history.members)]
@@ -99,7 +99,7 @@ def begin(world: Course) -> None:
         world.feed(i, m.StoreSays(world.record))
 
 
-def take(world: Course, lossy: bool = False) -> None:
+def take(world: RandomHistory, lossy: bool = False) -> None:
     """Make a delivery, drawn from all that are under way.
 
     Args:
@@ -124,7 +124,7 @@ def take(world: Course, lossy: bool = False) -> None:
             world.feed(i, m.Tick())
 
 
-def _run(world: Course) -> None:
+def _run(world: RandomHistory) -> None:
     history, dice, outcome = world.history, world.dice, world.outcome
     expected = history.members * (3 * history.steps + 6)
     moments = sorted(dice.randrange(expected) for _ in range(history.faults))

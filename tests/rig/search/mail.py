@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tests.rig.search.deliveries import Action, Scenario
 from tests.rig.search.forgetting import adopts, brought, living, valid
 from tests.rig.search.places import with_pipeline
 from tests.rig.search.possible import ANSWERING, OpenWorld
-from tests.rig.search.post import Action, Scenario
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.changes import Phase, State
 from varuna_capslog.membership.generation import Generation, Stamp

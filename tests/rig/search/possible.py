@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.rig.search.post import Action, PostWorld
+from tests.rig.search.deliveries import Action, PostWorld
 from varuna_capslog.membership.changes import Phase
 
 __all__ = ["ANSWERING", "OpenWorld"]

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.rig.search.past import Damage, Past
+from tests.rig.search.ground_truth import Damage, GroundTruth
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
 from varuna_capslog.membership.changes import Job, Phase, State, Step
@@ -78,7 +78,7 @@ class World:
             Stamp, frozenset[int]
         ] = {}  # members that have written their share of a checkpoint that a vote asked for
         self.casts: dict[tuple[int, int], dict[Member, m.Value]] = {}
-        self.truth = Past()
+        self.truth = GroundTruth()
 
     def add(self, state: State, memory: frozenset[tuple[int, Stamp]] | None = None) -> int:
         """Lets a process into the world; `memory` is what it really holds (by default what it claims)."""

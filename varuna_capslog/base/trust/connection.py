@@ -1,9 +1,10 @@
 """A TCP connection of two processes that have proved to each other that they know one key.
 
-`dial` is the caller's side of the handshake, `Door` the other one. Afterwards everything travels in records of bounded
-size, each with a code (AES-GCM without encryption, known as GMAC: NIST SP 800-38D) over its number and its bytes, under
-a key of this connection and direction. Nothing is encrypted, and nothing that arrives is ever unpickled. A record that
-was changed, repeated, left out or moved ends the connection; so does a stranger's, before a byte of it is used.
+`dial` is the caller's side of the handshake, `AuthenticatedListener` the other one. Afterwards everything travels in
+records of bounded size, each with a code (AES-GCM without encryption, known as GMAC: NIST SP 800-38D) over its number
+and its bytes, under a key of this connection and direction. Nothing is encrypted, and nothing that arrives is ever
+unpickled. A record that was changed, repeated, left out or moved ends the connection; so does a stranger's, before a
+byte of it is used.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ __all__ = [
     "GUESTS",
     "HANDSHAKE_SECONDS",
     "MAX_RECORD",
+    "AuthenticatedListener",
     "Connection",
-    "Door",
     "Forged",
     "NotTrusted",
     "accepted",
-    "challenge",
     "dial",
     "proof",
+    "server_hello",
 ]
 
 
@@ -201,7 +202,7 @@ def _record_code(key: AESGCM, number: int, content: Buffer) -> bytes:
 # -- the handshake -----------------------------------------------------------------------------------------------------
 
 
-def challenge() -> bytes:
+def server_hello() -> bytes:
     """Return the server's first message, sent to every caller: the magic bytes and a fresh random nonce."""
     return _MAGIC + os.urandom(_NONCE)
 
@@ -228,7 +229,7 @@ def accepted(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, b
 
 
 def dial(host: str, port: int, key: bytes, seconds: float) -> Connection:
-    """Connect to a `Door`, prove that we know the key, and have the door prove it.
+    """Connect to a `AuthenticatedListener`, prove that we know the key, and have the door prove it.
 
     A connection that ends during the handshake is tried again a few times: a door with too many strangers closes the
     oldest connection.
@@ -319,7 +320,7 @@ class _Guest:
     proof: bytearray = field(default_factory=bytearray)
 
 
-class Door:
+class AuthenticatedListener:
     """Accepts on one listener, until it is closed.
 
     Args:
@@ -392,7 +393,7 @@ class Door:
                 return
             if len(self._guests) >= GUESTS:
                 self._dismiss(next(iter(self._guests)))
-            guest = _Guest(challenge(), time.monotonic() + HANDSHAKE_SECONDS)
+            guest = _Guest(server_hello(), time.monotonic() + HANDSHAKE_SECONDS)
             try:
                 line.setblocking(False)
                 line.send(guest.asked)

@@ -203,7 +203,7 @@ class Host:
         if self.options.serves and self.roster.is_complete(self.options.hosts):
             self._found()
         ends = isinstance(entry, entries.DeadEntry | entries.LeftEntry | entries.GenerationEntry)
-        if ends and self.roster.is_bereft and not self._asked:
+        if ends and self.roster.has_no_voter_left and not self._asked:
             self._park()
         self.workers.take(entry)
         match entry:

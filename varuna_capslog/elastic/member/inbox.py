@@ -24,7 +24,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import Ends, OwnedThread
-from varuna_capslog.base.trust.connection import Connection, Door, dial
+from varuna_capslog.base.trust.connection import AuthenticatedListener, Connection, dial
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.network import listen
@@ -99,7 +99,7 @@ class Peers:
         listener = listen(address)
         host, port = listener.getsockname()[:2]
         self.address = f"{host}:{port}"
-        self._door = Door(listener, key, self._admitted, self._fail, "peers-door")
+        self._door = AuthenticatedListener(listener, key, self._admitted, self._fail, "peers-door")
 
     def send(self, target: Member, kind: str, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
         """Queue a message; never blocks. Tensors must not change until the receiver is known to have them. A target

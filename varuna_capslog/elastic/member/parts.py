@@ -11,9 +11,9 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from varuna_capslog.elastic.member.data_path import DataPath, Proposals
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.inbox import PeerMessage, Peers
+from varuna_capslog.elastic.member.process_groups import ProcessGroups, Proposals
 from varuna_capslog.elastic.member.work import LayerState, Work
 from varuna_capslog.membership import entries
 from varuna_capslog.membership import messages as m
@@ -149,7 +149,7 @@ class Parts:
     job: Job
     holdings: Holdings
     peers: Peers
-    path: DataPath
+    path: ProcessGroups
     probe: Callable[[str], None]
     report: ChangeReport
     proposals: Proposals

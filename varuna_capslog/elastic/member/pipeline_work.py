@@ -247,13 +247,13 @@ class PipelineWork(Work):
             self._balance.begin(opening.members, plan)
         writes = opening.members[0] == self.start.me
         arguments = (opening.number + self.start.offset, plan, layout.stages_of(communicator.rank), writes)
-        OwnedThread("write-papers", self._write_papers, self._papers_failed, *arguments).start()
+        OwnedThread("write-papers", self._write_plan_file, self._papers_failed, *arguments).start()
         path = self.start.resumed.get(opening.base)
         # True where the run goes on from its own checkpoint
         saved = path is not None and path.parent == self.setup.checkpoints.absolute()
         self.loop.begin(engine, opening.number, opening.base.step, writes, saved)
 
-    def _write_papers(self, number: int, plan: Plan, stages: list[int], writes: bool) -> None:
+    def _write_plan_file(self, number: int, plan: Plan, stages: list[int], writes: bool) -> None:
         """Write the generation's plan file and this member's place in it, beside the training, which does not wait."""
         if writes:
             self._run.write_plan(number, plan)

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.elastic.member.data_path import DataPath, Proposals
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.notice_policy import NoticePolicy
 from varuna_capslog.elastic.member.parts import ChangeReport, Incoming, Parts
+from varuna_capslog.elastic.member.process_groups import ProcessGroups, Proposals
 from varuna_capslog.elastic.member.start_up import MemberStart, RuntimeOptions, WaitingTime
 from varuna_capslog.elastic.member.training import NotApplied, Training
 from varuna_capslog.elastic.member.work import Work
@@ -61,7 +61,7 @@ class Runtime:
         job = Job(work.layer_bytes, report.timed(work.place), options.sync, options.shadows)
         self.roster = Roster()
         self.inbox = Inbox(start, store)
-        path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows, work.begin_pairs)
+        path = ProcessGroups(me, self.inbox, store.rendezvous, timeouts, work.knows, work.begin_pairs)
         peers = self.inbox.peers
         proposals = Proposals(me, work, peers, job.place)
         self.parts = Parts(me, work, job, Holdings(work), peers, path, options.probe, report, proposals)

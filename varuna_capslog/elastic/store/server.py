@@ -18,7 +18,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread, logged
-from varuna_capslog.base.trust.connection import Connection, Door, NotTrusted, dial
+from varuna_capslog.base.trust.connection import AuthenticatedListener, Connection, NotTrusted, dial
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.network import listen
 from varuna_capslog.elastic.store.log import ENDED, StoreGone, StoreRefuses
@@ -63,7 +63,7 @@ class StoreServer:
         self._content = _Content()
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
-        self._door = Door(listener, secret.key(PURPOSE), self._admitted, self._fail, "store-door")
+        self._door = AuthenticatedListener(listener, secret.key(PURPOSE), self._admitted, self._fail, "store-door")
 
     def close(self) -> None:
         """End the server; its clients see that the store is gone."""

@@ -1,6 +1,6 @@
 """Cheapest memory intervals of a stage: the inner problem of a planner that chooses cuts, limits and intervals."""
 
-from varuna_capslog.planners.intervals.fronts import DEFAULT_LABELS, EXACT_LAYERS, IntervalFronts
+from varuna_capslog.planners.intervals.interval_search import DEFAULT_LABELS, EXACT_LAYERS, IntervalSearch
 from varuna_capslog.planners.intervals.tables import (
     Handling,
     IntervalChoice,
@@ -14,7 +14,7 @@ __all__ = [
     "EXACT_LAYERS",
     "Handling",
     "IntervalChoice",
-    "IntervalFronts",
+    "IntervalSearch",
     "again_seconds",
     "combined_seconds",
     "stage_bytes",

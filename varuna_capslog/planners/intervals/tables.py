@@ -1,5 +1,7 @@
-"""The segments of a chain and the states between them, as arrays that the search reads. A segment's bytes depend on the
-segments before it only through `memory.segments.Before`: choices up to one cut that are equal in this are in one state.
+"""The segments of a chain and the states between them, as arrays that the search reads.
+
+A segment's bytes depend on the segments before it only through `memory.segments.PrecedingSegments`: choices up to one
+cut that are equal in this are in one state.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.range_bytes import BackwardWork, RangeBytes
-from varuna_capslog.memory.segments import Before, Beside, CallSegment, Treatment, treated
+from varuna_capslog.memory.segments import CallSegment, PrecedingSegments, SharedInputs, Treatment, treated
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, pieces_of
 
@@ -263,16 +265,16 @@ class States:
 
     def __init__(self, ranges: RangeBytes, later: bool) -> None:
         self._ranges, self._later = ranges, later
-        self._families: dict[tuple[int, int, Beside], int] = {}
-        self._numbers: dict[tuple[int, bool, Beside, Beside], int] = {}
+        self._families: dict[tuple[int, int, SharedInputs], int] = {}
+        self._numbers: dict[tuple[int, bool, SharedInputs, SharedInputs], int] = {}
         self._behind: dict[tuple[int, int, int, int], int] = {}
         self._pairs: dict[tuple[MemoryInterval | None, MemoryInterval | None], int] = {}
         self._passing: list[int] = []
         """For each state, the number of the pair of segments whose inputs may pass."""
         self.cut: list[int] = []
-        self.before: list[Before] = []
+        self.before: list[PrecedingSegments] = []
         self.keeps: list[bool] = []
-        self.beside: list[Beside] = []
+        self.beside: list[SharedInputs] = []
         self.outputs: list[int] = []
         self.family: list[int] = []
         self._columns: Columns | None = None
@@ -288,7 +290,7 @@ class States:
             )
         return self._columns
 
-    def number(self, cut: int, before: Before, keeps: bool) -> int:
+    def number(self, cut: int, before: PrecedingSegments, keeps: bool) -> int:
         """Return the number of the state of choices up to a cut."""
         # The further apart two cuts are, the fewer tensors pass both. So equal bytes at this cut mean equal tensors at
         # this cut and all later ones.
@@ -302,7 +304,7 @@ class States:
             self.before.append(before)
             self._passing.append(self._pairs.setdefault((before.stays, before.leaves), len(self._pairs)))
             self.keeps.append(keeps)
-            self.beside.append(Beside(*map(max, outputs, passed)))
+            self.beside.append(SharedInputs(*map(max, outputs, passed)))
             self.outputs.append(outputs.stay)
             family = cut, outputs.taken, passed
             self.family.append(self._families.setdefault(family, len(self._families)))

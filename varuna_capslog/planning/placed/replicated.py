@@ -20,7 +20,7 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners import BUDGET
-from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalFronts, stage_bytes
+from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalSearch, stage_bytes
 from varuna_capslog.planners.replicas import (
     COMPARES_PEAKS,
     NEEDS_TENSORS,
@@ -80,7 +80,7 @@ class PlacedIntervals:
         self._seconds = LayerSeconds.of_profile(profile)
         self._ranges = RangeBytes(profile, RANKS, run.recomputes)
         self._of_stage: dict[tuple[int, ...], RangeBytes] = {}
-        self._fronts: dict[tuple[int, int, tuple[int, ...], Handling], IntervalFronts] = {}
+        self._fronts: dict[tuple[int, int, tuple[int, ...], Handling], IntervalSearch] = {}
 
     def treated(self, plan: Plan, verdict: Plan, judge: Judge, redone: Callable[[Plan], Plan]) -> Plan | None:
         """Return the plan with intervals with which it fits; None where none were found.
@@ -186,13 +186,13 @@ class PlacedIntervals:
             self._of_stage[layers] = self._ranges.of_stage(layers)
         return self._of_stage[layers]
 
-    def _fronts_of(self, plan: Plan, stage: PlanStage, first: int, end: int, handling: Handling) -> IntervalFronts:
+    def _fronts_of(self, plan: Plan, stage: PlanStage, first: int, end: int, handling: Handling) -> IntervalSearch:
         layers = tuple(stage.numbers) if plan.routes == "direct" else ()
         key = first, end, layers, handling
         if key not in self._fronts:
             size = end - first
             borders = {first, end, *np.linspace(first, end, min(size, _PLACES) + 1).astype(int).tolist()}
-            self._fronts[key] = IntervalFronts(
+            self._fronts[key] = IntervalSearch(
                 self._ranges_of(plan, stage),
                 self._seconds,
                 handling,

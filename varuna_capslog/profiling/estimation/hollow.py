@@ -40,7 +40,7 @@ from varuna_capslog.profiling.estimation.operators import Work
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.estimation.rates import Speed
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun, with_real_layers
-from varuna_capslog.profiling.weighing import ActionWeights, HalfWeights, Halves, Left, Window
+from varuna_capslog.profiling.weighing import ActionResidue, ActionWeights, HalfWeights, Halves, Window
 
 __all__ = [
     "ForwardRun",
@@ -440,7 +440,7 @@ class _HalvesMeter(StepMeter):
         finally:
             followed.observer = None
         window = Window(before, followed.lately_bytes, followed.live_bytes)
-        self.weights.add(kind, stage, context, window, Left.of(kind, stage, context))
+        self.weights.add(kind, stage, context, window, ActionResidue.of(kind, stage, context))
         followed.lately_bytes = followed.live_bytes
 
 

@@ -27,8 +27,8 @@ from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator, PeerLost
-from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
+from varuna_capslog.membership.layout_candidates import LayoutCandidates
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.plans.plan import Plan
@@ -254,7 +254,7 @@ class VarunaWork(Work):
         self.pieces = ModelPieces(job, varuna.CutPoint)
         self.layer_bytes = self.pieces.state_bytes
         count = job.num_microbatches
-        candidates = Candidates(
+        candidates = LayoutCandidates(
             job.profile,
             self.layer_bytes,
             RunShape(count, microbatch_size=job.chunk_size if job.profile is not None else None),

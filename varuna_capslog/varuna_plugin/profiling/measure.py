@@ -26,7 +26,7 @@ from varuna_capslog.profiling import launches
 from varuna_capslog.profiling.conditions import Progress, RunConditions
 from varuna_capslog.profiling.launches import LaunchTimes, devices_of, failures_named, in_one_launch
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import Given, Workers
+from varuna_capslog.profiling.worker import ReadyValue, Workers
 from varuna_capslog.varuna_plugin.install import install, installed_patches, silent, uninstall
 from varuna_capslog.varuna_plugin.profiling.worker import ProfileOptions, Subject, varuna_roles
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
@@ -68,7 +68,7 @@ def profile(
         )
     if workers < 1 or chunk_size < 1:
         raise CapslogError(f"workers={workers}, chunk_size={chunk_size}: both must be at least 1")
-    build: Callable[[], nn.Module] = Given(model) if isinstance(model, nn.Module) else model
+    build: Callable[[], nn.Module] = ReadyValue(model) if isinstance(model, nn.Module) else model
     commit, subject, whole_model = _traced(build, get_batch_fn, chunk_size, chosen)
     trace = subject.trace
     names, sizes = _names(trace), {name: tensor.nbytes for name, tensor in whole_model.named_parameters()}
@@ -151,7 +151,7 @@ def _measured(
     tasks.sort(key=lambda task: -task[1])
     devices = devices_of(options.device, min(options.workers, len(tasks)))
     modules = sorted({type(module).__module__ for module in model[0].modules()})
-    source: Any = Given(subject)  # where our own engine's workers get a workload
+    source: Any = ReadyValue(subject)  # where our own engine's workers get a workload
     described = Workers(source, devices, options.threads, modules, conditions, launches.free_bytes, names, varuna_roles)
     with failures_named(names), described.group(len(devices)) as group:
         rows = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))

@@ -53,7 +53,7 @@ def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path, forked_
         folder = tmp_path / seed
         words = ["model.towers=true", "train.accumulation_blocks=4", "pipeline.schedule=zb-h1", "--plans"]
         words += ["--network", "loopback", "--faults", "2", "--seed", seed]
-        words += ["pipeline.transport=tests.rig.nccl_manners:open_group"]
+        words += ["pipeline.transport=tests.rig.nccl_failures:open_group"]
         words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.rig.search.ground_truth import GroundTruth
 from tests.rig.search.mail import MailWorld, Scenario
-from tests.rig.search.past import Past
 from tests.rig.search.places import make_job
 from varuna_capslog.membership import protocol
 
@@ -42,7 +42,7 @@ class Remembering(MailWorld):
 
 def _frozen(value: Any) -> Any:
     """The same as something that can be looked up."""
-    if isinstance(value, Past):
+    if isinstance(value, GroundTruth):
         value = vars(value)
     if isinstance(value, dict):
         return tuple(sorted(((key, _frozen(entry)) for key, entry in value.items()), key=lambda item: item[0]))

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.rig.search.course import DAMAGE, FAULTS, LADDER
 from tests.rig.search.histories import draw, play
+from tests.rig.search.random_history import DAMAGE, FAULTS, LADDER
 from tests.rig.search.world import Violation
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol, recovery

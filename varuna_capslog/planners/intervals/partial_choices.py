@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory.segments import Sums
 
-__all__ = ["ON_DEVICE", "WHOLE", "Finished", "Kin", "Labels", "Thinning", "fewer", "joined", "undominated"]
+__all__ = [
+    "ON_DEVICE",
+    "WHOLE",
+    "Dominance",
+    "Finished",
+    "PartialChoices",
+    "Thinning",
+    "fewer",
+    "joined",
+    "undominated",
+]
 
 
 Floats = NDArray[np.float64]
@@ -33,7 +43,7 @@ _BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Labels:
+class PartialChoices:
     """N labels, each a choice for the layers from some first one up to the same cut. whole: [6, N], integers by the
     names of `WHOLE`: the first layer; the state and phase before the next segment, see `fronts`; the cut before the
     last segment (source), and the index of the label there that it extends (parent); the kind of the last segment. -1
@@ -49,9 +59,9 @@ class Labels:
     def __len__(self) -> int:
         return self.whole.shape[1]
 
-    def __getitem__(self, chosen: Any) -> Labels:
+    def __getitem__(self, chosen: Any) -> PartialChoices:
         """Return the chosen labels."""
-        return Labels(self.whole[:, chosen], self.numbers[..., chosen], self.names)
+        return PartialChoices(self.whole[:, chosen], self.numbers[..., chosen], self.names)
 
     @property
     def first(self) -> Numbers:
@@ -80,30 +90,30 @@ class Labels:
 
 
 WHOLE = ("first", "state", "phase", "source", "parent", "kind")
-"""The rows of `Labels.whole`."""
+"""The rows of `PartialChoices.whole`."""
 
 
-def joined(some: Sequence[Labels]) -> Labels:
+def joined(some: Sequence[PartialChoices]) -> PartialChoices:
     """Concatenate labels in this order."""
     if len(some) == 1:
         return some[0]
     integers = np.concatenate([labels.whole for labels in some], axis=-1)
-    return Labels(integers, np.concatenate([labels.numbers for labels in some], axis=-1), some[0].names)
+    return PartialChoices(integers, np.concatenate([labels.numbers for labels in some], axis=-1), some[0].names)
 
 
-def undominated(points: Floats, kin: Numbers, may: NDArray[np.bool_]) -> Numbers:
+def undominated(points: Floats, classes: Numbers, may: NDArray[np.bool_]) -> Numbers:
     """Return for each of the points [N, D] the index of the point that stands for it: the point itself, or an
     undominated point that is as small or smaller in every coordinate and whose class may stand for its class. Of points
-    that may stand for each other it is the first. kin: [N], class number of each point. may: [K, K], True where points
-    of the first class may stand for points of the second, and on the diagonal; transitive. A class comes behind all
-    that may stand for it (`Kin.classes`).
+    that may stand for each other it is the first. classes: [N], class number of each point. may: [K, K], True where
+    points of the first class may stand for points of the second, and on the diagonal; transitive. A class comes
+    behind all that may stand for it (`Dominance.classes`).
     """
-    order = np.lexsort((kin, *points.T[::-1]))  # a point is dominated only by points before it
-    columns, kin = np.ascontiguousarray(points[order].T), kin[order]
+    order = np.lexsort((classes, *points.T[::-1]))  # a point is dominated only by points before it
+    columns, classes = np.ascontiguousarray(points[order].T), classes[order]
 
     def as_small(some: Numbers, others: Numbers) -> NDArray[np.bool_]:
         """Return [others, some]: True where a point of `some` may stand for one of `others`."""
-        may_stand: NDArray[np.bool_] = may.T[kin[others][:, None], kin[some]]
+        may_stand: NDArray[np.bool_] = may.T[classes[others][:, None], classes[some]]
         for column in columns:
             may_stand &= column[some] <= column[others][:, None]
         return may_stand
@@ -128,7 +138,7 @@ def undominated(points: Floats, kin: Numbers, may: NDArray[np.bool_]) -> Numbers
 
 
 @dataclass(frozen=True)
-class Kin:
+class Dominance:
     """Dominance between N labels of different states. Label y may stand for x where (1) they are of one family, (2) x
     keeps or y does not, (3) their outputs are equal or y has none, and (4) their phases are equal or y's is 0. Then any
     segment that may follow x may follow y, and adds at most the outputs of x more to y's device bytes than to x's.
@@ -163,7 +173,7 @@ class Thinning:
 
     points: Floats
     extremes: Floats
-    kin: Kin
+    dominance: Dominance
     most: int
     steps: Floats
 
@@ -183,7 +193,7 @@ class Thinning:
             scaled = sorted_points / (span * np.where(crowded, steps, 1.0)[:, None])[row]
             boxes = np.where(crowded[row, None], np.floor(scaled), sorted_points)
             stands[order] = order[self._first_of_box(order, row, boxes, scaled.sum(axis=1))]
-        behind, (kin, may) = np.arange(len(first)), self.kin.classes
+        behind, (classes, may) = np.arange(len(first)), self.dominance.classes
         for number, part in enumerate(parts):
             remaining, layer = part[stands[part] == part], int(of_first[number])
             while True:
@@ -192,7 +202,7 @@ class Thinning:
                     points = points / (span[number] * self.steps[layer])
                     best = np.argsort(points.sum(axis=1), kind="stable")
                     remaining, points = remaining[best], np.floor(points[best])
-                by = undominated(points, kin[remaining], may)
+                by = undominated(points, classes[remaining], may)
                 behind[remaining] = remaining[by]
                 stands[part] = behind[stands[part]]
                 remaining = remaining[by == np.arange(len(by))]
@@ -207,7 +217,7 @@ class Thinning:
 
     def _first_of_box(self, order: Numbers, row: Numbers, boxes: Floats, total: Floats) -> Numbers:
         """Return for each place of `order` the place of the label of least total in the same box and class."""
-        columns = [row, self.kin.classes[0][order], *boxes.T]
+        columns = [row, self.dominance.classes[0][order], *boxes.T]
         mixed = np.zeros(len(order))
         for column in columns:  # labels of one box have equal numbers; others collide only by chance
             mixed = (mixed * 0.6180339887 + column) * 0.7548776662 % 1e6
@@ -218,7 +228,7 @@ class Thinning:
         return firsts
 
 
-def fewer(labels: Labels, stands: Numbers, kin: Kin) -> Labels:
+def fewer(labels: PartialChoices, stands: Numbers, dominance: Dominance) -> PartialChoices:
     """Return the labels that stand for themselves, by first layer, with lower bounds of all that they stand for."""
     kept = np.flatnonzero(stands == np.arange(len(labels)))
     kept = kept[np.argsort(labels.first[kept], kind="stable")]
@@ -229,7 +239,9 @@ def fewer(labels: Labels, stands: Numbers, kin: Kin) -> Labels:
     place[kept] = np.arange(len(kept))
     by_place = np.argsort(place[stands], kind="stable")
     borders = np.flatnonzero(np.diff(place[stands[by_place]], prepend=-1))
-    less = np.where((kin.keeps != kin.keeps[stands]) | (kin.outputs != kin.outputs[stands]), kin.outputs, 0.0)
+    other_keeps = dominance.keeps != dominance.keeps[stands]
+    other_outputs = dominance.outputs != dominance.outputs[stands]
+    less = np.where(other_keeps | other_outputs, dominance.outputs, 0.0)
     on_device = np.array([False, *(name in ON_DEVICE for name in labels.names)])
     lower = (labels.numbers[:, 1] - on_device[:, None] * less)[:, by_place]
     thinned.numbers[:, 1] = np.minimum.reduceat(lower, borders, axis=-1)
@@ -247,7 +259,7 @@ class Finished:
     """
 
     num_layers: int
-    labels: Labels
+    labels: PartialChoices
     ends: Numbers
     first: Numbers
     end: Numbers
@@ -255,7 +267,7 @@ class Finished:
     places: dict[tuple[int, int], slice]
 
     @classmethod
-    def of(cls, by_end: Sequence[Labels]) -> Finished:
+    def of(cls, by_end: Sequence[PartialChoices]) -> Finished:
         """Make the array of `by_end`: for each cut the choices that end there, by their first layers."""
         labels, size = joined(by_end), len(by_end)
         ends = np.repeat(np.arange(size), [len(choices) for choices in by_end])

@@ -3,7 +3,7 @@
 No tags: the n-th send meets the n-th receive. After a peer's death every operation hangs, without an error, until this
 rank aborts the group; then it ends, without an error, and a receive leaves noise in its tensor. Some openings are slow
 or fail, and at times a group breaks without an error. Two ranks of one device are refused.
-Use it as `pipeline.transport=tests.rig.nccl_manners:open_group`.
+Use it as `pipeline.transport=tests.rig.nccl_failures:open_group`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from torch import Tensor
 
 from varuna_capslog.base.processes import OwnedThread, logged
 
-__all__ = ["MANNERS", "Manners", "StandIn", "left_open", "open_group"]
+__all__ = ["MANNERS", "FailureRates", "StandIn", "left_open", "open_group"]
+
 
 MANNERS = "CAPSLOG_STAND_IN"
-"""`slow,fails,breaks`: three shares, 0 .. 1; see `Manners`."""
+"""`slow,fails,breaks`: three shares, 0 .. 1; see `FailureRates`."""
 
 _LENGTH = struct.Struct("!Q")
 _LOOK_SECONDS = 0.02
@@ -40,7 +41,7 @@ _changing = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Manners:
+class FailureRates:
     """Probability of each injected failure.
 
     Attributes:
@@ -54,7 +55,7 @@ class Manners:
     breaks: float = 0.0001
 
     @classmethod
-    def of_environment(cls) -> Manners:
+    def of_environment(cls) -> FailureRates:
         """Read the probabilities from the variable `MANNERS`; defaults where it is not set."""
         text = os.environ.get(MANNERS)
         return cls(*map(float, text.split(","))) if text else cls()
@@ -165,7 +166,7 @@ def open_group(store: dist.Store, number: int, timeout: datetime.timedelta, devi
     Args:
         device: of this rank, by its name; None: every process has one.
     """
-    manners, draw = Manners.of_environment(), random.Random()
+    manners, draw = FailureRates.of_environment(), random.Random()
     if draw.random() < manners.slow:
         time.sleep(0.5)
     if draw.random() < manners.fails:

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from tests.rig.fault_injection import Strikes
 from tests.rig.faults import JumpedClock
 from tests.rig.recovery import Recovery
 from tests.rig.schedule import schedule
-from tests.rig.strikes import Strikes
 from tests.rig.tests.worlds import FakeMachines, stepped
 
 KILL, STOP, CONT = int(signal.SIGKILL), int(signal.SIGSTOP), int(signal.SIGCONT)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rig import nccl_manners
-from varuna_capslog.elastic.member.data_path import DataPath, Pairs
+from tests.rig import nccl_failures
+from varuna_capslog.elastic.member.process_groups import Pairs, ProcessGroups
 from varuna_capslog.elastic.member.start_up import Timeouts
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import Generation
@@ -36,16 +36,16 @@ class QuietInbox:
         return False
 
 
-def paths(begin_pairs: Callable[[Communicator, Pairs], None]) -> list[DataPath]:
+def paths(begin_pairs: Callable[[Communicator, Pairs], None]) -> list[ProcessGroups]:
     store = dist.HashStore()
     timeouts = Timeouts(peer=20.0, gather=20.0)
     return [
-        DataPath(member, QuietInbox(), lambda: store, timeouts, lambda: None, begin_pairs)  # type: ignore[arg-type]
+        ProcessGroups(member, QuietInbox(), lambda: store, timeouts, lambda: None, begin_pairs)  # type: ignore[arg-type]
         for member in MEMBERS
     ]
 
 
-def until_met(path: DataPath, record: Generation, seconds: float = 20.0) -> bool:
+def until_met(path: ProcessGroups, record: Generation, seconds: float = 20.0) -> bool:
     until = time.monotonic() + seconds
     while not path.has_met(record, [("join", "m1")], set()):
         if time.monotonic() > until:
@@ -54,20 +54,20 @@ def until_met(path: DataPath, record: Generation, seconds: float = 20.0) -> bool
     return True
 
 
-def take_both(data_paths: Sequence[DataPath], record: Generation) -> list[Communicator]:
+def take_both(data_paths: Sequence[ProcessGroups], record: Generation) -> list[Communicator]:
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(lambda path: path.take(record), data_paths))
     return [group[0] for group in groups if group is not None]
 
 
 def test_groups_of_two_ranks_are_open_before_the_change_that_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nccl_manners.MANNERS, "0,0,0")
+    monkeypatch.setenv(nccl_failures.MANNERS, "0,0,0")
     opened: list[int] = []
 
-    def opener(store: dist.Store, number: int, timeout: datetime.timedelta) -> nccl_manners.StandIn:
+    def opener(store: dist.Store, number: int, timeout: datetime.timedelta) -> nccl_failures.StandIn:
         time.sleep(0.3)
         opened.append(number)
-        return nccl_manners.open_group(store, number, timeout, f"device {len(opened)}")
+        return nccl_failures.open_group(store, number, timeout, f"device {len(opened)}")
 
     first, second = paths(lambda communicator, pairs: communicator.begin_pair_groups(pairs, opener, CPU))
     present = Generation(3, ("m0",))
@@ -85,4 +85,4 @@ def test_groups_of_two_ranks_are_open_before_the_change_that_needs_them(monkeypa
     assert len(opened) == 4
     for path in (first, second):
         path.close()
-    assert nccl_manners.left_open() == 0
+    assert nccl_failures.left_open() == 0

@@ -14,6 +14,7 @@ from varuna_capslog.membership.recovery import Seat
 
 __all__ = ["Action", "PostWorld", "Scenario"]
 
+
 Action = tuple[Any, ...]
 
 

@@ -25,9 +25,9 @@ from varuna_capslog.base.errors import DiskFailed
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.training import checkpoint, layer_state
 from varuna_capslog.training.checkpoint import latest_checkpoint, open_checkpoint
+from varuna_capslog.training.checkpoint_writer import CheckpointWriter
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.loop import TrainingLoop
-from varuna_capslog.training.saving import Saving
 from varuna_capslog.training.stored_layers import from_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -196,9 +196,9 @@ def test_an_evaluation_begins_once_the_checkpoint_is_whole(tmp_path: Path, monke
 
 def test_ballots_come_out_as_they_went_in() -> None:
     plain = (b"", b"7|x", b'{"finite":true}')
-    assert Saving.opened(plain) == (plain, False)
-    assert Saving.opened([b"written|" + ballot for ballot in plain]) == (plain, True)
-    assert Saving.opened([b"written|", *plain]) == ((b"", *plain), False)
+    assert CheckpointWriter.opened(plain) == (plain, False)
+    assert CheckpointWriter.opened([b"written|" + ballot for ballot in plain]) == (plain, True)
+    assert CheckpointWriter.opened([b"written|", *plain]) == ((b"", *plain), False)
 
 
 KILLED_WHILE_WRITING = """
@@ -266,7 +266,7 @@ def test_ranks_wait_for_a_rank_whose_disk_is_slower_than_the_timeout(
         group = connect_group(store, "slow", rank, 2, timeout_seconds=2.0)
         nothing = SimpleNamespace(reporter=None, name="c", layers=(), shared=())
         engine = SimpleNamespace(communicator=group, layers=(), layout=nothing, optimizer=None, chain=nothing)
-        paths[rank] = Saving(tmp_path, 3, 1, engine, {}, copies=None).complete()  # type: ignore[arg-type]
+        paths[rank] = CheckpointWriter(tmp_path, 3, 1, engine, {}, copies=None).complete()  # type: ignore[arg-type]
         group.abort()
 
     ranks = [threading.Thread(target=take_part, args=(rank,)) for rank in range(2)]

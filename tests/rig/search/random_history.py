@@ -17,7 +17,8 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.changes import Phase, State
 from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
 
-__all__ = ["DAMAGE", "FAULTS", "LADDER", "REBALANCE", "Course", "History", "HistoryOutcome"]
+__all__ = ["DAMAGE", "FAULTS", "LADDER", "REBALANCE", "History", "HistoryOutcome", "RandomHistory"]
+
 
 Delivery = tuple[Any, ...]
 
@@ -87,7 +88,7 @@ class HistoryOutcome:
     faults: Counter[str] = field(default_factory=Counter)
 
 
-class Course(World):
+class RandomHistory(World):
     """A world whose mail is a pool that is drawn from."""
 
     def __init__(self, history: History, transition: Transition, compare: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rig.search.crowd import CHANGES, Sizes, draw_crowd, play_crowd
+from tests.rig.search.churn import CHANGES, Sizes, draw_crowd, play_crowd
 from tests.rig.search.histories import draw, play
 from tests.rig.search.world import Violation
 from varuna_capslog.membership import generation, protocol

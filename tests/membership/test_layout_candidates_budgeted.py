@@ -12,8 +12,8 @@ import pytest
 from tests.planners.test_budget import timed
 from tests.planning.asking import judged_layerwise_plan
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.candidates import Budgeted, Candidates, neighbours
 from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.layout_candidates import Budgeted, LayoutCandidates, neighbours
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import reserves
@@ -41,7 +41,7 @@ def placer_of(
 ) -> Placer:
     """Return a placer for layers of `state` bytes each. Snapshots of this state are kept on the device."""
     sizes = [state] * profile.num_layers
-    candidates = Candidates(profile, sizes, run.settled(), planner, beside=sizes)
+    candidates = LayoutCandidates(profile, sizes, run.settled(), planner, beside=sizes)
     budgeted = Budgeted.of(candidates, run, HostMemory(), link or Link())
     return Placer(candidates, Elastic.model_validate({"redundancy": redundancy}), budgeted=budgeted)
 

@@ -35,7 +35,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, with_beside
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["BY_TIME", "TICK", "Budgeted", "Candidate", "Candidates", "neighbours"]
+__all__ = ["BY_TIME", "TICK", "Budgeted", "Candidate", "LayoutCandidates", "neighbours"]
 
 
 # -- candidates
@@ -90,7 +90,7 @@ class Candidate:
 
 
 @dataclass
-class Candidates:
+class LayoutCandidates:
     """Every pipeline that is possible for one run.
 
     Args:
@@ -428,7 +428,12 @@ class Budgeted:
 
     @classmethod
     def of(
-        cls, candidates: Candidates, run: RunShape, tier: HostMemory, link: Link, limit_seconds: float | None = None
+        cls,
+        candidates: LayoutCandidates,
+        run: RunShape,
+        tier: HostMemory,
+        link: Link,
+        limit_seconds: float | None = None,
     ) -> Budgeted | None:
         """Return None where the run has another planner, or the profile lacks seconds or bytes of the run."""
         profile, beside = candidates.profile, candidates.beside

@@ -26,7 +26,7 @@ from varuna_capslog.membership.messages import Change
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.plans.plan import Plan
 
-__all__ = ["DataPath", "Proposals"]
+__all__ = ["ProcessGroups", "Proposals"]
 
 
 Group = tuple[Communicator, tuple[Any, ...]]
@@ -35,7 +35,7 @@ Pairs = Iterable[tuple[int, int]]
 _LOOK_SECONDS = 0.005
 
 
-class DataPath:
+class ProcessGroups:
     """Data path of one member. Called by its one thread.
 
     Args:

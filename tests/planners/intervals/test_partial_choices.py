@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from varuna_capslog.memory.segments import Sums
-from varuna_capslog.planners.intervals.labels import WHOLE, Kin, Labels, fewer, undominated
+from varuna_capslog.planners.intervals.partial_choices import WHOLE, Dominance, PartialChoices, fewer, undominated
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -16,7 +16,7 @@ def test_undominated_points_and_those_that_stand_for_the_others(seed: int) -> No
     for count in (1, 7, 60, 700):
         points = draw.integers(0, draw.integers(2, 40), (count, draw.integers(1, 5))).astype(np.float64)
         family, phase = draw.integers(0, 2, count), draw.integers(0, 3, count)
-        kin = Kin(family, draw.random(count) < 0.5, 5.0 * draw.integers(0, 3, count), phase)
+        kin = Dominance(family, draw.random(count) < 0.5, 5.0 * draw.integers(0, 3, count), phase)
         stands = undominated(points, *kin.classes)
         may = (family[:, None] == family) & (kin.keeps <= kin.keeps[:, None])
         may &= (kin.outputs == 0) | (kin.outputs == kin.outputs[:, None])
@@ -33,8 +33,8 @@ def test_a_label_that_stands_for_another_one_has_its_lower_numbers_less_its_outp
     """Keeping its outputs, a label adds fewer device bytes with the next segment, but equal seconds and host bytes."""
     names, numbers = Sums._fields, np.zeros(2, dtype=np.intp)
     values = np.array([[[6.0, 10.0]] * 2] * (1 + len(names)))
-    labels = Labels(np.zeros((len(WHOLE), 2), dtype=np.intp), values, names)
-    kin = Kin(numbers, np.array([False, True]), np.array([0.0, 5.0]), numbers)
+    labels = PartialChoices(np.zeros((len(WHOLE), 2), dtype=np.intp), values, names)
+    kin = Dominance(numbers, np.array([False, True]), np.array([0.0, 5.0]), numbers)
     kept = fewer(labels, np.array([0, 0]), kin)
     assert len(kept) == 1
     assert kept.again.tolist() == kept.sums.host.tolist() == kept.sums.forward.tolist() == [[6.0], [6.0]]

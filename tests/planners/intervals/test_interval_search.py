@@ -10,7 +10,7 @@ import pytest
 from tests.planners.intervals.stages import random_handling, random_profile, weighed
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.planners.intervals import Handling, IntervalFronts, stage_bytes
+from varuna_capslog.planners.intervals import Handling, IntervalSearch, stage_bytes
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.profiles.record import Profile
@@ -31,7 +31,7 @@ class Stage:
         self.end = draw.randrange(self.first + 1, size + 1)
         self.choices = weighed(self.profile, self.ranges, self.first, self.end, self.handling, MOST_IN_FLIGHT)
         seconds = LayerSeconds.of_profile(self.profile)
-        self.fronts = IntervalFronts(self.ranges, seconds, self.handling, labels)
+        self.fronts = IntervalSearch(self.ranges, seconds, self.handling, labels)
 
     def budgets(self, draw: random.Random, in_flight: int) -> list[int]:
         """Return the least and the most bytes of any choice, some between, and a budget below all."""
@@ -159,9 +159,9 @@ def test_moved_bytes_and_reruns_are_told() -> None:
 def test_a_range_that_was_not_searched_is_refused() -> None:
     profile = random_profile(random.Random(1), 3)
     ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
-    fronts = IntervalFronts(ranges, seconds, firsts=[0])
+    fronts = IntervalSearch(ranges, seconds, firsts=[0])
     assert fronts.cheapest(0, 2, 1, 1e18)
-    part = IntervalFronts(ranges, seconds, firsts=[0], borders=range(3))
+    part = IntervalSearch(ranges, seconds, firsts=[0], borders=range(3))
     assert part.cheapest(0, 2, 1, 1e18) == fronts.cheapest(0, 2, 1, 1e18)
     with pytest.raises(CapslogError, match="name 0 among the firsts, and both it and 3 among the borders"):
         part.cheapest(0, 3, 1, 1e18)
@@ -174,4 +174,4 @@ def test_halves_that_a_profile_does_not_tell_are_refused() -> None:
     profile = replace(profile, observations=tuple(replace(row, weight_bytes=None) for row in profile.observations))
     ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
     with pytest.raises(CapslogError, match="weight_bytes"):
-        IntervalFronts(ranges, seconds, Handling(split=True))
+        IntervalSearch(ranges, seconds, Handling(split=True))

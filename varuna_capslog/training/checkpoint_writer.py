@@ -27,7 +27,8 @@ from varuna_capslog.training.layer_state import capture
 from varuna_capslog.training.manifest import FORMAT
 from varuna_capslog.training.stored_layers import manifest_of_layers, to_checkpoint
 
-__all__ = ["HostCopies", "Saving"]
+__all__ = ["CheckpointWriter", "HostCopies"]
+
 
 _WRITTEN = b"written|"
 """In front of the ballots of a rank that has written its part. A plain ballot is empty or JSON."""
@@ -53,7 +54,7 @@ class HostCopies:
         return kept.copy_(tensor.detach())
 
 
-class Saving:
+class CheckpointWriter:
     """Checkpoint of one step, from its beginning to its name; every rank makes one at the same boundary.
 
     Args:

@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tests.rig.search.course import Course, Delivery, History, HistoryOutcome
 from tests.rig.search.histories import Stuck, begin, take
+from tests.rig.search.random_history import Delivery, History, HistoryOutcome, RandomHistory
 from tests.rig.search.world import Transition, Violation
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
@@ -28,7 +28,8 @@ from varuna_capslog.membership.entries import (
 )
 from varuna_capslog.membership.generation import Member, Stamp
 
-__all__ = ["CHANGES", "Crowd", "Sizes", "draw_crowd", "play_crowd"]
+__all__ = ["CHANGES", "ChurnSimulation", "Sizes", "draw_crowd", "play_crowd"]
+
 
 CHANGES = {
     "crash": 60, "leave": 60, "urgent leave": 30, "founder": 30, "false alarm": 30, "hiccup": 10,
@@ -80,7 +81,7 @@ def largest_burst(members: int) -> int:
     return max(_LEAST_BURST, int(members * _BURST_SHARE))
 
 
-class Crowd(Course):
+class ChurnSimulation(RandomHistory):
     """Simulation of continuous churn: a world whose members keep being replaced."""
 
     def __init__(self, history: History, transition: Transition) -> None:
@@ -296,7 +297,7 @@ def play_crowd(
         Violation: a rule is broken.
         Stuck: the run makes no progress.
     """
-    world = Crowd(history, transition)
+    world = ChurnSimulation(history, transition)
     begin(world)
     try:
         _run(world, look, every)
@@ -307,7 +308,7 @@ def play_crowd(
     return world.outcome
 
 
-def _run(world: Crowd, look: Callable[[Sizes], None], every: int) -> None:
+def _run(world: ChurnSimulation, look: Callable[[Sizes], None], every: int) -> None:
     dice, outcome, many = world.dice, world.outcome, world.history.members
     due: list[int] = []
     trained_at = next_look = 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import INITIAL, Member, Stamp
 
-__all__ = ["Damage", "Past"]
+__all__ = ["Damage", "GroundTruth"]
 
 
 class Damage(NamedTuple):
@@ -21,7 +21,7 @@ class Damage(NamedTuple):
 
 
 @dataclass
-class Past:
+class GroundTruth:
     """Ground truth: facts that no member can see, such as the past of every state and all wished changes.
 
     Attributes:
@@ -49,7 +49,7 @@ class Past:
     asks: frozenset[tuple[int, m.Change]] = frozenset()
     damaged: frozenset[Damage] = frozenset()
 
-    def copy(self) -> Past:
+    def copy(self) -> GroundTruth:
         """The same once more, to change."""
         parents, bases, rounds, behind = dict(self.parents), dict(self.bases), dict(self.rounds), dict(self.behind)
         return replace(self, parents=parents, bases=bases, rounds=rounds, behind=behind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.waiting import wait_until
-from varuna_capslog.elastic.member.data_path import Proposals
+from varuna_capslog.elastic.member.process_groups import Proposals
 from varuna_capslog.membership.generation import EMPTY
 
 

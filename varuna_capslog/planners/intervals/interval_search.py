@@ -5,7 +5,7 @@ State: at a cut, the state of `tables.States`, and in a list with an R whether i
 (`memory.segments.Sums`) that grow from segment to segment. Transition: one more segment of any length and kind; a
 segment of kind KEEP does not follow another, since both would be one segment. Dominance: of two labels of one first
 layer, cut and state, that which is not better in any number is dropped, since any segments that follow add the same to
-both, or take the same maximum (`labels.Kin`: two states). Cost: `tables.combined_seconds` of labels that fit.
+both, or take the same maximum (`Dominance`: two states). Cost: `tables.combined_seconds` of labels that fit.
 
 With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers.
 """
@@ -22,8 +22,17 @@ from numpy.typing import NDArray
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.costs import NEVER, Bytes
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.memory.segments import Before, Beside, CallSegment
-from varuna_capslog.planners.intervals.labels import ON_DEVICE, WHOLE, Finished, Kin, Labels, Thinning, fewer, joined
+from varuna_capslog.memory.segments import CallSegment, PrecedingSegments, SharedInputs
+from varuna_capslog.planners.intervals.partial_choices import (
+    ON_DEVICE,
+    WHOLE,
+    Dominance,
+    Finished,
+    PartialChoices,
+    Thinning,
+    fewer,
+    joined,
+)
 from varuna_capslog.planners.intervals.tables import (
     DEFAULT_HANDLING,
     KINDS,
@@ -38,7 +47,8 @@ from varuna_capslog.planners.intervals.tables import (
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval
 
-__all__ = ["DEFAULT_LABELS", "EXACT_LAYERS", "IntervalFronts"]
+__all__ = ["DEFAULT_LABELS", "EXACT_LAYERS", "IntervalSearch"]
+
 
 EXACT_LAYERS = 8
 """Chains of at most so many layers are searched exactly by default."""
@@ -54,7 +64,7 @@ _RECOMPUTES = [MemoryInterval(0, 1, kind).recomputes for kind in KINDS]
 Floats = NDArray[np.float64]
 
 
-class IntervalFronts:
+class IntervalSearch:
     """Least cost of every range of layers as one stage, for any number of calls in flight and any budget of bytes.
 
     ranges, seconds: of one profile. handling: how the action lists handle their calls, and the cost of copies.
@@ -93,10 +103,10 @@ class IntervalFronts:
         names = ["waits", "held", "host", "back", self._peak]
         names += ["again"] * handling.recomputed + ["between", "inputs"] * handling.split
         self._names = tuple(names)
-        self._at: list[Labels] = []
+        self._at: list[PartialChoices] = []
         """labels at each cut, by their first layers"""
         firsts = [first for first in (range(size) if firsts is None else sorted(firsts)) if may[first]]
-        ends: list[Labels] = []
+        ends: list[PartialChoices] = []
         for cut in range(size + 1):
             some = [self._reached(cut)] if may[cut] and any(map(len, self._at)) else []
             if handling.at_once:
@@ -121,7 +131,7 @@ class IntervalFronts:
         statistics of one call"""
         self._call, self._resident = self._call_seconds(), self._resident_bytes()
 
-    def with_ranges(self, ranges: RangeBytes) -> IntervalFronts:
+    def with_ranges(self, ranges: RangeBytes) -> IntervalSearch:
         """Return the same choices with the resident bytes of `ranges`, whose moments wait in the host tier."""
         fronts = copy.copy(self)
         fronts._ranges = ranges
@@ -207,15 +217,15 @@ class IntervalFronts:
                 least = min(least, float((sizes[moves] / taken[moves]).min()))
         return least
 
-    def _empty(self, cut: int, count: int) -> Labels:
+    def _empty(self, cut: int, count: int) -> PartialChoices:
         """Return the label of a stage that begins at the cut; no label where `count` is 0."""
-        state = self._states.number(cut, Before(), False)
+        state = self._states.number(cut, PrecedingSegments(), False)
         integers = np.repeat(np.array([[cut], [state], [_NONE_YET], [-1], [-1], [-1]]), count, axis=1)
         numbers = np.zeros((1 + len(self._names), 2 if self._most else 1, count))
         numbers[1 + self._names.index(self._peak)] = self._ranges.crossing[cut]
-        return Labels(integers, numbers, self._names)
+        return PartialChoices(integers, numbers, self._names)
 
-    def _reached(self, end: int) -> Labels:
+    def _reached(self, end: int) -> PartialChoices:
         """Return all choices up to the cut that extend an earlier label by one segment."""
         kept, states = self._table.kept(end), self._states.columns()
         low = int(np.argmax(self._own[:end, end] <= self._longest)) if end else 0
@@ -248,39 +258,43 @@ class IntervalFronts:
                 numbers = np.empty_like(old.numbers)
                 numbers[0] = again[:, chosen]
                 self._add(numbers[1:], old, segments, states.beside[:, old.state], end, ready)
-                some.append(Labels(integers, numbers, self._names))
+                some.append(PartialChoices(integers, numbers, self._names))
         return joined(some) if some else self._empty(end, 0)
 
-    def _next_states(self, old: Labels, kind: int, end: int) -> NDArray[np.intp]:
+    def _next_states(self, old: PartialChoices, kind: int, end: int) -> NDArray[np.intp]:
         distinct, inverse = np.unique(old.state, return_inverse=True)
         kept = self._table.kept(end)
         behind = [self._states.behind(state, kind, end, kept) for state in distinct.tolist()]
         return np.array(behind, dtype=np.intp)[inverse]
 
-    def _add(self, numbers: Floats, old: Labels, segments: CallSegment, beside: Floats, end: int, ready: bool) -> None:
+    def _add(
+        self, numbers: Floats, old: PartialChoices, segments: CallSegment, beside: Floats, end: int, ready: bool
+    ) -> None:
         """Write the sums with one more segment to `numbers` [C, V, N]. The sum `_peak` is the largest of F, of B or W,
         and of the first B or W, all with the gradients of the parameters so far, by which each grows with each segment.
         """
-        sums = old.sums.behind(segments, Beside(*beside * segments.kept), self._handling.later, ready)
+        sums = old.sums.behind(segments, SharedInputs(*beside * segments.kept), self._handling.later, ready)
         made = self._made[end] - self._made[old.first]
         usual = np.maximum(sums.forward, sums.weights if self._handling.split else sums.backward) + made
         for row, name in zip(numbers, self._names, strict=True):
             row[:] = np.maximum(getattr(sums, name), usual) if name == self._peak else getattr(sums, name)
 
-    def _fewer(self, labels: Labels) -> Labels:
+    def _fewer(self, labels: PartialChoices) -> PartialChoices:
         states = self._states.columns()
         state = labels.state
-        kin = Kin(states.family[state], states.keeps[state], states.outputs[state], labels.phase)
+        dominance = Dominance(states.family[state], states.keeps[state], states.outputs[state], labels.phase)
         columns = self._columns(labels)
-        points = np.stack([column[0] - (name in ON_DEVICE) * kin.outputs for name, column in columns], axis=1)
+        points = np.stack([column[0] - (name in ON_DEVICE) * dominance.outputs for name, column in columns], axis=1)
         names = [name for name, _ in columns]
         extremes = np.zeros((len(_EXTREMES) + 1, len(names)))
         extremes[0, 0] = 1.0
         extremes[1:, names.index(self._peak)] = 1.0
         extremes[1:, names.index("waits")] = _EXTREMES
-        return fewer(labels, Thinning(points, extremes, kin, self._most, self._steps).stand_ins(labels.first), kin)
+        return fewer(
+            labels, Thinning(points, extremes, dominance, self._most, self._steps).stand_ins(labels.first), dominance
+        )
 
-    def _columns(self, labels: Labels) -> list[tuple[str, Floats]]:
+    def _columns(self, labels: PartialChoices) -> list[tuple[str, Floats]]:
         """Return the columns in which a label may be better than another one of its state, by names of `Sums`."""
         sums, handling = labels.sums, self._handling
         names, seconds = {"waits", self._peak, "back"}, labels.again
@@ -298,7 +312,7 @@ class IntervalFronts:
 
     # -- the answers
 
-    def _of_end(self, end: int, firsts: Sequence[int], labels: Labels) -> Labels:
+    def _of_end(self, end: int, firsts: Sequence[int], labels: PartialChoices) -> PartialChoices:
         """Return the finished choices up to a cut, by their first layers."""
         if not self._table.kept(end):  # frozen layers: nothing is kept, whatever the intervals
             some = []
