@@ -1,7 +1,7 @@
 """A training run with faults at random moments, and the verdict on whether it passed.
 
 Machines, store and members are those of any run; `schedule` chooses the faults, `fault_injection` injects them, and
-`judge` checks the results. The rig helps the run only as a cloud does: a lost machine or worker comes back as a new one.
+`judge` checks the results. The rig helps the run only as a cloud does: a lost machine or worker comes back as new.
 """
 
 from __future__ import annotations

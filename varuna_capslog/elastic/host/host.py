@@ -116,7 +116,7 @@ class Host:
             while not self._is_over():
                 with contextlib.suppress(queue.Empty):
                     self._calls.get(timeout=POLL_SECONDS)()
-                self._look()
+                self._check_liveness()
             self.workers.say_losses(all_of_them=True)
             self.link.leave()
         return self._end()
@@ -171,10 +171,10 @@ class Host:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _fork_server_said(self, message: Mapping[str, Any]) -> None:
-        for worker, status in self.workers.heard(message):
-            self._ended(worker, status)
+        for worker, status in self.workers.note_exits(message):
+            self._on_worker_exit(worker, status)
 
-    def _ended(self, worker: HostWorker, status: int) -> None:
+    def _on_worker_exit(self, worker: HostWorker, status: int) -> None:
         """Write a loss into the log at once; an end without a failure once `_settle` can tell its meaning."""
         if worker.verdict is None and status in (0, 130):
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
@@ -267,7 +267,7 @@ class Host:
 
     # -- periodic checks -----------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _check_liveness(self) -> None:
         now = time.monotonic()
         if now - self._looked < POLL_SECONDS:
             return
@@ -277,7 +277,7 @@ class Host:
                 del self._settling[member]
                 self._settle(member)
         self.workers.say_losses()
-        self.workers.look(now)
+        self.workers.kill_hung(now)
         if self._noticed and not self._acknowledged and not self.workers.living():
             self._acknowledged = True
             self._gathering.host_left()

@@ -1,6 +1,6 @@
 """Worker processes of one host: forked by its fork server, watched, signalled and killed here; their failures.
 
-Nothing here decides about the membership; `host` does, from the results of `HostWorkers.heard`.
+Nothing here decides about the membership; `host` does, from the results of `HostWorkers.note_exits`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HostWorkers:
 
     Args:
         roster: content of the log so far; kept by the host.
-        hear: called from another thread with the messages of the fork server, for `heard`.
+        hear: called from another thread with the messages of the fork server, for `note_exits`.
 
     Attributes:
         by_member: every worker, also those that have ended.
@@ -133,7 +133,7 @@ class HostWorkers:
             }
         )
 
-    def heard(self, message: Mapping[str, Any]) -> list[tuple[HostWorker, int]]:
+    def note_exits(self, message: Mapping[str, Any]) -> list[tuple[HostWorker, int]]:
         """Take a message of the fork server; return the ended workers, each with exit status or minus its signal."""
         if "gone" in message:
             self.server_gone = True
@@ -182,7 +182,7 @@ class HostWorkers:
                     # The others no longer answer it; it reads this entry, too, and ends.
                     worker.expelled_since = worker.expelled_since or time.monotonic()
 
-    def look(self, now: float) -> None:
+    def kill_hung(self, now: float) -> None:
         """Kill the workers that are stopped, hang, or were taken for dead by another host."""
         self._memory_kills.look(now)
         if is_stopped(self.fork_server.pid):  # while it is stopped it reports no end of a worker

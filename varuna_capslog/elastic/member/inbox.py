@@ -301,7 +301,7 @@ class Inbox:
         self._busy_until = 0.0
         self._closed = False
         key = start.secret.key(f"peers {store.identity}")
-        self.peers = Peers(start.me, key, self._find, self._got, self._lost, self._failed, start.address)
+        self.peers = Peers(start.me, key, self._find, self._got, self._on_peer_lost, self._failed, start.address)
         store.put(f"address/{start.me}", self.peers.address)
         self._unfollow = store.follow(self._hear, lambda why: self.events.put(("store lost", why)))
 
@@ -356,7 +356,7 @@ class Inbox:
             self._unreachable -= {message.sender}
         self.events.put(("mail", message))
 
-    def _lost(self, member: Member) -> None:
+    def _on_peer_lost(self, member: Member) -> None:
         with self._lock:
             self._unreachable |= {member}
         self.events.put(("lost", member))
