@@ -15,7 +15,16 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.interface import Verdict
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.training.journal import Journal, RecentSteps, check_loggers, peak_record, step_numbers, step_record
+from varuna_capslog.training.journal import (
+    Journal,
+    RecentSteps,
+    check_loggers,
+    peak_record,
+    score_line,
+    step_bar,
+    step_numbers,
+    step_record,
+)
 
 
 def test_a_peak_is_recorded_with_the_shapes_of_the_largest_microbatch() -> None:
@@ -114,7 +123,7 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bar(
     log.close()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2, "the second step came within the ten seconds of the first"
-    assert lines[0].startswith("step 1 of 5  loss 1.0000")
+    assert lines[0].startswith("step 1 of 5, epoch 1  loss 1.0000")
     assert lines[1].endswith("that is not broken ")
 
 
@@ -136,3 +145,32 @@ def test_a_logger_that_is_not_there_is_said_before_the_training(monkeypatch: pyt
         check_loggers(["tensorboard", "wandb"])
     with pytest.raises(CapslogError, match="has no function 'taek'; did you mean 'take'"):
         check_loggers(["my_logger:taek"])
+
+
+def test_scores_of_zero_are_said_to_be_expected_of_a_detector_in_its_first_steps() -> None:
+    """A newcomer's first ten steps ended in a row of zeros without a word."""
+    assert score_line(10, {"AP": 0.0, "AP50": 0.0}).endswith(
+        "AP50 0.000  (as expected of a detector in its first steps)"
+    )
+    assert score_line(10, {"AP": 0.0, "AP50": 0.1}) == "step 10: AP 0.000  AP50 0.100"
+    assert score_line(10, {"accuracy": 0.0}) == "step 10: accuracy 0.000"
+
+
+@pytest.mark.parametrize(
+    ("total", "max_seconds", "left"),
+    [(None, None, ""), (None, 100.0, "0:01:30 left"), (40, None, "0:00:30 left"), (40, 15.0, "0:00:05 left")],
+)
+def test_the_bar_says_the_time_left_by_steps_or_by_seconds(
+    total: int | None, max_seconds: float | None, left: str
+) -> None:
+    """A run that only seconds limited had no remaining time, and elapsed time had no name."""
+    _, progress, task = step_bar(total, 0, max_seconds)
+    now = [0.0]
+    progress.get_time = lambda: now[0]
+    progress.tasks[0]._get_time = progress.get_time
+    progress.tasks[0].start_time = 0.0
+    for step in (5, 10):
+        now[0] = float(step)
+        progress.update(task, completed=step)
+    column = progress.columns[-1]
+    assert str(column(progress.tasks[0])) == left  # type: ignore[operator]

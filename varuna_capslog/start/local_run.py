@@ -112,7 +112,7 @@ def run_elastic(config: Config, options: HostOptions, continued: str) -> None:
     from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.start.elastic_host import run_here
 
-    with Terminal(config.run_dir, config.train.max_steps, options.name) as terminal:
+    with Terminal(config.run_dir, config.train.max_steps, options.name, config.train.max_seconds) as terminal:
         end = run_here(config, dataclasses.replace(options, say=terminal.say))
     if end.how == "left":
         where = f"{continued} the run in {config.run_dir}"

@@ -6,6 +6,7 @@ append-only, so a crash loses at most the line being written.
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import sys
@@ -23,7 +24,7 @@ from varuna_capslog.base.tables import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn, TaskID
+    from rich.progress import Progress, TaskID
 
     from varuna_capslog.engine.interface import Verdict
     from varuna_capslog.model.chain import TensorSpec
@@ -35,6 +36,7 @@ __all__ = [
     "peak_record",
     "score_line",
     "step_bar",
+    "step_head",
     "step_numbers",
     "step_record",
 ]
@@ -229,15 +231,36 @@ class RecentSteps(Generic[Line]):
         return [line for step, line in self._lines if step <= last and step not in written]
 
 
-def step_bar(total_steps: int | None, completed: int, *further: ProgressColumn) -> tuple[Console, Progress, TaskID]:
-    """Progress bar over a run's steps on standard output, on a terminal only; `further` columns stand behind it."""
+def step_bar(
+    total_steps: int | None, completed: int, max_seconds: float | None = None
+) -> tuple[Console, Progress, TaskID]:
+    """Progress bar over a run's steps on standard output, on a terminal only: steps, numbers, time elapsed and left.
+
+    max_seconds: of the run, which limits the time left as the steps do.
+    """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    class TimeLeft(TextColumn):
+        def render(self, task: Task) -> Text:
+            limits = [] if task.time_remaining is None else [task.time_remaining]
+            if max_seconds is not None and task.elapsed is not None:
+                limits.append(max(0.0, max_seconds - task.elapsed))
+            return Text(f"{datetime.timedelta(seconds=round(min(limits)))} left" if limits else "")
 
     console = Console(file=sys.stdout)
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-    progress = Progress(*columns, TimeElapsedColumn(), *further, console=console, disable=not console.is_terminal)
+    times = (TimeElapsedColumn(), TextColumn("elapsed"), TimeLeft(""))
+    progress = Progress(*columns, *times, console=console, disable=not console.is_terminal)
     return console, progress, progress.add_task("starting", total=total_steps, completed=completed)
+
+
+def step_head(record: Mapping[str, Any], total_steps: int | None) -> str:
+    """Begin of a step's line: its number and epoch, both counted from 1."""
+    last = f" of {total_steps}" if total_steps else ""
+    epoch = record.get("epoch")
+    return f"step {record['step']}{last}{'' if epoch is None else f', epoch {int(epoch) + 1}'}"
 
 
 def step_numbers(record: Mapping[str, Any]) -> list[str]:
@@ -250,7 +273,10 @@ def step_numbers(record: Mapping[str, Any]) -> list[str]:
 
 def score_line(step: int, scores: Mapping[str, Any]) -> str:
     """Line shown for an evaluation: its first six numbers."""
-    return f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in _numbers_in(scores)[:6])
+    shown = _numbers_in(scores)[:6]
+    early = shown and shown[0][0] == "AP" and not any(value for _, value in shown)
+    numbers = "  ".join(f"{name} {value:.3f}" for name, value in shown)
+    return f"step {step}: {numbers}{'  (as expected of a detector in its first steps)' if early else ''}"
 
 
 def _numbers_in(scores: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -264,13 +290,22 @@ class Journal:
         total_steps: end of the progress bar; None if only time limits the run.
         log_every: steps between refreshes of the terminal and the loggers.
         loggers: names of the config's `train.loggers`.
+        max_seconds: of the run, for the time left on the bar.
 
     Attributes:
         writes: True on the rank that writes; the others' methods only remember the last steps.
     """
 
-    def __init__(self, run_dir: Path, total_steps: int | None, log_every: int, loggers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        total_steps: int | None,
+        log_every: int,
+        loggers: Sequence[str] = (),
+        max_seconds: float | None = None,
+    ) -> None:
         self._run_dir, self._total_steps, self._log_every, self._names = run_dir, total_steps, log_every, loggers
+        self._max_seconds = max_seconds
         self._generation = self._world_size = 0
         # with the generation and the number of ranks that made the step
         self._recent: RecentSteps[tuple[int, int, Mapping[str, Any]]] = RecentSteps(run_dir / "metrics.jsonl")
@@ -289,9 +324,7 @@ class Journal:
     def _open(self, base: int) -> None:
         self._bar: tuple[Console, Progress, TaskID] | None = None
         if sys.stdout.isatty():
-            from rich.progress import TextColumn, TimeRemainingColumn
-
-            self._bar = step_bar(self._total_steps, base, TextColumn("left"), TimeRemainingColumn())
+            self._bar = step_bar(self._total_steps, base, self._max_seconds)
             self._bar[1].start()
         self._printed = 0.0
         self.writes = True
@@ -318,7 +351,7 @@ class Journal:
         now = time.monotonic()
         if self._bar is None and (now - self._printed > 10 or self._printed == 0.0):
             self._printed = now
-            self.say(f"step {step}{f' of {self._total_steps}' if self._total_steps else ''}  {text}")
+            self.say(f"{step_head(record, self._total_steps)}  {text}")
 
     def scores(self, step: int, scores: Mapping[str, Any]) -> None:
         """Add an evaluation: evaluations.jsonl, the loggers, one line for people."""

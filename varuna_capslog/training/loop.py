@@ -348,7 +348,7 @@ class TrainingLoop:
     ) -> None:
         self.setup, self.offset, self._stop_wished = setup, offset, stop_wished
         train = setup.config.train
-        self.log = Journal(setup.run_dir, setup.total_steps, train.log_every, train.loggers)
+        self.log = Journal(setup.run_dir, setup.total_steps, train.log_every, train.loggers, train.max_seconds)
         self.watch = DataWatch(setup.config.pipeline.timeout_seconds)
         self.boundaries = Boundaries(setup, self.log, self.watch)
         self.engine: Engine | None = None

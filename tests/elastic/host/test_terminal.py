@@ -106,3 +106,18 @@ def test_a_host_says_its_losses_itself_and_the_file_those_of_others(tmp_path, ca
         for host in "ab":
             file.write(json.dumps({"kind": "lost", "host": host, "why": f"worker {host}-1 was killed"}) + "\n")
     assert [line for line in capsys.readouterr().out.splitlines() if line] == ["worker b-1 was killed"]
+
+
+def test_steps_are_counted_to_the_last_one_that_an_event_tells_and_a_skipped_generation_is_explained(tmp_path, capsys):
+    """The lines lacked "of N" and the epoch, and generation 4 followed generation 2 without a word."""
+    beginnings = [MORPH | {"kind": "start", "generation": 1, "last_step": 40, "why": ["2 members begin"]}]
+    beginnings += [MORPH | {"generation": number, "last_step": 40} for number in (2, 4, 5, 8)]
+    with Terminal(tmp_path, None):
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in beginnings))
+        time.sleep(0.3)
+        line = {"step": 3, "epoch": 1, "loss": 0.5, "world_size": 2}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    output_lines = capsys.readouterr().out.splitlines()
+    assert "step 3 of 40, epoch 2  loss 0.5000  2 members" in output_lines
+    explained = [line for line in output_lines if "did not begin" in line]
+    assert [line.partition(" did")[0] for line in explained] == ["generation 3", "generations 6 to 7"]

@@ -17,7 +17,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.base.tables import printable
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.training.journal import score_line, step_bar, step_numbers
+from varuna_capslog.training.journal import score_line, step_bar, step_head, step_numbers
 
 __all__ = ["Terminal", "describe"]
 
@@ -33,12 +33,14 @@ _DAMAGED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 class Terminal:
     """Draws a run while the `with` block lasts; earlier entries of the folder are not shown again.
 
-    total_steps: end of the bar; None if only time limits the run. host: of this process, which reports its losses
-    itself; None: the system's name.
+    total_steps: end of the bar, until an event tells it; None: not known. host: of this process, which reports its
+    losses itself; None: the system's name. max_seconds: of the run, for the time left on the bar.
     """
 
-    def __init__(self, run_dir: Path, total_steps: int | None, host: str | None = None) -> None:
-        self._console, self._progress, self._task = step_bar(total_steps, 0)
+    def __init__(
+        self, run_dir: Path, total_steps: int | None, host: str | None = None, max_seconds: float | None = None
+    ) -> None:
+        self._console, self._progress, self._task = step_bar(total_steps, 0, max_seconds)
         self._live = self._console.is_terminal
         self._metrics, self._events = _Tail(run_dir / "metrics.jsonl"), _Tail(run_dir / "events.jsonl")
         self._evaluations = _Tail(run_dir / "evaluations.jsonl")
@@ -50,6 +52,7 @@ class Terminal:
         self._host = host or socket.gethostname()
         self._said = {""}
         self._reasons: list[str] = []
+        self._generation: int | None = None
 
     def __enter__(self) -> Terminal:
         self._progress.start()
@@ -65,7 +68,7 @@ class Terminal:
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         self._said.add(line)
-        self._console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=not self._live)
 
     def _run(self) -> None:
         while not self._end.wait(_LOOK_SECONDS):
@@ -74,6 +77,7 @@ class Terminal:
     def _look(self, last: bool = False) -> None:
         for event in self._events.new():
             with contextlib.suppress(*_DAMAGED):
+                self._take_beginning(event)
                 line = describe(event)
                 if line and self._is_new(event, line):
                     self.say(line)
@@ -82,6 +86,21 @@ class Terminal:
         for evaluation in self._evaluations.new():
             with contextlib.suppress(*_DAMAGED):
                 self.say(score_line(evaluation["step"], evaluation["scores"]))
+
+    def _take_beginning(self, event: Mapping[str, Any]) -> None:
+        """Learn the last step from the beginning of a generation, and explain generations that are skipped."""
+        if event.get("kind") not in ("start", "resume", "morph") or "why" not in event:
+            return
+        if isinstance(total := event.get("last_step"), int):
+            self._total = total
+            self._progress.update(self._task, total=total)
+        number, before = int(event["generation"]), self._generation
+        self._generation = number
+        if before is not None and number > before + 1:
+            skipped = (
+                f"generation {number - 1}" if number == before + 2 else f"generations {before + 1} to {number - 1}"
+            )
+            self.say(f"{skipped} did not begin, since the members changed again before")
 
     def _is_new(self, event: Mapping[str, Any], line: str) -> bool:
         """True where the line is to be printed: every member gives the reason of a pause, which is printed once."""
@@ -107,7 +126,7 @@ class Terminal:
         self._unsaid = record
         if not self._live and (now >= self._quiet_until or last or record["step"] == self._total):
             self._unsaid, self._quiet_until = None, now + _LINE_SECONDS
-            self.say(f"step {record['step']}{f' of {self._total}' if self._total else ''}  {text}")
+            self.say(f"{step_head(record, self._total)}  {text}")
 
 
 def describe(event: Mapping[str, Any]) -> str | None:

@@ -363,6 +363,8 @@ class PipelineWork(Work):
             if len(ways) > layout.replicas:
                 details["ways"] = ways
             details |= self._pace.told
+            if self.setup.total_steps is not None:
+                details["last_step"] = self.setup.total_steps
         generation = int(details.pop("generation", 0)) + self.start.offset
         if kind == "begin":
             details["step"] -= 1  # told after the first step, of the boundary before it
