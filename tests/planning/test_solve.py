@@ -31,7 +31,7 @@ def test_towers_that_budget_cannot_search_are_planned_by_another_and_the_note_sa
     assert plan.routes == "direct"
     note = f"of planner {plan.planner}, which planner budget has weighed beside its own; it has none itself: memory"
     assert plan.notes[-1].startswith(note)
-    assert plan.search_space == "any stages on 4 devices"
+    assert plan.search_space == "all plans on 4 devices"
     step = simulate_plan(problem.profile, plan, run=RUN.settled(), link=problem.link).step_seconds
     assert plan.step_seconds == pytest.approx(step)
     alone = solve(Problem.of(profile_of_graph([], [1.0]), 1, None, RUN), "budget")

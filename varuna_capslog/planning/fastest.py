@@ -368,17 +368,15 @@ class _Candidates:
             return dataclasses.replace(best.plan, step_seconds=None, notes=(note,))
         if best.lack or not np.isfinite(bound):
             return dataclasses.replace(best.plan, step_seconds=None)
-        kinds = (
-            "keep, recompute, offload" if any(chain.moved) and chain.host_bandwidth is not None else "keep, recompute"
-        )
-        beside = f"; and {best.plan.schedule}" if best.plan.schedule in WIDER else ""
+        offloads = any(chain.moved) and chain.host_bandwidth is not None
+        names = [*self.chains, *([best.plan.schedule] if best.plan.schedule in WIDER else [])]
         return dataclasses.replace(
             best.plan,
             bound_seconds=min(bound, best.step),
             proven=best.step <= bound * (1 + SAME),
             search_space=(
-                f"one range of layers on each of {chain.stages} devices, memory intervals ({kinds}), "
-                f"{' or '.join(self.chains)} with its limits in flight{beside}"
+                f"all plans of one stage on each of {chain.stages} devices with activation checkpointing"
+                f"{' and CPU offload' if offloads else ''} and schedule {' or '.join(names)}"
             ),
         )
 
@@ -572,7 +570,7 @@ def _with_waiting_moments(problem: Problem, chain: Layerwise, plan_of: PlanOf, s
     return dataclasses.replace(
         plan,
         proven=False if plan.proven else plan.proven,
-        search_space=f"{plan.search_space}; moments of some layers in the host tier",
+        search_space=f"{plan.search_space}, optimizer states of some layers in host memory",
         notes=(*plan.notes, *notes),
     )
 

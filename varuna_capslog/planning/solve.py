@@ -236,7 +236,7 @@ def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until:
         best,
         bound_seconds=min(bound, best.step_seconds),
         proven=best.step_seconds <= bound * (1 + SAME),
-        search_space=f"any stages on {devices} devices",
+        search_space=f"all plans on {devices} devices",
         search_seconds=time.perf_counter() - begun,
         notes=(*best.notes, note),
     )

@@ -99,13 +99,11 @@ def _idle(
 
 def _said_of_bound(plan: Plan, step: float, bound: float) -> str:
     """Describe the step time, and how much faster another plan of the search space could be at most."""
-    schedule = "" if plan.schedule is None else f" under {plan.schedule}"
+    head = f"step time {format_seconds(step)}{'' if plan.schedule is None else f', schedule {plan.schedule}'}"
     if plan.proven:
-        return f"step {format_seconds(step)}{schedule}, proven: no plan is faster of {plan.search_space}"
-    gap = f"within {(step / bound - 1) * 100:.2g} % of the bound" if bound > 0 else "without a bound"
-    return (
-        f"step {format_seconds(step)}{schedule}, {gap}: no plan is below {format_seconds(bound)} of {plan.search_space}"
-    )
+        return f"{head}: proven to be the shortest of {plan.search_space}"
+    above = f"at most {(step / bound - 1) * 100:.2g} % above" if bound > 0 else "perhaps above"
+    return f"{head}: {above} the shortest of {plan.search_space} (lower bound {format_seconds(bound)})"
 
 
 def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) -> Table:

@@ -78,8 +78,8 @@ class Run:
         freed = len(self.setup.chain) - len(self.engine.layers) if config.engine == "capslog" else 0
         if freed and self.setup.chain.factories is None and communicator.rank == 0:
             sys.stdout.write(
-                f"rank 0 has built the whole model and freed {freed} layers of others, as every rank has; see "
-                "Chain.from_factories\n"
+                "each rank builds the whole model before it frees the layers of other ranks; for large models see "
+                "Chain.from_factories in docs/your-model.md\n"
             )
         self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished)
         self.loop.run_began = began

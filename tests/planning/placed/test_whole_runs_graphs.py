@@ -75,7 +75,7 @@ def test_what_is_taken_fits_is_faster_than_a_line_and_never_slower_than_planners
             ]
             assert all(step <= other_step * (1 + 1e-9) for other_step in steps)
             assert budget_plan.bound_seconds is not None
-            if budget_plan.search_space == f"any stages on {devices} devices":
+            if budget_plan.search_space == f"all plans on {devices} devices":
                 assert budget_plan.bound_seconds <= min(steps)
                 assert budget_plan.proven == (step <= budget_plan.bound_seconds * (1 + 1e-9))
                 treated = any(stage.memory for stage in budget_plan.stages)

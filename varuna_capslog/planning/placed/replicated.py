@@ -387,7 +387,7 @@ class StagesPlayed:
             plan,
             bound_seconds=min(bound, step),
             proven=step <= bound * (1 + SAME),
-            search_space=f"any stages on {self.costs.devices} devices, all kept",
+            search_space=f"all plans on {self.costs.devices} devices without activation checkpointing",
         )
 
 

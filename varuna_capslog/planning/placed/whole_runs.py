@@ -82,7 +82,7 @@ def faster_plan(problem: Problem, line: Plan, until: float | None = None) -> Pla
         best.plan,
         bound_seconds=min(bound, best.step),
         proven=best.step <= bound * (1 + SAME),
-        search_space=f"any stages on {devices} devices",
+        search_space=f"all plans on {devices} devices",
     )
 
 
