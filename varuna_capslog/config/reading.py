@@ -22,7 +22,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.config.settings import Config
 
-__all__ = ["Config", "assign", "assignments", "dump_config", "load_config", "parse_override", "section"]
+__all__ = ["Config", "assign", "assignments", "dump_config", "load_config", "parse_override", "section", "section_of"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -321,7 +321,7 @@ def _locate(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list
             keys.append(part)
             first_sentence = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
             description = f" ({first_sentence})" if first_sentence else ""
-            current = _model_of(field)
+            current = section_of(field)
             in_dict = get_origin(field.annotation) is dict
         elif isinstance(part, int) and keys:
             keys[-1] += f"[{part}]"
@@ -335,7 +335,7 @@ def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:
     *parents, name = location
     parent: type[BaseModel] = model
     for part in parents:
-        inner = _model_of(parent.model_fields[part.partition("[")[0]])
+        inner = section_of(parent.model_fields[part.partition("[")[0]])
         if inner is None:
             break
         parent = inner
@@ -352,7 +352,7 @@ def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:
     return f"{_join(where, location)} is not a known key; {hint}"
 
 
-def _model_of(field: FieldInfo) -> type[BaseModel] | None:
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the section that a field holds, also where it may be null; None for other fields."""
     for annotation in (field.annotation, *get_args(field.annotation)):
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -363,7 +363,7 @@ def _model_of(field: FieldInfo) -> type[BaseModel] | None:
 def _all_keys(model: type[BaseModel], prefix: tuple[str, ...]) -> Iterable[tuple[str, tuple[str, ...]]]:
     for name, field in model.model_fields.items():
         yield name, (*prefix, name)
-        inner = _model_of(field)
+        inner = section_of(field)
         if inner is not None and get_origin(field.annotation) is not list:
             yield from _all_keys(inner, (*prefix, name))
 

@@ -148,7 +148,7 @@ _BUCKETS = 4
 
 
 class ModelSection(Section):
-    """The config's `model` section for `workload: varuna_capslog.model.model_workload:workload`."""
+    """Keys under `model.` of an ordinary model, whether its data is made up or one's own."""
 
     factory: str = Field(pattern=f"^{FUNCTION}$")
     """`package.module:function`; the function takes `arguments` and returns an nn.Module, a Chain, or a pair of an
