@@ -161,7 +161,7 @@ def test_initial_weights_follow_the_reference() -> None:
 
 def test_equal_layers_are_traced_once() -> None:
     """A new image size must not cost a trace per layer: nothing in a layer may tell its position."""
-    from varuna_capslog.model.sources import layer_signature
+    from varuna_capslog.model.signature import layer_signature
 
     chain = tiny_chain(encoder_layers=4, decoder_layers=4)
     signatures = {layer.name: layer_signature(layer) for layer in chain.layers}

@@ -14,7 +14,7 @@ from tests.engine import models
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.model.chain import Chain, LayerFactory, TensorSpec
-from varuna_capslog.model.sources import layer_signature
+from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.engine import models
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.sources import layer_signature
+from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable, autocast_context
 
 

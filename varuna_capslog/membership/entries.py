@@ -1,6 +1,7 @@
 """Entries of the store's log: messages of hosts, members and people to all participants of a run.
 
-Every entry checks itself when it is made, so no invalid one is written or acted on. Writers: see `docs/membership-protocol.md`.
+Every entry checks itself when it is made, so no invalid one is written or acted on. `docs/membership-protocol.md` lists
+the writers.
 """
 
 from __future__ import annotations

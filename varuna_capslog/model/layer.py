@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.runtime import Frozen
 
 __all__ = [
     "Layer",
@@ -252,7 +251,42 @@ def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
 #
 # Everything that trains, recomputes or estimates layers puts them into training mode here, never by `train()` alone,
 # which would unfreeze them. A captured layer records which of its modules were frozen when it was captured
-# (`capture.runtime.Frozen`); the modes that its modules have when training begins count as well.
+# (`Frozen`); the modes that its modules have when training begins count as well.
+
+
+class Frozen(nn.Module):
+    """Layer in which the modules of the names `frozen` stay in eval mode when it is put into training mode."""
+
+    frozen: tuple[str, ...] = ()
+    _trained: tuple[str, ...] = ()
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode as any module does, except for frozen modules."""
+        super().train(mode)
+        for name in self.frozen:
+            self.get_submodule(name).training = False
+        return self
+
+    def freeze(self, frozen: Collection[nn.Module], trained: Collection[nn.Module]) -> None:
+        """Record which of its modules are frozen, and which were in training mode when they were captured."""
+        held = [(name, id(part)) for name, part in self.named_modules(remove_duplicate=False) if name]
+        frozen_ids, trained_ids = {id(part) for part in frozen}, {id(part) for part in trained}
+        names = tuple(name for name, key in held if key in frozen_ids)
+        if names:
+            self.frozen = names
+        self._trained = tuple(name for name, key in held if key in trained_ids)
+
+    def freeze_as(self, layer: Frozen) -> None:
+        """Record the frozen modules of a layer that holds modules of the same names."""
+        names = {name for name, _ in self.named_modules(remove_duplicate=False)}
+        if frozen := tuple(name for name in layer.frozen if name in names):
+            self.frozen = frozen
+        self._trained = tuple(name for name in layer._trained if name in names)
+
+    @property
+    def trained(self) -> list[nn.Module]:
+        """Modules that were in training mode when they were captured."""
+        return [self.get_submodule(name) for name in self._trained]
 
 
 @contextmanager

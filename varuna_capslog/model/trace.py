@@ -23,7 +23,7 @@ from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, kept_tensors, replace_parameters, unlogged
 from varuna_capslog.model.layer import low_parameters, put_in_training
 from varuna_capslog.model.python_state import PythonState, RandomStates
-from varuna_capslog.model.sources import layer_signature
+from varuna_capslog.model.signature import layer_signature
 
 __all__ = ["ShapeTable", "autocast_context", "call_on", "fake_operands"]
 

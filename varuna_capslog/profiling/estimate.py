@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.engine.grains import joined_inputs
 from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.sources import run_signature
+from varuna_capslog.model.signature import run_signature
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.conditions import UPDATE_RATE

@@ -32,7 +32,7 @@ from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, NeedsValues, ReadNumbers
 from varuna_capslog.model.layer import low_bytes
-from varuna_capslog.model.sources import layer_signature
+from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import autocast_context, call_on, fake_operands
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation

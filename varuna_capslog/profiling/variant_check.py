@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import CompiledForward
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.sources import layer_signature
+from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable, call_on, fake_operands
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.conditions import JOINED

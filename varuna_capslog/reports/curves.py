@@ -14,7 +14,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from varuna_capslog.base.scores import goodness
 from varuna_capslog.planning.comparison import Row
 from varuna_capslog.planning.trace_replay import Replay
 from varuna_capslog.reports.changes import change_kind
@@ -36,6 +35,7 @@ from varuna_capslog.reports.style import (
     second_unit,
     shorten,
 )
+from varuna_capslog.training.journal import goodness
 
 __all__ = ["FrontPoint", "draw_comparison", "draw_front", "draw_replay", "draw_scores", "draw_training", "main_parts"]
 

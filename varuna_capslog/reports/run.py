@@ -21,11 +21,11 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.scores import goodness
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, read_profile
+from varuna_capslog.training.journal import goodness
 
 __all__ = ["Evaluation", "Event", "MeasuredPeaks", "RunRecord", "Shapes", "StepLine", "read_run", "shapes_of"]
 

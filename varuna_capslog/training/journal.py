@@ -33,6 +33,7 @@ __all__ = [
     "Journal",
     "RecentSteps",
     "check_loggers",
+    "goodness",
     "peak_record",
     "score_line",
     "step_bar",
@@ -388,3 +389,11 @@ class Journal:
         if self._bar is not None:
             self._bar[1].stop()
         self._loggers.close()
+
+
+# -- Which of two scores is the better one: more, except of losses, which are known by their names.
+
+
+def goodness(name: str, value: float) -> float:
+    """The score, or its negative where less is better: of "loss", "perplexity" and names that end in "_loss"."""
+    return -value if name in ("loss", "perplexity") or name.endswith("_loss") else value

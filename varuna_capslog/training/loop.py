@@ -20,7 +20,6 @@ from torch import Tensor
 from varuna_capslog import accelerator
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.scores import goodness
 from varuna_capslog.engine.interface import Engine, Verdict
 from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
 from varuna_capslog.model.workload import LateTargets, Minibatch
@@ -29,7 +28,7 @@ from varuna_capslog.training.checkpoint import prune
 from varuna_capslog.training.checkpoint_writer import CheckpointWriter, HostCopies
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import DataWatch, Feed, evaluation_groups
-from varuna_capslog.training.journal import Journal, peak_record, step_record
+from varuna_capslog.training.journal import Journal, goodness, peak_record, step_record
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.manifest import read_best
 from varuna_capslog.training.run_setup import RunSetup

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import Kept, OneOf
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.sources import layer_signature
+from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.runtime import FixedSize, Frozen
+from varuna_capslog.model.capture.runtime import FixedSize
+from varuna_capslog.model.layer import Frozen
 
 __all__ = ["CallShape", "FunctionCall", "Hooked", "MadeTensor", "PythonCall", "Whole", "WholeModel"]
 

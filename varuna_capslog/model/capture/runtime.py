@@ -9,7 +9,7 @@ import ast
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,13 +18,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.layer import Frozen
 
 __all__ = [
     "ByMode",
     "ByShape",
     "CapturedGraph",
     "FixedSize",
-    "Frozen",
     "Guard",
     "OfTheModel",
     "Region",
@@ -65,41 +65,6 @@ class OfTheModel:
 
     def __reduce__(self) -> Any:
         return OfTheModel, ()
-
-
-class Frozen(nn.Module):
-    """Layer in which the modules of the names `frozen` stay in eval mode when it is put into training mode."""
-
-    frozen: tuple[str, ...] = ()
-    _trained: tuple[str, ...] = ()
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the mode as any module does, except for frozen modules."""
-        super().train(mode)
-        for name in self.frozen:
-            self.get_submodule(name).training = False
-        return self
-
-    def freeze(self, frozen: Collection[nn.Module], trained: Collection[nn.Module]) -> None:
-        """Record which of its modules are frozen, and which were in training mode when they were captured."""
-        held = [(name, id(part)) for name, part in self.named_modules(remove_duplicate=False) if name]
-        frozen_ids, trained_ids = {id(part) for part in frozen}, {id(part) for part in trained}
-        names = tuple(name for name, key in held if key in frozen_ids)
-        if names:
-            self.frozen = names
-        self._trained = tuple(name for name, key in held if key in trained_ids)
-
-    def freeze_as(self, layer: Frozen) -> None:
-        """Record the frozen modules of a layer that holds modules of the same names."""
-        names = {name for name, _ in self.named_modules(remove_duplicate=False)}
-        if frozen := tuple(name for name in layer.frozen if name in names):
-            self.frozen = frozen
-        self._trained = tuple(name for name in layer._trained if name in names)
-
-    @property
-    def trained(self) -> list[nn.Module]:
-        """Modules that were in training mode when they were captured."""
-        return [self.get_submodule(name) for name in self._trained]
 
 
 class CapturedGraph(Frozen, fx.GraphModule):

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.files import whole_file, write_failure, write_text
+from varuna_capslog.model import signature
 from varuna_capslog.model.capture.python_calls import (
     CallShape,
     FunctionCall,
@@ -50,7 +51,7 @@ from varuna_capslog.model.capture.runtime import (
 )
 from varuna_capslog.model.capture.split import layer_module
 from varuna_capslog.model.layer import Layer, freeze_layers
-from varuna_capslog.model.sources import class_name, code_digest, module_settings, run_signature
+from varuna_capslog.model.sources import class_name, code_digest, module_settings
 from varuna_capslog.model.state_file import load_tensors
 
 __all__ = ["CaptureRequest", "CapturedLayers", "Kept", "OneOf", "by_shape"]
@@ -617,7 +618,7 @@ def _told_apart_by(layer: str, modules: Sequence[fx.GraphModule], sizes: Sequenc
 
 
 def _same_work(first: fx.GraphModule, second: fx.GraphModule) -> bool:
-    signatures = [run_signature([Layer("", module, (), ())]) for module in (first, second)]
+    signatures = [signature.run_signature([Layer("", module, (), ())]) for module in (first, second)]
     return signatures[0] == signatures[1] and all(
         tensor is other_tensor or _equal(tensor, other_tensor)
         for tensor, other_tensor in zip(_tensors(first), _tensors(second), strict=True)

@@ -1,6 +1,6 @@
 """Comparison of two scores."""
 
-from varuna_capslog.base.scores import goodness
+from varuna_capslog.training.journal import goodness
 
 
 def test_losses_are_better_when_they_are_smaller() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.model.chain import Chain, Layer
-from varuna_capslog.model.sources import layer_signature, run_signature
+from varuna_capslog.model.signature import layer_signature, run_signature
 
 
 class Block(nn.Module):
