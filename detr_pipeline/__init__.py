@@ -1,6 +1,5 @@
-"""DETR object detection as a pipeline workload: `workload: detr_pipeline:workload` in a run's YAML leads here.
-
-The commands call `workload`; everything heavy is imported on that call. Nothing here may import the engine.
+"""DETR object detection as a pipeline workload: `workload: detr_pipeline:workload` in a run's YAML leads here. Heavy
+imports happen in the call of `workload`; nothing here may import the engine.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ PRELOADED = ("detr_pipeline.task",)
 
 
 def workload(config: Config) -> DetrWorkload:
-    """Return the DETR workload of a resolved config; its `model` and `data` sections are checked, no data is opened.
-
-    Raises:
-        varuna_capslog.base.errors.ConfigError: a wrong key or value under `model` or `data`.
+    """Return the DETR workload of a resolved config; opens no data. Raises ConfigError for a wrong key or value under
+    `model` or `data`.
     """
     from detr_pipeline.task import DetrWorkload
 

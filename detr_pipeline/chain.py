@@ -1,8 +1,8 @@
 """DETR as a chain: its units in order, joined into the layers that `model.cut_points` asks for.
 
-The workload builds its model here. These tensors cross the cuts: features `x` [B, C, h, w] or `memory` [B, h, w, C],
-`valid` [B, 2] (int64, rows and columns of the map that belong to each image), and from the first decoder layer on
-`hidden` [K, B, Q, C] and `query` [Q, C]; padding masks and position codes never do.
+These tensors cross the cuts: features `x` [B, C, h, w] or `memory` [B, h, w, C], `valid` [B, 2] (int64, rows and
+columns of the map that belong to each image), and from the first decoder layer on `hidden` [K, B, Q, C] and `query`
+[Q, C]; padding masks and position codes never do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["build_chain", "units_of", "valid_cells"]
 
 # -- A torchvision ResNet as a list of units: stem, residual blocks, projection to the transformer's width.
 #
-# `build_chain` arranges the units into layers. Weights never come from the network; `weights` reads them from a file.
+# Weights never come from the network; `weights` reads them from a file.
 
 
 _NORM_LAYERS: Mapping[str, Callable[[int], nn.Module]] = {
@@ -41,18 +41,12 @@ _NORM_LAYERS: Mapping[str, Callable[[int], nn.Module]] = {
 
 
 def valid_cells(sizes: Tensor, padded: tuple[int, int], cells: tuple[int, int]) -> Tensor:
-    """Return the number of rows and columns of the feature map that belong to each image.
+    """Return [B, 2] int64: rows and columns of the feature map, `cells` (h, w), that belong to each image.
 
     DETR resizes the pixel mask to the map by nearest neighbour; images lie in the upper left corner, so counting the
     sampled rows and columns inside the image gives the same result.
 
-    Args:
-        sizes: [B, 2] int64, valid (h, w) of each image in pixels.
-        padded: (H, W) of the padded images.
-        cells: (h, w) of the feature map.
-
-    Returns:
-        [B, 2] int64.
+    sizes: [B, 2] int64, valid (h, w) of each image in pixels. padded: (H, W) of the padded images.
     """
     counts = []
     for axis in (0, 1):
@@ -63,10 +57,10 @@ def valid_cells(sizes: Tensor, padded: tuple[int, int], cells: tuple[int, int]) 
 
 
 class Stem(nn.Module):
-    """The network up to the first residual block, and the end of each image on the final feature map.
+    """Network up to the first residual block, and the end of each image on the final feature map.
 
     Called with images [B, 3, H, W] and their valid sizes [B, 2]; returns features [B, C, ceil(H/4), ceil(W/4)] and the
-    valid rows and columns [B, 2] of the map that the backbone will end with.
+    valid rows and columns [B, 2] of the backbone's last map.
     """
 
     def __init__(self, network: resnet.ResNet, halvings: int) -> None:
@@ -84,9 +78,8 @@ class Stem(nn.Module):
 
 
 class Projection(nn.Conv2d):
-    """1x1 convolution to the transformer's width; [B, C, h, w] becomes memory [B, h, w, hidden].
-
-    Memory has the weights' dtype also under autocast, so that the transformer sums its residuals in full precision.
+    """1x1 convolution to the transformer's width: [B, C, h, w] becomes memory [B, h, w, hidden], also under autocast in
+    the weights' dtype, so that the transformer sums its residuals in full precision.
     """
 
     def __init__(self, channels: int, hidden_dim: int) -> None:
@@ -136,11 +129,8 @@ _NOT_CUT_BEFORE = {
 
 
 class Joined(nn.Module):
-    """Several consecutive units as one layer. Child modules bear the units' names, dots written as underscores.
-
-    Args:
-        units: in order.
-        needed: names that later units read.
+    """Consecutive units as one layer; child modules bear their names, dots as underscores. needed: names that later
+    units read.
     """
 
     def __init__(self, units: Sequence[Layer], needed: frozenset[str]) -> None:
@@ -165,14 +155,10 @@ class Joined(nn.Module):
 
 
 def build_chain(config: ModelConfig, num_classes: int) -> Chain:
-    """Build a DETR with fresh weights, drawn from torch's random state.
+    """Build a DETR with fresh weights from torch's random state; the config's `num_classes` and `weights` are not read
+    here.
 
-    Args:
-        config: the model section; the caller handles its `num_classes` and `weights`.
-        num_classes: classes without no-object.
-
-    Raises:
-        ConfigError: `cut_points` names a layer that is not there.
+    num_classes: without no-object. Raises ConfigError where `cut_points` names an unknown layer.
     """
     units = backbone_units(config) + _transformer_units(config, num_classes)
     starts = sorted(_starts(units, config.cut_points))
@@ -182,7 +168,7 @@ def build_chain(config: ModelConfig, num_classes: int) -> Chain:
 
 
 def units_of(layer: Layer) -> list[tuple[str, str]]:
-    """Return the name of every unit in a layer of this chain, and the prefix of its parameters' names in the layer."""
+    """Return every unit's name in a layer of this chain, and the prefix of its parameters' names in the layer."""
     if isinstance(layer.module, Joined):
         return [(name, f"{_child(name)}.") for name in layer.module.unit_names]
     return [(layer.name, "")]
@@ -252,10 +238,8 @@ def _position(names: Sequence[str], everywhere: set[int], wanted: str) -> int:
 
 
 def _joined(units: Sequence[Layer], start: int, end: int) -> Layer:
-    """Join the units start..end-1 into one layer.
-
-    An address must show whether a parameter belongs to the backbone, since learning rates are chosen by that: the name
-    of a layer that holds other parts too must not contain the word.
+    """Join the units start..end-1 into one layer. Learning rates are chosen by the word `backbone` in addresses, so the
+    name of a layer that holds other parts too must not contain it.
     """
     if end - start == 1:
         return units[start]

@@ -1,7 +1,5 @@
-"""Checks of a COCO folder before a run, for problems that would stop the run or spoil its training.
-
-`coco_task` calls them once, before the first worker starts. Only the headers of pictures are read, and of many
-pictures only those of a sample.
+"""Checks of a COCO folder before the first worker starts, for problems that would stop the run or spoil its training.
+Only the headers of pictures are read, and of many pictures only those of a sample.
 """
 
 from __future__ import annotations
@@ -89,7 +87,6 @@ def _boxes(index: CocoIndex, image: int) -> tuple[tuple[float, ...], ...]:
 
 
 def _missing(index: CocoIndex, folder: Path) -> list[int]:
-    """Return the images whose files are missing."""
     # listing folders is much faster than a look-up per file; a name of another spelling may still exist
     listed: dict[str, set[str]] = {}
     missing = []
@@ -127,9 +124,7 @@ def _of_large(index: CocoIndex, max_pixels: int) -> Sequence[RunFinding]:
 
 
 def _of_headers(index: CocoIndex, folder: Path, config: DataConfig, missing: Sequence[int]) -> Iterator[RunFinding]:
-    """Refuse pictures that cannot be opened or whose size differs from the annotation file; yield a note about
-    orientations that no size shows.
-    """
+    """Refuse unreadable pictures and sizes unlike the annotation file; note orientations that no size shows."""
     wanted = random.Random(_SEED).sample(range(len(index)), min(_SAMPLE, len(index)))
     sample = sorted({*wanted} - {*missing})
     deep, turned, wrong = [], [], []

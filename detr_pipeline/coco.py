@@ -1,7 +1,5 @@
-"""COCO annotation files: read once, checked in one place, kept as flat arrays.
-
-`data` and `evaluation` call this module; it reads JSON only and never touches a picture. Inside the project classes are
-numbered 0..C-1; the file's own category ids come back only through `CocoIndex.category_ids`.
+"""COCO annotation files: read once, checked in one place, kept as flat arrays. No picture is read. Inside the project
+classes are numbered 0..C-1; the file's category ids come back only through `CocoIndex.category_ids`.
 """
 
 from __future__ import annotations
@@ -46,13 +44,13 @@ _FEW_PIXELS = 8
 
 @dataclass(frozen=True, eq=False)
 class CocoIndex:
-    """A checked COCO detection data set without its pixels.
+    """Checked COCO detection data set without its pixels.
 
     Attributes:
         path: the JSON file.
-        image_ids, file_names: of the I images, in the file's order; images without boxes are there too.
+        image_ids, file_names: of the I images, in the file's order, including images without boxes.
         widths, heights: [I] pixels, as the file says.
-        category_ids, names: of the C classes, ascending by id; position in them is the class inside the project.
+        category_ids, names: of the C classes, ascending by id; a class inside the project is a position in them.
         box_image: [A] position of each box's image, ascending; crowd regions are included in A.
         box_label: [A] class 0..C-1.
         boxes: [A, 4] corners x1 y1 x2 y2 in pixels, inside the image, never empty.
@@ -83,9 +81,7 @@ class CocoIndex:
         return self.boxes[keep], self.box_label[keep], starts
 
     def targets(self, image: int) -> tuple[FloatArray, IntArray]:
-        """Return boxes [n, 4] (corners, pixels) and classes [n] to learn for the image at this position, without crowd
-        regions.
-        """
+        """Return an image's boxes [n, 4] (corners, pixels) and classes [n] to learn, without crowd regions."""
         boxes, labels, starts = self._targets
         part = slice(starts[image], starts[image + 1])
         return boxes[part], labels[part]
@@ -94,7 +90,7 @@ class CocoIndex:
         """Return the data set in the form of pycocotools: original ids, crowd regions, every required field.
 
         Annotations are numbered from 1 whatever the file says: COCOeval stores the id of the matched annotation and
-        reads 0 as "no match", so a file numbered from 0 would lose a true positive. Boxes are the checked ones.
+        reads 0 as "no match", so a file numbered from 0 would lose a true positive. Boxes are those after the checks.
         """
         sizes = self.boxes[:, 2:] - self.boxes[:, :2]
         rows = zip(
@@ -129,13 +125,11 @@ class CocoIndex:
 
 
 def read_coco(path: Path | str, strict: bool = False) -> CocoIndex:
-    """Read and check a COCO JSON file; the last few files are cached as long as they do not change.
+    """Read and check a COCO JSON file; the last four files are cached as long as they do not change.
 
     Boxes without width or height are dropped and boxes over the border are clamped; one log line counts both.
 
-    Args:
-        path: the annotation file.
-        strict: refuse a file with such boxes instead.
+    strict: refuse a file with such boxes instead.
 
     Raises:
         CapslogError: missing, unreadable or malformed file; missing fields; duplicate image, category or annotation id;
@@ -357,7 +351,7 @@ class _Checker:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether the value is text that a file name may have: without NUL and halves of surrogate pairs."""
+    """True for text that a file name may hold: without NUL and halves of surrogate pairs."""
     try:
         return isinstance(value, str) and b"\0" not in value.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,5 @@
-"""The `Workload` that detectors of this package share: a COCO folder, its classes, sizes, evaluation and drawing.
-
-`task` (DETR) and `rt_detr.task` derive from it. It knows no model: they turn a model's outputs into boxes.
+"""`Workload` that the detectors of this package share: a COCO folder, its classes, sizes, evaluation and drawing. It
+knows no model: `task` (DETR) and `rt_detr.task` turn a model's outputs into boxes.
 """
 
 from __future__ import annotations
@@ -42,12 +41,8 @@ _DRAWN_SCORE = 0.5
 class CocoWorkload(Workload):
     """Workload of a detector.
 
-    Args:
-        config: the resolved config; its `data` section is checked here.
-        num_classes: of the config's `model` section; null takes the number from the data file.
-
-    Raises:
-        varuna_capslog.base.errors.ConfigError: a wrong key or value under `data`.
+    num_classes: of the config's `model` section; None takes the number from the data file. Raises ConfigError for a
+    wrong key or value under `data`.
     """
 
     def __init__(self, config: Config, num_classes: int | None) -> None:
@@ -57,13 +52,11 @@ class CocoWorkload(Workload):
 
     @cached_property
     def num_classes(self) -> int:
-        """Classes without no-object; read from the data file where `model.num_classes` is not set."""
+        """Classes without no-object."""
         return self._given_classes or len(class_names(self.data)[0])
 
     def check(self) -> Iterator[RunFinding]:
-        """Check the files of both splits for problems that would stop a run or spoil its training; see
-        `detr_pipeline.checks`.
-        """
+        """Check the files of both splits for problems that would stop a run or spoil its training; see `checks`."""
         if self.data.uses_digits:
             return
         from detr_pipeline.checks import check_split
@@ -74,7 +67,7 @@ class CocoWorkload(Workload):
         self.val_data()  # compares the categories of both files
 
     def data_facts(self) -> Mapping[str, Any]:
-        """Number and names of the pictures, and every category."""
+        """Return number and names of the pictures, and every category."""
         return self._facts
 
     @cached_property
@@ -83,7 +76,7 @@ class CocoWorkload(Workload):
 
     @abstractmethod
     def input_specs(self, microbatch_size: int, size: Sequence[int]) -> dict[str, TensorSpec]:
-        """Specs of a training microbatch of images padded to `size` (H, W)."""
+        """Return specs of a training microbatch of images padded to `size` (H, W)."""
 
     @abstractmethod
     def seen(
@@ -92,14 +85,14 @@ class CocoWorkload(Workload):
         """Return the model's detections on an image, in the form of `detr_pipeline.evaluation.Seen`."""
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
-        """Images of `profile.image_size`, else of the largest padded size that training can meet."""
+        """Return specs of images of `profile.image_size`, else of the largest padded size that training can meet."""
         size = self.config.profile.image_size or largest_padded_size(
             self.data, "train", microbatch_size, self.config.train.minibatch_size
         )
         return self.input_specs(microbatch_size, size)
 
     def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
-        """Images of the padded sizes of random training minibatches; `profile.image_size` alone where that is set."""
+        """Return specs of the padded sizes of random training minibatches, or of `profile.image_size` alone."""
         if self.config.profile.image_size is not None:
             return [self.profile_inputs(microbatch_size)]
         minibatch_size = self.config.train.minibatch_size
@@ -107,7 +100,7 @@ class CocoWorkload(Workload):
         return [self.input_specs(microbatch_size, size) for size in sizes]
 
     def evaluator(self) -> Evaluator | None:
-        """COCO's twelve numbers and the AP of every class, with all detections in the run's `detections.json`."""
+        """Return the evaluator of COCO's twelve numbers and every class's AP; it writes the run's `detections.json`."""
         if not self.data.has_split("val"):
             return None
         from detr_pipeline.evaluation import CocoEvaluator
@@ -116,7 +109,7 @@ class CocoWorkload(Workload):
         return CocoEvaluator(index, ids, self.config.run_dir / "detections.json", self.seen)
 
     def sample_files(self, count: int) -> list[Path]:
-        """The first pictures of the validation split."""
+        """Return the first pictures of the validation split."""
         if not self.data.has_split("val"):
             return []
         folder = self.data.files("val")[1]
@@ -145,7 +138,7 @@ class CocoWorkload(Workload):
         return written
 
     def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the chain's inputs for a picture, from those of `prepare_image`: here the same ones."""
+        """Return the chain's inputs for a picture, from those of `prepare_image`."""
         return inputs
 
 
@@ -184,16 +177,13 @@ def draw_detections(
     names: Sequence[str],
     threshold: float = 0.5,
 ) -> Image.Image:
-    """Return a copy of the picture with every box whose score reaches the threshold, the best on top.
-
-    Small pictures are enlarged first, so that names can be read.
+    """Return a copy of the RGB picture with every box whose score reaches the threshold, the best on top. Small
+    pictures are enlarged first, so that names can be read.
 
     Args:
-        image: RGB.
         scores, classes: [Q].
         boxes: [Q, 4] corners in pixels of `image`.
         names: of the classes.
-        threshold: smallest score that is drawn.
     """
     chosen = (scores >= threshold).nonzero().flatten()
     chosen = chosen[scores[chosen].argsort()]
@@ -218,11 +208,7 @@ def draw_detections(
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:
-    """Save in the format of the suffix (PNG, JPEG, ...), make the folder, and return the path.
-
-    Raises:
-        CapslogError: the suffix is unknown or the file cannot be written.
-    """
+    """Save in the format of the suffix (PNG, JPEG, ...), make the folder, and return the path. Raises CapslogError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink():  # in a stranger's run folder it may lead to any file of the user's

@@ -1,7 +1,5 @@
-"""The model section of a DETR config: every key, its meaning and its default.
-
-Defaults are those of the DETR paper's R50 model (Carion et al., ECCV 2020) and of its published code. Nothing here
-imports torch.
+"""Model section of a DETR config, with the defaults of the paper's R50 model (Carion et al., ECCV 2020) and its
+published code. Nothing here imports torch.
 """
 
 from __future__ import annotations

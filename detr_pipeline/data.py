@@ -1,7 +1,7 @@
-"""The data section of the config, and a COCO folder as a `DataSource`: minibatches described first, decoded later.
+"""Data section of the config, and a COCO folder as a `DataSource`: minibatches described first, decoded later.
 
-The workload opens the data here; every rank describes every minibatch from the annotation file alone, and only ranks
-that hold the first stage open pictures. The state of one sample must never depend on another.
+Every rank describes every minibatch from the annotation file alone; only ranks that hold the first stage open pictures.
+The state of a sample must never depend on another.
 """
 
 from __future__ import annotations
@@ -132,14 +132,12 @@ class DataConfig(Section):
         return self.train_json is None
 
     def has_split(self, split: Split) -> bool:
-        """Return False only for validation data that no key names."""
+        """False only for validation data that no key names."""
         return self.uses_digits or split == "train" or self.val_json is not None
 
     def files(self, split: Split) -> tuple[Path, Path]:
         """Return annotation file and picture folder of a split, both existing; the digits are written if missing.
-
-        Raises:
-            CapslogError: no such split, nothing to start a relative path from, or the path does not exist.
+        Raises CapslogError for no such split, nothing to start a relative path from, or a path that does not exist.
         """
         if self.uses_digits:
             folder = digits_dataset(self.root, self.digits)
@@ -177,9 +175,8 @@ def open_index(config: DataConfig, split: Split) -> CocoIndex:
 
 
 def class_names(config: DataConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return category id and name of every class of the model, in the order of its outputs.
-
-    With `labels: original` an id that the file does not use is there too, named `unused <id>`. The digits need no file.
+    """Return category id and name of every class of the model, in the order of its outputs. With `labels: original` an
+    id that the file does not use is there too, named `unused <id>`. The digits need no file.
     """
     if config.uses_digits:
         ids, names = tuple(range(1, len(DIGIT_NAMES) + 1)), DIGIT_NAMES
@@ -200,9 +197,7 @@ def class_names(config: DataConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def image_sizes(config: DataConfig, split: Split) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return heights and widths, [I] each, of a split's images in its order. No picture is opened, and for the digits
-    no file.
-    """
+    """Return heights and widths, [I] each, of a split's images; opens no picture, and for the digits no file."""
     if config.uses_digits:
         sizes = picture_sizes(config.digits, split == "train")
         return sizes[:, 0], sizes[:, 1]
@@ -213,10 +208,8 @@ def image_sizes(config: DataConfig, split: Split) -> tuple[NDArray[np.int64], ND
 def largest_padded_size(
     config: DataConfig, split: Split = "train", microbatch_size: int = 1, minibatch_size: int = 1
 ) -> tuple[int, int]:
-    """Return the largest (H, W) that the inputs of a microbatch can have. No picture is opened, for the digits no file.
-
-    Where one image is padded alone this is the size of largest area; where several are padded together, the tallest may
-    meet the widest.
+    """Return the largest (H, W) that the inputs of a microbatch can have; opens files like `image_sizes`. For an image
+    padded alone this is the size of largest area; of several padded together, the tallest may meet the widest.
     """
     heights, widths = image_sizes(config, split)
     together = minibatch_size if config.pad == "minibatch" else microbatch_size
@@ -226,7 +219,7 @@ def largest_padded_size(
 def sampled_padded_sizes(
     config: DataConfig, split: Split, microbatch_size: int, minibatch_size: int, count: int, seed: int
 ) -> list[tuple[int, int]]:
-    """Return the padded (H, W) of a microbatch of each of `count` random minibatches; no picture is opened.
+    """Return the padded (H, W) of a microbatch of each of `count` random minibatches; opens no picture.
 
     A minibatch holds different images (fewer than `minibatch_size` where the split is smaller), and image i of
     minibatch k is augmented as training with this seed does in epoch k.
@@ -253,7 +246,7 @@ def _generator(split: Split, seed: int, epoch: int, sample: int) -> np.random.Ge
 
 
 def input_specs(count: int, size: Sequence[int]) -> dict[str, TensorSpec]:
-    """Specs of a microbatch of `count` images that are padded to `size` (H, W)."""
+    """Return specs of a microbatch of `count` images that are padded to `size` (H, W)."""
     return {
         "images": TensorSpec((count, 3, *size)),
         "sizes": TensorSpec((count, 2), torch.int64),
@@ -272,9 +265,7 @@ def data_facts(config: DataConfig) -> dict[str, Any]:
 
 
 def _refuse_renamed(train: CocoIndex, val: CocoIndex) -> None:
-    """Raise CapslogError where an id stands for another category in the validation file; a category without a name is
-    called by its id.
-    """
+    """Raise CapslogError where an id has another name in the validation file; unnamed categories bear their id."""
     trained = dict(zip(train.category_ids, train.names, strict=True))
     for id_, name in zip(val.category_ids, val.names, strict=True):
         train_name = trained.get(id_, name)
@@ -298,13 +289,11 @@ class CocoSource:
         seed: of the augmentation, at least 0.
         num_queries: predictions per image; a matching uses at most that many boxes.
 
-    Attributes:
-        index: the annotation file.
-        category_ids, names: per class, in the order of the model's outputs.
+    `index` is the annotation file; `category_ids` and `names` are in the order of the model's outputs.
 
     Raises:
-        CapslogError: raised by `DataConfig.files` and `read_coco`, or for a category that the training file lacks or
-            calls by another name.
+        CapslogError: as `DataConfig.files` and `read_coco`, or for a category that the training file lacks or calls by
+            another name.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int, num_queries: int) -> None:
@@ -352,11 +341,7 @@ class CocoSource:
         )
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """Decode one microbatch; callers that want it ahead of time call this in their own threads.
-
-        Raises:
-            CapslogError: a picture is missing, cannot be decoded, or has another size than the annotation file says.
-        """
+        """Decode one microbatch. Raises CapslogError for a missing, damaged or wrongly sized picture."""
         recipes: list[tuple[int, ImageRecipe]] = minibatch.recipes[microbatch]
         images = torch.zeros(minibatch.inputs[microbatch]["images"].shape)
         for slot, (sample, recipe) in zip(images, recipes, strict=True):
@@ -387,7 +372,7 @@ class CocoSource:
 
 
 def refuse_other_size(index: CocoIndex, image: int, path: Path, size: tuple[int, int]) -> None:
-    """Raises CapslogError if a picture, upright, is not (width, height) as the annotation file says."""
+    """Raise CapslogError if a picture, upright, is not (width, height) as the annotation file says."""
     expected = (int(index.widths[image]), int(index.heights[image]))
     if size != expected:
         raise CapslogError(

@@ -1,7 +1,6 @@
-"""The embedded data set: real handwritten digits, scattered over small canvases and written in COCO format.
-
-`data` builds it on first use, so that every command works without a download. The 1,797 digits are the test part of the
-UCI "Optical Recognition of Handwritten Digits" data that scikit-learn bundles; train and val share no digit.
+"""Embedded data set: real handwritten digits, scattered over small canvases and written in COCO format on first use, so
+that every command works without a download. The 1,797 digits are the test part of the UCI "Optical Recognition of
+Handwritten Digits" data that scikit-learn bundles; train and val share no digit.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _INK = 0.25
 
 
 class DigitsConfig(Section):
-    """Keys under `data.digits.`; every one changes the pictures and therefore the folder they live in."""
+    """Keys under `data.digits.`; each changes the pictures and therefore their folder."""
 
     train_images: int = Field(default=3000, ge=1)
     """Number of training pictures."""
@@ -69,11 +68,8 @@ class DigitsConfig(Section):
 
 
 def default_digits_root() -> Path:
-    """Return the user's cache folder: `$XDG_CACHE_HOME/varuna-capslog`, else `~/.cache/varuna-capslog`; where there is
-    no home, a temporary folder of this user alone.
-
-    Raises:
-        CapslogError: the folder for temporary files is another user's.
+    """Return the user's cache folder: `$XDG_CACHE_HOME/varuna-capslog`, else `~/.cache/varuna-capslog`; without a home,
+    a temporary folder of this user alone. Raises CapslogError where that is another user's.
     """
     home = cache_home()
     if home is not None:
@@ -94,14 +90,9 @@ def digits_dataset(root: Path | str | None = None, config: DigitsConfig | None =
     """Return the folder of the data set, which is written first if it does not exist.
 
     It holds `train/*.png`, `val/*.png`, `annotations/instances_train.json` and `annotations/instances_val.json`. Equal
-    parameters give equal pictures. The folder appears under its name only when complete, and several processes may ask
-    at once: one writes, the others wait.
+    parameters give equal pictures. The folder appears only when complete; of several processes one writes it.
 
-    Args:
-        root: parent folder; None means `default_digits_root()`.
-
-    Raises:
-        CapslogError: scikit-learn is missing or the folder cannot be written.
+    root: parent folder; None: `default_digits_root()`. Raises CapslogError without scikit-learn, or if it cannot write.
     """
     config = config or DigitsConfig()
     root = expanded(root) if root is not None else default_digits_root()

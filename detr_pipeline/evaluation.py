@@ -1,7 +1,5 @@
-"""Scores of a detector: its outputs to COCO detections, and pycocotools' twelve numbers without its printed output.
-
-The engine calls `CocoEvaluator.collect` on the rank of the last layer and `summarize` once. No detection is filtered:
-no threshold and no suppression of near duplicates, as DETR is scored in its paper.
+"""Scores of a detector: its outputs to COCO detections, and pycocotools' twelve numbers without its printed output. No
+detection is filtered: no threshold and no suppression of near duplicates, as DETR is scored in its paper.
 """
 
 from __future__ import annotations
@@ -60,8 +58,8 @@ to scores [N], classes [N] and corners in pixels [N, 4], float32 on the CPU."""
 
 
 def corners_of(boxes: Tensor, sizes: Tensor) -> Tensor:
-    """Convert boxes [..., N, 4] as (cx, cy, w, h), fractions of images of `sizes` [..., 2] (h, w), to corners
-    x1 y1 x2 y2 in pixels; float32 on the CPU.
+    """Convert (cx, cy, w, h) [..., N, 4], fractions of `sizes` [..., 2] (h, w), to corners x1 y1 x2 y2 in pixels,
+    float32 on the CPU.
     """
     height, width = sizes.cpu().float().unbind(-1)
     scale = width.new_empty((*width.shape, 4))
@@ -72,11 +70,7 @@ def corners_of(boxes: Tensor, sizes: Tensor) -> Tensor:
 def seen_by_queries(
     outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a DETR's detections in the form of `Seen`: its last decoder layer's `best_classes`.
-
-    Args:
-        outputs: `logits` [K, B, Q, C+1] and `boxes` [K, B, Q, 4].
-    """
+    """Return `best_classes` of a DETR's last decoder layer, from `logits` [K, B, Q, C+1] and `boxes` [K, B, Q, 4]."""
     logits, boxes = outputs["logits"][-1, image], outputs["boxes"][-1, image]
     refuse_too_few(logits.shape[-1] - 1, num_classes)
     return best_classes(logits, boxes, size, num_classes)
@@ -94,28 +88,25 @@ def refuse_too_few(outputs: int, num_classes: int) -> None:
 def best_classes(
     logits: Tensor, boxes: Tensor, sizes: Tensor, num_classes: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return every query's best class without no-object, its probability, and its box in pixels.
+    """Return every query's best class without no-object: scores (probabilities) [..., Q], classes [..., Q], corners x1
+    y1 x2 y2 in pixels [..., Q, 4]; float32 on the CPU.
 
     Args:
         logits: [..., Q, C+1], no-object last.
         boxes: [..., Q, 4] centre x, centre y, width, height as fractions of the image.
         sizes: [..., 2] (h, w) of the image.
-        num_classes: classes that the data has; a model with more outputs never names the others. None means all C.
-
-    Returns:
-        scores [..., Q], classes [..., Q], corners x1 y1 x2 y2 [..., Q, 4]; float32 on the CPU.
+        num_classes: classes that the data has; a model with more outputs never names the others. None: all C.
     """
     scores, classes = logits.detach().float().cpu().softmax(-1)[..., :-1][..., :num_classes].max(-1)
     return scores, classes, corners_of(boxes, sizes)
 
 
 class CocoEvaluator:
-    """Evaluates detections on a data set.
+    """Evaluates detections on a data set, that of the annotation file `index`.
 
     Args:
-        index: its annotation file.
-        category_ids: the category id of every class, in the order of the model's outputs.
-        detections_path: where `summarize` writes all detections in COCO's result format; None writes nothing.
+        category_ids: of every class, in the order of the model's outputs.
+        detections_path: file for all detections in COCO's result format; None: not written.
         seen: converts the model's outputs to detections.
     """
 
@@ -130,11 +121,8 @@ class CocoEvaluator:
         self._seen = seen
 
     def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[dict[str, Any]]:
-        """Return an entry per image: its id, and the category ids, boxes (x, y, width, height) and scores of all
-        detections.
-
-        Raises:
-            CapslogError: the model has fewer classes than the data.
+        """Return an entry per image: its id, and all detections' category ids, boxes (x, y, width, height) and scores.
+        Called on the rank of the last layer. Raises CapslogError where the model has fewer classes than the data.
         """
         results = []
         for image, target in enumerate(minibatch.targets[microbatch]):
@@ -150,9 +138,8 @@ class CocoEvaluator:
         return results
 
     def summarize(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the twelve COCO numbers and the AP of every class; None where there is nothing to find.
-
-        An image that comes twice counts once; one that never came counts as missed, with a warning.
+        """Return the twelve COCO numbers and the AP of every class; None where there is nothing to find. An image that
+        comes twice counts once; an image that never came counts as missed, with a warning.
         """
         seen = {result["image_id"]: result for result in results}
         missing = len(self.index) - len(seen)
@@ -176,12 +163,9 @@ def detections(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def coco_statistics(index: CocoIndex, detections_found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Score detections in COCO's result format with pycocotools' defaults for boxes.
 
-    Returns:
-        The names of `STATISTICS` with their values, then `per_class`, {name: AP}. pycocotools' -1 means that there was
-        no object of that kind and becomes None.
-
-    Raises:
-        CapslogError: a detection of an unknown image or category, or a box or score that is not finite.
+    Returns the names of `STATISTICS` with their values, then `per_class`, {name: AP}. None stands for pycocotools' -1:
+    no object of that kind. Raises CapslogError for a detection of an unknown image or category, or with a box or score
+    that is not finite.
     """
     _check(index, detections_found)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -1,8 +1,7 @@
 """DETR's set loss of a microbatch, as its share of the whole minibatch's loss, and the costs of its matching.
 
 Every sum is divided by a normaliser of the minibatch that is known before the forward, so the shares of any split into
-microbatches add up to the same loss. The workload calls this on the rank of the last layer; it computes in float32 or
-better, outside autocast.
+microbatches add up to the same loss. It computes in float32 or better, outside autocast.
 """
 
 from __future__ import annotations
@@ -76,9 +75,8 @@ def assign(
     targets: Sequence[Mapping[str, Any]],
     cost: Callable[[int, Tensor, Tensor], Tensor],
 ) -> list[list[Match]]:
-    """Return the matches of every decoder layer (outer list) and image (inner list).
-
-    An image with n boxes gives min(n, Q) pairs; with none, two empty tuples. Equal costs give equal matches.
+    """Return the matches of every decoder layer (outer list) and image (inner list). An image with n boxes gives
+    min(n, Q) pairs; with none, two empty tuples. Equal costs give equal matches.
 
     Args:
         logits, boxes: [K, B, Q, ...], the predictions; they must be finite.
@@ -114,9 +112,7 @@ def assign(
 def positions(
     targets: Sequence[Mapping[str, Any]], matches: Sequence[Sequence[Match]]
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Return layer, image and query of every match [3][K * m]; its label [K * m]; its box [K * m, 4]; all built on the
-    host.
-    """
+    """Return layer, image and query of every match [3][K * m]; its label [K * m]; its box [K * m, 4]; on the host."""
     rows, labels, wanted = [], [], []
     for layer, images in enumerate(matches):
         for image, (chosen, box_numbers) in enumerate(images):
@@ -128,7 +124,7 @@ def positions(
 
 
 def _refuse_unsound(sound: Tensor, targets: Sequence[Mapping[str, Any]]) -> None:
-    """Args: sound [2, K, B], 0 where logits (first) or boxes (second) hold a value that is not finite."""
+    """Raise StepRefused where `sound` [2, K, B] is 0: logits (first) or boxes (second) are not all finite."""
     if bool(sound.all()):
         return
     output, layer, image = (sound == 0).nonzero()[0].tolist()
@@ -163,7 +159,7 @@ def set_loss(
 
     Returns:
         `loss`; `loss_class`, `loss_boxes`, `loss_giou` of the last decoder layer, weighted; the same with `_0`, `_1`,
-        ... of the earlier ones; and, not part of the loss, `class_error` (percent of matched queries with a wrong
+        ... of the earlier layers; and, not part of the loss, `class_error` (percent of matched queries with a wrong
         class) and `cardinality_error` (mean difference between the numbers of predicted and true objects per image).
 
     Raises:
@@ -221,10 +217,8 @@ def _parts(
 def _assignments(
     logits: Tensor, targets: Sequence[Mapping[str, Any]], matches: Sequence[Sequence[Match]]
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """Return the wanted class of every query [K, B, Q]; layer, image and query of every match [3][K * m]; its box
-    [K * m, 4].
-
-    Put together on the host and sent to the device once.
+    """Return every query's class [K, B, Q] and every match's place [3][K * m] (layer, image, query) and box [K * m, 4].
+    They are built on the host and sent to the device once.
     """
     where, labels, wanted = positions(targets, matches)
     classes = torch.full(logits.shape[:-1], logits.shape[-1] - 1, dtype=torch.int64)
@@ -236,15 +230,11 @@ def _assignments(
 def match(
     logits: Tensor, boxes: Tensor, targets: Sequence[Mapping[str, Any]], config: ModelConfig
 ) -> list[list[Match]]:
-    """Return the matches of every decoder layer and image, from `detr_pipeline.loss.assign`.
+    """Return the matches of every decoder layer and image, from `assign` with DETR's costs. Raises as `assign`.
 
     Args:
-        logits: [K, B, Q, C + 1].
-        boxes: [K, B, Q, 4] as (cx, cy, w, h) in 0..1.
+        logits: [K, B, Q, C + 1]. boxes: [K, B, Q, 4] as (cx, cy, w, h) in 0..1.
         targets: per image `labels` [n] and `boxes` [n, 4], on the CPU.
-
-    Raises:
-        StepRefused: a prediction is not finite.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
 

@@ -1,7 +1,5 @@
-"""DETR as a `Workload`: ties model, data, loss, evaluation and drawing to one config.
-
-Commands and workers get it from `detr_pipeline.workload(config)`. Building it reads the config only; the data
-is opened when it is asked for.
+"""DETR as a `Workload`: ties model, data, loss, evaluation and drawing to one config. Building it reads the config
+only; the data is opened when it is asked for.
 """
 
 from __future__ import annotations
@@ -34,14 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class DetrWorkload(CocoWorkload):
-    """Workload of a DETR.
-
-    Args:
-        config: the resolved config; its `model` and `data` sections are checked here.
-
-    Raises:
-        varuna_capslog.base.errors.ConfigError: a wrong key or value in either.
-    """
+    """Workload of a DETR. Raises ConfigError for a wrong key or value in the config's `model` or `data` section."""
 
     def __init__(self, config: Config) -> None:
         self.model = section(ModelConfig, config.model, "model")
@@ -49,10 +40,8 @@ class DetrWorkload(CocoWorkload):
         self.name = "detr"
 
     def build_chain(self) -> Chain:
-        """Build the chain with fresh weights, then load those of `model.weights` where that is set.
-
-        Raises:
-            CapslogError: the weights file cannot be used, or fits less than half of this model.
+        """Build the chain with fresh weights, then load those of `model.weights` where that is set. Raises CapslogError
+        where that file cannot be used, or fits less than half of this model.
         """
         chain = build_chain(self.model, self.num_classes)
         if self.model.weights is not None:
@@ -82,23 +71,23 @@ class DetrWorkload(CocoWorkload):
         return fit
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        """DETR's set loss; see `detr_pipeline.loss.set_loss`."""
+        """Return DETR's set loss; see `detr_pipeline.loss.set_loss`."""
         return set_loss(outputs, targets, normalisers, self.model)
 
     def input_specs(self, microbatch_size: int, size: Sequence[int]) -> dict[str, TensorSpec]:
-        """Images and their valid sizes."""
+        """Return specs of images and their valid sizes."""
         return input_specs(microbatch_size, size)
 
     def seen(
         self, outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The best class of every query; see `detr_pipeline.evaluation.seen_by_queries`."""
+        """Return the best class of every query; see `detr_pipeline.evaluation.seen_by_queries`."""
         from detr_pipeline.evaluation import seen_by_queries
 
         return seen_by_queries(outputs, image, size, num_classes)
 
     def profile_targets(self, microbatch_size: int) -> tuple[list[HostTargets], dict[str, float]]:
-        """A few boxes in every image."""
+        """Return a few boxes in every image."""
         count = min(PROFILE_BOXES, self.model.queries)
         target = example_target(count, self.num_classes)
         normalisers = {
@@ -108,11 +97,11 @@ class DetrWorkload(CocoWorkload):
         return [HostTargets(target, image_id=image) for image in range(microbatch_size)], normalisers
 
     def loss_key(self) -> object:
-        """The set loss depends on the outputs, and on how many boxes of which classes are looked for in them."""
+        """Return what the set loss depends on besides the outputs: how many boxes of which classes it looks for."""
         return DetrWorkload, min(PROFILE_BOXES, self.model.queries), self.num_classes
 
     def train_data(self) -> DataSource:
-        """The training split, augmented."""
+        """Return the training split, augmented."""
         untrained = self.model.weights is None and self.config.init_from is None
         if self.model.norm == "frozen" and untrained and os.environ.get("RANK", "0") == "0":
             logger.warning(
@@ -122,7 +111,7 @@ class DetrWorkload(CocoWorkload):
         return CocoSource(self.data, "train", self.config.train.seed, self.model.queries)
 
     def val_data(self) -> DataSource | None:
-        """The validation split, or None where the config names none."""
+        """Return the validation split, or None where the config names none."""
         if not self.data.has_split("val"):
             return None
         return CocoSource(self.data, "val", self.config.train.seed, self.model.queries)

@@ -2,7 +2,7 @@
 
 The ranks connect first; rank 0 then profiles, plans and writes the run's folder, and all go on as the workers of
 `capslog train` do. After a kill torchrun restarts all ranks, and the run resumes from its last checkpoint: live
-morphing is off under torchrun, since its agent ends the other workers when one is lost.
+morphing is off, since torchrun's agent ends the other workers when one is lost.
 """
 
 from __future__ import annotations

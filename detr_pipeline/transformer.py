@@ -1,9 +1,9 @@
 """DETR's transformer: encoder and decoder layers, and the heads that turn hidden states into predictions.
 
-`chain` makes one chain layer of each. Batch first, normalisation after each sum. Parameters are laid out and named as
-in `torch.nn.MultiheadAttention` and DETR's own code, so that published weights load. Every layer computes padding mask
-and position encoding anew from two integers per image and the map's shape, so that neither ever crosses a cut. No
-layer changes its inputs, and nothing here looks at a tensor's values on the host.
+Batch first, normalisation after each sum. Parameters are laid out and named as in `torch.nn.MultiheadAttention` and
+DETR's own code, so that published weights load. Every layer computes padding mask and position encoding anew from two
+integers per image and the map's shape, so that neither ever crosses a cut. No layer changes its inputs, and nothing
+here looks at a tensor's values on the host.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ __all__ = [
 
 
 # -- DETR's attention, its padding mask, and its position encoding.
-#
-# Parameters are laid out and named as in `torch.nn.MultiheadAttention`, so that published weights load.
 
 
 _TEMPERATURE = 10_000
@@ -47,9 +45,8 @@ _EPSILON = 1e-6
 
 
 def padding_mask(valid: Tensor, height: int, width: int) -> Tensor:
-    """Return [B, height * width] bool, True where a cell is padding.
-
-    The upper left cell is never padding: attention over nothing would be NaN where a profiler sends zeros for `valid`.
+    """Return [B, height * width] bool, True where a cell is padding. The upper left cell never is: attention over
+    nothing would be NaN where a profiler sends zeros for `valid`.
     """
     rows, columns = valid.clamp(min=1).unbind(1)
     outside_rows = torch.arange(height, device=valid.device) >= rows[:, None]
@@ -58,11 +55,10 @@ def padding_mask(valid: Tensor, height: int, width: int) -> Tensor:
 
 
 def sine_positions(valid: Tensor, height: int, width: int, channels: int) -> Tensor:
-    """Return [B, height, width, channels] float32: sines and cosines of the row in the first half, of the column in
-    the second.
+    """Return [B, height, width, channels] float32: codes of the row in the first half, of the column in the second.
 
-    Coordinates count from 1 and are scaled to 2 pi at the image's own last row or column, whatever the padding.
-    Padding cells get the code of their clamped row and column (DETR: of 0); no valid cell reads theirs.
+    Coordinates count from 1 and are scaled to 2 pi at the image's own last row or column, whatever the padding. Padding
+    cells get the code of their clamped row and column (DETR: of 0); no valid cell reads theirs.
     """
     rows, columns = valid.clamp(min=1).unbind(1)
     parts = (
@@ -102,11 +98,8 @@ class Projections(nn.Module):
 
 
 class Attention(Projections):
-    """Multi-head attention.
-
-    Args:
-        attention: as `model.attention`. The paper's memory profile rests on eager; a config's `variants` may choose
-            another way.
+    """Multi-head attention; `attention` as `model.attention`. The paper's memory profile rests on eager; a config's
+    `variants` may choose another.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, attention: str) -> None:
@@ -119,7 +112,7 @@ class Attention(Projections):
         nn.init.zeros_(self.out_proj.bias)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Args: query [B, T, C]; key, value [B, S, C]; padding [B, S] bool, True where a key must not be seen."""
+        """Attend from query [B, T, C] to key, value [B, S, C]; padding [B, S] bool is True for keys to leave out."""
         q, k, v = self.projected(query, key, value)
         return self.out_proj(self.core(q, k, v, padding).transpose(1, 2).flatten(2))
 
@@ -255,10 +248,7 @@ def _sum(layer: FeedForwardLayer, bias: nn.Parameter | None, norm: nn.Module) ->
 
 
 class _AttentionToRows(Projections):
-    """Attention of all queries to some rows of the memory: [B, H, Q, D] and the log-sum-exp [B, H, Q].
-
-    share: (n, parts): the n-th share of the rows.
-    """
+    """Attention of all queries to a share (n, parts) of the memory's rows: [B, H, Q, D] and log-sum-exp [B, H, Q]."""
 
     def __init__(self, attention: Attention, share: tuple[int, int]) -> None:
         super().__init__(attention.heads, attention.in_proj_weight, attention.in_proj_bias)
@@ -306,8 +296,6 @@ class _FeedForwardPart(nn.Module):
 
 
 class _OfLast(nn.Module):
-    """Takes the last entry of the hidden states."""
-
     def __init__(self, sum_: SumAndNorm) -> None:
         super().__init__()
         self.sum = sum_
@@ -317,7 +305,7 @@ class _OfLast(nn.Module):
 
 
 class _Hidden(nn.Module):
-    """Returns the next hidden states [K, B, Q, C]; `keep`: appended to the earlier ones, which are read first."""
+    """Next hidden states [K, B, Q, C]; `keep`: appended to the earlier ones, which are read first."""
 
     def __init__(self, sum_: SumAndNorm, keep: bool) -> None:
         super().__init__()
@@ -349,7 +337,6 @@ def _attend_queries(attention: Attention, x: Tensor, query: Tensor) -> Tensor:
 
 
 def _attend_last_queries(attention: Attention, hidden: Tensor, query: Tensor) -> Tensor:
-    """Apply `_attend_queries` to the last of the hidden states."""
     return _attend_queries(attention, hidden[-1], query)
 
 
@@ -382,10 +369,8 @@ def _attention(config: ModelConfig) -> Attention:
 
 
 class EncoderLayer(FeedForwardLayer):
-    """Called with memory [B, h, w, C] and the valid rows and columns [B, 2]; returns the next memory.
-
-    Attributes:
-        rows: (n, parts): it computes the n-th share of the rows alone, from all of them; None: all rows.
+    """Called with memory [B, h, w, C] and the valid rows and columns [B, 2]; returns the next memory. rows: (n, parts):
+    computes only the n-th share of the rows, from all of them; None: all rows.
     """
 
     rows: tuple[int, int] | None = None
@@ -406,7 +391,7 @@ class EncoderLayer(FeedForwardLayer):
         return self.norm2(x + self.feed_forward(x))
 
     def split(self, into: Splitter) -> None:
-        """Its parts; see `split_encoder` and `split_decoder`."""
+        """Split the layer; see `split_encoder`."""
         split_encoder(self, into, _attend_map)
 
 
@@ -414,7 +399,7 @@ class DecoderLayer(FeedForwardLayer):
     """Called with hidden [K, B, Q, C], memory [B, h, w, C], valid [B, 2] and the query embedding [Q, C].
 
     Hidden holds the outputs of the K decoder layers before, not normalised; the last entry is the input. Returns hidden
-    with this layer's output appended, or the output alone where no layer needs the earlier ones (`keep` false).
+    with this layer's output appended, or the output alone where no layer needs the earlier ones (`keep` False).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -437,17 +422,15 @@ class DecoderLayer(FeedForwardLayer):
         return self.norm3(x + self.feed_forward(x))
 
     def split(self, into: Splitter) -> None:
-        """Its parts; see `split_encoder` and `split_decoder`."""
+        """Split the layer; see `split_decoder`."""
         split_decoder(self, into, (_attend_last_queries, _attend_memory), *self._around())
 
     def _around(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """Return the modules that a split layer runs before and behind the decoding itself."""
+        """Return the modules that a split layer runs before and after the decoding."""
         return None, None
 
 
 class _BoxHead(nn.Module):
-    """Three linear maps with ReLU between them."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 4)])
@@ -458,10 +441,8 @@ class _BoxHead(nn.Module):
 
 
 class Heads(nn.Module):
-    """Decoder norm, then class scores and boxes.
-
-    Called with hidden [..., width]; returns logits [..., C + 1], no-object last, and boxes [..., 4] as (cx, cy, w, h)
-    in 0..1 of the unpadded image.
+    """Decoder norm, then class scores and boxes: hidden [..., width] to logits [..., C + 1], no-object last, and boxes
+    [..., 4] as (cx, cy, w, h) in 0..1 of the unpadded image.
     """
 
     def __init__(self, config: ModelConfig, num_classes: int) -> None:
@@ -477,13 +458,12 @@ class Heads(nn.Module):
 
 
 def _with_predictions(heads: Heads, hidden: Tensor, logits: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits and boxes with the heads' predictions for hidden appended."""
     more_logits, more_boxes = heads(hidden)
     return torch.cat((logits, more_logits)), torch.cat((boxes, more_boxes))
 
 
 class PredictingDecoderLayer(DecoderLayer):
-    """A `DecoderLayer` that appends its predictions to the earlier ones; returns hidden, logits, boxes.
+    """`DecoderLayer` that appends its predictions to the earlier ones; returns hidden, logits, boxes.
 
     Args:
         heads: one object for all decoder layers, which thus share its parameters.
@@ -541,7 +521,7 @@ class _Beginning(nn.Module):
 
 
 class _Predicting(nn.Module):
-    """Called with hidden and the predictions so far; returns these with its own appended."""
+    """Called with hidden and the earlier predictions; returns these with its own appended."""
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()

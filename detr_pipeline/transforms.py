@@ -1,7 +1,7 @@
 """DETR's augmentation in two halves: `plan` decides with numbers alone, `apply` transforms the pixels.
 
-`data` plans on every rank, so that sizes and targets of a minibatch are known before any file is opened, and applies
-only where the pixels are needed. Nothing here keeps state: equal generators give equal plans.
+Every rank plans, so that sizes and targets of a minibatch are known before any file is opened; pixels are transformed
+only where needed. Nothing here keeps state: equal generators give equal plans.
 """
 
 from __future__ import annotations
@@ -93,11 +93,9 @@ class ImageRecipe:
 
     Attributes:
         flip: mirror it first.
-        resize: (h, w) before the crop, or None.
-        crop: (top, left, h, w), or None.
-        size: final (h, w).
+        resize: (h, w) before the crop, or None. crop: (top, left, h, w), or None. size: final (h, w).
         boxes: [n, 4] float64, centre x, centre y, width, height as fractions of the final size; in [0, 1].
-        kept: [n] positions of these boxes among the given ones (a crop may lose some).
+        kept: [n] positions of these boxes among the given boxes (a crop may lose some).
     """
 
     flip: bool
@@ -109,7 +107,7 @@ class ImageRecipe:
 
 
 def resized_size(height: int, width: int, scale: int, max_size: int | None) -> tuple[int, int]:
-    """Return (h, w) after the shorter side became `scale`, or less where the longer one would pass `max_size`.
+    """Return (h, w) after the shorter side became `scale`, or less where the longer side would pass `max_size`.
 
     The rounding is the reference's (`datasets/transforms.py`), not that of torchvision's RandomShortestSize, which
     gives another size for about one image in forty; with it the longer side may pass `max_size`, by as many pixels as
@@ -205,8 +203,7 @@ def largest_size(
     Args:
         widths, heights: [I] pixels.
         train: with the training augmentation; else the validation resize.
-        alone: True for the single image of largest area; False for images padded together, where the tallest may meet
-            the widest.
+        alone: return the size of largest area, of one image; else the tallest may meet the widest, padded together.
     """
     if config.stretch is not None:
         return config.stretch
@@ -234,7 +231,6 @@ def _resized_sizes(
 
 
 def _reachable_crops(sizes: Iterable[tuple[int, int]], bounds: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return every crop (h, w) that some image of these sizes can give."""
     reachable = np.zeros((bounds[1] + 1, bounds[1] + 1), dtype=np.bool_)
     for height, width in sizes:
         (low_h, high_h), (low_w, high_w) = _crop_range(height, bounds), _crop_range(width, bounds)
@@ -261,14 +257,10 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `m
 
 @contextmanager
 def opened_image(path: Path, name: str = "", max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """Yield a picture whose header was read, while the file is open.
-
-    Args:
-        name: how the error calls the picture besides its path.
-        max_pixels: a larger one is refused before it takes memory.
+    """Yield a picture whose header was read, while the file is open. name: stands beside the path in errors.
 
     Raises:
-        CapslogError: the file is missing, too large, or cannot be decoded, also by code inside the `with`.
+        CapslogError: the file is missing, has more than `max_pixels`, or cannot be decoded, also inside the `with`.
     """
     called = _called(path, name)
     try:
@@ -288,12 +280,11 @@ def opened_image(path: Path, name: str = "", max_pixels: int = MAX_PIXELS) -> It
 
 
 def read_image(path: Path, name: str = "", bits: int | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Read a picture as upright RGB: EXIF orientation applied; grey, palette, CMYK and transparent ones converted.
+    """Read a picture as upright RGB: EXIF orientation applied; grey, palette, CMYK and transparent pictures converted.
 
     Args:
-        name: how the error calls the picture besides its path.
-        bits: those that count in a picture of more than 8; None: 16, and one that is dark by them is refused.
-        max_pixels: a larger one is refused.
+        name, max_pixels: as of `opened_image`.
+        bits: those that count in a picture of more than 8; None: 16, and a picture that is dark by them is refused.
 
     Raises:
         CapslogError: as `opened_image`; pixels whose brightest value is not known.
@@ -324,7 +315,7 @@ def read_image(path: Path, name: str = "", bits: int | None = None, max_pixels: 
 
 
 def has_more_bits(file: Image.Image) -> bool:
-    """Return whether an opened picture, not yet decoded, has more than 8 bits of each colour."""
+    """True where an opened picture, not yet decoded, has more than 8 bits of each colour."""
     return file.mode[0] in "IF" or ";16" in str(getattr(file, "tile", ""))
 
 

@@ -1,7 +1,5 @@
-"""Weights files: Facebook's DETR state dict <-> addresses of our chain, and torchvision's ResNet files.
-
-The workload reads `model.weights` and `init_from` here; anyone can write a DETR file from a trained chain. Only
-tensors are unpickled, and nothing is ever downloaded.
+"""Weights files: Facebook's DETR state dict <-> addresses of our chain, and torchvision's ResNet files. Only tensors
+are unpickled, and nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ def fit(chain: Chain, state: Mapping[str, Tensor]) -> FittingWeights:
     """Return weights for the chain's addresses from Facebook's layout.
 
     Args:
-        chain: gives addresses and shapes; it may be on the meta device and is not changed.
+        chain: may be on the meta device and is not changed.
         state: may be a panoptic model's (`detr.` before every name) or a bare ResNet's as torchvision writes it.
     """
     state, bare = _normalised(state)

@@ -1,7 +1,5 @@
-"""RT-DETR of transformers as a workload: `workload: detr_pipeline.rt_detr:workload` in a run's YAML leads here.
-
-The modules are transformers' own (the extra `hf`); data, evaluation and drawing are those of DETR. Nothing here may
-import the engine.
+"""RT-DETR of transformers (the extra `hf`) as a workload: `workload: detr_pipeline.rt_detr:workload` in a run's YAML
+leads here. Data, evaluation and drawing are those of DETR. Nothing here may import the engine.
 """
 
 from __future__ import annotations
@@ -19,11 +17,8 @@ PRELOADED = ("detr_pipeline.rt_detr.task",)
 
 
 def workload(config: Config) -> RtDetrWorkload:
-    """Return the RT-DETR workload of a resolved config; its `model` and `data` sections are checked, no data is opened.
-
-    Raises:
-        varuna_capslog.base.errors.ConfigError: a wrong key or value under `model` or `data`.
-        varuna_capslog.base.errors.CapslogError: `model.folder` cannot be read.
+    """Return the RT-DETR workload of a resolved config; opens no data. Raises ConfigError for a wrong key or value
+    under `model` or `data`, and CapslogError where `model.folder` cannot be read.
     """
     from detr_pipeline.rt_detr.task import RtDetrWorkload
 

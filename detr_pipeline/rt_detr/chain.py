@@ -1,8 +1,8 @@
 """RT-DETR of transformers as a chain: one layer per block of the backbone, per fusion, and per decoder layer.
 
-The workload builds its model here. These tensors cross the cuts: features [B, C, h, w] of the backbone (`x`, and
-`c<level>`, which the next level and the encoder read), projected (`p`), mixed (`f`, `n`), then `memory`, `grid`,
-`hidden` and `reference` of `Selection`, and the predictions of every decoder layer on their way to the loss.
+These tensors cross the cuts: features [B, C, h, w] of the backbone (`x`, and `c<level>`, which the next level and the
+encoder read), projected (`p`), mixed (`f`, `n`), then `memory`, `grid`, `hidden` and `reference` of `Selection`, and
+the predictions of every decoder layer on their way to the loss.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ _SIGMOID_MARGIN = 1e-5
 
 
 class Encoder(nn.Module):
-    """Transformer layer on the smallest map (AIFI): [B, C, h, w] to [B, C, h, w].
-
-    transformers' layer checks whether its result is finite and clamps it; this one does not, and the engine refuses a
-    step that is not finite.
+    """Transformer layer on the smallest map (AIFI): [B, C, h, w] to [B, C, h, w]. Unlike transformers' layer it does
+    not check whether its result is finite and clamp it; the engine refuses a step that is not finite.
     """
 
     def __init__(self, layer: nn.Module, temperature: float) -> None:
@@ -62,7 +60,7 @@ class Encoder(nn.Module):
 
 
 class Fusion(nn.Module):
-    """Top-down fusion of a map with one of twice its size; returns the mixed small map and the fused large one."""
+    """Top-down fusion of a map with one of twice its size; returns the mixed small map and the fused large map."""
 
     def __init__(self, lateral: nn.Module, block: nn.Module) -> None:
         super().__init__()
@@ -85,7 +83,7 @@ class Halving(nn.Module):
 
 
 class Selection(nn.Module):
-    """Flattens all maps into one row of places, predicts at each of them, and selects the best ones as queries.
+    """Flattens all maps into one row of places, predicts at each of them, and selects the best places as queries.
 
     Called with the maps [B, C, h, w], each half as large as the one before, and, where the model denoises, with noised
     `labels` [B, D] and unactivated `boxes` [B, D, 4] of as many queries ahead of the others (`source`). Returns
@@ -156,8 +154,8 @@ class Decoder(nn.Module):
 
 
 def sine_positions(height: int, width: int, channels: int, temperature: float, like: Tensor) -> Tensor:
-    """Return position codes [1, height * width, channels] of dtype and device of `like`: sine and cosine of the row,
-    then of the column, computed in float64.
+    """Return position codes [1, height * width, channels] of dtype and device of `like`, computed in float64: sine and
+    cosine of the row, then of the column.
     """
     count = channels // 4
     exact = {"dtype": torch.float64, "device": like.device}
@@ -174,8 +172,8 @@ def sine_positions(height: int, width: int, channels: int, temperature: float, l
 def anchors(sizes: list[tuple[int, int]], like: Tensor) -> tuple[Tensor, Tensor]:
     """Return an initial box at every place of maps of these (h, w), before the sigmoid: [1, L, 4], dtype of `like`.
 
-    Its side is a twentieth of the picture on the first map, and twice as much on each next one. The second result, [1,
-    L, 1], is False where a box is so near the border that it is not used.
+    Its side is a twentieth of the picture on the first map, and twice as much on each next map. The second result,
+    [1, L, 1], is False where a box is so near the border that it is not used.
     """
     boxes_of_maps = []
     for level, (height, width) in enumerate(sizes):
@@ -224,10 +222,7 @@ def build_model(section: RtDetrModel, num_classes: int) -> Any:
     """Build transformers' `RTDetrForObjectDetection` of a model section; fresh weights come from torch's random state.
 
     Fresh scales of batch norms are 1, as in RT-DETR's original code; transformers draws them near 0, because it expects
-    loaded weights.
-
-    Raises:
-        ConfigError, CapslogError: as `transformers_config`; weights that cannot be read.
+    loaded weights. Raises as `transformers_config`, and CapslogError for weights that cannot be read.
     """
     from transformers import RTDetrForObjectDetection
 

@@ -1,7 +1,4 @@
-"""The model section of an RT-DETR config, and the `RTDetrConfig` of transformers that it stands for.
-
-The workload calls it. Nothing here builds a module; weights are read in `chain`.
-"""
+"""Model section of an RT-DETR config, and the `RTDetrConfig` of transformers that it stands for; no module is built."""
 
 from __future__ import annotations
 
@@ -59,8 +56,7 @@ def transformers_config(model: RtDetrModel, num_classes: int) -> Any:
     """Return transformers' `RTDetrConfig` of a model section.
 
     Raises:
-        ConfigError: a key that transformers does not know, a value that it refuses, or one that the chain does not
-            compute.
+        ConfigError: a key unknown to transformers, or a value that it refuses or the chain does not compute.
         CapslogError: `model.folder` holds no RT-DETR.
     """
     from transformers import RTDetrConfig, RTDetrResNetConfig

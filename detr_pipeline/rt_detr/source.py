@@ -1,6 +1,5 @@
-"""A COCO folder for RT-DETR: the pictures, boxes and augmentation of `detr_pipeline.data`, and denoising queries.
-
-The workload opens it. It describes every minibatch from the annotation file alone, like `CocoSource`.
+"""COCO folder for RT-DETR: the pictures, boxes and augmentation of `detr_pipeline.data`, and denoising queries. It
+describes every minibatch from the annotation file alone, like `CocoSource`.
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ class Noise:
     def queries(self, groups: Groups, target: Mapping[str, Any], seed: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return labels [D] int64 (empty places: `classes`) and boxes [D, 4] before the sigmoid, float32, of an image.
 
-        Args:
-            target: `labels` [n] and `boxes` [n, 4], with n at most `groups.most`.
-            seed: of the noise; equal seeds give equal queries.
+        target: `labels` [n] and `boxes` [n, 4], with n at most `groups.most`. Equal seeds give equal queries.
         """
         count = len(target["labels"])
         labels = torch.full((groups.most,), self.classes, dtype=torch.int64)
@@ -130,9 +127,7 @@ class RtDetrSource:
     minibatch's `Groups` (none for validation): `dn_labels` [B, D], `dn_boxes` [B, D, 4], `dn_groups` [B, D]. Targets
     are those of `CocoSource`. Normalisers: `boxes`, their number in the minibatch, `groups` and `most` of `Groups`.
 
-    Args:
-        wanted: positive denoising queries of an image, about (`num_denoising`); 0: none.
-        noise: None where the model does not denoise.
+    wanted: positive denoising queries of an image, about (`num_denoising`); 0: none. noise: None without denoising.
     """
 
     def __init__(self, config: DataConfig, split: Split, seed: int, wanted: int, noise: Noise | None) -> None:

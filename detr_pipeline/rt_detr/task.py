@@ -1,7 +1,5 @@
-"""RT-DETR of transformers as a `Workload`: ties model, data, loss, evaluation and drawing to one config.
-
-Commands and workers get it from `detr_pipeline.rt_detr.workload(config)`. Building it reads the config only; the data
-is opened when it is asked for.
+"""RT-DETR of transformers as a `Workload`: ties model, data, loss, evaluation and drawing to one config. Building it
+reads the config only; the data is opened when it is asked for.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def set_loss(
 
     Returns:
         `loss`; `loss_vfl`, `loss_bbox`, `loss_giou` of the last decoder layer, weighted; the same with `_aux_<k>` of
-        the earlier ones and of the selection (the last number), and with `_dn_<k>` of all decoder layers' denoising.
+        the earlier layers and of the selection (the last number), and with `_dn_<k>` of all decoder layers' denoising.
 
     Raises:
         CapslogError: a label that the model has no output for.
@@ -155,14 +153,7 @@ _STRIDE = 32
 
 
 class RtDetrWorkload(CocoWorkload):
-    """Workload of an RT-DETR.
-
-    Args:
-        config: the resolved config; its `model` and `data` sections are checked here.
-
-    Raises:
-        ConfigError: a wrong key or value in either.
-    """
+    """Workload of an RT-DETR. Raises ConfigError for a wrong key or value in the config's `model` or `data` section."""
 
     def __init__(self, config: Config) -> None:
         self.model = section(RtDetrModel, config.model, "model")
@@ -181,7 +172,7 @@ class RtDetrWorkload(CocoWorkload):
         return transformers_config(self.model, self.num_classes)
 
     def build_model(self) -> nn.Module:
-        """transformers' `RTDetrForObjectDetection`, with fresh weights or those of `model.folder`."""
+        """Return transformers' `RTDetrForObjectDetection`, with fresh weights or those of `model.folder`."""
         model: nn.Module = chains.build_model(self.model, self.num_classes)
         return model
 
@@ -201,11 +192,11 @@ class RtDetrWorkload(CocoWorkload):
         return weights, sorted(set(state) - set(names.values()))
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
-        """RT-DETR's set loss; see `detr_pipeline.rt_detr.task.set_loss`."""
+        """Return RT-DETR's set loss; see `detr_pipeline.rt_detr.task.set_loss`."""
         return set_loss(outputs, targets, normalisers, self.architecture)
 
     def input_specs(self, microbatch_size: int, size: Sequence[int]) -> dict[str, TensorSpec]:
-        """Images, and where the model denoises its largest number of queries."""
+        """Return specs of images and, where the model denoises, of its largest number of queries."""
         images = {"images": TensorSpec((microbatch_size, 3, *size))}
         wanted = self.architecture.num_denoising
         if not wanted:
@@ -217,7 +208,7 @@ class RtDetrWorkload(CocoWorkload):
         return images | denoising_specs(microbatch_size, 2 * max(wanted, most))
 
     def profile_targets(self, microbatch_size: int) -> tuple[list[HostTargets], dict[str, float]]:
-        """A few boxes in every image, as many as share out the denoising queries of `profile_inputs` evenly."""
+        """Return a few boxes in every image, as many as share out the denoising queries of `profile_inputs` evenly."""
         count = min(PROFILE_BOXES, self.architecture.num_queries)
         groups = Groups(0, 0)
         if self._denoises:
@@ -230,26 +221,26 @@ class RtDetrWorkload(CocoWorkload):
         return [HostTargets(target, image_id=image) for image in range(microbatch_size)], normalisers
 
     def loss_key(self) -> object:
-        """The set loss depends on the outputs, on the boxes looked for in them, and on the denoising queries."""
+        """Return what the set loss depends on besides the outputs: the boxes looked for, and the denoising queries."""
         return RtDetrWorkload, self.num_classes, self.architecture.num_denoising
 
     def train_data(self) -> DataSource:
-        """The training split, augmented, with denoising queries."""
+        """Return the training split, augmented, with denoising queries."""
         return self._source("train")
 
     def val_data(self) -> DataSource | None:
-        """The validation split, or None where the config names none."""
+        """Return the validation split, or None where the config names none."""
         return self._source("val") if self.data.has_split("val") else None
 
     def seen(
         self, outputs: Mapping[str, Tensor], image: int, size: Tensor, num_classes: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The best pairs of query and class; see `best_places`."""
+        """Return the best pairs of query and class; see `best_places`."""
         last = self.architecture.decoder_layers - 1
         return best_places(outputs[f"logits_{last}"][image], outputs[f"boxes_{last}"][image], size, num_classes)
 
     def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The picture, and no denoising queries."""
+        """Return the picture, and no denoising queries."""
         images = {"images": inputs["images"]}
         if not self._denoises:
             return images
@@ -272,12 +263,8 @@ def best_places(logits: Tensor, boxes: Tensor, size: Tensor, num_classes: int) -
 
     Args:
         logits: [Q, C], one sigmoid for each class.
-        boxes: [Q, 4] as (cx, cy, w, h), fractions of the image.
-        size: [2] (h, w) of the image.
-        num_classes: classes that the data has; the model never names others.
-
-    Raises:
-        CapslogError: the model has fewer.
+        boxes: [Q, 4] as (cx, cy, w, h), fractions of the image. size: [2] (h, w) of the image.
+        num_classes: classes that the data has; the model never names others. Raises CapslogError if it has fewer.
     """
     from detr_pipeline.evaluation import corners_of, refuse_too_few
 

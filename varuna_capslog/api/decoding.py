@@ -41,12 +41,12 @@ def plan_decoding(
         length: tokens of each, prompt and answer.
         bandwidth: of each rank's link, such as `"25GB/s"` or `"100Mbit"`.
         latency: of one exchange between all ranks, in seconds or such as `"20us"`.
-        device: a kind of GPU such as `"cuda:a100-80gb"`: how fast it reads and multiplies, by its data sheet, and its
-            memory; None: messages alone are compared.
+        device: kind of GPU such as `"cuda:a100-80gb"`, whose data sheet gives speeds and memory; None: messages alone
+            are compared.
         capacity: bytes of a rank's memory, or such as `"40GiB"`; default: that of the kind, or no limit.
 
     Raises:
-        CapslogError: a number, size or kind that is not known; a model that is not known; transformers is missing.
+        CapslogError: an unknown number, size, kind or model; transformers is missing.
     """
     shape = model if isinstance(model, DecoderShape) else _shape(model)
     link = Link(float(units.parse_rate(bandwidth)), units.parse_seconds(latency, "latency"))
@@ -71,7 +71,7 @@ def decode(
 ) -> DecodedTokens:
     """Decode greedily on all ranks that torchrun has started; the tokens are those of transformers' `generate`.
 
-    Called on every rank with the same model and prompts; every rank gets all tokens. Sums are made in the order of the
+    Call it on every rank with the same model and prompts; every rank gets all tokens. Sums are made in the order of the
     ranks, so that a number of ranks always gives the same bits.
 
     Args:
@@ -84,8 +84,8 @@ def decode(
             `engine.meeting.environment.connected`.
 
     Raises:
-        CapslogError: a prompt that cannot be decoded, a model that is not known, a number of ranks that does not divide
-            heads, transformers is missing.
+        CapslogError: a prompt that cannot be decoded, an unknown model, a number of ranks that does not divide heads,
+            transformers is missing.
         PeerLost: another rank does not answer.
     """
     from varuna_capslog.decoding.decoder import decode_greedily

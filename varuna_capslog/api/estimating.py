@@ -51,11 +51,11 @@ def estimate(
 
     Args:
         model: an nn.Module on any device (the meta device too: no memory is needed for weights), a `Chain`, or
-            `"package.module:function"`, a function that returns one of them.
+            `"package.module:function"`, a function that returns such a model.
         sample: example inputs, batch first: a tensor, a tuple, or a dict by name; or their shapes as text, such as
             `"x=float32[8,3,224,224]"`, or a list of such texts. The batch is one microbatch. Values do not matter.
-        device: `"cpu"`, `"cuda"`, or a kind of GPU such as `"cuda:a100-80gb"`; default: the GPU of this machine, or
-            its CPU where it has none.
+        device: `"cpu"`, `"cuda"`, or a kind of GPU such as `"cuda:a100-80gb"`; default: the GPU of this machine, or its
+            CPU where it has none.
         cut_points: names of submodules to cut before; default: every repeated block.
         settings: further keys of a config, such as `{"train.precision": "bfloat16"}`.
 

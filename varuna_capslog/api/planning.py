@@ -38,7 +38,7 @@ class Picture:
     png: bytes = field(repr=False)
 
     def save(self, path: Path | str) -> Path:
-        """Writes the picture to a file and returns its path. Raises CapslogError where it cannot be written."""
+        """Write the picture to a file and return its path. Raises CapslogError where it cannot be written."""
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,15 +65,12 @@ def drawn(draw: Callable[[Path], object]) -> Picture:
 
 @dataclass(frozen=True, repr=False)
 class ModelPlan(Plan):
-    """A `Plan` with the profile that it was made of: it prints as a table, and shows as one in a notebook.
-
-    profile: costs of each layer.
-    """
+    """`Plan` with the profile it was made of, the costs of each layer. It prints as a table, also in a notebook."""
 
     profile: Profile | None = field(default=None, compare=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as a plan file, for `pipeline.plan=FILE`, `capslog export` and `read_plan`."""
+        """Write a plan file, for `pipeline.plan=FILE`, `capslog export` and `read_plan`."""
         write_plan(path, self)
 
     def simulate(self) -> Simulation:
@@ -88,7 +85,7 @@ class ModelPlan(Plan):
         return simulate_plan(self._profile, self, run=RunShape.of_conditions(self._profile.conditions))
 
     def plot(self, path: Path | str | None = None, what: str = "step") -> Picture:
-        """A picture of the plan, which a notebook shows inline.
+        """Return a picture of the plan, which a notebook shows inline.
 
         Args:
             path: a PNG file to write it to as well.
@@ -149,7 +146,7 @@ def plan(
     minibatch_size: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ModelPlan:
-    """Shares a model out over devices as pipeline stages, for the shortest step within the capacity.
+    """Divide a model over devices as pipeline stages, for the shortest step within the capacity.
 
     The costs are estimated (`capslog.estimate`); nothing of the model is run or changed, and no device is needed.
 
@@ -168,7 +165,7 @@ def plan(
         settings: further keys of a config, such as `{"pipeline.schedule": "1f1b"}`.
 
     Returns:
-        The plan. One that does not fit is an answer, too: `fits` is False and `notes` say what is missing.
+        The plan. A plan that does not fit is an answer, too: `fits` is False and `notes` say what is missing.
 
     Raises:
         CapslogError: more devices than layers, an unknown planner, and as `capslog.estimate`.
@@ -194,7 +191,7 @@ def plan(
 
 
 def _with_units(capacity: int | str | Sequence[int | str] | None) -> int | str | list[int | str] | None:
-    """The capacity, its whole numbers as texts with a unit: in Python a number is one of bytes, however small."""
+    """Return the capacity, with a unit on whole numbers: in Python a number is one of bytes, however small."""
     if capacity is None or isinstance(capacity, str):
         return capacity
     if isinstance(capacity, int):

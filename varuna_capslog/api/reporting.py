@@ -1,6 +1,4 @@
-"""The report page of a run with drawn samples, and drawn predictions: `capslog report` and `predict`, and
-`TrainedRun.report`.
-"""
+"""Report page of a run with drawn samples, and drawn predictions."""
 
 from __future__ import annotations
 
@@ -28,10 +26,9 @@ def write_run_report(config: Config, refusal: str | None = None) -> tuple[Path, 
     """Write the report page into the folder of a run. Returns its path, a sentence where sample predictions are missing
     (else None), and the folder's record.
 
-    refusal: why the code that the config names may not run; the page is then made of the folder's data alone.
-
-    Raises:
-        CapslogError: matplotlib is not installed (the extra `report` brings it); the folder cannot be read or written.
+    refusal: why the code that the config names may not run; the page is then made of the folder's data alone. Raises
+    CapslogError where matplotlib is not installed (the extra `report` brings it), or the folder cannot be read or
+    written.
     """
     with needed("a report"):
         from varuna_capslog.reports.page import write_report
@@ -50,12 +47,9 @@ def write_run_report(config: Config, refusal: str | None = None) -> tuple[Path, 
 
 
 def peaks_of_stages(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[int]:
-    """Peak bytes of every stage of a run's plan for inputs of these shapes, by a rehearsal of every rank.
-
-    The plan decides choices that the config leaves to its planner, such as the schedule.
-
-    Raises:
-        CapslogError: as `profiling/rehearsal.rehearse_plan`.
+    """Return the peak bytes of every stage of a run's plan for inputs of these shapes, by a rehearsal of every rank.
+    The plan decides choices that the config leaves to its planner, such as the schedule. Raises as
+    `profiling/rehearsal.rehearse_plan`.
     """
     from varuna_capslog.profiling.rehearsal import rehearse_plan
     from varuna_capslog.start.ordinary import with_choices_of
@@ -65,11 +59,8 @@ def peaks_of_stages(config: Config, plan: Plan, shapes: Mapping[str, Sequence[in
 
 
 def draw_predictions(config: Config, images: Sequence[Path], out: Path) -> list[Path]:
-    """Runs the best checkpoint (the newest, if the run was never evaluated) on pictures; returns the drawn ones in
-    `out`.
-
-    Raises:
-        CapslogError: no checkpoint, one of another model, or a picture that cannot be read.
+    """Run the best checkpoint (the newest, if the run was never evaluated) on pictures; return the drawn pictures in
+    `out`. Raises CapslogError for no checkpoint, one of another model, or a picture that cannot be read.
     """
     from varuna_capslog.model.workload import load_workload
 
@@ -78,7 +69,6 @@ def draw_predictions(config: Config, images: Sequence[Path], out: Path) -> list[
 
 
 def _trained(config: Config, workload: Workload) -> Chain:
-    """The chain with the weights of the best checkpoint."""
     from varuna_capslog.training.checkpoint import best_checkpoint
     from varuna_capslog.training.stored_layers import load_chain
 
@@ -89,8 +79,8 @@ def _trained(config: Config, workload: Workload) -> Chain:
 
 
 def _draw_samples(config: Config) -> None:
-    """Draws a few validation pictures into `predictions/`, replacing older ones, where the run has a checkpoint and
-    its workload has such pictures.
+    """Draw a few validation pictures into `predictions/`, replacing older ones, where the run has a checkpoint and its
+    workload has such pictures.
     """
     from varuna_capslog.model.workload import load_workload
 

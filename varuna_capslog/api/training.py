@@ -31,10 +31,8 @@ __all__ = ["TrainedRun", "function_name", "own_data_values", "refuse_splits", "s
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return `package.module:function`, by which a worker finds the function.
-
-    Raises:
-        CapslogError: it stands in no module that a worker can import.
+    """Return `package.module:function`, by which a worker finds the function. Raises CapslogError where it stands in no
+    module that a worker can import.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module == "__main__" and name.isidentifier() and inspect.isroutine(function):
@@ -50,11 +48,8 @@ def function_name(function: Callable[..., Any]) -> str:
 def script_module(name: str) -> str:
     """Return the module name of the program's script, by which a worker started in the same folder imports it.
 
-    Args:
-        name: the function to find in it, for the error.
-
-    Raises:
-        CapslogError: the program is no file below the current folder, such as a notebook.
+    name: the function to find in it, for the error. Raises CapslogError where the program is no file below the current
+    folder, such as a notebook.
     """
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
@@ -85,7 +80,7 @@ _SETTINGS = (str, bytes, list, tuple, Mapping)
 
 
 def refuse_splits(dataset: Any, name: str = "dataset") -> None:
-    """Raises CapslogError for a mapping that holds data sets, such as a `DatasetDict` of Hugging Face."""
+    """Raise CapslogError for a mapping that holds data sets, such as a `DatasetDict` of Hugging Face."""
     if not isinstance(dataset, Mapping):
         return
     splits = [
@@ -100,7 +95,7 @@ def refuse_splits(dataset: Any, name: str = "dataset") -> None:
 
 
 def own_data_values(model: Any, dataset: Any, data: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the config.
+    """Return the keys of the config.
 
     Args:
         data: further keys of its `data` section, functions and objects among them.
@@ -168,10 +163,7 @@ def _refuse_import() -> None:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run that has ended; everything is read from its folder.
-
-    run_dir: config, profile, plans, metrics and checkpoints.
-    """
+    """A run that has ended, read from its folder `run_dir`: config, profile, plans, metrics and checkpoints."""
 
     run_dir: Path
 
@@ -189,11 +181,11 @@ class TrainedRun:
 
     @property
     def plan(self) -> Plan | None:
-        """The newest plan of the run."""
+        """Newest plan of the run."""
         return self.record.plan
 
     def report(self) -> Path:
-        """Writes the page that `capslog report` writes, and returns its path; needs the extra `report`."""
+        """Write the page that `capslog report` writes, and return its path; needs the extra `report`."""
         from varuna_capslog.config.reading import load_config
 
         return write_run_report(load_config(self.run_dir / "config.yaml"))[0]
@@ -236,7 +228,7 @@ def train(
     `if __name__ == "__main__":`.
 
     With a data set, `train` has AdamW, lr 1e-3, no clipping, minibatches of 32 samples and microbatches of at most 8
-    where the settings say nothing else; a line says which of these were not given.
+    unless the settings say otherwise; a line says which of these were not given.
 
     Args:
         run: a YAML file; the keys of a config as a dict; a `Config`; or a workload as `"package.module:function"` or as

@@ -1,7 +1,5 @@
-"""The time of day: for lines that people read, and for deadlines that come from outside. Nothing else uses it.
-
-The clock of a machine may jump, by hours where it is corrected. Code that waits or measures uses `time.monotonic`.
-Tests replace a process's time of day with `use`; the machine's clock is never set.
+"""Time of day, for lines that people read and for deadlines from outside. A machine's clock may jump by hours: code
+that waits or measures uses `time.monotonic`. Tests replace a process's time of day with `use`.
 """
 
 from __future__ import annotations
@@ -20,5 +18,5 @@ def wall_seconds() -> float:
 
 
 def use(source: Callable[[], float] | None) -> None:
-    """Make `wall_seconds` return `source()` from now on; None: the machine's clock again."""
+    """Make `wall_seconds` return `source()`; None: the machine's clock again."""
     _others[:] = [] if source is None else [source]

@@ -1,9 +1,8 @@
-"""The errors that a user can meet, one class per kind of answer, and findings about a run before it begins.
+"""Errors that a user can meet, one class per kind, and findings about a run before it begins.
 
-Everything the command line prints in one sentence derives from `CapslogError`; anything else that escapes is a defect
-of ours. A message names the value, the rule it breaks and the next action. Workloads and `start/readiness` make
-findings: `capslog check` prints all of them; `capslog train` ends with the first that stops it, and shows the notes
-with its plan.
+The command line prints each CapslogError in one sentence; anything else that escapes is a defect of ours. A message
+names the value, the rule it breaks and the next action. `capslog check` prints all findings; `capslog train` ends with
+the first that stops it and shows the notes with its plan.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = [
 
 
 class CapslogError(ValueError):
-    """A mistake in a config, a file or a cluster that the user can correct.
+    """Mistake in a config, a file or a cluster that the user can correct.
 
     Attributes:
         exit_status: of the command.
@@ -44,14 +43,11 @@ class CapslogError(ValueError):
 
 
 class ConfigError(CapslogError):
-    """A config key or value that breaks a rule; the message begins with the file or the override it came from."""
+    """Config key or value that breaks a rule; the message begins with its file or override."""
 
 
 class DiskFailed(CapslogError):
-    """The run's folder cannot be written (full, over quota, read-only), or a checkpoint cannot be written.
-
-    This stops every member of a run, because all members share the folder.
-    """
+    """A run's folder or checkpoint cannot be written (full, over quota, read-only). All members share it; all stop."""
 
     kind = "disk"
 
@@ -87,13 +83,13 @@ class PeerLost(CapslogError):
 
 @dataclass(frozen=True)
 class RunFinding:
-    """A finding: one sentence about a run that has not begun.
+    """Sentence about a run that has not begun.
 
     Attributes:
-        kind: fact: what was checked; note: the run goes on, and its user should know this; stops: the run would stop
-            there, or learn wrong things; does_not_fit: no plan keeps it within its memory, or its disk.
+        kind: fact: was checked; note: the run goes on, and its user should know this; stops: the run would stop there,
+            or learn wrong things; does_not_fit: no plan keeps it within its memory or disk.
         part: of the run, such as "data"; "" where the caller knows it.
-        error: the error that the run itself ends with.
+        error: that the run itself ends with.
     """
 
     text: str
@@ -103,14 +99,13 @@ class RunFinding:
 
     @classmethod
     def of_error(cls, error: CapslogError) -> RunFinding:
-        """Return the finding for an error that the run would end with."""
+        """Return the finding for an error that would end the run."""
         return cls(str(error), "does_not_fit" if isinstance(error, DoesNotFit) else "stops", error=error)
 
 
 def findings_of(*checks: Callable[[], Iterable[RunFinding] | None]) -> Iterator[RunFinding]:
-    """Yield the findings of several checks, each sentence once. A check may return None for no finding.
-
-    A CapslogError that a check raises becomes its last finding, and the following checks still run.
+    """Yield the findings of several checks, each sentence once; a check may return None. A CapslogError that a check
+    raises becomes its last finding, and the following checks still run.
     """
     told: set[str] = set()
     for check in checks:
@@ -128,9 +123,7 @@ def _until_error(check: Callable[[], Iterable[RunFinding] | None]) -> Iterator[R
 
 
 def settle(findings: Iterable[RunFinding]) -> list[str]:
-    """Return the notes, a line each. Raises the CapslogError of the first finding that stops the run; its message
-    counts the others.
-    """
+    """Return the notes. Raises the CapslogError of the first finding that stops the run; it counts the others."""
     all_findings = list(findings)
     errors = [
         finding.error or CapslogError(finding.text)
@@ -158,23 +151,19 @@ EXTRAS = {
 
 
 def extra_of(error: ImportError) -> str | None:
-    """The extra that brings the module which an import did not find; None where none does."""
+    """Return the extra that brings the module an import did not find; None where none does."""
     name = (error.name or "").partition(".")[0]
     return next((extra for extra, modules in EXTRAS.items() if name in modules), None)
 
 
 def install_sentence(extra: str) -> str:
-    """Return the advice where a module of the extra is missing, to stand behind a semicolon."""
+    """Return the advice for a missing module of the extra, to follow a semicolon."""
     return f"the extra {extra!r} brings it: pip install 'varuna-capslog[{extra}]', or -e '.[{extra}]' in a clone"
 
 
 @contextmanager
 def needed(feature: str) -> Iterator[None]:
-    """Report a missing module of an extra in one sentence that begins with `feature`.
-
-    Raises:
-        CapslogError: it names the module, the extra, and how to install it.
-    """
+    """Raise CapslogError where the block lacks a module of an extra. It begins with `feature` and names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:

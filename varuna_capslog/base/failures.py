@@ -1,7 +1,5 @@
-"""Failures of workers: why each worker was lost, and which of several failures is the cause.
-
-A failure is known from the report that the worker wrote, or from the way its process ended. Supervisors collect the
-failures and ask this module which one to name. Nothing here starts, signals or waits for a process.
+"""Failures of workers, from a worker's report or the end of its process: why each was lost, and which is the cause of
+others. Nothing here starts, signals or waits for a process.
 """
 
 from __future__ import annotations
@@ -53,17 +51,17 @@ _OF_DEVICES = ("CUDA error", "cuDNN error", "CUBLAS_STATUS", "device-side assert
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a worker, from its report in `workers/<rank>.error.json` or from the end of its process.
+    """Failure of a worker, from its report in `workers/<rank>.error.json` or from the end of its process.
 
     Attributes:
         cause: one sentence without an end stop.
-        kind: "user", "step_refused", "peer" (another rank went away), "memory", "disk", "device", "defect", ... as the
-            worker wrote it; "signal", "exit" and "hang" are the supervisor's.
+        kind: "user", "step_refused", "peer" (another rank went away), "memory", "disk", "device", "defect", ... from
+            the worker; "signal", "exit" and "hang" from the supervisor.
         time: seconds since the epoch.
         peer: the rank that the worker was waiting for, if its failure names another rank.
         after_step: the last step that the run finished, where the step of the failure is unknown.
         member: the worker's name, if workers have names instead of ranks.
-        loss: why the worker was lost, a name of `CAUSES`, where its supervisor saw it; None: the kind says it.
+        loss: a name of `CAUSES`, where the supervisor saw the cause; None: it follows from `kind`.
     """
 
     rank: int
@@ -79,7 +77,7 @@ class Failure:
     loss: str | None = None
 
     def sentence(self) -> str:
-        """Rank, stage, step, microbatch and cause, as far as they are known."""
+        """Return rank, stage, step, microbatch and cause, as far as known."""
         worker = f"rank {self.rank}" if self.member is None else f"worker {self.member}"
         where = "" if self.stage is None else f" (stage {self.stage})"
         when = ""
@@ -97,11 +95,7 @@ class Failure:
 
 
 def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -> Failure | None:
-    """The failure that a worker wrote before it ended; None if the file is missing or incomplete.
-
-    Args:
-        stage: used if the report names no stage.
-    """
+    """Return a worker's report, with `stage` if it names none; None if the file is missing or incomplete."""
     try:
         report = files.read_json(path)
         return Failure(
@@ -120,11 +114,11 @@ def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -
 
 
 def ended(rank: int, status: int, log: Path, time: float, memory_killed: bool = False, **details: Any) -> Failure:
-    """The failure that the end of a process shows, for a worker that wrote no report.
+    """Return the failure that the end of a process shows, for a worker without a report.
 
     Args:
-        status: its exit status, or minus the number of the signal that ended it.
-        memory_killed: the system has killed a process for lack of memory at that time (`machine_memory.MemoryKills`).
+        status: exit status, or minus the number of the signal that ended it.
+        memory_killed: the system killed a process for lack of memory at that time (`machine_memory.MemoryKills`).
         details: further fields of the failure.
     """
     if status < 0:
@@ -136,7 +130,7 @@ def ended(rank: int, status: int, log: Path, time: float, memory_killed: bool = 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on a device or in the memory of a CPU."""
+    """True where an allocation failed, on a device or in the memory of a CPU."""
     named = any(base.__name__ in ("MemoryError", "OutOfMemoryError") for base in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
@@ -165,7 +159,7 @@ def loss_cause(failure: Failure) -> str:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, such as SIGKILL for 9."""
+    """Return the name of a signal, such as SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -181,12 +175,12 @@ def _last_line(log: Path) -> str:
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Return whether this failure only reports that another rank is gone."""
+    """True where the failure only reports that another rank is gone."""
     return failure.kind in _SECONDARY_KINDS
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure to name: no consequence of another one, if possible with a report, and then the earliest."""
+    """Return the failure to name: preferably no consequence of another and with a report; of these the earliest."""
     return min(failures, key=lambda failure: (_distance(failure), failure.time))
 
 

@@ -1,7 +1,5 @@
-"""Checks for values that come from a file; profile and plan records share them.
-
-Records (profiles/record.py, plan.py) call these from their constructors, so that no invalid record exists, whether it
-came from a file or from code. This module knows nothing about any particular file format.
+"""Checks of values from a file. Records (profiles/record.py, plan.py) call them from their constructors, so that no
+invalid record exists, whether from a file or from code. Nothing here knows a file format.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def refuse_unknown(names: Iterable[str], allowed: Sequence[str], kind: str = "fi
 
 
 def within(where: str, make: Callable[[], T]) -> T:
-    """Return `make()`; a CapslogError from it gets `where` (a file, a row) put before its message."""
+    """Return `make()`; a CapslogError from it gets `where` (a file, a row) before its message."""
     try:
         return make()
     except CapslogError as error:
@@ -193,10 +191,7 @@ def column(value: Any, name: str, check: Callable[[Any, str], Any], length: int,
 
 
 def cut_list(cuts: Any, num_layers: int | None, name: str = "cuts") -> tuple[int, ...]:
-    """Return the first layer of each stage as a tuple: it begins with 0, rises strictly and stays below `num_layers`.
-
-    num_layers: None where it is not known yet.
-    """
+    """Return the first layer of each stage: 0 first, rising strictly, below `num_layers` (None: unknown)."""
     numbers = tuple(whole(cut, f"{name}[{i}]") for i, cut in enumerate(listed(cuts, name)))
     if not numbers or numbers[0] != 0:
         raise CapslogError(f"{name} is {list(numbers)}; it must begin with 0, the first layer of the first stage")

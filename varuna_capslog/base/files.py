@@ -1,8 +1,5 @@
-"""Files that survive a crash: whole files that appear at once or not at all, and line files that only grow.
-
-Everything that a run writes (profiles, plans, checkpoints' indexes, metrics, events) goes through here. Files may come
-from a stranger, so every reader has a bound. Never rewrites a line file and never leaves a half-written file under its
-final name.
+"""Files of a run that survive a crash: whole files that appear at once or not at all, and line files that only grow.
+Files may come from a stranger, so every reader has a bound.
 """
 
 from __future__ import annotations
@@ -63,14 +60,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether no process can write to the file system (full, over quota, read-only)."""
+    """True where no process can write to the file system (full, over quota, read-only)."""
     return error.errno in _FULL
 
 
 def cache_home() -> Path | None:
-    """The user's folder for caches: $XDG_CACHE_HOME, else ~/.cache; None for a user without a home, as in containers.
-
-    The XDG specification says that a relative value is to be ignored.
+    """Return the user's folder for caches: $XDG_CACHE_HOME (ignored if relative, as the XDG specification says), else
+    ~/.cache; None for a user without a home, as in containers.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):
@@ -82,7 +78,7 @@ def cache_home() -> Path | None:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with the home folder for `~`. Raises CapslogError where there is none."""
+    """Return the path with the home folder for `~`. Raises CapslogError where there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -93,10 +89,10 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write: when the block ends, a reader finds the old file or the whole new one, also after a power cut.
+    """Open a file to write: after the block, a reader finds the old file or the whole new one, also after a power cut.
 
-    It lies beside `path` under another name, is synced, renamed over `path`, and the folder is synced. After an error
-    the old file is untouched. Raises OSError.
+    It is written beside `path` under another name, synced and renamed over `path`; then the folder is synced. After an
+    error the old file is untouched. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}.tmp")
     try:
@@ -112,7 +108,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's entries to the disk, so that a rename survives a power cut."""
+    """Sync a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,9 +117,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` (UTF-8) as a `whole_file`; folders on the way are made.
-
-    Raises CapslogError naming the file (DiskFailed where the disk is full); the old file is then untouched.
+    """Write `text` (UTF-8) as a `whole_file`, and make missing folders. Raises CapslogError naming the file (DiskFailed
+    where the disk is full); the old file is then untouched.
     """
     target = Path(path)
     try:
@@ -147,10 +142,8 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return a file's bytes, all of them.
-
-    Only a regular file is read, so that a pipe in a stranger's folder cannot hold the reader up; under /dev the user
-    may name a pipe (`<(command)`). Raises CapslogError naming the file where it cannot be read or holds more than
+    """Return the bytes of a regular file (a pipe in a stranger's folder would hold the reader up), or under /dev of a
+    pipe, such as the user's `<(command)`. Raises CapslogError naming the file if unreadable or larger than
     `most_bytes`.
     """
     with _opened(path) as file:
@@ -166,7 +159,7 @@ def read_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> by
 
 
 def _opened(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file, open for reading. Raises CapslogError where that cannot be, and where it is no regular file."""
+    """Open a file for reading. Raises CapslogError where that fails, or it is no regular file."""
     try:
         # opening a pipe that nobody writes to would wait for ever
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
@@ -181,7 +174,7 @@ def _opened(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file. Raises OSError."""
+    """Return the SHA-256 of a file. Raises OSError."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -199,20 +192,15 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return the value in a JSON file, within the bounds of `read_bytes` and `parse_json`.
-
-    Raises CapslogError naming the file, and the line where the text is not JSON.
-    """
+    """Return the value in a JSON file, within the bounds of `read_bytes` and `parse_json`, with their errors."""
     return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Return the value of a JSON text from outside.
+    """Return the value of a JSON text from outside; it can be walked recursively and written again as JSON.
 
-    Refused are more than MOST_BYTES characters, more than MOST_LEVELS objects and lists inside each other, numbers that
-    no float can hold (NaN, Infinity, 1e400, whole numbers of 309 digits), halves of surrogate pairs, bytes that are not
-    UTF-8. The returned value can be walked recursively and written again as JSON.
-
+    Refused are more than MOST_BYTES characters, more than MOST_LEVELS nested objects and lists, numbers that no float
+    can hold (NaN, Infinity, 1e400, whole numbers of 309 digits), halves of surrogate pairs, bytes that are not UTF-8.
     Raises CapslogError that begins with `where`, and names the line where the text is not JSON.
     """
     try:
@@ -253,9 +241,8 @@ def _too_deep(where: str) -> CapslogError:
 
 
 def no_link(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file that a run appends to or begins anew, for itself or as the `opener` of `open`.
-
-    In a stranger's folder it may be a link to any file of the user's, or a pipe. Raises OSError for both.
+    """Open a file that a run appends to or begins anew, also as the `opener` of `open`. Raises OSError for a link,
+    which in a stranger's folder may lead to any file of the user's, and for a pipe.
     """
     name = os.path.basename(path)
     try:
@@ -271,17 +258,17 @@ def no_link(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raises CapslogError where a folder that a run empties or writes into is a link to another place."""
+    """Raise CapslogError where a folder that a run empties or writes into is a link."""
     if folder.is_symlink():
         raise CapslogError(f"{folder} is a link, and what it leads to may not be this run's; remove the link")
 
 
 def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
-    """Append one JSON object as one line, under the file's lock, so that lines of several processes do not mix.
+    """Append a JSON object as a line, under the file's lock, so that lines of several processes do not mix.
 
     Not synced (a step must not wait for the disk): a killed process loses nothing, a power cut may lose the last lines.
-    A torn last line that an earlier crash left is closed first. Raises CapslogError naming the file (DiskFailed
-    where the disk is full).
+    A torn last line from an earlier crash is closed first. Raises CapslogError naming the file (DiskFailed where the
+    disk is full).
     """
     line = (_dumps(path, record, indent=None) + "\n").encode()
     try:
@@ -302,10 +289,7 @@ def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
 
 
 def last_lines(path: str | os.PathLike[str], size: int = 1 << 16) -> list[dict[str, Any]]:
-    """Return the objects in the last `size` bytes of a line file, oldest first; incomplete lines are left out.
-
-    Raises CapslogError where the file cannot be read.
-    """
+    """Return the complete objects in a line file's last `size` bytes, oldest first. Raises CapslogError."""
     with _opened(path) as file:
         try:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size))
@@ -315,7 +299,7 @@ def last_lines(path: str | os.PathLike[str], size: int = 1 << 16) -> list[dict[s
 
 
 def objects_in(data: bytes) -> Iterator[dict[str, Any]]:
-    """The objects in a part of a line file; incomplete lines are left out."""
+    """Yield the objects in a part of a line file, without incomplete lines."""
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
             value = parse_json(line, "the line")
@@ -324,10 +308,8 @@ def objects_in(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the objects of a line file, oldest first; lines that a crash tore, and lines that are JSON but no object,
-    are left out with a warning in the log.
-
-    Raises CapslogError where the file cannot be read.
+    """Return the objects of a line file, oldest first. Torn lines, and JSON that is no object, are left out with a
+    warning in the log. Raises CapslogError where the file cannot be read.
     """
     data = read_bytes(path, _MOST_LINE_BYTES)
     if data.count(b"\n") > _MOST_LINES:
@@ -346,7 +328,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def write_failure(sentence: str, error: OSError) -> CapslogError:
-    """The error for a failed write: DiskFailed if no process can write to the file system."""
+    """Return the error for a failed write: DiskFailed if no process can write to the file system."""
     kind = DiskFailed if is_full(error) else CapslogError
     mends = {errno.EROFS: "make the file system writable", errno.ELOOP: "remove it"}
     mend = mends.get(error.errno or 0, "free space")

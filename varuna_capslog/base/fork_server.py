@@ -1,7 +1,5 @@
-"""Starts workers without import time: a process that has imported everything forks a worker on each request.
-
-`main` is that process, and `ForkServer` the host's side of the two pipes to it. `ForkServer.call` has a function called
-in such a fork, for a process that does not want to import anything itself.
+"""Starts workers without import time: a process (`main`) imports everything once and forks a worker for each order.
+`ForkServer` is the host's side; its `call` runs a function in a fork, for a process that imports nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ and "entry" is called instead of the fork server's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until standard input ends, then kills all its workers."""
+    """Serve until standard input ends, then kill all workers."""
     command_arguments = list(sys.argv[1:] if arguments is None else arguments)
     outlives(JOB_SIGNALS)  # and the workers do, for which the host answers
     if command_arguments[:1] == ["--alone"]:  # a worker that could not be forked; it dies with the fork server already
@@ -119,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def renew_threads() -> None:
-    """Renew torch's thread pool; called first in a fork, before it has another thread. Torch would make a new pool at
-    its first use, and two threads that use it at once abort the process ("Invalid thread pool!").
+    """Renew torch's thread pool; call it first in a fork, before there is another thread. Torch would make a new pool
+    at its first use, and two threads that use it at once abort the process ("Invalid thread pool!").
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -140,7 +138,7 @@ def _preload(entry: str, modules: Sequence[str]) -> None:
 
 
 def _orders(orders: int, wakes: int, reports: int, children: dict[int, str]) -> Iterator[Order]:
-    """Orders as they come; between them, workers' ends are reported as they happen."""
+    """Yield orders as they come; between them, report ends of workers."""
     buffered = b""
     while True:
         ready, _, _ = select.select([orders, wakes], [], [])
@@ -188,7 +186,7 @@ def _fork(order: Order, entry: str, private: Sequence[int]) -> int:
 
 
 def may_fork() -> bool:
-    """Return whether no imported module has started an accelerator or a thread: neither survives a fork."""
+    """True where no imported module has started an accelerator or a thread: neither survives a fork."""
     if accelerator_started():
         return False
     with contextlib.suppress(OSError):
@@ -197,9 +195,7 @@ def may_fork() -> bool:
 
 
 def accelerator_started() -> bool:
-    """Return whether this process uses an accelerator; False where torch was not imported, which this module never
-    does.
-    """
+    """True where this process uses an accelerator. This module never imports torch: False where nothing else did."""
     torch = sys.modules.get("torch")
     if torch is None or (device := torch.accelerator.current_accelerator()) is None:
         return False
@@ -210,12 +206,7 @@ def accelerator_started() -> bool:
 def _become(
     order: Order, entry: str, prepare: Callable[[], None] | None = None, private: Sequence[int] = ()
 ) -> NoReturn:
-    """Runs the worker and ends this process.
-
-    Args:
-        prepare: to be called first, unless that was done.
-        private: descriptors of the fork server.
-    """
+    """Run the worker and end this process. prepare: called first. private: descriptors of the fork server."""
     status = 1
     try:
         if prepare is not None:
@@ -266,7 +257,7 @@ def _write_errors_to(path: str) -> None:
 
 
 def answer(order_arguments: Sequence[str]) -> int:
-    """Entry of the process of `ForkServer.call`: call the function and write (value, error) to a file."""
+    """Call a function and write (value, error) to a file: entry of the process of `ForkServer.call`."""
     entry, arguments, path = order_arguments
     value, error = None, None
     for number in JOB_SIGNALS:
@@ -284,7 +275,7 @@ def answer(order_arguments: Sequence[str]) -> int:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one with the same sentence and status that survives being pickled."""
+    """Return the error, or an error with its sentence and status that can be pickled."""
     with contextlib.suppress(Exception):
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
@@ -303,10 +294,7 @@ def _report(reports: int, **report: Any) -> None:
 
 
 class NoAnswer(CapslogError):
-    """Error: a function that was called in a fork gave no answer.
-
-    how: its process ended, such as "signal 9"; or it was killed, such as "no answer within 20 s".
-    """
+    """A function called in a fork gave no answer. how: such as "signal 9" or "no answer within 20 s"."""
 
     def __init__(self, entry: str, how: str) -> None:
         super().__init__(f"the process that should call {entry} ended without an answer ({how}); start anew")
@@ -318,19 +306,19 @@ _LAST_SECONDS = 5.0
 
 
 class ForkServer:
-    """The fork server's process, and a thread that reads its reports.
+    """The fork server's process, and a thread that reads its reports. Use it as a context, or `close` it: its end kills
+    the remaining workers.
 
     Args:
         entry: "module:function"; a worker calls it with its arguments and ends with the status that it returns.
         tell: called in that thread with {"ready": True, "pid"} once, {"member", "pid"} per fork, {"member", "pid",
-            "status"} or {"member", "pid", "signal"} per end, and at last {"gone": status}: no worker of it is left. The
+            "status"} or {"member", "pid", "signal"} per end, and at last {"gone": status}, when no worker is left. The
             last two may have a "why", in one sentence.
-        log: gets the fork server's own output; None: the output is dropped until `settle` names a file.
-        modules: imported ahead besides the entry's, and the modules in their `PRELOADED`; missing ones are left out.
+        log: gets the fork server's output; None: dropped until `settle` names a file.
+        modules: imported ahead besides the entry's, with the modules in their `PRELOADED`; missing modules are left
+            out.
         environment: variables on top of this process's own.
-        prepared: this process has imported all of that, so the fork server is a fork of it, if it has one thread only.
-
-    Use it as a context, or `close` it: its end kills the workers that are left.
+        prepared: this process has imported all of them; it forks itself as the fork server if it has only one thread.
 
     Attributes:
         output, errors: copies of this process's standard output and errors that orders may name.
@@ -382,19 +370,19 @@ class ForkServer:
         self.close()
 
     def settle(self, tell: Callable[[dict[str, Any]], None], log: Path) -> None:
-        """Call `tell` from now on, and write the fork server's own output to `log`. To be called before any `fork`."""
+        """Call `tell` from now on, and write the fork server's output to `log`. Must precede any `fork`."""
         self._tell = tell
         self.fork({"server_log": str(log)})
 
     def fork(self, order: Order) -> None:
-        """Ask for a worker. Raises nothing where the fork server has ended, which `tell` reports."""
+        """Ask for a worker. Does not raise where the fork server has ended; `tell` reports that."""
         with self._writing, contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
     def call(self, entry: str, *arguments: Any, seconds: float | None = None) -> Any:
-        """Call "module:function" in a fork that writes to this process's own output and errors.
+        """Call "module:function" in a fork that writes to this process's output and errors.
 
         Args:
             arguments: of the function; like its result, anything that can be pickled.
@@ -435,7 +423,7 @@ class ForkServer:
         return value
 
     def close(self, seconds: float = 5.0) -> None:
-        """Kill all workers that are left, and the fork server, at once if it is still importing."""
+        """Kill the remaining workers and the fork server; at once if it is still importing."""
         if not self._ready:
             self._process.kill()
         with self._writing, contextlib.suppress(OSError, ValueError):
@@ -472,7 +460,7 @@ class ForkServer:
         self._end(why=str(error))
 
     def _end(self, **why: str) -> None:
-        """Tell all callers that wait that the process is gone. A process that reports no more is killed."""
+        """Tell all waiting callers that the process is gone; kill it if it only stopped reporting."""
         try:
             status = self._process.wait(_LAST_SECONDS)
         except subprocess.TimeoutExpired:
@@ -485,7 +473,7 @@ class ForkServer:
 
 
 class _ServerFork:
-    """A forked process with the part of the `subprocess.Popen` interface that a fork server needs."""
+    """Forked process with the part of `subprocess.Popen` that a fork server needs."""
 
     def __init__(self, pid: int, stdin: BinaryIO, stdout: BinaryIO) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -518,7 +506,7 @@ def _started_as_fork(
     preexec_fn: Callable[[], None],
     pass_fds: Sequence[int],
 ) -> _ServerFork:
-    """Fork this process in place of starting the command; the arguments are those of `subprocess.Popen`."""
+    """Fork this process instead of starting the command; arguments as of `subprocess.Popen`."""
     (orders, order), (reports, report) = os.pipe(), os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

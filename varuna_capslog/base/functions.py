@@ -1,4 +1,4 @@
-"""A user's functions and classes, named as `package.module:function` in a config."""
+"""Functions and classes of the user's, named as `package.module:function` in a config."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _INSTALLED = {"site-packages", "dist-packages", sysconfig.get_path("stdlib")}
 
 
 def imported(name: str, title: str) -> Any:
-    """Imports a user's `package.module:function`, or a class (modules of the current folder included).
+    """Import a user's `package.module:function`, or a class; modules of the current folder count.
 
     Args:
-        title: what the function is to the user; every message about it begins with it.
+        title: what the function is to the user; every message begins with it.
 
     Raises:
         ConfigError: no such module or function, or it is not callable.
@@ -51,10 +51,10 @@ def imported(name: str, title: str) -> Any:
 
 
 def users_module(name: str, title: str) -> ModuleType:
-    """Imports a module of the user's: an installed one, or one of the current folder.
+    """Import a user's module, installed or in the current folder.
 
     Raises:
-        ConfigError: both have one of this name, so that the user's would not be the one that is imported.
+        ConfigError: both have this name, so that the import would not find the user's.
         Exception: whatever the import raises.
     """
     add_current_folder()
@@ -71,13 +71,13 @@ def users_module(name: str, title: str) -> ModuleType:
 
 
 def add_current_folder() -> None:
-    """Lets modules of the current folder be imported, after all others: a user's rich.py must not replace rich."""
+    """Add the current folder to the end of sys.path: a user's rich.py must not replace rich."""
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
 
 
 def call_function(name: str, title: str, /, *arguments: Any, **keywords: Any) -> Any:
-    """Calls a user's `package.module:function`; see `imported`.
+    """Call a user's `package.module:function`; see `imported`.
 
     Raises:
         ConfigError: it cannot be imported, or it failed.

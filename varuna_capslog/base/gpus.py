@@ -1,8 +1,7 @@
-"""Kinds of GPUs that a plan may be for although this machine has none: facts of their makers' data sheets.
+"""Data sheets of GPUs, so that a plan may be for a kind that this machine lacks. Nothing here asks a device.
 
-`profile.device: cuda:KIND` names one, and so do `--device` and Python's `device=`; `parse_device` reads them all.
-`parse_devices` reads the devices of a plan, a number or kinds. `Gpu.memory_bytes` is the capacity of a plan that says
-none; estimates take seconds and workspaces from the rest (`profiling.estimation`). Nothing here asks a device.
+`profile.device`, `--device` and Python's `device=` name a kind as cuda:KIND (`parse_device`); `parse_devices` reads a
+plan's devices. A plan without a capacity takes `Gpu.memory_bytes`; `profiling.estimation` uses the other facts.
 """
 
 from __future__ import annotations
@@ -21,21 +20,18 @@ __all__ = ["GPUS", "Gpu", "NamedDevices", "gpu_named", "gpu_of", "parse_device",
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU, by its data sheet; rates are per second, of matrix units dense and with float32 sums.
+    """Kind of GPU, by its data sheet. Rates are per second; those of matrix units are dense, with float32 sums.
 
     Attributes:
         architecture: group of kinds whose kernels reach similar fractions of their rates.
-        memory_gib: its total memory as torch reports it, in GiB, rounded down: 1 to 2 % less than it is sold with.
-        bytes_per_second: of its memory.
-        float32_flops: without matrix units.
-        half_flops: in float16 and, where the kind has it, bfloat16.
+        memory_gib: total memory as torch reports it, in GiB, rounded down: 1 to 2 % less than it is sold with.
+        bytes_per_second: of its memory. host_bytes_per_second: of its link to the host, in one direction.
+        float32_flops: without matrix units. half_flops: in float16 and, where the kind has it, bfloat16.
         processors: streaming multiprocessors (NVIDIA) or compute units (AMD).
         clock_hertz: of the processors, boosted.
-        tensor_flops: in TF32; 0 where it has none.
-        float8_flops: 0 where it has none.
-        threads_per_processor: most threads that are resident on one.
-        host_bytes_per_second: of its link to the host, in one direction.
-        has_bfloat16: whether the matrix units take bfloat16.
+        tensor_flops, float8_flops: in TF32 and in 8 bits; 0 where it has none.
+        threads_per_processor: most resident threads.
+        has_bfloat16: True where the matrix units take bfloat16.
     """
 
     architecture: str
@@ -53,16 +49,15 @@ class Gpu:
 
     @property
     def memory_bytes(self) -> int:
-        """The total memory in bytes."""
+        """Total memory in bytes."""
         return int(self.memory_gib * 2**30)
 
     @property
     def pace(self) -> float:
-        """Relative speed of the kind: the geometric mean of its rate of arithmetic and its memory's rate.
+        """Relative speed by data sheets alone: geometric mean of arithmetic and memory rates.
 
-        Matrix products are bound by the former, all other operations by the latter. The rate of arithmetic is the
-        geometric mean of float32's and 16-bit types', since a plan may be for either. It compares kinds by their data
-        sheets alone; measured ratios are better.
+        Arithmetic bounds matrix products, memory all else. The arithmetic rate is the geometric mean of float32 and
+        16-bit types, since a plan may be for either. Measured ratios are better.
         """
         return float(((self.float32_flops * self.half_flops) ** 0.5 * self.bytes_per_second) ** 0.5)
 
@@ -149,10 +144,10 @@ _SHORT = {"h100": "h10080gb"}
 
 
 def gpu_named(text: str) -> str:
-    """The name in `GPUS` of a kind as people write it (`H100`, `4090`, `A100 80GB`) or torch (`NVIDIA A100-SXM4-80GB`).
+    """Return the name in `GPUS` of a kind written as `H100`, `4090`, `A100 80GB` or torch's `NVIDIA A100-SXM4-80GB`.
 
     Raises:
-        CapslogError: no such kind (the nearest ones are named), or one that has several memories (all are named).
+        CapslogError: no such kind (the nearest are named), or it has several memories (all are named).
     """
     plain = re.sub(r"[\s_-]|nvidia|amd|instinct|geforce|tesla|sxm\d|pcie|hbm\d?e?", "", text.lower())
     spelled = {name.replace("-", ""): name for name in GPUS}
@@ -169,7 +164,7 @@ def gpu_named(text: str) -> str:
 
 @dataclass(frozen=True)
 class NamedDevices:
-    """The devices of a plan: how many, and of which kinds where they are known.
+    """Devices of a plan.
 
     Attributes:
         count: at least 1.
@@ -181,15 +176,15 @@ class NamedDevices:
 
     @property
     def fastest(self) -> str | None:
-        """The kind that the costs are for; None where no kind is known."""
+        """Kind that the costs are for; None where no kind is known."""
         return max(self.kinds, key=lambda kind: GPUS[kind].pace, default=None)
 
     def refuse_beside(self, others: Mapping[str, Any], name: str, number: str) -> None:
-        """Raise CapslogError where kinds are named and an option is given that follows from them.
+        """Raise CapslogError where kinds are named together with an option that follows from them.
 
         Args:
-            others: names of such options as the caller calls them, and their values; None: not given.
-            name: the devices as they were given. number: the option that gives their number alone.
+            others: such options, as the caller names them, and their values; None: not given.
+            name, number: the caller's option for the devices, and the option for their number alone.
         """
         for option, value in others.items() if self.kinds else ():
             if value is not None:
@@ -200,8 +195,8 @@ class NamedDevices:
 
     @property
     def pipeline_keys(self) -> dict[str, Any]:
-        """Keys of a config's section `pipeline`: `devices`; with kinds also `capacity` (bytes, one number where all
-        have as many) and `speeds` (`Gpu.pace` beside the fastest kind's; None where all are as fast).
+        """Keys of a config's section `pipeline`: `devices`; with kinds also `capacity` (bytes, a single number where
+        all are equal) and `speeds` (`Gpu.pace` relative to the fastest kind; None where all are equal).
         """
         keys: dict[str, Any] = {"devices": self.count}
         if self.fastest is not None:
@@ -214,14 +209,10 @@ class NamedDevices:
 
 
 def parse_devices(devices: int | str, name: str = "devices") -> NamedDevices:
-    """Return the devices of a number (`4`) or a list of kinds (`2x a100-80gb, rtx4090`, as `gpu_named` reads them).
+    """Return the devices for a number (`4`) or a list of kinds (`2x a100-80gb, rtx4090`, as `gpu_named` reads them).
 
-    Args:
-        name: the caller's name for it; messages begin with it.
-
-    Raises:
-        CapslogError: it is neither, or the number is not one of 1 to `fields.MOST_RANKS`; an unknown kind (the nearest
-            are named).
+    Raises CapslogError, which begins with `name`, for anything else, such as an unknown kind (the nearest are named) or
+    a number not in 1 to `fields.MOST_RANKS`.
     """
     rule = f"write a number from 1 to {fields.MOST_RANKS}, or kinds such as 2x a100-80gb or 2x rtx4090, rtx3090"
     wrong = CapslogError(f"{name} is {devices!r}; {rule}")
@@ -242,18 +233,15 @@ def parse_devices(devices: int | str, name: str = "devices") -> NamedDevices:
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """The kind that a device such as cuda:a100-80gb names; None for a type of device alone."""
+    """Return the kind that a device such as cuda:a100-80gb names; None for a device type alone."""
     return GPUS.get(device.partition(":")[2])
 
 
 def parse_device(text: str) -> str:
-    """The device that a profile is for: a type that torch may know, or cuda:KIND with a name of `GPUS`.
+    """Return the device of a profile: a type that torch may know, or cuda:KIND with a name of `GPUS`.
 
-    Args:
-        text: a type such as cpu, cuda:KIND or KIND, the kind as `gpu_named` reads it.
-
-    Raises:
-        CapslogError: it is none of these; the nearest kinds are named.
+    text: a type such as cpu, cuda:KIND, or KIND as `gpu_named` reads it. CapslogError for anything else names the
+    nearest kinds.
     """
     device, colon, kind = text.partition(":")
     if device == "cuda" and colon:
@@ -272,10 +260,8 @@ def parse_device(text: str) -> str:
 
 
 def parse_device_type(text: str) -> str:
-    """A type of device that a run may ask for: auto, cpu, or one that torch may know. Only torch knows which are here.
-
-    Raises:
-        CapslogError: it is no such name, such as one with a number.
+    """Return the device type that a run may ask for: auto, cpu, or a name that torch may know (only torch knows which
+    exist here). Raises CapslogError for other text, such as a type with a number.
     """
     if not _is_type(text):
         raise CapslogError(
@@ -286,7 +272,5 @@ def parse_device_type(text: str) -> str:
 
 
 def _is_type(text: str) -> bool:
-    """Return whether torch, or another backend, may have this type: one word of letters, which no kind is. `gpu`,
-    which people write, is not a type.
-    """
+    """True where a torch backend may have this name: letters only, unlike kinds. `gpu`, often written, is no type."""
     return text != "gpu" and re.fullmatch(r"[a-z_]+", text) is not None

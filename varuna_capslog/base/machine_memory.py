@@ -1,7 +1,6 @@
-"""How much memory this machine, or the control group that its programs run in, grants them, and how much is left.
-
-Slurm, systemd, containers and Kubernetes limit memory by a control group: the process's own or any group above it, of
-version 1 or 2. `root` is the root of the file system, for tests.
+"""Memory that this machine, or the control groups of its programs, grants and has left. Slurm, systemd, containers and
+Kubernetes limit memory by a control group: the process's own or any group above it, of version 1 or 2. `root` is the
+root of the file system, for tests.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ _FREED = ("total_inactive_file", "inactive_file")
 
 
 def granted_bytes(root: Path = _ROOT) -> int:
-    """Bytes of main memory that all programs here may use together: the machine's, or the smallest limit of the control
-    groups that this process is in.
-    """
+    """Return the bytes of main memory that all programs here may use together."""
     machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine_bytes, *(limit for group in _groups(root) for limit in _limits(group))])
 
@@ -43,8 +40,8 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 
 def oom_kills(root: Path = _ROOT) -> int:
-    """Return the number of processes that the system has ended for lack of memory: in this control group where it
-    counts them, else on this machine; 0 where nothing counts them.
+    """Return the number of processes ended for lack of memory: in this control group where it counts them, else on this
+    machine; 0 where nothing counts them.
     """
     counters = [group / name for group in _groups(root) for name in ("memory.events", "memory.oom_control")]
     counts = (_number_after(path, "oom_kill") for path in [*counters, root / "proc/vmstat"])
@@ -52,7 +49,7 @@ def oom_kills(root: Path = _ROOT) -> int:
 
 
 class MemoryKills:
-    """Tells whether the system has ended a process for lack of memory in the last seconds."""
+    """Detects whether the system has ended a process for lack of memory in the last seconds."""
 
     _SECONDS = 2.0
     """Between two looks: a process that was killed is seen well within that time."""
@@ -61,20 +58,18 @@ class MemoryKills:
         self._counts, self._looked = [oom_kills()] * 2, time.monotonic()  # of the last looks, the older first
 
     def look(self, now: float) -> None:
-        """Called often while nothing has happened; `now` is monotonic."""
+        """Update the counts; call it often. now: `time.monotonic`."""
         if now - self._looked > self._SECONDS:
             self._counts, self._looked = [self._counts[1], oom_kills()], now
 
     def any_now(self) -> bool:
-        """Return whether a process was ended since the second-last look."""
+        """True where a process was ended since the second-last look."""
         return oom_kills() > self._counts[0]
 
 
 def _groups(root: Path) -> list[Path]:
-    """The folders of the control groups that limit this process's memory: its own first, then those above it.
-
-    Where the process's own group is not below a mounted group (a control group namespace), the mounted groups are all
-    that can be seen, and stand for it.
+    """Return the folders of the control groups that limit this process's memory: its own first, then those above it.
+    The mounted groups stand for its own where that is not below any (a control group namespace).
     """
     groups: list[Path] = []
     for version, path in _memberships(root):
@@ -87,14 +82,14 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _memberships(root: Path) -> Iterator[tuple[int, PurePosixPath]]:
-    """Version and path of each group of this process that may limit memory, version 1 first; proc(5)."""
+    """Yield version and path of each group of this process that may limit memory, version 1 first; proc(5)."""
     lines = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
     yield from ((1, PurePosixPath(path)) for _, controllers, path in lines if "memory" in controllers.split(","))
     yield from ((2, PurePosixPath(path)) for number, controllers, path in lines if (number, controllers) == ("0", ""))
 
 
 def _mounts(root: Path) -> Iterator[tuple[int, PurePosixPath, Path]]:
-    """Version of each hierarchy of control groups that may limit memory, the group that is mounted, and where."""
+    """Yield (version, mounted group, mount point) of each control group hierarchy that may limit memory."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, behind = line.partition(" - ")
         fields, kinds = before.split(" "), behind.split(" ")
@@ -111,13 +106,12 @@ def _limits(group: Path) -> list[int]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is none, such as "max"."""
+    """Return the number in a file; None where there is none, such as "max"."""
     text = _text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _number_after(path: Path, name: str) -> int | None:
-    """The number behind a name that begins a line of a file."""
     rows = (line.split() for line in _text(path).splitlines())
     return next((int(row[1]) for row in rows if row[:1] == [name] and len(row) > 1 and row[1].isdigit()), None)
 

@@ -1,7 +1,4 @@
-"""System functions to start and end processes of one machine: death with the parent, process groups, states.
-
-Supervisors and the fork server use it. It knows nothing about runs.
-"""
+"""System functions for processes of one machine: death with the parent, process groups, states."""
 
 from __future__ import annotations
 
@@ -59,9 +56,8 @@ _LIMITS = {
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """A command that ends with the status that `main()` of a module of this package returns.
-
-    Unlike `python -m` it imports nothing from the current folder, where a user may have a `queue.py` or a `torch.py`.
+    """Return a command that ends with the status of a module's `main()`. Unlike `python -m` it imports nothing from the
+    current folder, where a user may have a `queue.py` or a `torch.py`.
     """
     root = str(Path(__file__).parents[2])  # may be a clone that is not installed, or installed from elsewhere
     code = (
@@ -85,7 +81,7 @@ def startable(program: str) -> Iterator[None]:
 
 
 def die_with_parent() -> Callable[[], None]:
-    """Return the `preexec_fn` of a worker: makes its own process group, and on Linux lets it die with this process."""
+    """Return a worker's `preexec_fn`: it makes a process group and, on Linux, lets the worker die with this process."""
     follow = killed_with(os.getpid())
 
     def prepare() -> None:
@@ -97,9 +93,8 @@ def die_with_parent() -> Callable[[], None]:
 
 def killed_with(parent: int) -> Callable[[], None]:
     """Return a function by which a child of `parent` asks to be killed when `parent` ends; no effect outside Linux.
-
-    SIGKILL, since a worker that is stuck in a collective must not survive either. Linux counts the death of the thread
-    that starts the child, too.
+    SIGKILL, since a worker stuck in a collective must not survive. Linux also counts the death of the thread that
+    starts the child.
     """
     # Loaded here: between fork and exec a child should do as little as it can.
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
@@ -114,10 +109,9 @@ def killed_with(parent: int) -> Callable[[], None]:
 
 
 def outlives(numbers: Sequence[signal.Signals]) -> None:
-    """Make these signals do nothing to this process from now on; programs that it starts end by them as usual.
-
-    It uses a handler because an ignored signal stays ignored in a program that is started, and its parent would then
-    wait for ever after `Popen.terminate` or in `multiprocessing.Pool`.
+    """Make these signals do nothing to this process; programs that it starts still end by them. Uses a handler because
+    a started program inherits an ignored signal, and its parent would then wait for ever after `Popen.terminate` or in
+    `multiprocessing.Pool`.
     """
     for number in numbers:
         if not is_spared(number):
@@ -126,7 +120,7 @@ def outlives(numbers: Sequence[signal.Signals]) -> None:
 
 
 def ends_forks_as_usual(numbers: Sequence[signal.Signals] = (*JOB_SIGNALS, signal.SIGINT)) -> None:
-    """Make these signals end the forks of this process from now on, whatever they do to this process itself."""
+    """Make these signals end this process's later forks, whatever they do to this process."""
 
     def restore() -> None:
         for number in numbers:
@@ -137,15 +131,13 @@ def ends_forks_as_usual(numbers: Sequence[signal.Signals] = (*JOB_SIGNALS, signa
 
 
 def is_spared(number: signal.Signals) -> bool:
-    """Return whether this is a SIGHUP that this process ignores because of nohup."""
+    """True for a SIGHUP that this process ignores because of nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 @contextlib.contextmanager
 def heard_signals(numbers: Sequence[signal.Signals], hear: Callable[[int], object]) -> Iterator[None]:
-    """Calls `hear` with the number of each of these signals that this process gets in the block; under nohup not with
-    SIGHUP.
-
+    """Call `hear` with the number of each of these signals that arrives in the block; under nohup not with SIGHUP.
     Outside the main thread Python cannot: there the caller keeps the signals.
     """
     numbers = [number for number in numbers if not is_spared(number)]
@@ -168,7 +160,7 @@ def free_port() -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal, as far as the system tells (Linux)."""
+    """True where a process is stopped by a signal, as far as the system tells (Linux)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
@@ -176,19 +168,17 @@ def is_stopped(pid: int) -> bool:
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Sends a signal to the group that `pid` leads, if there is still one.
-
-    SIGINT goes to the leader alone: it asks for the end of a step, which processes of a data set may have to read for.
+    """Send a signal to the group that `pid` leads, if it still exists. SIGINT goes to the leader alone: it asks for the
+    end of a step, for which the data set's processes may have to read.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.kill if number == signal.SIGINT else os.killpg)(pid, number)
 
 
 def reaped(pid: int, options: int = os.WNOHANG) -> int | None:
-    """The return code of a child that leads a group, as `subprocess` counts it; None while it runs.
-
-    Its group is killed first: children of its own must not stay behind, and the number of a leader that was reaped may
-    be that of another group. Raises ChildProcessError where it was reaped before.
+    """Return the exit code of a child that leads a group, as `subprocess` counts it; None while it runs. Kills its
+    group first: its children must not stay behind, and a reaped leader's number may be reused. Raises ChildProcessError
+    where it was reaped before.
     """
     if hasattr(os, "waitid"):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options) is None:
@@ -203,7 +193,7 @@ def reaped(pid: int, options: int = os.WNOHANG) -> int | None:
 
 
 def write_unless_there(path: Path, value: dict[str, Any]) -> None:
-    """Write facts about a worker, unless the worker has already written its own file, which has more of them."""
+    """Write facts about a worker, unless its own file is there, which has more of them."""
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)  # in a stranger's folder it may be a link
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
@@ -230,26 +220,21 @@ def logged(error: CapslogError) -> None:
 
 
 class OwnedThread(threading.Thread):
-    """A daemon thread of one owner.
-
-    Args:
-        target: called with `arguments`.
-        ends: called with the error that the target raised, in one sentence.
-    """
+    """Daemon thread whose `target` is called with `arguments`; `ends` gets its error, as one sentence."""
 
     def __init__(self, name: str, target: Callable[..., object], ends: Ends, *arguments: object) -> None:
         super().__init__(target=target, name=name, args=arguments, daemon=True)
         self._ends = ends
 
     def start(self) -> None:
-        """Raises CapslogError where the system has no more threads."""
+        """Start the thread. Raises CapslogError where the system has no more threads."""
         try:
             super().start()
         except RuntimeError as error:
             raise CapslogError(f"the thread {self.name} cannot be started: {error}; {PROCESS_LIMIT}") from error
 
     def run(self) -> None:
-        """Call the target. The owner also learns of a SystemExit, which Python does not print."""
+        """Call the target; `ends` also gets a SystemExit, which Python does not print."""
         try:
             super().run()
         except BaseException as error:

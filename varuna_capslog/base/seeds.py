@@ -1,4 +1,4 @@
-"""Seeds of random generators: one number from the several integers that identify a draw."""
+"""Seeds of random generators, from the integers that identify a draw."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ _BEGIN = 0x9E3779B97F4A7C15
 
 
 def mix(*numbers: int, after: int = _BEGIN) -> int:
-    """Return a well-spread 63-bit number from several integers (splitmix64: each input is added, then scrambled).
-
-    after: `mixed` of the numbers before these, which many may share: `mix(a, b) == mix(b, after=mixed(a))`.
+    """Return a well-spread 63-bit number from integers (splitmix64: each input is added, then scrambled). after:
+    `mixed` of numbers before these, which many may share: `mix(a, b) == mix(b, after=mixed(a))`.
     """
     return mixed(*numbers, after=after) >> 1
 

@@ -1,7 +1,5 @@
-"""Starts the workers of a run on this machine, watches them, and ends all of them when one fails.
-
-`capslog train` calls it; any command line can be a worker, so its tests need no engine. It never touches a tensor or a
-process group, and no worker outlives it, however the supervisor ends.
+"""Starts the workers of a run on this machine, watches them, and ends all when one fails. Any command line can be a
+worker. No worker outlives the supervisor, however it ends; it never touches a tensor or a process group of torch.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ __all__ = [
 
 
 class Worker(Protocol):
-    """A process of one rank. When it has ended, its group is killed: children of its own do not stay behind.
+    """Process of one rank. When it has ended, its group is killed: its children do not stay behind.
 
     Attributes:
         pid: also of its process group.
@@ -70,10 +68,10 @@ class Worker(Protocol):
     returncode: int | None
 
     def poll(self) -> int | None:
-        """The return code, looked up now."""
+        """Return `returncode`, looked up now."""
 
     def wait(self) -> int:
-        """The return code, when it has ended."""
+        """Wait for the end; return `returncode`."""
 
 
 Starter = Callable[[int, Mapping[str, str], Path], Worker]
@@ -82,7 +80,7 @@ the standard output of rank 0, which is this process's own. Raises CapslogError 
 
 
 def starter_of(command: Sequence[str]) -> Starter:
-    """Workers that run a command line."""
+    """Return a starter of workers that run a command line."""
     die_with = die_with_parent()
 
     def start(rank: int, environment: Mapping[str, str], log: Path) -> Worker:
@@ -101,8 +99,6 @@ def starter_of(command: Sequence[str]) -> Starter:
 
 
 class _Started(subprocess.Popen[bytes]):
-    """A `Worker` that runs a command line."""
-
     def poll(self) -> int | None:
         return self._look(os.WNOHANG)
 
@@ -122,18 +118,14 @@ class _Started(subprocess.Popen[bytes]):
 
 
 class Forks:
-    """Workers that a fork server forks once it has imported their modules; it begins to import at once.
-
-    Attributes:
-        server: the fork server.
+    """Workers that a fork server (`server`) forks once it has imported their modules; the import begins at once. Use it
+    as a context: its end kills the remaining workers.
 
     Args:
         entry: "module:function", called with `arguments`; a worker ends with the status that it returns.
         arguments: any JSON value.
         modules: imported ahead.
         environment: of the fork server and all workers, on top of this process's own.
-
-    Use it as a context: its end kills the workers that are left.
     """
 
     def __init__(self, entry: str, arguments: Any, modules: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -150,7 +142,7 @@ class Forks:
         self.server.close()
 
     def __call__(self, rank: int, environment: Mapping[str, str], log: Path) -> Worker:
-        """Start a worker like `Starter`; wait until its modules are imported."""
+        """Start a worker like `Starter`, once its modules are imported."""
         name, worker = str(rank), _Forked(self._changed)
         self._workers[name] = worker
         log.write_bytes(b"")
@@ -181,8 +173,6 @@ class Forks:
 
 
 class _Forked:
-    """A `Worker` whose state the fork server reports."""
-
     def __init__(self, changed: threading.Condition) -> None:
         self._changed, self.pid, self.why = changed, 0, ""
         self.returncode: int | None = None
@@ -210,10 +200,7 @@ EXIT_STATUS = {"user": 2, "disk": 2, "does_not_fit": 3, "step_refused": 4, "inte
 
 class WorkerFailed(CapslogError):
     """A worker failed and all others were stopped. `exit_status` follows the kind of failure (1 where none fits).
-
-    Args:
-        log: the worker's.
-        everywhere: all workers report the same cause, so that naming one worker would mislead.
+    everywhere: all workers report the same cause, so that naming one would mislead.
     """
 
     def __init__(self, failure: Failure, log: Path, everywhere: bool = False) -> None:
@@ -235,12 +222,12 @@ class Supervisor:
     """Starts a worker for each rank and waits for all of them.
 
     Each worker gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, its own process group
-    (so that only the supervisor hears the terminal's Ctrl-C) and a log `run_dir/workers/<rank>.log`; rank 0's standard
-    output is the supervisor's own. `run_dir/workers/<rank>.json` holds pid and host; a worker may add its stage.
+    (so that only the supervisor hears the terminal's Ctrl-C) and a log `run_dir/workers/<rank>.log`; rank 0 shares the
+    supervisor's standard output. `run_dir/workers/<rank>.json` holds pid and host; a worker may add its stage.
 
     Args:
-        run_dir: the run's folder; made where it is missing.
-        workers: the worker's command line, or another function that starts workers.
+        run_dir: made where it is missing.
+        workers: the worker's command line, or a `Starter`.
         num_workers: the world size.
         environment: variables for every worker on top of this process's own.
         grace_seconds: time between asking a worker to end (SIGTERM) and killing it.
@@ -273,10 +260,10 @@ class Supervisor:
         self._memory_kills = MemoryKills()
 
     def run(self) -> None:
-        """Starts the workers and returns when all have ended with status 0.
+        """Start the workers and return when all have ended with status 0.
 
         Raises:
-            WorkerFailed: one of them failed; the others are stopped by then.
+            WorkerFailed: a worker failed; the others are stopped by then.
             Interrupted: SIGINT, SIGTERM or SIGHUP came; the workers have ended.
             CapslogError: the folder cannot be written, or the command cannot be started.
         """
@@ -288,8 +275,8 @@ class Supervisor:
                 self._kill()
 
     def _hear(self, number: int) -> None:
-        """The second SIGINT or SIGTERM kills the workers. SIGHUP never is the second: shell, system and systemd may all
-        send one when a terminal closes, beside a SIGTERM.
+        """Note a signal. A second SIGINT or SIGTERM kills the workers; SIGHUP never is the second: shell, system and
+        systemd may all send one when a terminal closes, beside a SIGTERM.
         """
         if self._signals == [signal.SIGHUP]:
             self._signals[0] = number
@@ -337,7 +324,7 @@ class Supervisor:
         return self._workers[rank].returncode not in expected
 
     def _fail(self, stopping: bool) -> None:
-        """Collects the failure reports of the workers, ends all workers and raises the root cause."""
+        """Collect the workers' failure reports, end all workers and raise the root cause."""
         self._settle(SETTLE_SECONDS, self.num_workers)
         if all(is_consequence(failure) for failure in self._failures(stopping)):
             # The cause is a rank that reports nothing. Other ranks may still wait for a rank that waits for it.
@@ -356,14 +343,13 @@ class Supervisor:
         raise WorkerFailed(root, self.log(root.rank), everywhere=alike and len(failures) == self.num_workers > 1)
 
     def _settle(self, seconds: float, enough: int) -> None:
-        """Waits until so many workers have ended, at most `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and len(self._ended) < enough:
             self._collect()
             time.sleep(POLL_SECONDS)
 
     def _failures(self, stopping: bool) -> list[Failure]:
-        """Return the failures that workers reported; for workers without a report, that shown by the process's end."""
+        """Return the reported failures, and for workers without a report those that their end shows."""
         reported = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
         reported_ranks, short = {failure.rank for failure in reported}, self._memory_kills.any_now()
         seen = [
@@ -374,7 +360,7 @@ class Supervisor:
         return reported + seen
 
     def _hanging(self, complaints: Sequence[Failure]) -> list[Failure]:
-        """The rank that all others wait for: it still runs or is stopped, and has reported nothing; [] if all ended."""
+        """Return the rank that all others wait for: it has not ended, and has reported nothing; [] if all ended."""
         silent = [rank for rank in range(self.num_workers) if rank not in self._ended]
         if not silent:
             return []
@@ -391,7 +377,7 @@ class Supervisor:
         return read_failure(self.folder / f"{rank}.error.json", rank, self._stage(rank))
 
     def _where(self, rank: int, others: Sequence[Failure]) -> dict[str, Any]:
-        """Stage and step of a failure that the worker did not report: the step that other reports name, or the last."""
+        """Return stage and step of a failure without a report: the step that other reports name, or the last."""
         step = next((failure.step for failure in others if failure.step is not None), None)
         after = last_step(self.run_dir) if step is None else None
         return {"stage": self._stage(rank), "step": step, "after_step": after}
@@ -407,7 +393,7 @@ class Supervisor:
         return f"interrupted: {how}{reached}; the same command continues the run in {self.run_dir}"
 
     def _stopped_for_long(self) -> bool:
-        """Return whether a worker has been stopped for STOPPED_SECONDS; the others would wait for it for ever."""
+        """True where a worker has been stopped for STOPPED_SECONDS; the others would wait for it for ever."""
         now = time.monotonic()
         stopped = [rank for rank, worker in enumerate(self._workers) if is_stopped(worker.pid)]
         self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped if rank not in self._ended}
@@ -424,7 +410,7 @@ class Supervisor:
                 signal_group(worker.pid, number)
 
     def _stop(self) -> None:
-        """SIGTERM, then SIGKILL after the grace; a second Ctrl-C cuts the grace short."""
+        """Send SIGTERM, and SIGKILL after the grace; a second Ctrl-C cuts the grace short."""
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a stopped worker hears nothing else
         deadline = time.monotonic() + self.grace_seconds
@@ -440,7 +426,7 @@ class Supervisor:
         self._collect()
 
     def log(self, rank: int) -> Path:
-        """Return the file of the worker's error output (and its standard output, but for rank 0)."""
+        """Return the file of the worker's error output (and its standard output, except rank 0's)."""
         return self.folder / f"{rank}.log"
 
 
@@ -451,13 +437,10 @@ the context of a thread begins empty."""
 
 @contextlib.contextmanager
 def reserve(run_dir: Path) -> Iterator[None]:
-    """Locks a run's folder for this process, so that no second run writes there; it may be entered again inside.
+    """Lock a run's folder for this process until the block or the process ends, so that no second run writes there.
 
-    `capslog train` holds it from before the plan is written until the last worker has ended. The lock goes with the
-    process, however that ends.
-
-    Raises:
-        CapslogError: another process holds it, or the folder cannot be written.
+    `capslog train` holds the lock from before the plan is written until the last worker has ended; nested calls are
+    allowed. Raises CapslogError where another process holds it, or the folder cannot be written.
     """
     folder = (Path(run_dir) / "workers").absolute()
     if folder in _reserved.get():
@@ -480,7 +463,7 @@ def reserve(run_dir: Path) -> Iterator[None]:
 
 
 def check_unused(run_dir: Path) -> None:
-    """Raises CapslogError where another process has reserved a run's folder; changes nothing there."""
+    """Raise CapslogError where another process has reserved a run's folder; changes nothing there."""
     with contextlib.suppress(OSError), open(run_dir / "workers" / "lock", "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -512,7 +495,7 @@ def new_run(run_dir: Path) -> Iterator[None]:
 
 
 def last_step(run_dir: Path) -> int | None:
-    """The last step in a run's metrics: where the run stands, or stood."""
+    """Return the last step in a run's metrics; None where there is none."""
     with contextlib.suppress(CapslogError):
         lines = files.last_lines(run_dir / "metrics.jsonl", _TAIL_BYTES)
         return next((step for line in reversed(lines) if isinstance(step := line.get("step"), int)), None)

@@ -30,14 +30,13 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 class LastingStream:
-    """A text stream that drops text without an error, from the first write on that fails.
+    """Text stream that drops text without an error from the first failed write on.
 
     Args:
         stream: the stream below, which has all other attributes.
         lost: called with a sentence about the first error, unless the reader has merely gone away.
 
-    Attributes:
-        gone: whether there was an error.
+    `gone` is True after an error.
     """
 
     def __init__(self, stream: TextIO, lost: Callable[[str], object] = lambda sentence: None) -> None:
@@ -68,7 +67,7 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def _give_up(self, error: OSError) -> None:
-        """Redirect the stream to the null device, for its buffered text and for programs that are started later."""
+        """Redirect the stream to the null device, for its buffered text and for programs started later."""
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -81,7 +80,7 @@ class LastingStream:
 
 @contextlib.contextmanager
 def lasting_output(lost: Callable[[str], object] = lambda sentence: None) -> Iterator[None]:
-    """Make this process write to lasting streams in the block; `lost` is that of standard output."""
+    """Make this process write to lasting streams in the block; `lost` is for standard output."""
     before: Any = sys.stdout, sys.stderr  # None where the shell has closed them
     lasting: Any = before[0] and LastingStream(before[0], lost), before[1] and LastingStream(before[1])
     sys.stdout, sys.stderr = lasting
@@ -114,9 +113,7 @@ _SHORTEST = 8
 
 
 def printable(text: str) -> str:
-    """Return the text in one line, with escapes for characters that control the terminal, such as \\x1b, or are
-    invisible in it.
-    """
+    r"""Return the text in one line, with escapes for characters that are invisible or control the terminal (\x1b)."""
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -128,7 +125,7 @@ class _Formatter(logging.Formatter):
 
 
 def log_to(stream: TextIO) -> None:
-    """Sends the log's warnings to a stream, unless the process has other plans for them."""
+    """Send the log's warnings to a stream, unless the process has configured its log."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_Formatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
@@ -136,10 +133,9 @@ def log_to(stream: TextIO) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under headings; columns are set to the right but for those in `left`. A line below for each note.
-
-    A column in which no row has a text is left out. names: columns whose texts are cut in the middle where the table
-    is wider than the terminal.
+    """Rows of text under headings, with a line below for each note. Columns are set to the right except those in
+    `left`; a column without any text is left out. names: columns whose texts are cut in the middle where the table is
+    wider than the terminal.
     """
 
     title: str
@@ -150,14 +146,14 @@ class Table:
     names: Collection[int] = ()
 
     def print(self) -> None:
-        """Print to standard output, in the width of the terminal."""
+        """Print to standard output, as wide as the terminal."""
         from rich.console import Console
 
         console = Console()
         self._print_on(console, console.width)
 
     def text(self) -> str:
-        """Return the table as it is printed, without colours."""
+        """Return the table as printed, without colours."""
         from rich.console import Console
 
         written = io.StringIO()
@@ -165,7 +161,7 @@ class Table:
         return written.getvalue().rstrip("\n")
 
     def html(self) -> str:
-        """Return HTML for notebooks: a table without a style sheet of its own."""
+        """Return HTML for notebooks: a table without a style sheet."""
 
         def cells(tag: str, row: Sequence[str]) -> str:
             sides = ("left" if column in self.left else "right" for column in self._columns)
@@ -183,7 +179,6 @@ class Table:
 
     @property
     def _columns(self) -> list[int]:
-        """The columns that are shown."""
         return [
             column for column in range(len(self.headings)) if not self.rows or any(row[column] for row in self.rows)
         ]
@@ -220,7 +215,6 @@ class Table:
 
 
 def _cut(name: str, longest: int) -> str:
-    """Return the name in at most `longest` characters; a longer name loses its middle."""
     if len(name) <= longest:
         return name
     ends = longest - 3

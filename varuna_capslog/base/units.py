@@ -1,8 +1,4 @@
-"""Byte counts, rates and durations as people write them ("16GiB", "1GiB/s", "0.1ms") and as numbers.
-
-The command line, the config reader and every message about memory come here. Nothing here guesses: an ambiguous unit
-is refused.
-"""
+"""Byte counts, rates and durations as text ("16GiB", "1GiB/s", "0.1ms") and as numbers. Ambiguous units are refused."""
 
 from __future__ import annotations
 
@@ -42,12 +38,11 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-
 
 
 def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
-    """Return the whole number of bytes that `value` stands for.
+    """Return the whole number of bytes that `value` stands for; `name` names it in errors.
 
-    A number without a unit is bytes; KiB, MiB, GiB, TiB and PiB are powers of 1024, kB, MB, GB, TB and PB powers of
-    1000, in any letter case. A fraction of a byte is cut off. `name` is the value's name in errors.
-
-    Raises CapslogError for anything else, for the ambiguous "16G", and for values that are not above zero.
+    A number without a unit is bytes; KiB to PiB are powers of 1024, kB to PB powers of 1000, in any letter case. A
+    fraction of a byte is cut off. Raises CapslogError for anything else, for the ambiguous "16G", and for values that
+    are not above zero.
     """
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise CapslogError(f"{name} is {value!r}; write a size such as 16GiB or 16000000000")
@@ -68,10 +63,7 @@ def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
 
 
 def parse_memory(value: str | int | float, name: str) -> int:
-    """Return the bytes of a device's or a host's memory as `parse_bytes` does; below 1 MiB it needs its unit.
-
-    Raises CapslogError.
-    """
+    """Return a memory size in bytes like `parse_bytes`, with its errors; below 1 MiB it needs a unit."""
     count = parse_bytes(value, name)
     if count < _LEAST_BARE and not str(value).strip().lower().endswith("b"):
         raise CapslogError(f"{name} is {value}, without a unit; write {value}GiB or {value}MiB, or {value}B for bytes")
@@ -84,10 +76,7 @@ def with_unit(count: int | None) -> int | str | None:
 
 
 def parse_capacity(value: str | int | float, name: str = "capacity") -> int | list[int]:
-    """Return the capacity of every device (one size) or of each device in turn (sizes separated by commas), in bytes.
-
-    `16GiB*3,24GiB` stands for three devices of 16 GiB and one of 24.
-    """
+    """Return the bytes of every device (one size) or of each (`16GiB*3,24GiB`: three of 16 GiB and one of 24)."""
     if isinstance(value, str) and ("," in value or "*" in value):
         parts = enumerate(_repeated(value, name))
         return [parse_memory(part, f"{name} of device {device}") for device, part in parts]
@@ -95,7 +84,6 @@ def parse_capacity(value: str | int | float, name: str = "capacity") -> int | li
 
 
 def _repeated(value: str, name: str) -> list[str]:
-    """The parts between commas, each as often as the number behind its `*` says."""
     parts = []
     for part in value.split(","):
         size, star, times = part.partition("*")
@@ -107,9 +95,7 @@ def _repeated(value: str, name: str) -> list[str]:
 
 
 def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
-    """Return bytes per second: a size as `parse_bytes` reads it, with or without "/s", or bits as in 100Mbit (of 1000
-    kbit each, of 1000 bits each). Raises CapslogError.
-    """
+    """Return bytes per second from a `parse_bytes` size ("/s" optional), or bits as in 100Mbit (powers of 1000)."""
     text = str(value).strip()
     if match := _BITS.fullmatch(text):
         return parse_bytes(float(match[1]) * 1000 ** (" kmg".index(match[2].lower() or " ")) / 8, name)
@@ -117,10 +103,7 @@ def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
 
 
 def parse_seconds(value: str | int | float, name: str = "duration") -> float:
-    """Return the seconds that `value` stands for: a number with s (or nothing), ms, us, min or h behind it.
-
-    Raises CapslogError for anything else.
-    """
+    """Return seconds: a number with s (or nothing), ms, us, min or h behind it. Raises CapslogError for all else."""
     match = _DURATION.fullmatch(str(value).strip())
     seconds = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan) if match else math.nan
     if not math.isfinite(seconds):
@@ -129,9 +112,8 @@ def parse_seconds(value: str | int | float, name: str = "duration") -> float:
 
 
 def format_bytes(count: int) -> str:
-    """Return `count` bytes as text, in the largest binary unit that keeps it at 1 or above: 6646312345 -> 6.19 GiB.
-
-    Two decimals at most, so it is not meant to be parsed back; files hold whole bytes.
+    """Return bytes as text in the largest binary unit that keeps them at 1 or above: 6646312345 -> 6.19 GiB. With at
+    most two decimals it is not meant to be parsed back; files hold whole bytes.
     """
     size, unit = unit_of(count)
     digits = f"{abs(count) / size:.2f}".rstrip("0").rstrip(".")
@@ -139,12 +121,12 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds for people: 1.234 s, 56.7 ms."""
+    """Return seconds as text: 1.234 s, 56.7 ms."""
     return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def unit_of(count: int) -> tuple[int, str]:
-    """The largest binary unit that keeps so many bytes at 1 or above: its bytes and its name."""
+    """Return bytes and name of the largest binary unit that keeps `count` bytes at 1 or above."""
     power = 0
     while round(abs(count) / 1024**power, 2) >= 1024 and power < len(_BINARY_NAMES) - 1:
         power += 1

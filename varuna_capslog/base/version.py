@@ -1,4 +1,4 @@
-"""The version of this package; setup.py, the command and reports read it here."""
+"""Version of this package, read by setup.py, the command and reports."""
 
 __all__ = ["__version__"]
 

@@ -1,4 +1,3 @@
-"""The keys of a run (`settings`) and reading them from YAML and the command line (`reading`).
-
-Nothing here imports torch or opens a data set. The room `model` calls the function that `workload:` names.
+"""Keys of a run (`settings`), and reading them from YAML and the command line (`reading`). Nothing here imports torch
+or opens a data set.
 """

@@ -1,4 +1,4 @@
-"""The defaults of a run on own data, filled into a config's values before they are validated."""
+"""Defaults of a run on own data, filled into a config's values before they are validated."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ _SIZES = ("minibatch_size", "microbatch_size")
 def fill_own_train(
     values: dict[str, Any], samples: Callable[[str], int | None], kept: Mapping[str, Any] | None
 ) -> str | None:
-    """Set the keys that the `train` section of a config of own data leaves out.
+    """Set the keys that the `train` section of a config of own data leaves out. Returns one line, the optimizer and the
+    sizes and which of them were not given; None where all were.
 
     Args:
-        samples: counts those of "dataset" or of "val", None where there is no such data; called only for sizes that
-            are not given.
+        samples: counts those of "dataset" or "val", None without such data; called only for sizes that are not given.
         kept: the `train` section of the run that goes on, whose values are kept; None where a run begins.
-
-    Returns:
-        One line: the optimizer and the sizes, and which of them were not given; None where all were.
     """
     train, names = values.get("train"), (*defaults.OWN_TRAIN, *_SIZES)
     train = {} if train is None else train

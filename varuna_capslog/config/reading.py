@@ -1,7 +1,5 @@
-"""A run's YAML file and its `key=value` overrides, read into one validated `Config`.
-
-Every command and every worker begins here. This room only reads text and words errors: it imports no torch, opens no
-data set, and for a misspelt key it suggests another one but never uses it.
+"""A run's YAML file and its `key=value` overrides, read into one validated `Config`. For a misspelt key another is
+suggested but never used. Nothing here imports torch or opens a data set.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader for which 1e-4 is a number, dates and 12:30 are text, and a repeated key is an error.
+    """YAML loader for which 1e-4 is a number, dates and 12:30 are text, and a repeated key is an error.
 
     It knows lists, keys, text, numbers, true, false and null, and refuses every other tag, more nodes than
-    `_MOST_NODES` and deeper ones than `files.MOST_LEVELS`, with aliases expanded.
+    `_MOST_NODES` and deeper nodes than `files.MOST_LEVELS`, with aliases expanded.
     """
 
     def __init__(self, stream: str, depth: int = 0) -> None:
@@ -100,9 +98,7 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Replace `<<` by the keys that it merges; direct keys count before merged ones. (PyYAML's own mixes up keys of
-        one character.)
-        """
+        """Replace `<<` by the keys that it merges; direct keys win. (PyYAML's own mixes up keys of one character.)"""
         merged: dict[str, Any] = {}
         direct: dict[str, Any] = {}
         for key, value in node.value:
@@ -153,10 +149,10 @@ def load_config(
 ) -> Config:
     """Load the validated config of a YAML file with `a.b=value` overrides (values are YAML: `null` and `[1, 2]` work).
 
-    Without a `run_dir` the run goes to `runs/<name of the file>`. fill: sets defaults in the values that were given.
+    Without a `run_dir` the run goes to `runs/<name of the file>`. fill: sets defaults in the values that were read.
 
     Raises:
-        ConfigError: unreadable file, broken YAML, unknown key (with the nearest known one), wrong value, keys that
+        ConfigError: unreadable file, broken YAML, unknown key (with the nearest known key), wrong value, keys that
             disagree.
     """
     path = Path(path)
@@ -211,10 +207,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def assignments(texts: Iterable[str], option: str) -> dict[str, Any]:
-    """Return the values of texts `NAME=VALUE`, each as YAML reads it.
-
-    Raises:
-        ConfigError: one is not of the form or names no Python variable; it begins with `option`.
+    """Return the values of texts `NAME=VALUE`, each as YAML reads it. Raises ConfigError, which begins with `option`,
+    for a text that is not of the form or names no Python variable.
     """
     assigned: dict[str, Any] = {}
     for text in texts:
@@ -226,9 +220,7 @@ def assignments(texts: Iterable[str], option: str) -> dict[str, Any]:
 
 
 def _parsed(text: str, where: str, advice: str, depth: int = 0) -> Any:
-    """Return the value of a YAML text at this depth of a config, with every alias copied. Raises ConfigError that
-    begins with `where`.
-    """
+    """Return the value of a YAML text at this depth of a config, aliases copied. ConfigErrors begin with `where`."""
     try:
         # aliases of a node share one object: an override of the one key would change the other
         return json.loads(json.dumps(_Loader(text, depth).get_single_data()))
@@ -250,10 +242,8 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def assign(values: dict[str, Any], key: str, value: Any, origin: str) -> None:
-    """Set `key`, such as `train.max_steps`, in a config's plain values; missing sections are made.
-
-    Raises:
-        ConfigError: a part of the key is no section; it begins with `origin`.
+    """Set `key`, such as `train.max_steps`, in a config's plain values; missing sections are made. Raises ConfigError,
+    which begins with `origin`, where a part of the key is no section.
     """
     *parts, last = key.split(".")
     target = values

@@ -1,7 +1,5 @@
-"""The keys of a run's config: their types, their meaning, and the rules between them.
-
-`varuna_capslog.config.reading` reads files into these models and words their errors. Nothing here imports torch or
-opens a file.
+"""Keys of a run's config: their types, their meaning, and the rules between them. `reading` words their errors. Nothing
+here imports torch or opens a file.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class ParameterGroup(Section):
     """Weight decay, instead of train.weight_decay."""
 
     def holds(self, address: str, dimensions: int) -> bool:
-        """Return whether the group applies to a parameter of this address with this number of dimensions."""
+        """True where the group applies to a parameter of this address with this number of dimensions."""
         return fnmatchcase(address, self.match) and not (self.vectors and dimensions > 1)
 
 
@@ -473,7 +471,7 @@ class Pipeline(Section):
         return self._is_default
 
     def settle_planner(self, name: str) -> None:
-        """Give the planner that the config leaves open its name."""
+        """Name the planner that the config leaves open."""
         self.planner, self._is_default = name, True
 
     @property
@@ -521,7 +519,7 @@ class Pipeline(Section):
 
 
 class Profiling(Section):
-    """The conditions under which the costs of the layers are measured or estimated."""
+    """Conditions under which the costs of the layers are measured or estimated."""
 
     image_size: list[Annotated[int, Field(gt=0)]] | None = Field(None, min_length=2, max_length=2)
     """[height, width] in pixels to profile at; null means the largest padded size that the run can meet."""

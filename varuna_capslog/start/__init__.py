@@ -1,8 +1,6 @@
-"""From a config to a profile, a plan, a run folder and running workers.
-
-This room names both engines (ours and Varuna's) and passes them to the code that prepares a run and that trains it;
-rooms below know neither. An engine is loaded when it is used: Varuna's needs an installed Varuna, and both need torch,
-which planning does without.
+"""From a config to a profile, a plan, a run folder and running workers. Only this room names both engines (ours and
+Varuna's). Each is loaded when used: Varuna's needs an installed Varuna, and both need torch, which planning does
+without.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The variants that planner `budget` chooses for a run whose config leaves them open and allows results to differ.
-
-`prepare.profile_and_variants` calls this. The config that it returns names the variants, as if its user had, so
-profile, plan, workers and later plans of an elastic run all use these variants.
+"""Variants that planner `budget` chooses where a config leaves them open and allows results to differ. The returned
+config names them, as if its user had, so profile, plan, workers and later plans of an elastic run all use them.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ __all__ = [
 
 
 def say_what_is_not_estimated(config: Config, say: Callable[[str], object]) -> None:
-    """Warn where some of the config's own variants have no estimate, so that an estimated profile ignores them."""
+    """Warn where the config names variants without an estimate, which an estimated profile ignores."""
     unknown = _not_estimated(sorted(set(config.variants.values()))) if config.profile.source == "estimated" else ""
     if unknown:
         say(f"{unknown}, so the estimate is of these layers without it; profile.source=measured measures them")
@@ -53,9 +51,7 @@ def _not_estimated(names: Iterable[str]) -> str:
 
 
 def may_choose(config: Config) -> bool:
-    """Return whether a planner is to choose variants, as far as the config says: it allows some, names none, and its
-    planner is budget.
-    """
+    """True where the config leaves variants to a planner: it allows some, names none, and its planner is budget."""
     pipeline = config.pipeline
     chooses = pipeline.planner == BUDGET and pipeline.cuts is None and pipeline.plan is None
     return chooses and not config.variants and config.numerics != "same"
@@ -64,10 +60,8 @@ def may_choose(config: Config) -> bool:
 def with_chosen_variants(
     config: Config, profile: Profile, memo: Memo | None, say: Callable[[str], object] = print
 ) -> Config:
-    """Return the config with the variants of the fastest plan that fits; the same config where it names some itself,
-    allows none, or has another planner than budget.
-
-    A variant that fails its check (`profiling/variant_check`) is left out, and the search goes on without it.
+    """Return the config with the variants of the fastest plan that fits; the same config where `may_choose` is False. A
+    variant that fails its check (`profiling/variant_check`) is left out, and the search goes on without it.
 
     Args:
         profile: of the config; a measured one has rows of variants.
@@ -106,7 +100,7 @@ def with_chosen_variants(
 
 
 def _estimated(config: Config, profile: Profile, memo: Memo, say: Callable[[str], object]) -> Profile:
-    """Return the profile with rows of variants; without any where the layers are made by factories."""
+    """Return the profile with rows of variants; without any where factories make the layers."""
     from varuna_capslog.profiling.estimate import StageEstimator
     from varuna_capslog.profiling.variant_check import allowed_variants, with_variant_rows
 
@@ -120,8 +114,6 @@ def _estimated(config: Config, profile: Profile, memo: Memo, say: Callable[[str]
 
 
 def _without(profile: Profile, refused: Mapping[int, Sequence[str]]) -> Profile:
-    """The profile without the rows of refused variants."""
-
     def is_refused(first: int, variant: str | None) -> bool:
         names = [] if variant is None else variant.split(",")
         return any(name in refused.get(first + place, ()) for place, name in enumerate(names))
@@ -140,7 +132,6 @@ def _searched(config: Config, profile: Profile) -> VariantChoice:
 
 
 def _sentence(config: Config, profile: Profile, choice: VariantChoice) -> str:
-    """Describe the choice: the variants, their class, and the gain."""
     if not choice.chosen:
         return f"no variant of class {config.numerics} or stricter makes the plan better; the layers stay as configured"
     counts = Counter(choice.chosen.values())
@@ -153,7 +144,6 @@ def _sentence(config: Config, profile: Profile, choice: VariantChoice) -> str:
 
 
 def _compiling(profile: Profile, choice: VariantChoice) -> str:
-    """Describe the cost of compiling, where a chosen variant compiles."""
     spent = compile_seconds(profile, set(choice.chosen.values()))
     if not spent:
         return ""
@@ -191,8 +181,8 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
     """Return the config without the variants of layers that fail their check; the same config where all pass.
 
     Args:
-        say: told one sentence for each kind of layer whose variant fails, or was checked on smaller inputs; before
-            that, that layers are compiled.
+        say: called with a sentence before layers are compiled, and for each kind of layer whose variant fails, or was
+            checked on smaller inputs.
 
     Raises:
         CapslogError: an unknown variant, a pattern that matches nothing, a class that `numerics` does not allow.
@@ -216,9 +206,8 @@ def with_checked_variants(config: Config, say: Callable[[str], object] = lambda 
 
 
 def naming_variants(config: Config, plan: Plan) -> Plan:
-    """Return the plan with the variants of its layers, where the config names layers by their numbers, as it does when
-    a planner has chosen. The same plan is returned where the config has patterns, and where later plans of the run
-    leave the variants to the config.
+    """Return the plan with its layers' variants, where the config names layers by number, as a planner's choice does;
+    the same plan where the config has patterns, or decides the variants of the run's later plans.
     """
     numbers = [key.removeprefix("#") for key in config.variants]
     if plan.short or config.elastic.enabled or not all(number.isdigit() for number in numbers):
@@ -227,10 +216,7 @@ def naming_variants(config: Config, plan: Plan) -> Plan:
 
 
 def with_plan_variants(config: Config, plan: Plan) -> dict[str, Any]:
-    """Return the key `variants` of the config that a given plan decides; empty where the plan names no variants.
-
-    Raises CapslogError where the config has others.
-    """
+    """Return the config key `variants` of a plan that names variants, else {}. Raises CapslogError on a conflict."""
     wanted = {f"#{layer}": name for layer, name in plan.variants.items()}
     if not wanted or config.variants == wanted:
         return {}

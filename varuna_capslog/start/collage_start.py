@@ -1,6 +1,5 @@
-"""`capslog variants`: measures the layers of a config's model in every way it allows, and places them as Collage does.
-
-The result names the fastest choice whose layers pass their check; the caller writes it.
+"""`capslog variants`: measures a model's layers in every variant that the config allows, places them as Collage does,
+and names the fastest choice whose layers pass their check.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ Choice = Mapping[int, str]
 
 @dataclass(frozen=True)
 class MeasuredChoice:
-    """A measured choice of variants.
+    """Measured choice of variants.
 
     Attributes:
         name: "as configured", "VARIANT wherever it can", "level 1", or "level 2, VARIANT".
         chosen: layer -> variant.
-        predicted_seconds: sum over its layers of the seconds that each takes alone.
+        predicted_seconds: sum of the seconds that each layer takes alone.
         measured_seconds: of the whole model, in each round.
     """
 
@@ -57,14 +56,14 @@ class MeasuredChoice:
 
 @dataclass(frozen=True)
 class Collaged:
-    """The result: all candidates, the first as configured, and the best one."""
+    """All candidates, the first as configured."""
 
     candidates: tuple[MeasuredChoice, ...]
     profile: Profile = field(repr=False)
 
     @property
     def best(self) -> MeasuredChoice:
-        """The fastest one, measured whole; as configured where none gains 2 %."""
+        """Fastest candidate, measured whole; as configured where none gains 2 %."""
         plain = self.candidates[0]
         fastest = min(self.candidates, key=lambda choice: choice.ratio(plain))
         return fastest if fastest.ratio(plain) <= 1 - LEAST_GAIN else plain
@@ -78,12 +77,11 @@ def collage(
     Args:
         config: without `variants`; `numerics` says which are allowed.
         rounds: whole runs of each candidate, interleaved.
-        generations: of level 2; 0 leaves it out.
-        seed: of level 2.
+        generations, seed: of level 2; 0 generations leave it out.
         say: called with a sentence on each variant that fails its check and is left out.
 
     Raises:
-        CapslogError: the config allows none or names some, or its model's layers are those of factories.
+        CapslogError: the config allows none or names some, or factories make its model's layers.
     """
     if config.variants or config.numerics == "same":
         raise CapslogError(
@@ -133,7 +131,7 @@ def _refused(config: Config, profile: Profile, say: Callable[[str], object]) -> 
 
 
 def _second(log: _Log, variants: Mapping[int, Sequence[str]], name: str, seed: int, generations: int) -> Choice:
-    """Level 2: choose which layers that level 1 gave to other variants get this variant as well."""
+    """Level 2: choose which layers with another variant at level 1 get this variant."""
     parts = [at for at, some in variants.items() if name in some and log.first.get(at) != name]
 
     def choice(bits: Bits) -> Choice:
@@ -147,13 +145,10 @@ def _second(log: _Log, variants: Mapping[int, Sequence[str]], name: str, seed: i
 
 
 class _Log:
-    """Choices that were measured whole, kept between calls, so that none is measured twice.
+    """Ratios of whole-model seconds to those of level 1 in the same launch, since a machine is not always as fast. They
+    are kept between calls, so that no choice is measured twice.
 
-    It holds ratios to the choice of level 1, measured in the same launch, since a machine is not always as fast.
-
-    Args:
-        first: the choice of level 1.
-        digest: of the profile.
+    first: the choice of level 1. digest: of the profile.
     """
 
     def __init__(self, whole_runs: WholeRuns, first: Choice, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""One machine's part of an elastic run, from a prepared folder to its end: `capslog train` with `elastic.enabled`,
+"""A machine's part of an elastic run, from a prepared folder to its end: `capslog train` with `elastic.enabled`,
 `capslog host`, and `capslog script`.
 
 The machine that serves the store finds where the run goes on (a checkpoint, or the state that members wrote when they
@@ -54,8 +54,7 @@ _SCRIPT_CALL = "script.json"
 
 
 def starting_point(config: Config, say: Callable[[str], None] = lambda line: None) -> tuple[dict[str, str], Stamp]:
-    """Return the keys that the store must hold before the first worker reads it, and the boundary at which the run
-    begins.
+    """Return the keys that the store must hold before the first worker reads it, and the boundary where the run begins.
 
     Args:
         say: prints the checkpoint from which the run continues, and the checkpoints that were passed over.
@@ -88,7 +87,7 @@ def starting_point(config: Config, say: Callable[[str], None] = lambda line: Non
 
 
 def check_elastic(config: Config) -> None:
-    """Raises CapslogError for an engine, planner or launcher that cannot change its members while it trains."""
+    """Raise CapslogError for an engine, planner or launcher that cannot change its members while it trains."""
     if config.engine != "capslog":
         raise CapslogError(f"elastic.enabled needs engine=capslog; engine={config.engine} restarts from checkpoints")
     from varuna_capslog.membership.layout_candidates import BY_TIME
@@ -111,13 +110,8 @@ def check_elastic(config: Config) -> None:
 
 
 def run_here(config: Config, options: HostOptions) -> HostEnd:
-    """Serves the store and trains with this machine's workers until the run ends, everywhere.
-
-    Args:
-        options: this machine's; workers, settings and where the run begins are filled in here.
-
-    Raises:
-        WorkerFailed, Interrupted, CapslogError: see `Host.run`, `check_elastic` and `starting_point`.
+    """Serve the store and train with this machine's workers until the run ends everywhere. options: this machine's;
+    workers, settings and the beginning are filled in here. Raises as `Host.run`, `check_elastic` and `starting_point`.
     """
     check_elastic(config)
     keys, stamp = starting_point(config, options.say)
@@ -128,19 +122,17 @@ def run_here(config: Config, options: HostOptions) -> HostEnd:
 
 
 def join_run(config: Config, options: HostOptions, wait_seconds: float) -> HostEnd:
-    """Waits for the machine that serves the store, then takes part with this machine's workers until the run ends or
-    all of them have left.
+    """Wait for the machine that serves the store, then take part until the run ends or all workers here have left.
 
     Args:
-        config: only its `run_dir`, which all machines share, and the modules that workers import for it are used (the
-            import begins while this machine waits); all else is read from the config that the serving machine wrote.
+        config: only its `run_dir`, which all machines share, and the modules that its workers import are used (the
+            import begins during the wait); all else is read from the config that the serving machine wrote.
         options: this machine's, with the address of the store; workers and settings are filled in here.
         wait_seconds: for the store, which is served once the run is profiled and planned.
 
     Raises:
         WorkerFailed, Interrupted: see `Host.run`.
-        CapslogError: see `check_elastic`; no machine serves the store in time, or `run_dir` is not the folder that the
-            serving machine uses.
+        CapslogError: see `check_elastic`; no machine serves the store in time, or its run folder is another.
     """
     check_elastic(config)
     with server_of(config) as server:
@@ -174,13 +166,12 @@ def _of_config(options: HostOptions, config: Config) -> HostOptions:
 def run_script(
     script: Path, arguments: Sequence[str], options: HostOptions, begun: Callable[[Host], None] = lambda host: None
 ) -> HostEnd:
-    """Serves the store and runs a script on this machine's workers until the run ends, everywhere.
-
-    The run goes on from the newest checkpoint in its folder.
+    """Serve the store and run a script on this machine's workers until the run ends everywhere; continue from the
+    newest checkpoint in the run's folder.
 
     Args:
         arguments: the script's own.
-        options: this machine's, with the section `elastic`; workers and where the run begins are filled in here.
+        options: this machine's, with the section `elastic`; workers and the beginning are filled in here.
         begun: called with the host before it runs.
 
     Raises:
@@ -195,7 +186,7 @@ def run_script(
 
 
 def join_script(script: Path, arguments: Sequence[str], options: HostOptions, wait_seconds: float) -> HostEnd:
-    """Waits like `join_run`, then runs a script on this machine's workers, with the settings that the serving machine
+    """Wait like `join_run`, then run a script on this machine's workers, with the settings that the serving machine
     wrote into the run's folder. Raises like `join_run`.
     """
     _find_run(options, wait_seconds)
@@ -233,19 +224,19 @@ def _starting_point_of_script(run_dir: Path) -> Beginning:
 
 
 def _find_run(options: HostOptions, wait_seconds: float) -> None:
-    """Waits for the run's store, and compares this machine's folder with that of the machine that serves it."""
+    """Wait for the run's store, and check that the machine that serves it uses the same folder."""
     assert options.store is not None
     identity = wait_for_store(options.run_dir, options.store, wait_seconds, options.say)
     check_same_folder(options.run_dir, options.store, identity)
 
 
 def wait_for_store(run_dir: Path, store: str, seconds: float, say: Callable[[str], None]) -> str:
-    """Wait until the store holds the run's first plan and a machine of the run gives a sign of life (a store that
-    outlives machines may hold a run that has ended). Returns the identity of the store.
+    """Return the store's identity once it holds the run's first plan and a machine of the run gives a sign of life (a
+    store that outlives machines may hold a run that has ended).
 
     Raises:
         StoreRefuses: it has another secret than this machine.
-        CapslogError: nobody serves it in time, or the run's secret cannot be used.
+        CapslogError: no machine serves it in time, or the run's secret cannot be used.
     """
     until, told = time.monotonic() + seconds, False
     signs: dict[str, Sequence[object]] = {}

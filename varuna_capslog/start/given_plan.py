@@ -1,7 +1,5 @@
-"""The config of a run: its file, the defaults of own data, and the decisions of the plan file that it may name.
-
-Every command that a person calls with a config begins with `load_run_config`. Workers read the config.yaml of the run's
-folder, in which the plan has decided already.
+"""Config of a run: its file, the defaults of own data, and the decisions of the plan file that it may name. Workers
+read the config.yaml of the run's folder, in which the plan has decided already.
 """
 
 from __future__ import annotations
@@ -31,23 +29,17 @@ OWN_DATA = "varuna_capslog.own_data:workload"
 def load_run_config(
     path: Path | str, overrides: Sequence[str] = (), say: Callable[[str], object] = lambda line: None
 ) -> Config:
-    """Return the config of a YAML file with `a.b=value` overrides, with everything that its `pipeline.plan` decides,
-    and with those of its variants that pass their check.
-
-    Raises:
-        ConfigError: as `load_config`.
-        CapslogError: as `with_given_plan` and `with_checked_variants`.
+    """Return the config of a YAML file with `a.b=value` overrides, decided by its `pipeline.plan`, with its checked
+    variants. Raises as `load_config` (ConfigError), `with_given_plan` and `with_checked_variants`.
     """
     config = load_config(path, overrides, lambda values: fill_defaults(values, say))
     return with_checked_variants(with_given_plan(config, say), say)
 
 
 def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
-    """Set the open values of a run on own data with `config/own_data.fill_own_train`, and report it to `say` in one
-    line. A run that goes on from a checkpoint keeps the values of its config.yaml.
-
-    Raises:
-        CapslogError: the data set of `data.dataset` or `data.val` cannot be opened.
+    """Set the open values of a run on own data (`config/own_data.fill_own_train`), and report it to `say` in one line.
+    A run that goes on from a checkpoint keeps the values of its config.yaml. Raises CapslogError where the data set of
+    `data.dataset` or `data.val` cannot be opened.
     """
     if values.get("workload") != OWN_DATA:
         return
@@ -73,16 +65,16 @@ def _samples(values: Mapping[str, Any], split: str) -> int | None:
 
 
 def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
-    """Return the config with everything that its `pipeline.plan` decides; the same config where it names no plan.
+    """Return the config with all that its `pipeline.plan` decides; the same config where it names no plan.
 
     The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`, and `say` is told so
-    in one line. Its capacities are those of its devices, also for plans that follow: they are taken where the config
-    has no `pipeline.capacity`. `train.accumulation_blocks` is taken from the plan where the config leaves it null; it
-    is 1 where the plan leaves it open, too. Variants that the plan names become the config's.
+    in one line. Its capacities are those of its devices, also for later plans: they count where the config has no
+    `pipeline.capacity`. `train.accumulation_blocks: null` becomes the plan's number, or 1 where that is open, too. The
+    plan's variants become the config's.
 
     Raises:
-        CapslogError: the file is no plan, the config's sizes differ from its units, it has another number of blocks, or
-            it gives some capacities and not others to an elastic run.
+        CapslogError: the file is no plan, the config's sizes or blocks differ from the plan's, or the plan gives only
+            some capacities to an elastic run.
     """
     path = config.pipeline.plan
     if path is None:
@@ -135,9 +127,7 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
 
 
 def given_plan(config: Config) -> Plan | None:
-    """Return the plan that `pipeline.plan` names, with `pipeline.capacity` in place of its own capacities where that
-    is set; None where no plan is named.
-    """
+    """Return the plan of `pipeline.plan` with `pipeline.capacity` as its capacities where set; None without a plan."""
     if config.pipeline.plan is None:
         return None
     plan, capacity = read_plan(config.pipeline.plan), config.pipeline.capacity

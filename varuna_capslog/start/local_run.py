@@ -1,7 +1,4 @@
-"""A whole run on this machine: prepare its folder, then start and watch its workers until they end.
-
-`capslog train` and `capslog.train` call `train_here`; `capslog host` and `capslog evaluate` call its parts.
-"""
+"""A whole run on this machine: prepares its folder, then starts and watches its workers until they end."""
 
 from __future__ import annotations
 
@@ -60,11 +57,8 @@ def train_here(
 
 
 def prepared_run(config: Config, show: bool = True, server: ForkServer | None = None) -> tuple[Plan, Profile | None]:
-    """Profiles and plans a run: its plan, and its profile where it has one; see `prepare.prepare_run`.
-
-    Args:
-        server: the fork server of the workers. A process that has not imported torch runs this function in a fork of
-            it, so that modules that take seconds to import are imported once.
+    """Return a run's plan, and its profile where it has one; see `prepare.prepare_run`. server: the workers' fork
+    server: a process without torch runs this function in its fork, so that slow modules are imported once.
     """
     if server is not None and "torch" not in sys.modules:
         check_names(config)  # errors that need no import are raised at once
@@ -77,10 +71,7 @@ def prepared_run(config: Config, show: bool = True, server: ForkServer | None = 
 
 
 def run_workers(config: Config, say: Say, starter: Starter, workers: int | None = None) -> None:
-    """Starts the workers of a run here and watches them until they end.
-
-    starter: of `worker_starter`. workers: default: those of the config.
-    """
+    """Start the workers of a run (`workers`, or as many as the config says) here and watch them until they end."""
     from varuna_capslog.base.supervisor import Supervisor
 
     Supervisor(
@@ -93,7 +84,7 @@ def run_workers(config: Config, say: Say, starter: Starter, workers: int | None 
 
 
 def worker_starter(config: Config, *flags: str) -> Forks:
-    """Return a starter of workers with these flags. Their modules are imported from now on, in another process."""
+    """Return a starter of workers with these flags; another process begins to import their modules."""
     from varuna_capslog.base.supervisor import Forks
 
     return Forks(
@@ -105,9 +96,7 @@ def worker_starter(config: Config, *flags: str) -> Forks:
 
 
 def run_elastic(config: Config, options: HostOptions, continued: str) -> None:
-    """Train as the host that begins the run. Raises Interrupted when all devices left; `continued`: the begin of the
-    sentence on how to continue.
-    """
+    """Train as the host that begins the run. Raises Interrupted, with the hint `continued`, when all devices left."""
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.start.elastic_host import run_here

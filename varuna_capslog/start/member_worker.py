@@ -1,4 +1,4 @@
-"""The process of one member of an elastic run of the pipeline engine, started by the host's supervisor.
+"""Process of one member of an elastic run of the pipeline engine, started by the host's supervisor.
 
 It joins the store, takes part until the run ends or it is released, and leaves: done (0), asked to stop (130), or
 failed, with one sentence in `workers/<member>.error.json`. It reads its config from the run's folder and the store.
@@ -41,14 +41,14 @@ _MORE_DEVICES = 2
 
 @dataclass(frozen=True)
 class Equipment:
-    """Replacements for parts of a member in a test or a measurement; an ordinary member has the defaults.
+    """Parts of a member; a test or a measurement replaces some.
 
     Attributes:
         probe: as in `RuntimeOptions`.
         observer: sees the work of the member's engines.
         work: builds the training, with the arguments of `PipelineWork`.
-        open_store: called with the address of the store, the secret of the run and the identity of the store.
-        runtime: the class of the runtime.
+        open_store: called with the store's address, the run's secret and the store's identity.
+        runtime: class of the runtime.
     """
 
     probe: Callable[[str], None] = lambda point: None
@@ -67,9 +67,8 @@ class MemberFile:
         self._newest, self._lock = -1, threading.Lock()
 
     def write_stage(self, generation: int, stages: Sequence[int]) -> None:
-        """Write the stage of this generation: several in a list, null for a member that only keeps copies.
-
-        Threads may overtake each other: an older generation than the newest is left out.
+        """Write the stage of this generation: several in a list, null for a member that only keeps copies. Threads may
+        overtake each other, so an older generation than the newest is left out.
         """
         stage = list(stages) if len(stages) > 1 else stages[0] if stages else None
         with self._lock:
@@ -79,12 +78,7 @@ class MemberFile:
 
 
 def main(arguments: Sequence[str] = (), equipment: Equipment | None = None) -> int:
-    """Run one member; return the exit status.
-
-    Args:
-        arguments: the run's folder.
-        equipment: replacements for parts of the member in a test or a measurement.
-    """
+    """Run one member of the run in the folder `arguments[0]`; return the exit status."""
     run_dir = Path(arguments[0])
     return report_failures(run_dir, lambda wish: _take_part(run_dir, wish, equipment or Equipment()))
 
@@ -129,10 +123,8 @@ def least_bytes(plan: Plan) -> int | None:
 
 
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:
-    """Return the bytes of a device of this host; 0: no limit.
-
-    Of a list it is the entry of this device, where the run began on one host; else the smallest entry, since it is not
-    known to which host's devices the list refers.
+    """Return the bytes of a device of this host; 0: no limit. Of a list it is the entry of this device, where the run
+    began on one host; else the smallest entry, since it is not known to which host's devices the list refers.
     """
     if capacity is None or isinstance(capacity, int):
         return capacity or 0

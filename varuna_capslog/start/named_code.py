@@ -1,8 +1,8 @@
 """A config is code: finds the code that a run's folder names, and decides whether it may run without a question.
 
-Commands ask `check_run` or `check_config` before they import anything that a run's folder names; `start/prepare` marks
-the folder of every run that it starts. The mark is an HMAC under a key that only this user can read, so that neither a
-file's owner nor its mode counts as a proof. The Python API and workers, which this user starts, never ask.
+Commands call `check_run` or `check_config` before they import anything that a run's folder names; `start/prepare` marks
+the folder of every run that it starts. The mark is an HMAC under a key that only this user can read: a file's owner or
+mode is no proof. The Python API and workers, which this user starts, never ask.
 """
 
 from __future__ import annotations
@@ -52,11 +52,8 @@ _MOST_MARK_BYTES = 1 << 20
 
 
 def check_run(run_dir: Path, config: Config, trust: bool = False) -> None:
-    """Return if the code that the config of a run's folder names may run: it is all `OFFERED`, or this user started
-    the run and nothing of it was changed since, or `trust` is set.
-
-    Raises:
-        CapslogError: it may not; the sentence names what would run.
+    """Raise CapslogError, which names what would run, unless the code that a run folder's config names may run: it is
+    all `OFFERED`, or this user started the run and nothing of it was changed since, or `trust` is set.
     """
     code = _code(config)
     if code and not trust and (doubt := _doubt(run_dir, config)) is not None:
@@ -64,14 +61,10 @@ def check_run(run_dir: Path, config: Config, trust: bool = False) -> None:
 
 
 def check_config(path: Path, overrides: Sequence[str], trust: bool = False) -> None:
-    """Check like `check_run`, for a config that a command is called with.
+    """Check like `check_run`, with its errors and those of `load_config`, a config that a command is called with.
 
     A user who names a config of their own wants to run its code, as with a script. Checked are the config.yaml of a
     run's folder, and a config that names a pickle, whose code nobody can read.
-
-    Raises:
-        ConfigError: as `load_config`.
-        CapslogError: as `check_run`.
     """
     if trust:
         return
@@ -86,8 +79,8 @@ def check_config(path: Path, overrides: Sequence[str], trust: bool = False) -> N
 
 
 def mark_run(run_dir: Path) -> None:
-    """Marks a run that this user starts, over the config.yaml in its folder and the pickles that it names. Without a
-    key, as where there is no HOME, there is no mark, and later commands ask.
+    """Mark a run that this user starts, over its config.yaml and the pickles that it names. Without a key, as where
+    HOME is not set, there is no mark, and later commands ask.
     """
     config = load_config(run_dir / "config.yaml")
     modules = {name: _file_of(name) for name in _names(config)}
@@ -98,7 +91,7 @@ def mark_run(run_dir: Path) -> None:
 
 
 def _code(config: Config) -> list[str]:
-    """List the code besides `OFFERED` that the config names and that would run, in words."""
+    """List the code besides `OFFERED` that the config would run, in words."""
     places = {f"{key}={name}": _file_of(name) for key, name in _leaves(config) if _is_code(name)}
     names = [told if file is None else f"{told} ({file})" for told, file in places.items()]
     return [*names, *(f"the pickle {path}" for path in _pickles(config))]
@@ -113,15 +106,15 @@ def _is_code(text: str) -> bool:
 
 
 def _pickles(config: Config) -> list[str]:
-    """Paths of the files that own data and handed models are unpickled from."""
+    """Paths of the files from which own data and handed models are unpickled."""
     leaves = list(_leaves(config))
     keys = ("given", "path") if any(text == _HANDED for _, text in leaves) else ("given",)
     return sorted({text for key, text in leaves if key.endswith(keys)})
 
 
 def _leaves(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield key and text of every text in the config, keys of mappings included. Left out are `run_dir` and the device
-    of its profile, which are checked to be no code.
+    """Yield (key, text) of every text in the config, keys of mappings included, except `run_dir` and the profile's
+    device, which are checked to be no code.
     """
     for key, content in config.model_dump(mode="json", exclude={"run_dir": True, "profile": {"device"}}).items():
         yield from _texts(key, content)
@@ -140,9 +133,7 @@ def _texts(key: str, content: Any) -> Iterator[tuple[str, str]]:
 
 
 def _file_of(name: str) -> str | None:
-    """The file of the module in `package.module:function`, found without importing anything of it; None where the
-    module is built in or not found.
-    """
+    """Return the module's file for `package.module:function` without any import of it; None: built in or not found."""
     add_current_folder()
     spec, path, so_far = None, None, ""
     with contextlib.suppress(Exception):  # finders of other packages are among those asked
@@ -157,7 +148,7 @@ def _file_of(name: str) -> str | None:
 
 
 def _doubt(run_dir: Path, config: Config) -> str | None:
-    """Reason to doubt that this user started the run of a folder as it is now; None where it is certain."""
+    """Return a reason to doubt that this user started a folder's run as it is now; None where it is certain."""
     try:
         key, written = _key(), _written_mark(run_dir / _MARK)
         if key is None or written is None:
@@ -175,7 +166,7 @@ def _doubt(run_dir: Path, config: Config) -> str | None:
 
 
 def _written_mark(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """The mark in a file, and the files of modules that it covers; None where it holds none."""
+    """Return the mark in a file, and the files of modules that it covers; None where it holds none."""
     if not path.is_file() or path.is_symlink() or path.stat().st_size > _MOST_MARK_BYTES:
         return None
     match files.read_json(path):
@@ -185,17 +176,14 @@ def _written_mark(path: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def _mark(key: bytes, run_dir: Path, config: Config, modules: Mapping[str, Any]) -> str:
-    """Raises OSError."""
     paths = (run_dir / "config.yaml", *map(Path, _pickles(config)))
     digests = [files.digest_of(path) if path.is_file() else None for path in paths]
     return hmac.new(key, json.dumps([digests, modules], sort_keys=True).encode(), "sha256").hexdigest()
 
 
 def _key(create: bool = False) -> bytes | None:
-    """The key of this user's marks; None where he has none yet.
-
-    Raises:
-        CapslogError: there can be none, or another user may know it.
+    """Return the key of this user's marks; None where there is none yet. Raises CapslogError where there can be none,
+    or another user may know it.
     """
     state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME", "")
     if not os.path.isabs(state):  # the XDG specification has a relative value ignored

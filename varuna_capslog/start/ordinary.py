@@ -48,12 +48,11 @@ WITHOUT_MODEL = f"{__name__}:without_model"
 
 @dataclass(frozen=True)
 class OrdinaryModel:
-    """A model and its inputs.
+    """Model and its inputs.
 
-    model: `package.module:function`, or the nn.Module or Chain itself.
+    model: `package.module:function`, or the nn.Module or Chain itself. arguments: of the function.
     sample: input specs as text (`x=float32[8,3,224,224]`); for an object also example tensors, batch first.
     cut_points: submodules to cut before; None: every repeated block.
-    arguments: of the function.
     """
 
     model: Any
@@ -74,13 +73,13 @@ def ordinary_config(
 
     Args:
         pipeline: keys of its `pipeline` section, the devices among them.
-        minibatch: samples of a step; None: `defaults.MICROBATCHES_PER_DEVICE` microbatches, each the
-            sample's batch or `train.microbatch_size` of settings, for each device.
+        minibatch: samples of a step; None: `defaults.MICROBATCHES_PER_DEVICE` microbatches per device, each the
+            sample's batch or `train.microbatch_size` of settings.
         device: cpu, cuda, or cuda:KIND; None: the accelerator of this machine, or its CPU where it has none.
         settings: further keys of the config, such as {"train.precision": "bfloat16"}; they come last.
 
     Raises:
-        CapslogError: a model, sample, device or key that cannot be.
+        CapslogError: an impossible model, sample, device or key.
     """
     from varuna_capslog.model.model_workload import config_values
 
@@ -137,12 +136,11 @@ def config_of_profile(
 
     Args:
         pipeline: keys of its `pipeline` section, the devices among them; default of the capacity: the memory of the
-            kind of GPU that the profile is of, else no limit.
-        minibatch: samples of a step; None: `defaults.MICROBATCHES_PER_DEVICE` microbatches for each device.
-        settings: further keys of the config, such as {"train.accumulation_blocks": 2}; they come last.
+            profile's kind of GPU, else no limit.
+        minibatch, settings: as of `ordinary_config`; settings come before `minibatch`.
 
     Raises:
-        CapslogError: a key or value that cannot be, and a minibatch that is no multiple of the profile's microbatches.
+        CapslogError: an impossible key or value, or a minibatch that is no multiple of the profile's microbatches.
     """
     conditions = profile.conditions
     size, gpu = conditions.get("microbatch_size", 1), gpu_of(f"cuda:{conditions.get('gpu')}")
@@ -181,7 +179,7 @@ def check_kinds(devices: NamedDevices, profile: Profile) -> None:
 
 
 def without_model(config: Config) -> NoReturn:
-    """Raises CapslogError: a profile alone trains nothing."""
+    """Raise CapslogError: a profile alone trains nothing."""
     raise CapslogError("a profile has no model to run; name a CONFIG file or --model")
 
 
@@ -191,9 +189,7 @@ def without_model(config: Config) -> NoReturn:
 
 
 def default_planner(profile: Profile, memory: str) -> str:
-    """Return the planner for a profile where none is named: that of the shortest step, if the profile has the columns
-    that it needs.
-    """
+    """Return the default planner for a profile: that of the shortest step, if the profile has the columns for it."""
     if not profile.timed or memory not in (AUTO, RANKS) or is_for_inference(profile):
         return defaults.SMALLEST
     try:
@@ -218,11 +214,9 @@ def with_planner_for(config: Config, profile: Profile) -> Config:
 
 
 def with_default_capacity(config: Config) -> Config:
-    """Return the config with the memory of this machine's devices, where planner `budget` has no limit.
-
-    The limit is all of an accelerator's memory, and on a CPU an equal part of the machine's, or its container's, for
-    every rank. The same config is returned where there is a capacity, for a profile alone, and for devices that this
-    machine does not have.
+    """Return the config with the memory of this machine's devices, where planner `budget` has no limit: all of an
+    accelerator's memory, and on a CPU an equal part of the machine's, or its container's, for every rank. The same
+    config is returned where there is a capacity, for a profile alone, and for devices that this machine lacks.
     """
     pipeline, device = config.pipeline, config.profile.device or config.device
     is_limited = pipeline.capacity is not None or pipeline.cuts is not None or pipeline.plan is not None
@@ -236,9 +230,7 @@ def with_default_capacity(config: Config) -> Config:
 
 
 def _bytes_here(device: str) -> list[int]:
-    """Return the memory of each accelerator of this type in this machine; [] where there is none, and for auto on the
-    CPU.
-    """
+    """Return the memory of each accelerator of this type in this machine; [] without one, and for auto on the CPU."""
     from varuna_capslog import accelerator
 
     kind = accelerator.auto_type() if device == "auto" else device

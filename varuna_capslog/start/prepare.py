@@ -1,7 +1,5 @@
-"""Prepares a run before its first worker starts: profile the model, plan its cuts, write the run's folder.
-
-`capslog` and `detr_pipeline.train` call it, in one process. It starts no worker of the engine; a plan that does not fit
-is refused here.
+"""Prepares a run before its first worker starts: profiles the model, plans its cuts, writes the run's folder. A plan
+that does not fit is refused here.
 """
 
 from __future__ import annotations
@@ -65,9 +63,7 @@ __all__ = [
 
 
 def check_names(config: Config) -> None:
-    """Raises CapslogError where the config names a planner, memory model or engine that is unknown, or the environment
-    a network interface; needs no torch.
-    """
+    """Raise CapslogError for unknown planners, memory models, engines and network interfaces; needs no torch."""
     check_gloo_interfaces(os.environ)
     planner_named(config.pipeline.planner)
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
@@ -75,7 +71,7 @@ def check_names(config: Config) -> None:
 
 
 def check_optimizer(config: Config) -> None:
-    """Raises CapslogError where the config's optimizer cannot step a part of the parameters by itself."""
+    """Raise CapslogError where the config's optimizer cannot step a part of the parameters by itself."""
     from varuna_capslog.engine.recipe import Recipe  # imports torch, which planning from a profile does without
 
     Recipe.of_config(config.train).check_optimizer()
@@ -93,9 +89,8 @@ def data_findings(config: Config, workload: Workload) -> list[RunFinding]:
 
 
 def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunFinding]:
-    """Check that the run's folder can be written, and that its disk has room for the checkpoints that are kept there.
-
-    checkpoint_bytes: approximate size of a checkpoint; None: not known.
+    """Check that the run's folder can be written, and its disk has room for the checkpoints to be kept (of about
+    `checkpoint_bytes`; None: not known).
     """
     wanted = config.run_dir.absolute()
     folder = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
@@ -119,7 +114,7 @@ def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunF
 
 
 def _kept_checkpoints(config: Config) -> int:
-    """Return the largest number of checkpoints at once: those kept, the best one, and the one being written."""
+    """Return the largest number of checkpoints at once: those kept, the best, and the one being written."""
     train = config.train
     most = train.checkpoint_keep + 1 + (train.evaluate_every is not None)
     if train.max_steps is None or train.evaluate_every:
@@ -139,7 +134,7 @@ _WITHOUT_TIME = (
 def prepare_run(config: Config, show: bool = True) -> Plan:
     """Profile and plan `config`, and write config.yaml, profile.json and plan-<generation>.json into its run_dir.
 
-    A plan equal to the run's last one keeps its generation; another one gets the next number.
+    A plan equal to the run's last keeps its generation; another gets the next number.
 
     Raises:
         DoesNotFit: no plan keeps every stage within its device; the smallest-peak plan is written all the same.
@@ -181,7 +176,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
 
 
 def _checkpoint_bytes(profile: Profile | None) -> int | None:
-    """Return the approximate bytes of a checkpoint; None where no profile has them."""
+    """Return the approximate bytes of a checkpoint; None without a profile that has them."""
     if profile is None:
         return None
     from varuna_capslog.membership.protection import state_bytes  # imports modules that only elastic runs need
@@ -191,10 +186,8 @@ def _checkpoint_bytes(profile: Profile | None) -> int | None:
 
 
 def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tuple[Config, Profile | None, Plan]:
-    """Return the config with the plan's choices, its profile (None where none is needed), and the judged plan that a
-    run of this config begins with. Nothing is written into the run's folder.
-
-    say: called with a sentence on each choice and its gain.
+    """Return the config with the plan's choices, its profile (None where none is needed), and the judged plan that its
+    run begins with. Writes nothing into the run's folder. say: called with a sentence on each choice and its gain.
     """
     config = _with_kept_blocks(config)
     named_plan, memo, profile = _checked_plan(config), estimate_memo(config), None
@@ -208,7 +201,7 @@ def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tu
 
 
 def _kept_config(config: Config) -> Config | None:
-    """Return the earlier config of the run that this one continues; None where it begins anew."""
+    """Return the earlier config of the run that this config continues; None where it begins anew."""
     before = config.run_dir / "config.yaml"
     if config.resume == "never" or not before.exists():
         return None
@@ -225,8 +218,8 @@ def _with_kept_blocks(config: Config) -> Config:
 
 
 def estimate_memo(config: Config) -> Memo | None:
-    """Return the cache that an estimated profile and the rehearsal of its plan share, so that the model is built once
-    for both; None where the profile is measured.
+    """Return the cache that an estimated profile and its plan's rehearsal share, so that the model is built once; None
+    where the profile is measured.
     """
     if config.profile.source != "estimated":
         return None
@@ -236,12 +229,11 @@ def estimate_memo(config: Config) -> Memo | None:
 
 
 def profile_run(config: Config, show: bool = True, memo: Memo | None = None, variants: str | None = None) -> Profile:
-    """Return the profile of the configured model: from the cache where it was made before, else by real runs, or
-    estimated without a device where `profile.source` says so.
+    """Return the profile of the configured model: from the cache, by real runs, or estimated without a device where
+    `profile.source` says so.
 
     Args:
-        show: draw a progress bar.
-        memo: see `estimate_memo`; given to `plan_run` too.
+        show: draw a progress bar. memo: of `estimate_memo`, as for `plan_run`.
         variants: of a measured profile; see `profiling/measure.profile_config`.
     """
     if config.profile.source == "estimated":
@@ -262,11 +254,9 @@ def profile_and_variants(
     memo: Memo | None,
     say: Callable[[str], object] = lambda line: None,
 ) -> tuple[Config, Profile]:
-    """Return the config and its profile (`profile_run`); where a planner chooses variants, the config that names them.
+    """Return the config and its profile (`profile_run`); where a planner chooses variants, the config names them.
 
-    A run that goes on from a checkpoint keeps those that it has.
-
-    say: called with a sentence on each choice and its gain.
+    A run that goes on from a checkpoint keeps its variants. say: called with a sentence on each choice and its gain.
     """
     from varuna_capslog.start.chosen_variants import may_choose, say_what_is_not_estimated, with_chosen_variants
 
@@ -284,11 +274,9 @@ def profile_and_variants(
 
 
 def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) -> Plan:
-    """Return the plan of a config: that of its planner for the profile, or the given cuts or plan, judged by the
-    profile.
-
-    Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `memo` is
-    that of the estimate, where the profile is one.
+    """Return the plan of a config: its planner's, or the given cuts or plan, judged by the profile. Without a profile
+    (given cuts need none) nothing is predicted, and the chain is built to check the cuts. memo: of the estimate, where
+    the profile is one.
     """
     settled = with_defaults(config, profile)
     plan = naming_variants(settled, _plan(settled, profile, _checked_plan(settled), memo))
@@ -329,7 +317,7 @@ def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo
 
 
 def needs_profile(config: Config, named_plan: Plan | None) -> bool:
-    """Return whether the run needs a profile: given cuts and plans need none unless they must keep to a capacity."""
+    """True where the run needs a profile: given cuts and plans need none unless they must keep to a capacity."""
     pipeline = config.pipeline
     if named_plan is not None:
         limited = any(rank.capacity_bytes is not None for rank in named_plan.ranks)
@@ -339,10 +327,9 @@ def needs_profile(config: Config, named_plan: Plan | None) -> bool:
 
 
 def _checked_plan(config: Config) -> Plan | None:
-    """Return the plan that `pipeline.plan` names; None where it names none.
-
-    Raises CapslogError for one of another model or of other ranks than the config has, and for one that the engine does
-    not run; and where the config's planner does not go with the rest of the config.
+    """Return the plan that `pipeline.plan` names; None where it names none. Raises CapslogError for a plan of another
+    model or other ranks, or that the engine does not run; and where the planner does not go with the rest of the
+    config.
     """
     planner_named(config.pipeline.planner).check(config)
     plan = given_plan(config)
@@ -393,10 +380,9 @@ def _checked_plan(config: Config) -> Plan | None:
 
 
 def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:
-    """Refuse a given plan that claims to fit by another profile than that of this run.
-
-    A plan without such a claim is judged by this profile. A run that had a plan of that other profile before goes on:
-    the same model has another profile when it is measured again.
+    """Refuse a given plan that claims to fit by another profile than this run's; without that claim, this profile
+    judges it. A run that had a plan of that other profile before goes on: a new measurement of the same model gives
+    another profile.
     """
     if not plan.fits or plan.profile_digest in (None, profile.digest):
         return
@@ -452,7 +438,7 @@ def _same(old: Plan, new: Plan) -> bool:
 
 @contextmanager
 def _progress(show: bool) -> Iterator[Callable[[int, int, str], None] | None]:
-    """A progress bar, updated with (runs done, total runs, name of the current run)."""
+    """Progress bar, updated with (runs done, total runs, name of the current run)."""
     if not show:
         yield None
         return

@@ -1,7 +1,6 @@
-"""Finds what would stop a run or spoil its training before it begins: `capslog check`.
-
-It follows the steps of `prepare`, on estimates and in a temporary copy of the run's folder: no run is measured, no
-worker is started, and the run's own folder stays as it is, or is not made.
+"""`capslog check`: finds what would stop a run or spoil its training, before it begins. It follows `prepare`, on
+estimates and in a temporary copy of the run's folder: no run is measured, no worker is started, and the run's own
+folder is neither changed nor made.
 """
 
 from __future__ import annotations
@@ -94,11 +93,8 @@ def check_run(
 
 
 class _Check:
-    """The parts of a check, called in order; each part uses the results of those before it.
-
-    Args:
-        stand_in: the config with another run_dir, and with an estimated profile.
-        server: reads samples in a fork, which may hang or die.
+    """Parts of a check, called in order; each uses the results of those before it. stand_in: the config with another
+    run_dir and an estimated profile. server: reads samples in a fork, which may hang or die.
     """
 
     def __init__(self, config: Config, stand_in: Config, server: ForkServer, show: bool, read_seconds: float) -> None:
@@ -216,7 +212,7 @@ class _Check:
         yield from self._memory(there)
 
     def _memory(self, there: list[torch.device]) -> Iterator[RunFinding]:
-        """Check that the devices have the memory that the plan predicts, where it predicts for such devices."""
+        """Check that the devices have the memory that the plan predicts, if it predicts for such devices."""
         sizes = [] if self._plan is None else _bytes_of_ranks(self._plan, self._config.world_size)
         if self._on_cpu is not (there[0].type == "cpu"):
             return
@@ -246,7 +242,7 @@ def checkpoint_bytes(chain: Chain, config: Config) -> int:
 
 
 def read_samples(config: Config) -> list[RunFinding]:
-    """Read the first samples of each source and return the findings; called in a separate process."""
+    """Return the findings of reading the first samples of each source; called in a separate process."""
     os.dup2(2, 1)  # output that a data set prints is no part of the answer
 
     def read() -> Iterator[RunFinding]:
@@ -287,8 +283,8 @@ def _bytes_of_ranks(plan: Plan, ranks: int) -> list[int]:
 
 @contextlib.contextmanager
 def _stand_in(config: Config) -> Iterator[Config]:
-    """Yield the config with a temporary folder that begins as its run_dir, with an estimated profile, and with a time
-    limit for every search that can have one.
+    """Yield the config with a temporary folder that begins as its run_dir, an estimated profile, and a time limit for
+    every search that can have one.
     """
     with tempfile.TemporaryDirectory(prefix="capslog-check-") as name:
         folder = Path(name)
@@ -307,8 +303,6 @@ def _stand_in(config: Config) -> Iterator[Config]:
 
 
 class _Lines(logging.Handler):
-    """Keeps log records, a line each."""
-
     def __init__(self, level: int) -> None:
         super().__init__(level)
         self.lines: list[str] = []

@@ -13,9 +13,7 @@ __all__ = ["newest_checkpoint", "newest_states", "take_held"]
 
 
 def take_held(run_dir: Path) -> None:
-    """Make a checkpoint of the state that members left in `held/`, if it is newer than the last checkpoint; see
-    `held_state`.
-    """
+    """Make a checkpoint of the state that members left in `held/`, if it is newer than the last; see `held_state`."""
     if (run_dir / "held").exists():
         from varuna_capslog.elastic.member.held_state import recover
 
@@ -23,7 +21,7 @@ def take_held(run_dir: Path) -> None:
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest complete checkpoint of a run (None if there is none), and the ones that were passed over."""
+    """Return the newest complete checkpoint of a run (None if there is none), and those that were passed over."""
     if not (run_dir / "checkpoints").exists():
         return None, []
     from varuna_capslog.training.checkpoint import latest_checkpoint

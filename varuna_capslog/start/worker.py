@@ -1,7 +1,7 @@
-"""The process of one rank: forked for the supervisor, or started as `python -m varuna_capslog.start.worker RUN_DIR`.
+"""Process of one rank: forked for the supervisor, or started as `python -m varuna_capslog.start.worker RUN_DIR`.
 
-It connects, runs, and ends in one of three ways: done (0), asked to stop at a step boundary (130), or failed, with one
-sentence in `workers/<rank>.error.json` and on stderr. It reads RUN_DIR and torchrun's variables.
+It ends in one of three ways: done (0), asked to stop at a step boundary (130), or failed, with one sentence in
+`workers/<rank>.error.json` and on stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["forked", "main", "run_worker"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the worker of the RUN_DIR given on the command line; returns the exit status."""
+    """Run the worker of the RUN_DIR on the command line; return the exit status."""
     parser = argparse.ArgumentParser("python -m varuna_capslog.start.worker", description="One rank of a prepared run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--evaluate", action="store_true", help="score the best checkpoint instead of training")
@@ -37,20 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def forked(arguments: Sequence[str]) -> NoReturn:
-    """The worker in a process that was forked (`start/local_run.worker_starter`)."""
+    """Run the worker in a forked process (`start/local_run.worker_starter`)."""
     leave(main(arguments))
 
 
 def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], object] | None = None) -> int:
-    """Run one rank of the run in `run_dir`; rank, world size and rendezvous come from torchrun's variables.
+    """Run one rank of the run in `run_dir`; rank, world size and rendezvous come from torchrun's variables. Returns 0,
+    or 130 when the run was asked to stop; a failure ends the process with its own status.
 
     Args:
         evaluate: score the best checkpoint and write evaluation.json instead of training.
         prepare: called on rank 0, once all ranks are connected, to put config and plan into `run_dir`; None when the
             launcher has done so.
-
-    Returns:
-        0, or 130 when the run was asked to stop. A failure ends the process with its own status.
     """
     rank = int(os.environ.get("RANK", "0"))
     wish = StopWish()

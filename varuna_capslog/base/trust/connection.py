@@ -1,10 +1,9 @@
-"""A TCP connection of two processes that have proved to each other that they know one key.
+"""TCP connection of two processes that have proved to each other that they know a key.
 
-`dial` is the caller's side of the handshake, `AuthenticatedListener` the other one. Afterwards everything travels in
-records of bounded size, each with a code (AES-GCM without encryption, known as GMAC: NIST SP 800-38D) over its number
-and its bytes, under a key of this connection and direction. Nothing is encrypted, and nothing that arrives is ever
-unpickled. A record that was changed, repeated, left out or moved ends the connection; so does a stranger's, before a
-byte of it is used.
+`dial` is the caller's side of the handshake, `AuthenticatedListener` the other. Afterwards all bytes travel in records of bounded size,
+each with a code (AES-GCM without encryption, known as GMAC: NIST SP 800-38D) over its number and its bytes, under a key
+of this connection and direction. Nothing is encrypted, and nothing that arrives is ever unpickled. A record that was
+changed, repeated, left out or moved ends the connection; so does a stranger's, before a byte of it is used.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ __all__ = [
     "GUESTS",
     "HANDSHAKE_SECONDS",
     "MAX_RECORD",
-    "AuthenticatedListener",
     "Connection",
+    "AuthenticatedListener",
     "Forged",
     "NotTrusted",
     "accepted",
+    "server_hello",
     "dial",
     "proof",
-    "server_hello",
 ]
 
 
@@ -68,7 +67,7 @@ class Forged(ConnectionError):
 
 
 class Connection:
-    """An end of a connection, after the handshake. One thread may send while another one reads.
+    """End of a connection, after the handshake. One thread may send while another reads.
 
     Args:
         sends, takes: the keys of the two directions.
@@ -91,7 +90,7 @@ class Connection:
     # -- a stream of bytes ---------------------------------------------------------------------------------------------
 
     def send(self, parts: Iterable[Buffer]) -> None:
-        """Sends these bytes, one after the other; they must not change meanwhile. Raises OSError."""
+        """Send these bytes in order; they must not change meanwhile. Raises OSError."""
         row: list[memoryview] = []
         size = 0
         for part in parts:
@@ -132,11 +131,11 @@ class Connection:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def send_message(self, data: bytes, more: Iterable[Buffer] = ()) -> None:
-        """Sends a message with its length, and more bytes behind it."""
+        """Send a message with its length, and more bytes behind it."""
         self.send([_MESSAGE.pack(len(data)) + data, *more])
 
     def read_message(self, most: int) -> bytearray:
-        """The next message. Raises as `read_into`, and Forged where it is longer than `most` bytes."""
+        """Return the next message. Raises as `read_into`, and Forged where it is longer than `most` bytes."""
         (size,) = _MESSAGE.unpack(self.read(_MESSAGE.size))
         if size > most:
             raise Forged(f"a message of {size} bytes")
@@ -150,7 +149,7 @@ class Connection:
             self._line.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Close the descriptor."""
         self._line.close()
 
     # -- records -------------------------------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ class Connection:
 
 
 def _record_code(key: AESGCM, number: int, content: Buffer) -> bytes:
-    """The code of a record. Its number counts the records under this key, so that no nonce is ever used twice."""
+    """Return the code of a record. `number` counts the records under this key, so that no nonce is used twice."""
     return key.encrypt(_NUMBER.pack(number, len(content)), b"", content)
 
 
@@ -203,24 +202,18 @@ def _record_code(key: AESGCM, number: int, content: Buffer) -> bytes:
 
 
 def server_hello() -> bytes:
-    """Return the server's first message, sent to every caller: the magic bytes and a fresh random nonce."""
+    """Return the server's first message to every caller: the magic bytes and a fresh random nonce."""
     return _MAGIC + os.urandom(_NONCE)
 
 
 def proof(key: bytes, challenge_bytes: bytes, nonce: bytes) -> bytes:
-    """Return the code by which a caller answers this challenge and proves that it knows the key."""
+    """Return the code by which a caller answers the challenge and proves that it knows the key."""
     return _code(key, b"caller", challenge_bytes + nonce)
 
 
 def accepted(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """Check the caller's proof, on the accepting side.
-
-    Args:
-        challenge_bytes: our challenge.
-        reply: the caller's fresh random number and its code, `PROOF_BYTES`.
-
-    Returns:
-        Our own proof, and the keys for sending and taking; None: the caller does not know the key.
+    """Check `reply` (`PROOF_BYTES`: the caller's fresh nonce and code) on the accepting side. Returns our own proof,
+    and the keys for sending and taking; None: the caller does not know the key.
     """
     both = challenge_bytes + reply[:_NONCE]
     if not hmac.compare_digest(proof(key, challenge_bytes, reply[:_NONCE]), reply[_NONCE:]):
@@ -229,17 +222,14 @@ def accepted(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, b
 
 
 def dial(host: str, port: int, key: bytes, seconds: float) -> Connection:
-    """Connect to a `AuthenticatedListener`, prove that we know the key, and have the door prove it.
+    """Connect to a `AuthenticatedListener`, prove that we know the key, and have the door prove it, all within `seconds`.
 
     A connection that ends during the handshake is tried again a few times: a door with too many strangers closes the
     oldest connection.
 
-    Args:
-        seconds: for all of it.
-
     Raises:
         NotTrusted: the other side does not know the key, or closes every connection at our proof.
-        OSError: it is not there, does not answer in time, or speaks something else.
+        OSError: it is not there, does not answer in time, or speaks another protocol.
     """
     until, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     for turn in range(_TRIES):
@@ -321,13 +311,13 @@ class _Guest:
 
 
 class AuthenticatedListener:
-    """Accepts on one listener, until it is closed.
+    """Accepts on a listener until it is closed.
 
     Args:
         listener: bound and listening; the door closes it.
         key: that callers must know.
-        admitted: called in the door's thread with every connection that has proved it; returns at once. Where it
-            raises, that connection is closed, and the door stays open.
+        admitted: called in the door's thread with every proved connection; must return at once. Where it raises, that
+            connection is closed, and the door stays open.
         ends: called where the door itself failed, and is closed.
     """
 

@@ -1,7 +1,8 @@
-"""The secret of a run, known to the processes of the run alone: read from a file or a variable.
+"""Secret of a run, known to its processes alone: read from a file, which the host that begins the run makes, or a
+variable.
 
-The host that begins a run makes the file. All sockets of the run, and what it writes into etcd, use keys that are
-derived from the secret. It never stands in a log, a config, a command line, an error or an order to another process.
+Keys derived from it protect all sockets of the run and what it writes into etcd. It never stands in a log, a config, a
+command line, an error or an order to another process.
 """
 
 from __future__ import annotations
@@ -34,14 +35,7 @@ class SecretMissing(CapslogError):
 
 
 class Secret:
-    """A secret that cannot be printed or pickled by mistake.
-
-    Args:
-        text: 32 to 4096 characters without white space around them.
-
-    Raises:
-        CapslogError: it is shorter or longer.
-    """
+    """Secret that cannot be printed or pickled by mistake. Raises CapslogError unless it has 32 to 4096 characters."""
 
     __slots__ = ("_bytes",)
 
@@ -55,15 +49,15 @@ class Secret:
 
     @classmethod
     def new(cls) -> Secret:
-        """A random one of 256 bits."""
+        """Return a random secret of 256 bits."""
         return cls(secrets.token_hex(32))
 
     def key(self, purpose: str) -> bytes:
-        """32 bytes for one purpose; keys of two purposes say nothing about each other or about the secret."""
+        """Return 32 bytes for one purpose; keys of two purposes say nothing about each other or about the secret."""
         return hmac.digest(self._bytes, purpose.encode(), "sha256")
 
     def hand_over(self) -> bytes:
-        """The secret itself, for the standard input of a process of ours."""
+        """Return the secret itself, for the standard input of a process of ours."""
         return self._bytes
 
     def __repr__(self) -> str:
