@@ -157,8 +157,8 @@ class Simulation:
                 yield RankStep(number, rank, stages, busy, idle, in_flight, peak)
 
     def table(self, capacities: Sequence[int] | None = None) -> Table:
-        """Return a table of the ranks with a line on the whole step. capacities: bytes of the device of each rank, in the
-        order of `rank_steps`, for its margin.
+        """Return a table of the ranks with a line on the whole step. capacities: bytes of the device of each rank, in
+        the order of `rank_steps`, for its margin.
         """
         steps = list(self.rank_steps)
         rows = [step.cells(size) for step, size in zip(steps, capacities or [None] * len(steps), strict=True)]
