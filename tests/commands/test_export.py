@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.planning.export.models import plan_of
 from varuna_capslog import cli
@@ -40,7 +42,9 @@ def test_names_come_from_a_profile_or_a_model(plan: Path, capsys: pytest.Capture
     assert run(plan, "--to", "megatron", "--profile", plan.parent / "profile.json") == 0
     captured = capsys.readouterr()
     assert captured.out == "Et*2|t*2L\n"
-    assert captured.err.splitlines() == ["note: Megatron also needs --pipeline-model-parallel-size 2"]
+    (note,) = captured.err.splitlines()
+    assert note.startswith("note: for GPT models of Megatron: --pipeline-model-parallel-layout takes it, in quotes")
+    assert note.endswith("Megatron also needs --pipeline-model-parallel-size 2")
     assert run(plan, "--to", "vllm", *FACTORIES) == 0
     assert capsys.readouterr().out == "VLLM_PP_LAYER_PARTITION=2,2\n"
     assert run(plan, "--to", "automodel", "--model", DECODER, "--input", TOKENS, "-o", plan.parent / "parts.json") == 0
@@ -71,6 +75,53 @@ def test_a_run_has_its_names_and_its_settings(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == "Et|t*3L\n"
     assert run(tmp_path, "--to", "device-map", "--trust") == 0  # needs the modules themselves
     assert json.loads(capsys.readouterr().out)["model.layers.1"] == 1
+
+
+class Pixels(nn.Module):
+    """Stack of equal blocks on pictures, with a parameter of its own as a ViT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.cls = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.layers, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x) + self.cls
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+PIXELS = ("--model", "tests.commands.test_export:Pixels", "--input", "x=float32[8,4]")
+
+
+def test_deepspeeds_comments_have_the_names_of_the_given_model(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--to deepspeed --model M` wrote "layer 0 to layer 2", as without --model."""
+    assert run(plan, "--to", "deepspeed", *PIXELS) == 0
+    assert "stage 0: layer 0 (patches) to layer 2 (layers.1)" in capsys.readouterr().out
+    assert run(plan, "--to", "deepspeed") == 0
+    assert "stage 0: layer 0 to layer 2\n" in capsys.readouterr().out
+
+
+def test_a_stack_of_blocks_that_reads_no_tokens_is_no_gpt(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layout for Megatron's GPT was written for a ViT, without a word."""
+    assert run(plan, "--to", "megatron", *PIXELS) == 2
+    error = capsys.readouterr().err
+    assert "the model reads no token ids, but the layout is for GPT models of Megatron" in error
+    assert len(error.splitlines()) == 1
+    assert run(plan, "--to", "megatron", "--model", DECODER, "--input", TOKENS) == 0
+    assert capsys.readouterr().out == "Et*2|t*2L\n"
+    write_names(plan.parent / "profile.json", "patches", *(f"layers.{n}" for n in range(4)), "head")
+    assert run(plan, "--to", "megatron", "--profile", plan.parent / "profile.json") == 0, "names tell no inputs"
+
+
+def test_torchtitans_refusal_of_a_parameter_says_what_to_do(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It took 60 words. torchtitan keeps parameters of the model itself in every stage, each trained for itself."""
+    assert run(plan, "--to", "torchtitan", *PIXELS) == 2
+    error = capsys.readouterr().err
+    assert "torchtitan would give every stage a copy of the parameter 'cls'" in error
+    assert error.endswith("put it into a submodule\n")
+    assert len(error.split()) < 30
 
 
 def test_mistakes_are_one_sentence(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`capslog init` copies the files that come with the package and never overwrites a file that the user has changed."""
+"""`capslog init` copies the files that come with the package; it overwrites changed ones with --force only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_it_copies_configs_examples_and_launchers(tmp_path: Path, capsys: pytest
     assert "files in" in capsys.readouterr().out
 
 
-def test_a_changed_file_is_never_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_file_is_not_overwritten_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "configs").mkdir()
     mine = tmp_path / "configs/tiny.yaml"
     mine.write_text("mine")
@@ -34,3 +34,26 @@ def test_a_changed_file_is_never_written_over(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "examples").exists()
     mine.unlink()
     assert cli._run(["init", str(tmp_path)]) == cli._run(["init", str(tmp_path)]) == 0
+
+
+def test_force_overwrites_changed_files_and_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One changed config blocked all other files, and there was no way on but to move it away."""
+    assert cli._run(["init", str(tmp_path)]) == 0
+    changed = [tmp_path / "configs/tiny.yaml", tmp_path / "examples/gpt2.py"]
+    for path in changed:
+        path.write_text("mine")
+    capsys.readouterr()
+    assert cli._run(["init", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "the package's, like 1 other file;" in error
+    assert "overwrite it with --force" in error
+    assert cli._run(["init", str(tmp_path), "--force"]) == 0
+    replaced = [line for line in capsys.readouterr().out.splitlines() if line.startswith("replaced")]
+    assert replaced == [f"replaced {path}" for path in changed]
+    assert changed[0].read_bytes() == (ROOT / "configs/tiny.yaml").read_bytes()
+    assert cli._run(["init", str(tmp_path), "--force"]) == 0
+    assert "replaced" not in capsys.readouterr().out
+    changed[0].unlink()
+    changed[0].mkdir()
+    assert cli._run(["init", str(tmp_path), "--force"]) == 2
+    assert f"{changed[0]} is no file" in capsys.readouterr().err

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from tests.fitting import models
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.fitting.module import fit
+from varuna_capslog.fitting.search import Fit
+from varuna_capslog.plans.parts import MemoryInterval
 
 
 def train(module: nn.Module, x: Tensor, loss: Any, optimizer: torch.optim.Optimizer) -> tuple[Tensor, int]:
@@ -99,6 +102,40 @@ def test_a_submodule_that_is_put_into_eval_mode_is_captured_again() -> None:
             torch.manual_seed(2)
             grads.append(gradients(model, run(x), models.skips_loss))
         assert_equal(*grads)
+
+
+def test_a_fitted_module_prints_what_was_done_for_its_budget() -> None:
+    """`print(fit(...))` was the module alone: nothing told what is recomputed and which peak is predicted."""
+    module, x = models.images()
+    least = least_budget(module, x)
+    fitted = fit(module, x, least)
+    (chosen,) = fitted.fits
+    first, second, *modules = str(fitted).splitlines()[1:]
+    recomputed = [layer for part in chosen.intervals for layer in range(part.first, part.end)]
+    assert recomputed
+    assert "float32[4,3,16,16]: predicted peak" in first
+    assert f"{format_bytes(chosen.peak_bytes)} of a budget of {format_bytes(least)}" in first
+    assert f"activation checkpointing of {len(recomputed)} of {len(chosen.names)} layers" in second
+    assert chosen.names[recomputed[0]] in second
+    assert f"step estimated {100 * chosen.again_seconds / chosen.step_seconds:.0f} % longer" in second
+    assert modules[:-1] == str(module).splitlines()[1:-1], "the model's own lines are all there"
+    kept = fit(module, x, "1GB")
+    kept(x[:2])
+    assert [line.strip() for line in kept.summary.splitlines()[1::2]] == ["nothing is recomputed or offloaded"] * 2
+    assert "float32[2,3,16,16]" in kept.summary
+
+
+def test_a_summary_names_ranges_and_says_where_tensors_go() -> None:
+    kinds = [(0, 1, "recompute"), (1, 3, "recompute"), (4, 5, "offload"), (6, 7, "recompute+offload")]
+    parts = tuple(MemoryInterval(*kind) for kind in kinds)
+    chosen = Fit(tuple("abcdefgh"), parts, 4096, 2048, 1024, step_seconds=2.0, again_seconds=0.5)
+    assert chosen.summary.splitlines() == [
+        "predicted peak 2 KiB of a budget of 4 KiB",
+        "activation checkpointing of 4 of 8 layers (a to c, g), CPU offload of 2 of 8 layers (e, g), step estimated "
+        "25 % longer",
+    ]
+    many = tuple(MemoryInterval(layer, layer + 1, "recompute") for layer in range(0, 12, 2))
+    assert "6 of 12 layers (a, c, e, g, ...)" in Fit(tuple("abcdefghijkl"), many, 9, 8, 1, 1.0, 0.1).summary
 
 
 def test_a_batch_of_another_shape_is_fitted_when_it_comes() -> None:

@@ -64,6 +64,26 @@ def test_a_step_by_hand() -> None:
     assert copying.step_seconds == 39.0
 
 
+def test_a_step_prints_as_a_table_of_its_ranks() -> None:
+    """`print(plan.simulate())` printed the repr of every field: 43,909 characters for the plan of a small ViT."""
+    step = simulate_plan(make_profile(**{UPDATE_RATE: 0.05}), make_plan(), recompute=False, link=Link(100.0, 1.0))
+    lines = str(step).splitlines()
+    rows = [line.strip("│").replace(" ", "").split("│") for line in lines if line.startswith("│")]
+    # By hand in the test above: of 34 s rank 0 works 15, rank 1 works 23.
+    assert rows == [["0", "0", "15s", "55.9%", "2", "1.66KiB"], ["1", "1", "23s", "32.4%", "2", "1.66KiB"]]
+    assert lines[0].strip() == "gpipe, 2 microbatches"
+    assert lines[-1] == "step 34 s, bubble 44.1 %, 0.1176 samples/s, largest peak 1.66 KiB"
+    assert repr(step) == f"Simulation(gpipe, 2 microbatches: {lines[-1]})"
+    assert "<td" in step._repr_html_()
+    assert "pipeline" not in str(step), "there is one"
+    unknown = replace(step, pipelines=[replace(step.pipelines[0], memory=None, folds=None)] * 2, notes=["as told"])
+    assert unknown._repr_html_().count("unknown") == 4
+    assert "pipeline" in str(unknown)
+    assert str(unknown).endswith("step 34 s, bubble 44.1 %, 0.1176 samples/s\nas told")
+    margins = step.table([2000, 1024]).rows
+    assert [row[-1] for row in margins] == ["300 B", "-676 B"]
+
+
 def test_recomputation_leaves_out_what_the_last_stage_makes_twice() -> None:
     step = simulate_plan(make_profile(), make_plan(cuts=(0,)), recompute=True)
     # 4 layers on one rank: F0 makes nothing, F1 neither, R0 10, B0 8, R1 10, B1 8.

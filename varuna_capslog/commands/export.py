@@ -183,21 +183,27 @@ def _names(
 ) -> ModelNames | None:
     """Return the names of the layers: from the given model, from the profile, or from the run's own model.
 
-    A profile has no names of modules; for them the model is built.
+    A profile has no names of modules; for them the model is built, but not a run's own for comments alone.
     """
     from varuna_capslog.planning.export import names_in
 
-    if profile is not None and (not needs or (needs == "layers" and model is None)):
+    if profile is not None and (needs in ("", "comments") or (needs == "layers" and model is None)):
         return names_in(profile)
-    config = model or run_config
+    config = model or (None if needs == "comments" else run_config)
     if config is None:
         return None if profile is None else names_in(profile)
     if not needs:
         return None
     from varuna_capslog.model.chain import names_of
+    from varuna_capslog.model.model_workload import ModelWorkload
     from varuna_capslog.model.workload import load_workload  # imports torch, which the other forms do without
     from varuna_capslog.start.named_code import check_run
 
     if config is run_config:
         check_run(config.run_dir, config, trust)
-    return names_of(load_workload(config).build_chain())
+    workload = load_workload(config)
+    names = names_of(workload.build_chain())
+    if not isinstance(workload, ModelWorkload):  # the inputs of others are known by their data alone
+        return names
+    specs = workload.profile_inputs(config.train.microbatch_size).values()
+    return dataclasses.replace(names, tokens=any(not spec.dtype.is_floating_point for spec in specs))

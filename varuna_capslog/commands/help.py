@@ -55,7 +55,7 @@ SUMMARIES = {
 """The line of each command in `capslog --help`."""
 
 EXAMPLES = {
-    "init": ("capslog init", "capslog init myrun"),
+    "init": ("capslog init", "capslog init myrun", "capslog init myrun --force"),
     "profile": (
         "capslog profile configs/tiny.yaml --estimate -o profile.json",
         "capslog profile --model mine:net --input x=float32[8,3,224,224]",

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.shared import say
+from varuna_capslog.commands.shared import option, say
 
 __all__ = ["init"]
 
@@ -22,6 +22,7 @@ def init(
     folder: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="Folder for the copies; created if it is missing.")
     ] = (Path(".")),
+    force: Annotated[bool, option("Overwrite files that differ from the package's.", False, "--force")] = False,
 ) -> None:
     """Copy the package's configs, examples and launchers into a folder, to run and to change."""
     source = _source()
@@ -31,16 +32,37 @@ def init(
         for path in sorted((source / name).rglob("*"))
         if path.is_file() and path.name not in _OF_CLONES and "__pycache__" not in path.parts
     }
-    for path, copy in copies.items():
-        if copy.exists() and (not copy.is_file() or copy.read_bytes() != path.read_bytes()):
-            raise CapslogError(f"{copy} is there and differs from the package's; give another folder, or move it away")
+    differing = [copy for path, copy in copies.items() if copy.exists() and not _equal(path, copy)]
+    _refuse(differing, force)
     try:
         for path, copy in copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
     except OSError as error:
         raise CapslogError(f"{folder} cannot be written: {error.strerror or error}; give another folder") from error
+    for copy in differing:
+        say(f"replaced {copy}")
     say(f"{len(copies)} files in {', '.join(str(folder / name) for name in _FOLDERS)}")
+
+
+def _equal(path: Path, copy: Path) -> bool:
+    return copy.is_file() and copy.read_bytes() == path.read_bytes()
+
+
+def _refuse(differing: list[Path], force: bool) -> None:
+    """Raise CapslogError for files that may not be overwritten, and for folders in their places."""
+    for copy in differing:
+        if not copy.is_file():
+            raise CapslogError(
+                f"{copy} is no file, so that no file can be copied there; give another folder, or move it"
+            )
+    if differing and not force:
+        others = len(differing) - 1
+        more = f", like {others} other file{'' if others == 1 else 's'}" if others else ""
+        raise CapslogError(
+            f"{differing[0]} is there and differs from the package's{more}; give another folder, move what differs "
+            "away, or overwrite it with --force"
+        )
 
 
 def _source() -> Path:

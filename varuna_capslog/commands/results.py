@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +12,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
 
 if TYPE_CHECKING:
+    from varuna_capslog.base.tables import Table
     from varuna_capslog.config.settings import Config
 
 __all__ = ["evaluate", "predict", "report"]
@@ -31,12 +33,24 @@ def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust
     if as_json:
         shared.print_json(scores)
         return
-    rows = [
-        [name, f"{value:.4f}" if isinstance(value, float) else str(value)]
-        for name, value in scores.items()
-        if not isinstance(value, (dict, list))
-    ]
-    shared.print_table(f"scores of {run_dir}", ("score", "value"), rows, left=(0, 1))
+    _scores_table(f"scores of {run_dir}", scores).print()
+
+
+def _scores_table(title: str, scores: Mapping[str, Any]) -> Table:
+    """Return a table of the single scores, without those of each class. A score of None has no value on the data."""
+    from varuna_capslog.base.tables import Table
+
+    single = {name: value for name, value in scores.items() if not isinstance(value, (dict, list))}
+    rows = [[name, _score(value)] for name, value in single.items()]
+    unknown = any(value is None for value in single.values())
+    notes = ["-: no value on this data; for a COCO score of one size, it has no object of this size"] if unknown else []
+    return Table(title, ("score", "value"), rows, left=(0, 1), notes=notes)
+
+
+def _score(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _ranks_of(settings: Config) -> int | None:

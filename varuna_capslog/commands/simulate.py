@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -212,47 +211,10 @@ def _write(folder: Path, step: Simulation, plan: Plan, costs: Profile) -> None:
     draw_simulation(folder / "step.png", step, usable_of_rows(step, plan, costs))
 
 
-def _capacity_of_rows(step: Simulation, plan: Plan) -> list[int] | None:
-    """The capacity of each rank, in the order of the simulation's rows."""
-    return plan.capacities_of(rank for pipeline in step.pipelines for rank in pipeline.ranks)
-
-
 def _print(step: Simulation, plan: Plan) -> None:
-    from varuna_capslog.reports.markup import duration
-
-    title = f"{step.schedule}{' with recomputation' if step.recompute else ''}, {step.num_microbatches} microbatches"
-    columns = ("pipeline", "rank", "stages", "busy", "idle", "in flight", "peak", "margin")
-    skipped = 0 if len(step.pipelines) > 1 else 1
-    rate = "" if step.samples_per_second is None else f", {step.samples_per_second:.4g} samples/s"
-    end = f"step {duration(step.step_seconds)}, bubble {100 * step.bubble_fraction:.1f} %{rate}"
-    shared.print_table(title, columns[skipped:], (row[skipped:] for row in _rows(step, plan)), notes=[end])
+    step.table(plan.capacities_of(row.rank for row in step.rank_steps)).print()
     for note in (*plan.notes, *step.notes):
         shared.say(f"note: {note}", err=True)
-
-
-def _rows(step: Simulation, plan: Plan) -> Iterator[list[str]]:
-    """A row for each rank of each pipeline."""
-    from varuna_capslog.base.units import format_bytes
-    from varuna_capslog.reports.markup import duration
-
-    capacities = iter(_capacity_of_rows(step, plan) or [])
-    for number, pipeline in enumerate(step.pipelines):
-        peaks, line = pipeline.peaks, pipeline.timeline
-        rows = zip(pipeline.ranks, pipeline.stage_of_row, line.busy_seconds, strict=True)
-        for row, (rank, stages, busy) in enumerate(rows):
-            capacity = next(capacities, None)
-            peak = None if peaks is None else sum(peaks[stage] for stage in stages)
-            peak = peak if pipeline.rank_bytes is None else pipeline.rank_bytes[row]
-            yield [
-                str(number),
-                str(rank),
-                ", ".join(map(str, stages)),
-                duration(busy),
-                f"{100 * (1 - busy / step.step_seconds):.1f} %" if step.step_seconds else "",
-                ", ".join(str(line.max_in_flight[stage]) for stage in stages),
-                "unknown" if peak is None else format_bytes(peak),
-                "" if peak is None or capacity is None else format_bytes(capacity - peak),
-            ]
 
 
 def _replay_trace(

@@ -25,6 +25,9 @@ from varuna_capslog.model.python_state import PythonState
 
 __all__ = ["FittedModule", "fit"]
 
+_Key = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype] | str, ...]]
+"""Nesting of a call's arguments; shape and dtype of each tensor among them, text of each other value."""
+
 
 def fit(
     model: nn.Module,
@@ -73,7 +76,8 @@ def fit(
 
 
 class FittedModule(nn.Module):
-    """Module returned by `fit`: the model with its own parameters, buffers and submodules under their own names.
+    """Module returned by `fit`: the model with its own parameters, buffers and submodules under their own names. When
+    it is printed, the first lines are its `summary`.
 
     A batch of other shapes is fitted when it first comes, within the same budget, which takes as long as `fit`. Hooks
     on the module itself do not run while it trains, nor those of submodules that were cut open.
@@ -93,12 +97,21 @@ class FittedModule(nn.Module):
         self.training = model.training
         self._model = (model,)  # in a tuple it is no submodule
         self._budget, self._loss, self._cut_points, self._loop = budget, loss, cut_points, loop
-        self._runs: dict[object, _Run] = {}
+        self._runs: dict[_Key, _Run] = {}
 
     @property
     def fits(self) -> list[Fit]:
         """Choices, in the order in which shapes came."""
         return [run.fit for run in self._runs.values()]
+
+    @property
+    def summary(self) -> str:
+        """Predicted peak, budget, and what is recomputed or offloaded, for each shape of batch."""
+        return "\n".join(f"for {_shapes(key)}: {run.fit.summary}" for key, run in self._runs.items())
+
+    def extra_repr(self) -> str:
+        """Return the summary, below what the model itself prints of its settings."""
+        return "\n".join(filter(None, (self._model[0].extra_repr(), self.summary)))
 
     def train(self, mode: bool = True) -> FittedModule:
         """Set the mode of the module itself, whose own `train` may leave parts in eval mode."""
@@ -250,9 +263,15 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return dict(bound)
 
 
-def _key(bound: Any) -> object:
+def _key(bound: Any) -> _Key:
     """Key that is equal for calls that one captured chain serves."""
     leaves, spec = pytree.tree_flatten(bound)
     return str(spec), tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     )
+
+
+def _shapes(key: _Key) -> str:
+    """Text of the tensors of such calls: float32[8,3,224,224]."""
+    tensors = [leaf for leaf in key[1] if not isinstance(leaf, str)]
+    return ", ".join(f"{str(dtype).partition('.')[2]}[{','.join(map(str, shape))}]" for shape, dtype in tensors)

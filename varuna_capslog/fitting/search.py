@@ -28,7 +28,7 @@ from varuna_capslog.model.trace import autocast_context
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planners.intervals import Handling, IntervalSearch, stage_bytes
 from varuna_capslog.planners.seconds import LayerSeconds
-from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, pieces_of
+from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, pieces_of, ranges_of
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator, estimated_profile
 from varuna_capslog.profiling.estimation.allocator import replay
@@ -236,6 +236,10 @@ class Loop:
     host_bandwidth: float | None = None
 
 
+_MOST_NAMED = 4
+"""Most ranges of layers that a summary names."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """Choice for training a module within a budget.
@@ -252,6 +256,32 @@ class Fit:
     static_bytes: int
     step_seconds: float
     again_seconds: float
+
+    @property
+    def summary(self) -> str:
+        """Predicted peak and budget, and on a second line what is recomputed or offloaded to stay within it."""
+        treated = [
+            f"{what} of {sum(end - first for first, end in ranges)} of {len(self.names)} layers ({self._named(ranges)})"
+            for what, ranges in (
+                ("activation checkpointing", self._ranges([part for part in self.intervals if part.recomputes])),
+                ("CPU offload", self._ranges([part for part in self.intervals if part.offloads])),
+            )
+            if ranges
+        ]
+        if treated and self.step_seconds > 0:
+            treated.append(f"step estimated {100 * self.again_seconds / self.step_seconds:.0f} % longer")
+        peak = f"predicted peak {format_bytes(self.peak_bytes)} of a budget of {format_bytes(self.budget_bytes)}"
+        return f"{peak}\n{', '.join(treated) or 'nothing is recomputed or offloaded'}"
+
+    def _ranges(self, parts: Sequence[MemoryInterval]) -> list[tuple[int, int]]:
+        layers = [layer for part in parts for layer in range(part.first, part.end)]
+        return list(ranges_of(layers)) if layers else []
+
+    def _named(self, ranges: Sequence[tuple[int, int]]) -> str:
+        """Names of the first and the last layer of some ranges."""
+        ends = [dict.fromkeys((self.names[first], self.names[end - 1])) for first, end in ranges]
+        shown = [" to ".join(names) for names in ends]
+        return ", ".join(shown if len(shown) <= _MOST_NAMED else [*shown[:_MOST_NAMED], "..."])
 
 
 class StepSearch:

@@ -472,6 +472,7 @@ class ModelNames:
     lists: the ModuleLists and ModuleDicts of the model; other modules with numbers as names are Sequentials.
     copied: modules without parameters whose results several layers read, such as rotary position embeddings. Systems
         that split a model by its modules give each stage a copy.
+    tokens: False where no input of the model holds whole numbers, as token ids are; None where it is not known.
     """
 
     layers: tuple[str, ...]
@@ -479,6 +480,7 @@ class ModelNames:
     held: tuple[LayerModules, ...] | None = None
     lists: frozenset[str] = frozenset()
     copied: frozenset[str] = frozenset()
+    tokens: bool | None = None
 
 
 def names_of(chain: Chain) -> ModelNames:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.tables import Table
+from varuna_capslog.base.units import format_bytes, format_seconds
 from varuna_capslog.memory.course import Course, StageMemory, fold_course, memory_courses, peak_of, stage_memory
 from varuna_capslog.memory.fold import RankFold
 from varuna_capslog.planners.seconds import Link
@@ -33,6 +35,7 @@ __all__ = [
     "UPDATE_RATE",
     "AgainstKeeping",
     "PipelineStep",
+    "RankStep",
     "Simulation",
     "against_keeping",
     "simulate_plan",
@@ -79,8 +82,37 @@ class PipelineStep:
 
 
 @dataclass(frozen=True)
+class RankStep:
+    """Step of one rank. pipeline: number of its pipeline. idle_share: of the step, 0 .. 1. in_flight: most microbatches
+    of each of its stages. peak_bytes: None where it is not known.
+    """
+
+    pipeline: int
+    rank: int
+    stages: list[int]
+    busy_seconds: float
+    idle_share: float
+    in_flight: list[int]
+    peak_bytes: int | None
+
+    def cells(self, capacity_bytes: int | None) -> list[str]:
+        """Return a row of `Simulation.table`; its last cell, the margin, is empty without a capacity."""
+        known = self.peak_bytes is not None and capacity_bytes is not None
+        return [
+            str(self.pipeline),
+            str(self.rank),
+            ", ".join(map(str, self.stages)),
+            format_seconds(self.busy_seconds),
+            f"{100 * self.idle_share:.1f} %",
+            ", ".join(map(str, self.in_flight)),
+            "unknown" if self.peak_bytes is None else format_bytes(self.peak_bytes),
+            format_bytes((capacity_bytes or 0) - (self.peak_bytes or 0)) if known else "",
+        ]
+
+
+@dataclass(frozen=True, repr=False)
 class Simulation:
-    """Simulated step of a whole plan; its pipelines all end together. None: not known.
+    """Simulated step of a whole plan; its pipelines all end together. It prints as a table. None: not known.
 
     step_seconds: from the first forward to the last rank's update.
     bubble_fraction: share of all ranks' time in which they neither compute nor update, 0 .. 1.
@@ -110,6 +142,56 @@ class Simulation:
         """Peak bytes of the largest stage."""
         peaks = [peak for pipeline in self.pipelines for peak in pipeline.peaks or []]
         return max(peaks) if peaks else None
+
+    @property
+    def rank_steps(self) -> Iterator[RankStep]:
+        """Step of each rank, in the order of the pipelines and their rows."""
+        for number, pipeline in enumerate(self.pipelines):
+            line, peaks = pipeline.timeline, pipeline.peaks
+            rows = zip(pipeline.ranks, pipeline.stage_of_row, line.busy_seconds, strict=True)
+            for row, (rank, stages, busy) in enumerate(rows):
+                peak = None if peaks is None else sum(peaks[stage] for stage in stages)
+                peak = peak if pipeline.rank_bytes is None else pipeline.rank_bytes[row]
+                idle = 1 - busy / self.step_seconds if self.step_seconds > 0 else 0.0
+                in_flight = [line.max_in_flight[stage] for stage in stages]
+                yield RankStep(number, rank, stages, busy, idle, in_flight, peak)
+
+    def table(self, capacities: Sequence[int] | None = None) -> Table:
+        """Return a table of the ranks with a line on the whole step. capacities: bytes of the device of each rank, in
+        the order of `rank_steps`, for its margin.
+        """
+        steps = list(self.rank_steps)
+        rows = [step.cells(size) for step, size in zip(steps, capacities or [None] * len(steps), strict=True)]
+        if len(self.pipelines) == 1:  # a column without text is left out
+            rows = [["", *row[1:]] for row in rows]
+        title = f"{self.schedule}{' with recomputation' if self.recompute else ''}, {self._microbatches}"
+        headings = ("pipeline", "rank", "stages", "busy", "idle", "in flight", "peak", "margin")
+        return Table(title, headings, rows, notes=[self._whole_step])
+
+    @property
+    def _microbatches(self) -> str:
+        return f"{self.num_microbatches} microbatch{'' if self.num_microbatches == 1 else 'es'}"
+
+    @property
+    def _whole_step(self) -> str:
+        peaks = [step.peak_bytes for step in self.rank_steps if step.peak_bytes is not None]
+        parts = [f"step {format_seconds(self.step_seconds)}", f"bubble {100 * self.bubble_fraction:.1f} %"]
+        parts += [] if self.samples_per_second is None else [f"{self.samples_per_second:.4g} samples/s"]
+        parts += [f"largest peak {format_bytes(max(peaks))}"] if peaks else []
+        return ", ".join(parts)
+
+    def _shown(self) -> Table:
+        table = self.table()
+        return dataclasses.replace(table, notes=[*table.notes, *self.notes])
+
+    def __str__(self) -> str:
+        return self._shown().text()
+
+    def __repr__(self) -> str:
+        return f"Simulation({self.schedule}, {self._microbatches}: {self._whole_step})"
+
+    def _repr_html_(self) -> str:
+        return self._shown().html()
 
     def to_json(self) -> dict[str, Any]:
         """Return the simulation for programs; memory over time as [seconds, bytes]."""

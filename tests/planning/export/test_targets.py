@@ -30,7 +30,10 @@ KEEPS = RunShape(recompute=False, schedule="1f1b")
 
 def test_notes_of_a_plain_plan() -> None:
     plan = plan_of(0, 3)
-    assert notes("megatron", plan, KEEPS) == ["Megatron also needs --pipeline-model-parallel-size 2"]
+    assert notes("megatron", plan, KEEPS) == [
+        "for GPT models of Megatron: --pipeline-model-parallel-layout takes it, in quotes; Megatron also needs "
+        "--pipeline-model-parallel-size 2"
+    ]
     assert notes("torch-csv", plan, KEEPS) == notes("deepspeed", plan, KEEPS) == []
     [first, second] = notes("sglang", plan, KEEPS)
     assert first == "SGLang also needs --pp-size 2"

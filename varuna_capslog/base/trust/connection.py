@@ -1,9 +1,10 @@
 """TCP connection of two processes that have proved to each other that they know a key.
 
-`dial` is the caller's side of the handshake, `AuthenticatedListener` the other. Afterwards all bytes travel in records of bounded size,
-each with a code (AES-GCM without encryption, known as GMAC: NIST SP 800-38D) over its number and its bytes, under a key
-of this connection and direction. Nothing is encrypted, and nothing that arrives is ever unpickled. A record that was
-changed, repeated, left out or moved ends the connection; so does a stranger's, before a byte of it is used.
+`dial` is the caller's side of the handshake, `AuthenticatedListener` the other. Afterwards all bytes travel in
+records of bounded size, each with a code (AES-GCM without encryption, known as GMAC: NIST SP 800-38D) over its number
+and its bytes, under a key of this connection and direction. Nothing is encrypted, and nothing that arrives is ever
+unpickled. A record that was changed, repeated, left out or moved ends the connection; so does a stranger's, before a
+byte of it is used.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ __all__ = [
     "GUESTS",
     "HANDSHAKE_SECONDS",
     "MAX_RECORD",
-    "Connection",
     "AuthenticatedListener",
+    "Connection",
     "Forged",
     "NotTrusted",
     "accepted",
-    "server_hello",
     "dial",
     "proof",
+    "server_hello",
 ]
 
 
@@ -222,10 +223,10 @@ def accepted(key: bytes, challenge_bytes: bytes, reply: bytes) -> tuple[bytes, b
 
 
 def dial(host: str, port: int, key: bytes, seconds: float) -> Connection:
-    """Connect to a `AuthenticatedListener`, prove that we know the key, and have the door prove it, all within `seconds`.
+    """Connect to an `AuthenticatedListener`; both prove that they know the key, all within `seconds`.
 
-    A connection that ends during the handshake is tried again a few times: a door with too many strangers closes the
-    oldest connection.
+    A connection that ends during the handshake is tried again a few times: a listener with too many strangers closes
+    the oldest connection.
 
     Raises:
         NotTrusted: the other side does not know the key, or closes every connection at our proof.
@@ -314,7 +315,7 @@ class AuthenticatedListener:
     """Accepts on a listener until it is closed.
 
     Args:
-        listener: bound and listening; the door closes it.
+        listener: bound and listening; closed with this object.
         key: that callers must know.
         admitted: called in the door's thread with every proved connection; must return at once. Where it raises, that
             connection is closed, and the door stays open.

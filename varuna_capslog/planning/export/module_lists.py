@@ -329,6 +329,11 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
             "only; plan for more devices, or for one stage"
         )
     check_names(names, plan)
+    if names.tokens is False:
+        raise CapslogError(
+            f"the model reads no token ids, but the layout is for GPT models of {system}, which begin with them; "
+            "export the plan to torchtitan or torch-csv"
+        )
     counts = block_counts(names, line, system, pattern)
     stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
     stages[0] = f"E{stages[0]}"
@@ -408,7 +413,7 @@ def torchtitan(plan: Plan, names: ModelNames) -> str:
         return ".".join(pieces[: 2 if pieces[0] in lists else 1])
 
     advice = "torchtitan splits only between a model's own children and the items of its ModuleLists"
-    return _text(_parts(held, line, names, unit, advice))
+    return _text(_parts(held, line, names, unit, system, advice))
 
 
 def automodel(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
@@ -434,7 +439,9 @@ def automodel(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
         number = next((place for place, piece in enumerate(pieces) if piece.isdigit()), len(pieces))
         return ".".join(pieces[: number + 1])
 
-    return _text(_parts(held, line, names, unit, "AutoModel keeps or drops a module below the lists as a whole"))
+    return _text(
+        _parts(held, line, names, unit, system, "AutoModel keeps or drops a module below the lists as a whole")
+    )
 
 
 def _parts(
@@ -442,6 +449,7 @@ def _parts(
     line: StageLine,
     names: ModelNames,
     unit: Callable[[str], str | None],
+    system: str,
     rule: str,
 ) -> list[list[str]]:
     """Return stage -> list of its modules, in order of use; unit: a module's name -> its name in the list."""
@@ -466,8 +474,8 @@ def _parts(
         for name in (name for layer in held[first:end] for name in layer.parameters):
             if not _is_below(unit(name.rpartition(".")[0]), part):
                 raise CapslogError(
-                    f"the parameter {name!r} belongs to no module of its stage's list, so that every stage would have "
-                    f"one of its own, since {rule}; put it into a module of its own"
+                    f"{system} would give every stage a copy of the parameter {name!r}, which belongs to no module of "
+                    "its list; put it into a submodule"
                 )
     return [[*part, *(module for module in everywhere if module not in part)] for part in parts]
 

@@ -105,10 +105,12 @@ class Target:
     """Form in which a system reads a plan.
 
     system: the name of the system. write: returns the text, with a line feed at its end.
-    needs: "layers": the names of the layers; "modules": also the modules that they hold; "": nothing, or optional.
+    needs: "layers": the names of the layers; "modules": also the modules that they hold; "comments": names where a
+        profile or a given model has them; "": nothing.
     settings: settings that the system also needs; {ranks} stands for the ranks of a pipeline.
     order: the order of work: "own" (the system's), "csv" (torch's, which `torch-csv` exports), "none" (no training), ""
         (the form is the order).
+    use: for which models and how the text is given, where that needs a sentence.
     """
 
     system: str
@@ -116,6 +118,7 @@ class Target:
     needs: str = ""
     settings: str = ""
     order: str = "own"
+    use: str = ""
 
 
 TARGETS: Mapping[str, Target] = {
@@ -125,6 +128,7 @@ TARGETS: Mapping[str, Target] = {
         lambda r: megatron(r.plan, r.known_names, r.pattern),
         "layers",
         "--pipeline-model-parallel-size {ranks}",
+        use="for GPT models of Megatron: --pipeline-model-parallel-layout takes it, in quotes; ",
     ),
     "torchtitan": Target(
         "torchtitan",
@@ -140,7 +144,7 @@ TARGETS: Mapping[str, Target] = {
         "a pipeline-parallel size of {ranks}",
         "csv",
     ),
-    "deepspeed": Target("DeepSpeed", lambda r: deepspeed(r.plan, r.run, r.names)),
+    "deepspeed": Target("DeepSpeed", lambda r: deepspeed(r.plan, r.run, r.names), "comments"),
     "device-map": Target("accelerate", lambda r: device_map(r.plan, r.known_names), "modules", order="none"),
     "vllm": Target(
         "vLLM",
@@ -188,7 +192,7 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
     line, recomputes = stage_line(plan, form.system, intervals=True), run_of(plan, run).recomputes
     sentences = []
     if form.settings:
-        sentences.append(f"{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
+        sentences.append(f"{form.use}{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
     if line.replicas > 1:
         sentences.append(
             f"the plan has {line.replicas} equal pipelines and the text describes one; set the data parallelism "
