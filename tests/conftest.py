@@ -31,6 +31,7 @@ os.environ.setdefault("XDG_STATE_HOME", STATE.name)
 
 LONGEST = (
     "test_torchrun.py",
+    "test_recipes.py",
     "profiling/test_estimate.py",
     "test_faults.py",
     "test_fuzz.py",
