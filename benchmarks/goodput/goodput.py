@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "morph"))
 from live import HERE, SLEEPING, Live, append_result
 
 from varuna_capslog.base import files
-from varuna_capslog.elastic.losses import losses_by_cause
+from varuna_capslog.base.failures import losses_by_cause
 from varuna_capslog.reports.changes import account_of
 from varuna_capslog.reports.run import read_run
 

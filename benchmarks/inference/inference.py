@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.memory.costs import NEVER, RangeCosts
-from varuna_capslog.model.chain import Chain, names_of
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.inference_model import InferenceModel
 from varuna_capslog.model.model_workload import ModelSection
+from varuna_capslog.model.names import names_of
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.solve import solve

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from varuna_capslog.elastic.losses import losses_by_cause
+from varuna_capslog.base.failures import losses_by_cause
 
 __all__ = ["Hit", "by_class", "causes_found", "quantile"]
 

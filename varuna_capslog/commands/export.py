@@ -27,7 +27,7 @@ from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
-    from varuna_capslog.model.chain import ModelNames
+    from varuna_capslog.model.names import ModelNames
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["export"]
@@ -194,8 +194,8 @@ def _names(
         return None if profile is None else names_in(profile)
     if not needs:
         return None
-    from varuna_capslog.model.chain import names_of
     from varuna_capslog.model.model_workload import ModelWorkload
+    from varuna_capslog.model.names import names_of
     from varuna_capslog.model.workload import load_workload  # imports torch, which the other forms do without
     from varuna_capslog.start.named_code import check_run
 

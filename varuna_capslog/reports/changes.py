@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base.failures import losses_in_words
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.elastic.losses import losses_in_words
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import UNKNOWN, Markup, duration, moment, plain, plural
 from varuna_capslog.reports.memory import COLOURS, MOST_GENERATIONS, GenerationPeaks, draw_generations

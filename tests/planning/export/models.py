@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.detr.tiny import tiny_chain
-from varuna_capslog.model.chain import Chain, ModelNames, names_of
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.names import ModelNames, names_of
 from varuna_capslog.plans.plan import Plan
 
 BLOCKS = 4

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tests.planning.export.models import CausalLM, detr_names, made, names, plan_of, stages_of_blocks
 from tests.planning.export.readers import automodel_part, torchtitan_part
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.chain import Chain, names_of
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.names import names_of
 from varuna_capslog.planning.export import automodel, torchtitan
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines

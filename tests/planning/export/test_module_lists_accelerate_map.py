@@ -11,7 +11,7 @@ import torch
 from tests.planning.export.models import BLOCKS, detr_names, made, named, names, plan_of
 from tests.planning.export.readers import device_of_tensors
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.chain import LayerModules
+from varuna_capslog.model.names import LayerModules
 from varuna_capslog.planning.export import device_map
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines

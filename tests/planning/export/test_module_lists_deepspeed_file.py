@@ -13,7 +13,7 @@ import pytest
 from tests.planning.export.models import detr_names, named, names, plan_of
 from tests.planning.export.readers import FakePipelineModule, FakeTopology
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.chain import ModelNames
+from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export import deepspeed
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan

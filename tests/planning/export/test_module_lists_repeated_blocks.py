@@ -6,7 +6,7 @@ import pytest
 
 from tests.planning.export.models import detr_names, named, names, plan_of, stages_of_blocks
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.chain import LayerModules
+from varuna_capslog.model.names import LayerModules
 from varuna_capslog.planning.export.module_lists import block_counts, block_pattern, stage_line
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import printable
-from varuna_capslog.model.chain import LayerModules, ModelNames
+from varuna_capslog.model.names import LayerModules, ModelNames
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, with_memory
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import RunShape, from_strings

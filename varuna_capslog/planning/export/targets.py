@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.chain import ModelNames
+from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.module_lists import (
     automodel,
     deepspeed,

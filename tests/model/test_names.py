@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.planning.export.models import made
-from varuna_capslog.model.chain import Chain, Layer, LayerModules, ModelNames, names_of
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.names import LayerModules, ModelNames, names_of
 
 
 def test_layers_of_a_captured_model_name_what_they_hold() -> None:

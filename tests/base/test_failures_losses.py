@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from varuna_capslog.elastic.losses import losses_by_cause, losses_in_words
+from varuna_capslog.base.failures import losses_by_cause, losses_in_words
 
 
 def lost(member: str, cause: str | None, host: str = "a") -> dict[str, Any]:
