@@ -161,7 +161,8 @@ class Simulation:
         the order of `rank_steps`, for its margin.
         """
         steps = list(self.rank_steps)
-        rows = [step.cells(size) for step, size in zip(steps, capacities or [None] * len(steps), strict=True)]
+        sizes: Sequence[int | None] = capacities or [None] * len(steps)
+        rows = [step.cells(size) for step, size in zip(steps, sizes, strict=True)]
         if len(self.pipelines) == 1:  # a column without text is left out
             rows = [["", *row[1:]] for row in rows]
         title = f"{self.schedule}{' with recomputation' if self.recompute else ''}, {self._microbatches}"
