@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from varuna_capslog.base.errors import CapslogError
 
@@ -105,7 +106,8 @@ def title_picture(figure: Figure, title: str, apart: float | None = None) -> Non
     """Write the title over a picture whose plots have their own legends or none; apart: inches on each side of each
     plot, so that the numbers at the ends of neighbouring axes do not touch.
     """
-    if apart is not None and (engine := figure.get_layout_engine()) is not None:
+    engine = figure.get_layout_engine()
+    if apart is not None and isinstance(engine, ConstrainedLayoutEngine):
         engine.set(w_pad=apart)
     figure.suptitle(_lines(title), x=0.006, ha="left", fontproperties=_TITLE)
 
