@@ -325,3 +325,28 @@ def test_a_replay_takes_only_accumulation_blocks_that_the_config_sets(profile, t
 
     assert rate("pipeline.replicas=2") == rate()
     assert rate("train.accumulation_blocks=2") < rate()
+
+
+def test_every_picture_names_model_devices_and_schedule(
+    profile: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comparison, a step, a front and a replay were pictures of an unnamed model on unnamed devices."""
+    titles: list[str] = []
+    drawn = ("curves.draw_comparison", "curves.draw_front", "curves.draw_replay", "step.draw_simulation")
+    for name in drawn:
+        monkeypatch.setattr(f"varuna_capslog.reports.{name}", lambda path, title, *_, **__: titles.append(title))
+    trace, question = tmp_path / "trace.csv", ("--profile", profile, "--devices", 3, "pipeline.schedule=1f1b")
+    trace.write_text(TRACE)
+    assert run("compare", *question, "--planners", "exact", "-o", tmp_path / "out") == 0
+    assert run("front", *question, "--planner", "exact", "-o", tmp_path / "front.png") == 0
+    assert run("plan", *question, "--planner", "exact", "-o", tmp_path / "plan.png") == 0
+    assert run("simulate", "--profile", profile, "--plan", plan, "-o", tmp_path / "out") == 0
+    assert run("simulate", "--trace", trace, *question[:2], question[-1], "--minibatch", 16, "-o", tmp_path / "o") == 0
+    assert titles == [
+        "Plans of six on 3 devices, schedule 1f1b, 12 microbatches",
+        "Memory against step time of six on 3 devices, planner exact, schedule 1f1b, 12 microbatches",
+        "One step of six on a pipeline of 3 devices, planner exact, schedule 1f1b with recomputation, 12 microbatches",
+        "One step of six on a pipeline of 3 devices, planner exact, schedule varuna with recomputation, "
+        "12 microbatches",
+        "Replay of six on at most 3 devices, planner joint, schedule 1f1b, trace trace.csv",
+    ]

@@ -11,7 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-__all__ = ["assert_legible", "visible_texts"]
+__all__ = ["TITLE", "assert_legible", "assert_titled", "visible_texts"]
+
+TITLE = "Picture of package.models:a_network_with_a_name on 16 devices (cuda:a100-80gb), schedule 1f1b, 64 microbatches"
+"""A title of two lines."""
 
 
 def visible_texts(figure: Figure) -> list[tuple[str, Bbox]]:
@@ -44,3 +47,10 @@ def assert_legible(figure: Figure) -> None:
         across = min(a.x1, b.x1) - max(a.x0, b.x0)
         down = min(a.y1, b.y1) - max(a.y0, b.y0)
         assert min(across, down) <= 1.0, f"{first!r} and {second!r} overlap by {across:.1f} x {down:.1f} pixels"
+
+
+def assert_titled(figure: Figure, title: str) -> None:
+    """Check that the whole title is on the figure, above all other texts."""
+    texts = visible_texts(figure)
+    ((found, box),) = [(text, box) for text, box in texts if text.replace("\n", " ") == title]
+    assert all(other.y1 <= box.y0 + 1.0 for text, other in texts if text != found)

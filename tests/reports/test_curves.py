@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from tests.reports.legible import assert_legible, visible_texts
+from tests.reports.legible import TITLE, assert_legible, assert_titled, visible_texts
 from varuna_capslog.reports import style
 from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
@@ -40,8 +40,9 @@ def make_steps(count: int) -> list[StepLine]:
 def test_training(count: int, tmp_path: Path, figures: list[Figure]) -> None:
     kinds = ("start", "checkpoint", "error", "resume", "notice", "morph", "stop")
     events = [Event(kind, None, min(count, place), 0, {}) for place, kind in enumerate(kinds)]
-    draw_training(tmp_path / "x.png", make_steps(count), [*events, Event("join", None, None, 0, {})], 0.1)
+    draw_training(tmp_path / "x.png", TITLE, make_steps(count), [*events, Event("join", None, None, 0, {})], 0.1)
     assert_legible(figures[0])
+    assert_titled(figures[0], TITLE)
     assert "join" not in [text for text, _ in visible_texts(figures[0])], "nobody knows where it belongs"
 
 
@@ -53,8 +54,9 @@ def test_changes_of_the_devices_are_lines_through_the_plots(tmp_path: Path, figu
         ("morph", 10, {"why": ["b-1 lost"]}),
     ]
     events = [Event(kind, None, step, 0, details) for kind, step, details in told]
-    draw_training(tmp_path / "x.png", make_steps(20), events, None)
+    draw_training(tmp_path / "x.png", TITLE, make_steps(20), events, None)
     assert_legible(figures[0])
+    assert_titled(figures[0], TITLE)
     loss = figures[0].axes[1]
     lines = {float(line.get_xdata()[0]): line.get_color() for line in loss.lines if len(set(line.get_xdata())) == 1}  # type: ignore[arg-type,index]
     assert lines == {5.5: style.AMBER, 9.5: style.ALARM}, (
@@ -64,14 +66,15 @@ def test_changes_of_the_devices_are_lines_through_the_plots(tmp_path: Path, figu
 
 def test_training_with_holes(tmp_path: Path, figures: list[Figure]) -> None:
     steps = [StepLine(step) for step in (5, 9)]
-    draw_training(tmp_path / "x.png", steps, [], None)
+    draw_training(tmp_path / "x.png", TITLE, steps, [], None)
     assert_legible(figures[0])
+    assert_titled(figures[0], TITLE)
 
 
 def test_the_smoothed_loss_of_a_straight_line_is_that_line(tmp_path: Path, figures: list[Figure]) -> None:
     """Averaging windows cut off at one side raised the beginning of a falling curve."""
     steps = [dataclasses.replace(line, loss=1000.0 - line.step) for line in make_steps(500)]
-    draw_training(tmp_path / "x.png", steps, [], None)
+    draw_training(tmp_path / "x.png", TITLE, steps, [], None)
     smooth = figures[0].axes[0].lines[-1]
     assert "mean" in str(smooth.get_label())
     assert np.asarray(smooth.get_ydata()).tolist() == pytest.approx([line.loss for line in steps])
@@ -85,7 +88,7 @@ def test_auxiliary_parts_stand_back() -> None:
 
 def test_scores(tmp_path: Path, figures: list[Figure]) -> None:
     evaluations = [Evaluation(step, {"AP": step / 10, "AP50": 0.5 + step / 20}, {}) for step in range(1, 9)]
-    draw_scores(tmp_path / "x.png", evaluations, ["AP", "AP50"])
+    draw_scores(tmp_path / "x.png", TITLE, evaluations, ["AP", "AP50"])
     labels = [text for text, _ in visible_texts(figures[0])]
     assert "0.800" in labels
     assert "0.900" in labels
@@ -95,5 +98,6 @@ def test_scores(tmp_path: Path, figures: list[Figure]) -> None:
 def test_long_names_of_parts_stay_in_the_legend(length: int, tmp_path: Path, figures: list[Figure]) -> None:
     parts = {letter * length: 1.0 for letter in "MWXYZQ"} | {f"{'M' * length}_0": 1.0}
     steps = [dataclasses.replace(line, parts=parts) for line in make_steps(3)]
-    draw_training(tmp_path / "x.png", steps, [], None)
+    draw_training(tmp_path / "x.png", TITLE, steps, [], None)
     assert_legible(figures[0])
+    assert_titled(figures[0], TITLE)

@@ -8,7 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from tests.reports.legible import assert_legible, visible_texts
+from tests.reports.legible import TITLE, assert_legible, assert_titled, visible_texts
+from varuna_capslog.profiles.record import LayerProfile
 from varuna_capslog.reports.memory import (
     MOST_GENERATIONS,
     GenerationPeaks,
@@ -36,10 +37,23 @@ GIB = 2**30
 def test_layers(layers: int, cuts: list[int], tmp_path: Path, figures: list[Figure]) -> None:
     names = [rf"$\frac$.encoder.layers.{index}.self_attn" for index in range(layers)]
     sizes = [(1 + index) * 2**24 for index in range(layers)]
-    draw_layers(tmp_path / "x.png", names, sizes, [None, *(-size // 3 for size in sizes[1:])], cuts)
+    added = [None, *(-size // 3 for size in sizes[1:])]
+    rows = [LayerProfile(*row) for row in zip(names, sizes, added, strict=True)]
+    draw_layers(tmp_path / "x.png", TITLE, rows, cuts)
     assert_legible(figures[0])
+    assert_titled(figures[0], TITLE)
     shown = [label.get_text() for label in figures[0].axes[0].get_xticklabels()]
     assert len(shown) == layers if layers <= 100 else len(shown) > layers / 3
+
+
+@pytest.mark.parametrize("added", [5, -5])
+def test_the_picture_of_layers_says_what_its_bars_are(added: int, tmp_path: Path, figures: list[Figure]) -> None:
+    """The legend read "alone (M_i)" and "added to a stage (M_a)", and a bar below 0 was explained nowhere."""
+    draw_layers(tmp_path / "x.png", TITLE, [LayerProfile("a", 9, None), LayerProfile("norm", 3, added)], [0, 1])
+    assert_legible(figures[0])
+    texts = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert texts[:2] == ["M_i: memory of the layer alone", "M_a: memory that it adds behind the layer before"]
+    assert texts[2:] == (["M_a below 0: with it the layer before needs less than alone"] if added < 0 else [])
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8, 40])
@@ -47,8 +61,9 @@ def test_layers(layers: int, cuts: list[int], tmp_path: Path, figures: list[Figu
 def test_stage_peaks(stages: int, size: int, tmp_path: Path, figures: list[Figure]) -> None:
     predicted = [size + size * stage // 20 for stage in range(stages)]
     measured = [peak + peak // 50 for peak in predicted]
-    draw_stage_peaks(tmp_path / "x.png", predicted, measured, [measured[0] + size // 40] * stages)
+    draw_stage_peaks(tmp_path / "x.png", TITLE, predicted, measured, [measured[0] + size // 40] * stages)
     assert_legible(figures[0])
+    assert_titled(figures[0], TITLE)
     unit = {3_000: "KiB", 5 * 2**20: "MiB", 700 * GIB: "GiB"}[size]
     assert figures[0].axes[0].get_ylabel() == f"peak memory [{unit}]"
     heights = [bar.get_height() for bar in figures[0].axes[0].patches if isinstance(bar, Rectangle)]
@@ -71,8 +86,9 @@ def test_generations(count: int, stages: int, tmp_path: Path, figures: list[Figu
         )[number % 3]
         capacity = [int(1.2 * GIB)] * num_stages
         generations.append(GenerationPeaks(number + 7, steps, words, change, predicted, measured, capacity))
-    draw_generations(tmp_path / "x.png", generations)
+    draw_generations(tmp_path / "x.png", TITLE, generations)
     assert_legible(figures[0])
+    assert_titled(figures[0], TITLE)
     texts = [text for text, _ in visible_texts(figures[0])]
     assert len([text for text in texts if text.startswith(("generation ", *"0123456789")) and "\n" in text]) == (
         count if count <= 8 else 0

@@ -518,7 +518,7 @@ def test_changes_of_the_devices_are_told_with_their_causes(changed: Path) -> Non
 
 def test_each_generation_shows_its_own_plan_and_peaks(changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("varuna_capslog.reports.changes.draw_generations", lambda path, eras: drawn.extend(eras))
+    monkeypatch.setattr("varuna_capslog.reports.changes.draw_generations", lambda path, title, eras: drawn.extend(eras))
     write_report(changed)
     stages = files.read_json(changed / "plan-0.json")["stage_bytes"]
     assert [(era.number, era.steps, era.change, era.predicted, era.measured) for era in drawn] == [

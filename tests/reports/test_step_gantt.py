@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from tests.reports.legible import assert_legible
+from tests.reports.legible import TITLE, assert_legible, assert_titled
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.simulation import Simulation, simulate_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile
-from varuna_capslog.reports.step import draw_schedule, draw_simulation
+from varuna_capslog.reports.step import Limits, draw_schedule, draw_simulation, simulation_title
 from varuna_capslog.schedules import StageGraph, StageSeconds, make_schedule, schedule_of, simulate
 
 GIB = 2**30
@@ -25,13 +25,13 @@ GIB = 2**30
 def test_schedule(name: str, stages: int, ranks: int, microbatches: int, tmp_path: Path, figures: list[Figure]) -> None:
     schedule = make_schedule(name, stages, microbatches, [stage % ranks for stage in range(stages)])
     timeline = simulate(schedule, StageSeconds([0.01 * (1 + stage % 3) for stage in range(stages)], [0.03] * stages))
-    complete = draw_schedule(tmp_path / "x.png", timeline, in_seconds=True)
+    complete = draw_schedule(tmp_path / "x.png", TITLE, timeline, in_seconds=True)
     axes = figures[0].axes[0]
     boxes = [box for row in timeline.actions for box in row]
     assert complete == (len(axes.texts) == len(boxes))
     assert complete == (microbatches < 16)
     extents = {id(text): text.get_window_extent() for text in axes.texts}
-    unit = 1.0 if axes.get_xlabel().endswith("[s]") else 1e-3
+    unit = 1.0 if "[s]" in axes.get_xlabel() else 1e-3
     ends = sorted({box.start_seconds / unit for box in boxes} | {box.end_seconds / unit for box in boxes})
     for text in axes.texts:
         middle, rank = text.get_position()
@@ -52,7 +52,7 @@ def test_schedule(name: str, stages: int, ranks: int, microbatches: int, tmp_pat
 def test_copies_that_take_no_time_are_marks(tmp_path: Path, figures: list[Figure]) -> None:
     rows = schedule_of("gpipe", StageGraph.line(1, 3), offload=[True])
     seconds = StageSeconds([1.0], [2.0], other={"O": [0.0], "L": [0.0]})
-    draw_schedule(tmp_path / "x.png", simulate(rows, seconds), in_seconds=True)
+    draw_schedule(tmp_path / "x.png", TITLE, simulate(rows, seconds), in_seconds=True)
     marks = {line.get_marker(): list(line.get_xdata()) for line in figures[0].axes[0].lines}
     assert marks == {"^": [1.0, 2.0, 3.0], "v": [2.0, 3.0, 5.0]}  # F0 O0 F1 O1 L0 F2 O2 L1 B0 L2 B1 B2
     assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [
@@ -93,9 +93,10 @@ def test_simulations(
     figures: list[Figure],
 ) -> None:
     simulated = simulation(stages, microbatches, ranks, pipelines)
-    draw_simulation(tmp_path / "x.png", simulated, [16 * GIB] * ranks * pipelines)
+    draw_simulation(tmp_path / "x.png", TITLE, simulated, Limits(*[[16 * GIB] * ranks * pipelines] * 2))
     assert (tmp_path / "x.svg").stat().st_size > 1000
     assert_legible(figures[0])
+    assert_titled(figures[0], TITLE)
     above, below = figures[0].axes
     assert above.get_xlim() == below.get_xlim()
     rows = [label.get_text() for label in above.get_yticklabels()]
@@ -104,5 +105,52 @@ def test_simulations(
 
 
 def test_without_known_bytes_there_is_no_course_of_memory(tmp_path: Path, figures: list[Figure]) -> None:
-    draw_simulation(tmp_path / "x.png", simulation(2, 2, 2, known=False))
+    draw_simulation(tmp_path / "x.png", TITLE, simulation(2, 2, 2, known=False))
     assert len(figures[0].axes) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "sentence"),
+    [
+        (Limits([8 * GIB] * 2, [8 * GIB] * 2), "capacity 8 GiB"),
+        (Limits([8 * GIB] * 2, [7 * GIB] * 2), "capacity 8 GiB less headroom: 7 GiB"),
+        (Limits([8 * GIB, 6 * GIB], [7 * GIB, 5 * GIB]), "capacity of the device less headroom"),
+        (Limits([80 * GIB] * 2, [80 * GIB] * 2), "capacity 80 GiB, far above the curves"),
+    ],
+)
+def test_memory_over_time_names_capacity_and_peak(
+    limits: Limits, sentence: str, tmp_path: Path, figures: list[Figure]
+) -> None:
+    """Beside the curves stood a number, which nothing said was the peak, and a dashed line called "usable" or none."""
+    draw_simulation(tmp_path / "x.png", TITLE, simulation(2, 2, 2), limits)
+    assert_legible(figures[0])
+    below = figures[0].axes[1]
+    legend = below.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["peak of the step", sentence]
+    assert [text.get_text().partition(" ")[0] for text in below.texts] == ["peak", "peak"]
+    dashed = [line for line in below.lines if line.get_linestyle() == "--"]
+    assert len(dashed) == (0 if "far" in sentence else 2)
+    assert below.get_xlabel() == "time [ms] from the start of the step"
+
+
+def test_the_dot_lies_on_the_peak(tmp_path: Path, figures: list[Figure]) -> None:
+    simulated = simulation(2, 2, 2)
+    draw_simulation(tmp_path / "x.png", TITLE, simulated)
+    courses = simulated.pipelines[0].rank_memory or simulated.pipelines[0].memory
+    assert courses is not None
+    dots = [line.get_xdata()[0] for line in figures[0].axes[1].lines if line.get_marker() == "o"]
+    assert dots == [1e3 * max(course, key=lambda point: point[1])[0] for course in courses]
+
+
+def test_the_title_of_a_step_names_model_devices_and_schedule() -> None:
+    """The picture of a step said neither of what model nor of what schedule it is."""
+    plan = Plan.of_cuts(4, (0, 2), schedule="1f1b", num_microbatches=8, model="vit", planner="budget")
+    layers = [
+        LayerProfile(f"l{n}", GIB, GIB if n else None, forward_seconds=0.1, backward_seconds=0.2) for n in range(4)
+    ]
+    profile = Profile(tuple(layers), conditions={"device": "cuda", "gpu": "t4"})
+    step = simulate_plan(profile, plan, recompute=False)
+    assert simulation_title(step, plan, profile) == (
+        "One step of vit on a pipeline of 2 devices (cuda:t4), planner budget, schedule 1f1b, 8 microbatches"
+    )

@@ -14,7 +14,7 @@ from varuna_capslog.commands.plan import print_treatments
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.conditions import _modules_of_last
-from varuna_capslog.reports.tables import idle_notes, plan_table
+from varuna_capslog.reports.tables import idle_notes, plan_table, profile_table
 from varuna_capslog.schedules import RunShape
 
 GIB = 2**30
@@ -144,3 +144,13 @@ def test_a_plan_of_many_calls_is_shown_without_playing_them() -> None:
     )
     long = Plan.of_cuts(1000, list(range(1000)), schedule="1f1b", num_microbatches=4, microbatch_size=1)
     assert idle_notes(long, Profile(rows)) == []
+
+
+def test_seconds_of_small_layers_can_be_told_apart() -> None:
+    """A notebook showed "0.0 ms" and "0.1 ms" for every layer of a small model."""
+    layers = (
+        LayerProfile("a", 1, None, forward_seconds=0.0000347, backward_seconds=0.0000461),
+        LayerProfile("b", 1, 1, forward_seconds=1.23456, backward_seconds=0.0123456),
+    )
+    rows = profile_table(Profile(layers)).rows
+    assert [row[4:6] for row in rows] == [["0.0347 ms", "0.0461 ms"], ["1.235 s", "12.35 ms"]]

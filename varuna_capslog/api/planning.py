@@ -103,17 +103,18 @@ class ModelPlan(Plan):
         return picture
 
     def _draw_step(self, path: Path) -> None:
-        from varuna_capslog.reports.step import draw_simulation
+        from varuna_capslog.reports.step import Limits, draw_simulation, simulation_title
 
         step = self.simulate()
-        draw_simulation(path, step, self.capacities_of(rank for pipeline in step.pipelines for rank in pipeline.ranks))
+        title = simulation_title(step, self, self._profile)
+        draw_simulation(path, title, step, Limits.of(step, self, self._profile))
 
     def _draw_layers(self, path: Path) -> None:
         from varuna_capslog.reports.memory import draw_layers
+        from varuna_capslog.reports.titles import plan_title, schedules_text
 
-        layers = self._profile.layers
-        isolated, added = [layer.isolated_bytes for layer in layers], [layer.added_bytes for layer in layers]
-        draw_layers(path, [layer.name for layer in layers], isolated, added, self.cut_list)
+        title = plan_title("Memory of each layer", self, self._profile, schedules_text([self.schedule]))
+        draw_layers(path, title, self._profile.layers, self.cut_list)
 
     @property
     def _profile(self) -> Profile:

@@ -15,8 +15,8 @@ from varuna_capslog.commands.shared import option
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from varuna_capslog.config.settings import Config
     from varuna_capslog.planning.comparison import Row
+    from varuna_capslog.planning.problem import Problem
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["compare"]
@@ -42,18 +42,20 @@ class CompareFlags(QuestionFlags):
 def compare(flags: CompareFlags) -> None:
     """Show all planners side by side: peak, margin to the capacity, simulated step time, search time."""
     from varuna_capslog.planners import BUDGET
+    from varuna_capslog.planning.problem import Problem
 
     flags = settled(flags)
     (profile,) = read_profiles([flags.profile] if flags.profile else None, flags) or (None,)
     # with planner budget, open keys of CONFIG stay open, as in `plan` with each of the planners
     config, costs, _ = costs_of(flags, question_of(flags, BUDGET, profile), profile, choose=False)
-    rows = _rows(config, costs, flags.planners)
+    problem = Problem.of_config(config, costs)
+    rows = _rows(problem, flags.planners)
     if flags.output is not None:
         from varuna_capslog.base import files
         from varuna_capslog.reports.curves import draw_comparison
 
         files.write_json(flags.output / "comparison.json", [row.to_json() for row in rows])
-        draw_comparison(flags.output / "comparison.png", rows)
+        draw_comparison(flags.output / "comparison.png", _title(problem, rows), rows, problem.usable)
     if flags.as_json:
         shared.print_json([row.to_json() for row in rows])
         return
@@ -62,13 +64,25 @@ def compare(flags: CompareFlags) -> None:
         shared.say(f"written to {flags.output}: comparison.png, comparison.json")
 
 
-def _rows(config: Config, costs: Profile, planners: str | None) -> list[Row]:
+def _rows(problem: Problem, planners: str | None) -> list[Row]:
     from varuna_capslog.planning.comparison import compare
-    from varuna_capslog.planning.problem import Problem
 
     names = None if planners is None else [name.strip() for name in planners.split(",")]
     with _progress() as progress:
-        return compare(Problem.of_config(config, costs), names, progress)
+        return compare(problem, names, progress)
+
+
+def _title(problem: Problem, rows: Sequence[Row]) -> str:
+    """Return the title of the picture: the model, its devices, and the schedules of the plans."""
+    from varuna_capslog.reports.markup import plural
+    from varuna_capslog.reports.titles import device_kind, schedules_text, title_of
+
+    kind = device_kind(problem.profile.conditions, [device.speed for device in problem.devices])
+    devices = f"{plural(len(problem.devices), 'device')}{kind}"
+    schedules = schedules_text([None if row.plan is None else row.plan.schedule for row in rows])
+    number = problem.run.num_microbatches
+    count = None if number is None else plural(number, "microbatch", "es")
+    return title_of("Plans", problem.profile.model, devices, schedules, count)
 
 
 @contextlib.contextmanager

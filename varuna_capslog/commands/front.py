@@ -65,19 +65,17 @@ def front(flags: FrontFlags) -> None:
         return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
 
     run = RunShape.of_config(config).share(pipeline.replicas).settled()
-    value = {
+    value: dict[str, Any] = {
         "model": profile.model,
         "profile_digest": profile.digest,
         "devices": pipeline.devices,
         "schedule": run.schedule,
         "num_microbatches": run.num_microbatches,
     }
-    title = (
-        f"{profile.model or 'profile'}: {pipeline.devices} stages, {run.num_microbatches} microbatches, {run.schedule}"
-    )
     treats = planner_named(planner).shape == "intervals"
     more, table, draw = (_of_budgets if treats else _of_peaks)(config, profile, find)
     value |= more
+    title = _title(config, profile, [point.get("schedule", run.schedule) for point in value["front"]])
     if flags.output is not None and flags.output.suffix.lower() == ".png":
         draw(flags.output, title)
     elif flags.output is not None:
@@ -88,6 +86,20 @@ def front(flags: FrontFlags) -> None:
         print_json(value)
     else:
         table(title)
+
+
+def _title(config: Config, profile: Profile, schedules: Sequence[str | None]) -> str:
+    """Return the title of table and picture: model, devices, planner, microbatches and the plans' schedules."""
+    from varuna_capslog.reports.markup import plural
+    from varuna_capslog.reports.titles import device_kind, schedules_text, title_of
+    from varuna_capslog.schedules import RunShape
+
+    pipeline = config.pipeline
+    count = RunShape.of_config(config).share(pipeline.replicas).microbatches
+    devices = f"{plural(pipeline.devices, 'device')}{device_kind(profile.conditions, pipeline.speeds)}"
+    known = (f"planner {pipeline.planner}", schedules_text(schedules), plural(count, "microbatch", "es"))
+    where = devices if pipeline.replicas == 1 else f"a pipeline of {devices}"
+    return title_of("Memory against step time", profile.model, where, *known)
 
 
 _Find = Callable[..., "Plan"]
@@ -123,8 +135,9 @@ def _of_peaks(config: Config, profile: Profile, find: _Find) -> _Answer:
         points = [
             FrontPoint(point.peak_bytes, point.step_seconds, point.bound_seconds, point.proven) for point in front
         ]
-        capacity = min(capacity_limit) if isinstance(capacity_limit, list) else capacity_limit
-        draw_front(path, points, title, "predicted peak of the largest stage", capacity)
+        usable = None if problem.usable is None else min(problem.usable)
+        name = "capacity" if usable is None or usable in (problem.capacities or ()) else "capacity less headroom"
+        draw_front(path, title, points, "predicted peak of the largest stage", usable, name)
 
     value = {"memory_model": memory, "front": [_point(point) for point in front]}
     return value, lambda title: _print_peaks(front, title), draw
@@ -190,10 +203,10 @@ def _of_budgets(config: Config, profile: Profile, find: _Find) -> _Answer:
             FrontPoint(point.budget_bytes, point.step_seconds, point.plan.bound_seconds, bool(point.plan.proven))
             for point in front
         ]
-        draw_front(path, points, title, "budget of every device", capacity)
+        draw_front(path, title, points, "budget of every device, headroom included", capacity)
 
     value = {"planner": planner, "front": [_budget_point(point) for point in front]}
-    return value, lambda title: _print_budgets(front, f"{planner}, {title}"), draw
+    return value, lambda title: _print_budgets(front, title), draw
 
 
 def _budget_point(point: BudgetPoint) -> dict[str, Any]:
@@ -202,6 +215,7 @@ def _budget_point(point: BudgetPoint) -> dict[str, Any]:
         "step_seconds": point.step_seconds,
         "bound_seconds": point.plan.bound_seconds,
         "proven": point.plan.proven,
+        "schedule": point.plan.schedule,
         "cuts": None if point.plan.cuts is None else list(point.plan.cuts),
         "memory": [[[a.first, a.end, a.kind] for a in stage.memory or ()] for stage in point.plan.stages],
     }

@@ -26,12 +26,12 @@ from varuna_capslog.commands.shared import option, print_table
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
     from varuna_capslog.planners.seconds import Link
-    from varuna_capslog.planning.simulation import AgainstKeeping, Simulation
+    from varuna_capslog.planning.simulation import AgainstKeeping
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.schedules import RunShape
 
-__all__ = ["plan", "print_treatments", "usable_of_rows"]
+__all__ = ["plan", "print_treatments"]
 
 
 # -- Memory of a plan as `capslog plan` and `train` show it: the layers that each stage keeps, recomputes and
@@ -100,22 +100,15 @@ def draw_plan(path: Path, plan: Plan, profile: Profile, run: RunShape, link: Lin
     Returns sentences on what could not be counted or drawn. Raises CapslogError where the profile has no seconds.
     """
     from varuna_capslog.planning.simulation import simulate_plan
-    from varuna_capslog.reports.step import draw_simulation
+    from varuna_capslog.reports.step import Limits, draw_simulation, simulation_title
 
     try:
         step = simulate_plan(profile, plan, recompute=run.recompute, run=run, link=link)
     except CapslogError as error:
         raise CapslogError(f"{path} cannot be drawn: {error}; or write the plan as .json") from error
-    draw_simulation(path, step, usable_of_rows(step, plan, profile), vector=False)
+    title = simulation_title(step, plan, profile)
+    draw_simulation(path, title, step, Limits.of(step, plan, profile), vector=False)
     return step.notes
-
-
-def usable_of_rows(step: Simulation, plan: Plan, profile: Profile) -> list[int] | None:
-    """Return the bytes of each rank's device less the profile's headroom, in the order of the simulation's rows."""
-    from varuna_capslog.memory.headroom import Headroom
-
-    capacities = plan.capacities_of(rank for pipeline in step.pipelines for rank in pipeline.ranks)
-    return None if capacities is None else [Headroom.of(profile).usable(size) for size in capacities]
 
 
 # -- `capslog plan --for inference`: where to cut a model that is served, and the options that do not go with it.

@@ -132,6 +132,8 @@ def simulate(flags: SimulateFlags) -> None:
     if played is None:
         assert flags.trace is not None
         replayed = _replay_trace(flags, flags.trace, costs, config, run, link)
+        if flags.output is not None:
+            _write_replay(flags.output, replayed, _replay_title(flags, replayed, costs, run))
         _print_replay(replayed, flags.trace, flags.output, flags.as_json)
         return
     pipelines = max(len(played.paths()), config.pipeline.replicas)  # a plan of the short form is of one of them
@@ -202,13 +204,13 @@ def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
 
 def _write(folder: Path, step: Simulation, plan: Plan, costs: Profile) -> None:
     from varuna_capslog.base import files
-    from varuna_capslog.commands.plan import usable_of_rows
     from varuna_capslog.reports.perfetto import trace_events
-    from varuna_capslog.reports.step import draw_simulation
+    from varuna_capslog.reports.step import Limits, draw_simulation, simulation_title
 
     files.write_json(folder / "simulation.json", step.to_json())
     files.write_json(folder / "perfetto.json", trace_events(step))
-    draw_simulation(folder / "step.png", step, usable_of_rows(step, plan, costs))
+    title = simulation_title(step, plan, costs)
+    draw_simulation(folder / "step.png", title, step, Limits.of(step, plan, costs))
 
 
 def _print(step: Simulation, plan: Plan) -> None:
@@ -264,14 +266,28 @@ def _replay_trace(
     return replay(events, answer, devices=most, pauses=pauses, prices=prices, duration_seconds=duration)
 
 
-def _print_replay(replayed: Replay, trace: Path, output: Path | None, as_json: bool) -> None:
-    """Prints the result as a table or JSON, and writes replay.json and replay.png into a folder if asked to."""
-    if output is not None:
-        from varuna_capslog.base import files
-        from varuna_capslog.reports.curves import draw_replay
+def _replay_title(flags: SimulateFlags, replayed: Replay, profile: Profile, run: RunShape) -> str:
+    """Return the title of the picture of a replay."""
+    from varuna_capslog.planners import JOINT
+    from varuna_capslog.reports.titles import device_kind, title_of
 
-        files.write_json(output / "replay.json", replayed.to_json())
-        draw_replay(output / "replay.png", replayed)
+    devices = f"at most {replayed.devices} devices{device_kind(profile.conditions)}"
+    planner = f"planner {flags.planner or JOINT}"
+    trace = None if flags.trace is None else f"trace {flags.trace.name}"
+    return title_of("Replay", profile.model, devices, planner, f"schedule {run.schedule}", trace)
+
+
+def _write_replay(folder: Path, replayed: Replay, title: str) -> None:
+    """Write replay.json and replay.png into the folder."""
+    from varuna_capslog.base import files
+    from varuna_capslog.reports.curves import draw_replay
+
+    files.write_json(folder / "replay.json", replayed.to_json())
+    draw_replay(folder / "replay.png", title, replayed)
+
+
+def _print_replay(replayed: Replay, trace: Path, output: Path | None, as_json: bool) -> None:
+    """Print the result as a table or JSON; output: the folder that it was written to, if any."""
     if as_json:
         shared.print_json(replayed.to_json())
         return

@@ -16,6 +16,7 @@ from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import UNKNOWN, Markup, duration, moment, plain, plural
 from varuna_capslog.reports.memory import COLOURS, MOST_GENERATIONS, GenerationPeaks, draw_generations
 from varuna_capslog.reports.run import Event, RunRecord, StepLine
+from varuna_capslog.reports.titles import title_of
 
 __all__ = ["KINDS", "Account", "account_of", "change_kind", "change_parts", "changes_in_short", "goodput_parts"]
 
@@ -57,7 +58,7 @@ def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
     generations = _generations(run, [event for event, _ in changes])
     shown = generations[-MOST_GENERATIONS:]
     if any(generation.stages for generation in shown):
-        draw_generations(folder / _PICTURE, shown)
+        draw_generations(folder / _PICTURE, title_of("Peak memory by generation", run.model, ""), shown)
         caption = "Peak memory of each stage by generation, which is what a time between two changes is called."
         if len(shown) < len(generations):
             caption += f" The last {len(shown)} of {len(generations)}."

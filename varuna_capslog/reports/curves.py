@@ -5,19 +5,22 @@ All points are drawn, with gaps where a number is missing.
 
 from __future__ import annotations
 
+import math
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.planning.comparison import Row
 from varuna_capslog.planning.trace_replay import Replay
 from varuna_capslog.reports.changes import change_kind
-from varuna_capslog.reports.markup import significant
+from varuna_capslog.reports.markup import duration, significant
 from varuna_capslog.reports.memory import COLOURS
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
 from varuna_capslog.reports.style import (
@@ -30,10 +33,12 @@ from varuna_capslog.reports.style import (
     LINES,
     SKY,
     byte_unit,
+    head_picture,
     name_rows,
     picture,
     second_unit,
     shorten,
+    title_picture,
 )
 from varuna_capslog.training.journal import goodness
 
@@ -71,7 +76,9 @@ def main_parts(steps: Sequence[StepLine]) -> tuple[list[str], list[str]]:
     return chosen, [name for name in names if name not in chosen]
 
 
-def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event], clip_norm: float | None) -> None:
+def draw_training(
+    path: Path, title: str, steps: Sequence[StepLine], events: Sequence[Event], clip_norm: float | None
+) -> None:
     """Draw loss, its parts, gradient norm (with the clipping limit, if any) and learning rate over one axis of steps.
 
     Events of a known step are in a strip on top, one row per kind.
@@ -83,7 +90,8 @@ def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event]
     main, others = main_parts(steps)
     panels = _panels(main)
     heights = [0.2 * len(kinds) + 0.1] * bool(kinds) + [2.5] + [2.2, 1.4][: len(panels)] + [1.3, 1.0]
-    with picture(path, height=sum(heights) + 1.1) as figure:
+    with picture(path, height=sum(heights) + 1.4) as figure:
+        title_picture(figure, title)
         rows = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
         plots = rows[1:] if kinds else rows
         if kinds:
@@ -121,7 +129,7 @@ def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event]
         figure.align_ylabels(plots)
 
 
-def draw_scores(path: Path, evaluations: Sequence[Evaluation], names: Sequence[str]) -> None:
+def draw_scores(path: Path, title: str, evaluations: Sequence[Evaluation], names: Sequence[str]) -> None:
     """Draw the named scores over steps, a mark per evaluation, the best of each with a ring and its value."""
     x = [evaluation.step for evaluation in evaluations]
     with picture(path, height=3.3) as figure:
@@ -149,7 +157,7 @@ def draw_scores(path: Path, evaluations: Sequence[Evaluation], names: Sequence[s
         axes.margins(x=0.05, y=0.18)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.grid(True)
-        figure.legend(loc="outside upper left", ncols=len(names))
+        head_picture(figure, title, ncols=len(names))
 
 
 def _event_strip(axes: Axes, marks: Sequence[Event], kinds: Sequence[str]) -> None:
@@ -267,8 +275,17 @@ class FrontPoint(NamedTuple):
     proven: bool
 
 
+_MOST_ABOVE = 2.5
+"""A capacity higher than this many times the largest number is named, not drawn: the rest would shrink to nothing."""
+
+
 def draw_front(
-    path: Path, front: Sequence[FrontPoint], title: str, bytes_name: str, capacity: int | None = None
+    path: Path,
+    title: str,
+    front: Sequence[FrontPoint],
+    bytes_name: str,
+    capacity: int | None = None,
+    capacity_name: str = "capacity",
 ) -> None:
     """Draw the points (bytes, step time) and the steps between them as PNG; `capacity` in bytes as a line.
 
@@ -279,84 +296,161 @@ def draw_front(
     """
     unit, name = byte_unit(point.bytes for point in front)
     second, second_name = second_unit(max(point.step_seconds for point in front))
-    peaks = [point.bytes / unit for point in front]
-    steps = [point.step_seconds / second for point in front]
-    with picture(path, 4.2) as figure:
+    largest = max(point.bytes for point in front)
+    with picture(path, 4.5) as figure:
         axes = figure.add_subplot()
-        axes.step(peaks, steps, where="post", color=SKY, zorder=1)
-        for point, peak, step in zip(front, peaks, steps, strict=True):
-            axes.plot(
-                [peak],
-                [step],
-                marker="o",
-                markersize=6,
-                color=BLUE,
-                markerfacecolor=BLUE if point.proven else "white",
-                zorder=3,
-            )
-            if not point.proven and point.bound_seconds is not None:
-                axes.plot([peak, peak], [point.bound_seconds / second, step], color=GREY, linewidth=0.8, zorder=2)
-        if capacity is not None:
-            axes.axvline(capacity / unit, color=ALARM, linewidth=1)
-            axes.annotate(
-                "capacity", (capacity / unit, 1), xycoords=("data", "axes fraction"), xytext=(-4, -12),
-                textcoords="offset points", ha="right", color=ALARM, fontsize=8.5,
-            )  # fmt: skip
-        axes.set_xlabel(f"{bytes_name} ({name})")
-        axes.set_ylabel(f"simulated step time ({second_name})")
-        axes.set_title(title)
-        axes.grid(True)
-
-
-def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
-    """Draw three bar charts beside each other; the bars of a planner without an answer read "none"."""
-    with picture(path, height=1.2 + 0.34 * len(rows)) as figure:
-        peaks_axes, steps_axes, search_axes = figure.subplots(1, 3, sharey=True)
-        peaks = [row.peak_bytes for row in rows]
-        divisor, unit = byte_unit([peak for peak in peaks if peak is not None])
-        _bars(peaks_axes, peaks, divisor, BLUE, f"peak of the largest stage [{unit}]")
-        for number, row in enumerate(rows):
-            if row.margin_bytes is not None and row.peak_bytes is not None:
-                limit = (row.peak_bytes + row.margin_bytes) / divisor
-                if limit <= 2.5 * max(peak or 0 for peak in peaks) / divisor:
-                    peaks_axes.plot(
-                        [limit, limit], [number - 0.4, number + 0.4], color=ALARM, linestyle="--", linewidth=1.0
-                    )
-                    peaks_axes.set_xlim(0, max(peaks_axes.get_xlim()[1], 1.05 * limit))
-                    peaks_axes.set_xlabel(f"peak of the largest stage [{unit}], dashed: capacity")
-        steps = [row.step_seconds for row in rows]
-        scale, name = second_unit(max((step for step in steps if step is not None), default=1.0))
-        _bars(steps_axes, steps, scale, AMBER, f"simulated step [{name}]")
-        _bars(
-            search_axes, [row.search_seconds for row in rows], 1e-3, GREY, "search [ms], logarithmic", logarithmic=True
+        axes.step(
+            [point.bytes / unit for point in front],
+            [point.step_seconds / second for point in front],
+            where="post",
+            color=SKY,
+            zorder=1,
+            label="step time within so many bytes",
         )
-        name_rows(peaks_axes, [row.planner for row in rows])
+        for proven, label in ((True, "proven to be the fastest"), (False, "not proven: the line ends at the bound")):
+            _front_points(axes, [point for point in front if point.proven is proven], unit, second, label)
+        text = f"{bytes_name} [{name}]"
+        if capacity is not None and capacity <= _MOST_ABOVE * largest:
+            axes.axvline(capacity / unit, color=ALARM, linewidth=1, linestyle="--", label=capacity_name)
+        elif capacity is not None:
+            text += f"; the {capacity_name}, {format_bytes(capacity)}, lies far to the right"
+        axes.set_xlabel(text)
+        axes.set_ylabel(f"simulated step time [{second_name}]")
+        axes.grid(True)
+        head_picture(figure, title, ncols=4, columnspacing=1.3)
+
+
+def _front_points(axes: Axes, points: Sequence[FrontPoint], unit: float, second: float, label: str) -> None:
+    """Draw points that are all proven, or all not, these with a line down to their bounds."""
+    if not points:
+        return
+    look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 6, "color": BLUE, "zorder": 3}
+    face = BLUE if points[0].proven else "white"
+    places, steps = [point.bytes / unit for point in points], [point.step_seconds / second for point in points]
+    axes.plot(places, steps, markerfacecolor=face, label=label, **look)
+    for place, step, point in zip(places, steps, points, strict=True):
+        if not point.proven and point.bound_seconds is not None:
+            axes.plot([place, place], [point.bound_seconds / second, step], color=GREY, linewidth=0.8, zorder=2)
+
+
+def draw_comparison(path: Path, title: str, rows: Sequence[Row], usable: Sequence[int] | None = None) -> None:
+    """Draw three bar charts beside each other; planners with the same plan share a row, those without one read "none".
+
+    usable: bytes of each device's capacity less the headroom; a line for each size.
+    """
+    groups = _same_plans(rows)
+    names = [_lines_of_names([row.planner for row in group]) for group in groups]
+    height = max(0.34, 0.08 + 0.15 * max(name.count("\n") + 1 for name in names))
+    first_rows = [group[0] for group in groups]
+    with picture(path, height=1.6 + height * len(groups)) as figure:
+        title_picture(figure, title, apart=0.1)
+        peaks_axes, steps_axes, search_axes = figure.subplots(1, 3, sharey=True)
+        _peak_bars(peaks_axes, first_rows, usable)
+        steps = [row.step_seconds for row in first_rows]
+        scale, name = second_unit(max((step for step in steps if step is not None), default=1.0))
+        _bars(steps_axes, steps, _texts(first_rows, steps, scale), scale, AMBER)
+        steps_axes.set_xlabel(f"simulated step [{name}]")
+        _search_bars(search_axes, groups)
+        name_rows(peaks_axes, names)
+
+
+_NAME_CHARACTERS = 26
+"""Characters of a line of planners' names."""
+
+
+def _lines_of_names(names: Sequence[str]) -> str:
+    return textwrap.fill(", ".join(names), _NAME_CHARACTERS, break_on_hyphens=False)
+
+
+def _same_plans(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows in groups of the same plan and the same numbers, in the order of each group's first row."""
+    groups: list[tuple[object, list[Row]]] = []
+    for row in rows:
+        plan = row.plan
+        of_plan = plan and (plan.stages, plan.units, plan.schedule, plan.actions, plan.routes, dict(plan.variants))
+        key = (of_plan, row.peak_bytes, row.margin_bytes, row.step_seconds)
+        group = next((group for other, group in groups if other == key), None)
+        if group is None:
+            groups.append((key, [row]))
+        else:
+            group.append(row)
+    return [group for _, group in groups]
+
+
+def _texts(rows: Sequence[Row], values: Sequence[float | None], divisor: float) -> list[str]:
+    """Return the number behind each bar; a planner without a plan has none, and a plan's may be unknown."""
+    return [
+        significant(value / divisor) if value is not None else "none" if row.plan is None else "unknown"
+        for row, value in zip(rows, values, strict=True)
+    ]
+
+
+def _peak_bars(axes: Axes, rows: Sequence[Row], usable: Sequence[int] | None) -> None:
+    peaks = [row.peak_bytes for row in rows]
+    largest = max((peak for peak in peaks if peak is not None), default=0)
+    divisor, unit = byte_unit([largest])
+    _bars(axes, peaks, _texts(rows, peaks, divisor), divisor, BLUE)
+    label = f"peak of the largest stage [{unit}]"
+    if usable is not None and min(usable) <= _MOST_ABOVE * largest:
+        for limit in sorted(set(usable)):
+            axes.axvline(limit / divisor, color=ALARM, linestyle="--", linewidth=1.0)
+        axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * max(usable) / divisor))
+        label += "\ndashed: capacity less headroom"
+    elif usable is not None:
+        label += f"\ncapacity less headroom: {format_bytes(min(usable))}"
+    axes.set_xlabel(label)
+
+
+def _search_bars(axes: Axes, groups: Sequence[Sequence[Row]]) -> None:
+    """Draw the search times on a logarithmic axis; a group's bar is of its longest search, its text of both ends."""
+    times = [[row.search_seconds for row in group if row.search_seconds is not None] for group in groups]
+    longest = [max(searched, default=None) for searched in times]
+    texts = []
+    for group, searched in zip(groups, times, strict=True):
+        ends = [duration(seconds) for seconds in dict.fromkeys((min(searched), max(searched)))] if searched else []
+        texts.append(" to ".join(ends) or ("none" if group[0].plan is None else "unknown"))
+    lengths = [seconds for seconds in longest if seconds]
+    high = max(lengths, default=1.0)
+    first = math.floor(math.log10(min(lengths, default=1.0) / 1.5))
+    powers = range(first, max(first, math.floor(math.log10(high))) + 1)
+    low = 10.0**first
+    axes.set_xscale("log")
+    _bars(axes, longest, texts, 1.0, GREY, low)
+    share = min(0.6, 0.03 + 0.028 * max(map(len, texts)))  # of the axis, for the text behind the longest bar
+    axes.set_xlim(low, low * (high / low) ** (1 / (1 - share)))
+    axes.xaxis.set_major_locator(FixedLocator([10.0**power for power in powers[:: -(-len(powers) // 4)]]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: _power(seconds)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("search time, logarithmic")
+
+
+def _power(seconds: float) -> str:
+    """Return a power of ten of seconds: 1 ns, 10 µs, 1 ms, 100 s."""
+    factor, unit = next(
+        ((factor, unit) for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")) if seconds * factor > 0.99),
+        (1e9, "ns"),
+    )
+    return f"{seconds * factor:g} {unit}"
 
 
 def _bars(
-    axes: Axes, values: Sequence[float | None], divisor: float, colour: str, label: str, logarithmic: bool = False
+    axes: Axes,
+    values: Sequence[float | None],
+    texts: Sequence[str],
+    divisor: float,
+    colour: str,
+    nothing: float = 0.0,
 ) -> None:
-    """Draw a bar and its number per row, both inside the axes."""
-    bar_lengths = [value / divisor for value in values if value is not None and value > 0]
-    low, high = min(bar_lengths, default=1.0), max(bar_lengths, default=1.0)
-    nothing = low / 4 if logarithmic else 0.0
+    """Draw a bar and its text per row, both inside the axes; nothing: where bars begin."""
     heights = [nothing if value is None else max(nothing, value / divisor) for value in values]
-    if logarithmic:
-        axes.set_xscale("log")
-        axes.set_xlim(low / 4, high * (4 * high / low) ** 0.3)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.set_xlim(0, 1.22 * high)
     bars = axes.barh(range(len(values)), [height - nothing for height in heights], 0.72, left=nothing, color=colour)
-    texts = ["none" if value is None else significant(value / divisor) for value in values]
     axes.bar_label(bars, texts, padding=3, fontsize=8)
-    axes.set_xlabel(label)
+    axes.set_xlim(nothing, 1.25 * max(heights, default=0.0) or 1.0)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x")
 
 
-def draw_replay(path: Path, replayed: Replay) -> None:
+def draw_replay(path: Path, title: str, replayed: Replay) -> None:
     """Draw devices rented and used over the hours; below, samples per second as planned and the average reached."""
     hours = [change.seconds / 3600 for change in replayed.changes]
     end = replayed.duration_seconds / 3600
@@ -369,7 +463,8 @@ def draw_replay(path: Path, replayed: Replay) -> None:
             [change.samples_per_second for change in replayed.changes],
         )
     )
-    with picture(path, height=4.6) as figure:
+    with picture(path, height=4.9) as figure:
+        title_picture(figure, title)
         above, below = figure.subplots(2, 1, sharex=True)
         above.fill_between(times, rented, step="post", color=SKY, linewidth=0, label="devices rented")
         above.step(times, used, where="post", color=BLUE, linewidth=1.0, label="used")

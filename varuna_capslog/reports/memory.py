@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import LayerProfile
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import UNKNOWN, Markup, percent
 from varuna_capslog.reports.run import MeasuredPeaks, RunRecord, Shapes, shapes_of
@@ -30,10 +32,12 @@ from varuna_capslog.reports.style import (
     PALE,
     WIDTH,
     byte_unit,
+    head_picture,
     name_axis,
     picture,
     shorten,
 )
+from varuna_capslog.reports.titles import plan_title
 
 __all__ = [
     "COLOURS",
@@ -74,6 +78,7 @@ def shows_capacity(capacity: Sequence[int] | None, peaks: Sequence[int]) -> bool
 
 def draw_stage_peaks(
     path: Path,
+    title: str,
     predicted: Sequence[int] | None,
     measured: Sequence[int] | None,
     capacity: Sequence[int] | None,
@@ -107,31 +112,35 @@ def draw_stage_peaks(
         axes.tick_params(axis="x", length=0)
         axes.margins(y=0.1)
         axes.grid(axis="y")
-        figure.legend(loc="outside upper left", ncols=3)
+        head_picture(figure, title, ncols=3)
 
 
-def draw_layers(
-    path: Path, names: Sequence[str], isolated: Sequence[int], added: Sequence[int | None], cuts: Sequence[int] | None
-) -> None:
+_ALONE = "M_i: memory of the layer alone"
+_ADDED = "M_a: memory that it adds behind the layer before"
+_LESS = "M_a below 0: with it the layer before needs less than alone"
+
+
+def draw_layers(path: Path, title: str, layers: Sequence[LayerProfile], cuts: Sequence[int] | None) -> None:
     """Draw M_i and M_a of every layer in bytes as bars; with `cuts`, a line before each stage, and its number."""
-    divisor, unit = byte_unit(isolated)
-    count = len(names)
-    with picture(path, height=4.6) as figure:
+    divisor, unit = byte_unit(layer.isolated_bytes for layer in layers)
+    count = len(layers)
+    with picture(path, height=4.8) as figure:
         axes = figure.add_subplot()
-        alone = [value / divisor for value in isolated]
-        more = [0.0 if value is None else value / divisor for value in added]
-        axes.bar([index - 0.2 for index in range(count)], alone, 0.4, color=BLUE, label="alone (M_i)")
-        axes.bar([index + 0.2 for index in range(count)], more, 0.4, color=AMBER, label="added to a stage (M_a)")
+        alone = [layer.isolated_bytes / divisor for layer in layers]
+        more = [(layer.added_bytes or 0) / divisor for layer in layers]
+        bars = [axes.bar([index - 0.2 for index in range(count)], alone, 0.4, color=BLUE, label=_ALONE)]
+        bars.append(axes.bar([index + 0.2 for index in range(count)], more, 0.4, color=AMBER, label=_ADDED))
+        explained = [Patch(facecolor=AMBER, label=_LESS)] if min(more) < 0 else []
         if min(more) < 0:
             axes.axhline(0, color=GREY, linewidth=0.8)
         if cuts is not None:
             _draw_cuts(axes, cuts, count)
-        name_axis(axes, names, WIDTH - 0.8)
+        name_axis(axes, [layer.name for layer in layers], WIDTH - 0.8)
         axes.set_xlim(-0.5, count - 0.5)
         axes.set_ylabel(f"memory [{unit}]")
         axes.tick_params(axis="x", length=2)
         axes.grid(axis="y")
-        figure.legend(loc="outside upper left", ncols=2)
+        head_picture(figure, title, handles=[*bars, *explained], ncols=2 + len(explained), columnspacing=1.3)
 
 
 def _draw_cuts(axes: Axes, cuts: Sequence[int], num_layers: int) -> None:
@@ -176,7 +185,7 @@ class GenerationPeaks:
         return len(self.predicted or self.measured or ())
 
 
-def draw_generations(path: Path, generations: Sequence[GenerationPeaks]) -> None:
+def draw_generations(path: Path, title: str, generations: Sequence[GenerationPeaks]) -> None:
     """Draw for each generation two bars per stage, predicted and measured, in bytes, and a line for each change.
 
     At most `MOST_GENERATIONS`, with at least one bar among them.
@@ -221,7 +230,7 @@ def draw_generations(path: Path, generations: Sequence[GenerationPeaks]) -> None
         handle_of = dict(zip(labels, handles, strict=True))  # each label once
         order = sorted(handle_of, key=lambda label: label.startswith("a device"))  # bars before lines
         handles = [handle_of[label] for label in order]
-        figure.legend(handles, order, loc="outside upper left", ncols=6, columnspacing=1.3, handlelength=1.6)
+        head_picture(figure, title, handles=handles, labels=order, ncols=6, columnspacing=1.3, handlelength=1.6)
 
 
 def _words(generation: GenerationPeaks, count: int, room: float) -> str:
@@ -298,7 +307,8 @@ def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list
         except (CapslogError, OSError) as error:
             notes.append(f"No error is given, since predictions and measurements hold for other sizes: {error}.")
     peaks = [*(predicted or ()), *(anew or ()), *(measured or ())]
-    draw_stage_peaks(folder / _PICTURE, predicted, measured, capacity, anew)
+    title = plan_title("Peak memory of each stage", plan, run.profile, run.schedule_text)
+    draw_stage_peaks(folder / _PICTURE, title, predicted, measured, capacity, anew)
     divisor, unit = byte_unit(peaks)
     columns: dict[str, list[str]] = {
         "stage": [str(stage) for stage in range(len(plan.stages))],

@@ -23,6 +23,7 @@ from varuna_capslog.reports.markup import UNKNOWN, Markup, duration, moment, pla
 from varuna_capslog.reports.memory import Rehearsal, draw_layers, peak_parts
 from varuna_capslog.reports.run import RunRecord, read_run
 from varuna_capslog.reports.step import busy_parts, step_parts
+from varuna_capslog.reports.titles import plan_title, title_of
 
 __all__ = ["write_report"]
 
@@ -87,8 +88,7 @@ def _cuts(plan: Plan) -> str:
 
 
 def _model(run: RunRecord) -> dict[str, str]:
-    model = (run.plan.model if run.plan else None) or (run.profile.model if run.profile else None)
-    rows = {"Model": model or UNKNOWN}
+    rows = {"Model": run.model or UNKNOWN}
     if run.config is not None:
         rows["Workload"] = markup.code(run.config.workload)
     if run.plan is not None or run.profile is not None:
@@ -255,7 +255,7 @@ def write_report(run: RunRecord | Path, rehearse: Rehearsal | None = None) -> Pa
         ("predictions", "Sample predictions", _predictions),
         ("events", "Events", lambda run, folder: _events(run)),
     )
-    model = (run.plan and run.plan.model) or (run.profile and run.profile.model) or "model"
+    model = run.model or "model"
     name = run.run_dir.resolve().name
     parts = [
         markup.section(anchor, heading, content) for anchor, heading, make in sections if (content := make(run, folder))
@@ -272,13 +272,10 @@ def _layers(run: RunRecord, folder: Path) -> list[Markup]:
     layers = run.profile.layers
     plan = run.plan if run.plan is not None and run.plan.num_layers == len(layers) else None
     cuts = None if plan is None else plan.cuts
-    draw_layers(
-        folder / "layer-memory.png",
-        [layer.name for layer in layers],
-        [layer.isolated_bytes for layer in layers],
-        [layer.added_bytes for layer in layers],
-        cuts,
-    )
+    title = title_of("Memory of each layer", run.model, "")
+    if plan is not None:
+        title = plan_title("Memory of each layer", plan, run.profile, run.schedule_text)
+    draw_layers(folder / "layer-memory.png", title, layers, cuts)
     caption = (
         f"M_i is the peak of a stage that holds the layer alone, M_a what the layer adds to a stage that holds the one "
         f"before it; {run.profile.source or 'from a profile of unknown source'}."
@@ -296,7 +293,7 @@ def _training(run: RunRecord, folder: Path) -> list[Markup]:
     if not run.steps:
         return [_missing(run, "curves", "metrics.jsonl", "step")]
     clip_norm = run.config.train.clip_norm if run.config is not None else None
-    draw_training(folder / "training.png", run.steps, run.events, clip_norm)
+    draw_training(folder / "training.png", title_of("Training", run.model, ""), run.steps, run.events, clip_norm)
     shown, others = main_parts(run.steps)
     caption = f"{plural(len(run.steps), 'step')}, from step {run.steps[0].step} to step {run.steps[-1].step}."
     if shown:
@@ -321,7 +318,7 @@ def _evaluation(run: RunRecord, folder: Path) -> list[Markup]:
     first_name = next(iter(best.scores))
     curves = [name for name in dict.fromkeys((first_name, "AP", "AP50", "val_loss")) if name in best.scores][:2]
     if len(run.evaluations) > 1:
-        draw_scores(folder / "scores.png", run.evaluations, curves)
+        draw_scores(folder / "scores.png", title_of("Scores", run.model, ""), run.evaluations, curves)
         caption = f"{plural(len(run.evaluations), 'evaluation')} on the validation data; rings mark each score's best."
         parts.append(markup.figure("scores.png", f"Curves of {' and '.join(curves)} over steps", caption))
     else:

@@ -25,6 +25,7 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, read_profile
+from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 from varuna_capslog.training.journal import goodness
 
 __all__ = ["Evaluation", "Event", "MeasuredPeaks", "RunRecord", "Shapes", "StepLine", "read_run", "shapes_of"]
@@ -178,6 +179,18 @@ class RunRecord:
         if self.profile is None or (self.plan is not None and self.plan.num_layers != self.profile.num_layers):
             return None
         return [layer.name for layer in self.profile.layers]
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model; None where neither plan nor profile has it."""
+        return (self.plan and self.plan.model) or (self.profile and self.profile.model) or None
+
+    @property
+    def schedule_text(self) -> str | None:
+        """Name of the plan's schedule, else of the config's, for a title; None where no file has it."""
+        planned = None if self.plan is None else self.plan.schedule
+        name = planned or (None if self.config is None else self.config.pipeline.schedule)
+        return None if name in (None, AUTO_SCHEDULE) else f"schedule {name}"
 
     @property
     def best(self) -> Evaluation | None:

@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -20,11 +20,13 @@ from matplotlib.patches import Patch
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
+from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import gradient_edges, message_bytes, play, stage_seconds
 from varuna_capslog.planning.simulation import Simulation
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import UNKNOWN, Markup, duration, plural, significant
 from varuna_capslog.reports.run import RunRecord
@@ -37,10 +39,12 @@ from varuna_capslog.reports.style import (
     PALE,
     SKY,
     WIDTH,
+    head_picture,
     name_rows,
     picture,
     second_unit,
 )
+from varuna_capslog.reports.titles import plan_title
 from varuna_capslog.schedules import (
     DEFAULT_K,
     KINDS,
@@ -55,7 +59,7 @@ from varuna_capslog.schedules import (
     simulate,
 )
 
-__all__ = ["busy_parts", "draw_schedule", "draw_simulation", "step_parts"]
+__all__ = ["Limits", "busy_parts", "draw_schedule", "draw_simulation", "simulation_title", "step_parts"]
 
 
 # -- Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time
@@ -73,7 +77,7 @@ _SMALLEST, _LARGEST = 4.0, 8.5
 """Points of the numbers in the boxes; where not even the smallest fits, boxes stay empty."""
 
 
-def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
+def draw_schedule(path: Path, title: str, timeline: Timeline, in_seconds: bool) -> bool:
     """Draw the timeline and return True where every box has its number.
 
     Where a rank runs several stages, boxes read `stage.microbatch`. in_seconds: False where the times are units of one
@@ -81,23 +85,54 @@ def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
     """
     rows = timeline.actions
     height = _row_height(len(rows))
-    with picture(path, height=1.15 + height * len(rows)) as figure:
+    with picture(path, height=1.4 + height * len(rows)) as figure:
         axes = figure.add_subplot()
         labels = [_row_name(rank, list({timed.action.stage for timed in row})) for rank, row in enumerate(rows)]
         numbered = _draw_boxes(axes, rows, labels, timeline.step_seconds or 1.0, in_seconds, height)
-        _key(figure, rows)
+        _key(figure, title, rows)
     return numbered
 
 
+class Limits(NamedTuple):
+    """Bytes of the device of each row of a simulation, and the part that the row's peak may take."""
+
+    capacity: Sequence[int]
+    usable: Sequence[int]
+
+    @classmethod
+    def of(cls, simulation: Simulation, plan: Plan, profile: Profile) -> Limits | None:
+        """Return the limits of the plan's devices, less the profile's headroom; None where a capacity is not known."""
+        ranks = [rank for pipeline in simulation.pipelines for rank in pipeline.ranks]
+        sizes, headroom = plan.capacities_of(ranks), Headroom.of(profile)
+        return None if sizes is None else cls(sizes, [headroom.usable(size) for size in sizes])
+
+    @property
+    def text(self) -> str:
+        """The capacity in words, with its size where all devices have the same."""
+        alike = len(set(self.capacity)) == 1
+        words = f"capacity {format_bytes(self.capacity[0])}" if alike else "capacity of the device"
+        if self.usable == self.capacity:
+            return words
+        return f"{words} less headroom{f': {format_bytes(self.usable[0])}' if alike else ''}"
+
+
+def simulation_title(simulation: Simulation, plan: Plan, profile: Profile | None) -> str:
+    """Return the title of the picture of one step: model, devices, planner, schedule and microbatches."""
+    own = plan.actions is not None and plan.schedule is None  # an order without a name
+    again = " with recomputation" if simulation.recompute else ""
+    schedule = None if own else f"schedule {simulation.schedule}{again}"
+    return plan_title("One step", plan, profile, schedule, plural(simulation.num_microbatches, "microbatch", "es"))
+
+
 def draw_simulation(
-    path: Path, simulation: Simulation, capacity: Sequence[int] | None = None, vector: bool = True
+    path: Path, title: str, simulation: Simulation, limits: Limits | None = None, vector: bool = True
 ) -> bool:
     """Draw all pipelines' ranks and, where known, each rank's memory over time; return as `draw_schedule`.
 
     Writes `path` (PNG) and, with `vector`, the same picture as SVG beside it. The memory of a rank is that of its list
     of actions, or, where that cannot be computed, the sum of its stages'.
 
-    capacity: bytes that each rank may use, in the order of the rows; drawn where it is not far above the peaks.
+    limits: of each row; drawn as lines where they are not far above the peaks, else named.
     """
     rows = [row for pipeline in simulation.pipelines for row in pipeline.timeline.actions]
     labels = _labels(simulation)
@@ -105,17 +140,17 @@ def draw_simulation(
     height = _row_height(len(rows))
     courses = _rank_courses(simulation)
     deep = 0.0 if courses is None else max(0.3, min(0.6, 7.0 / len(rows))) * len(rows)
-    with picture(path, height=1.3 + height * len(rows) + deep, vector=vector) as figure:
+    with picture(path, height=1.75 + height * len(rows) + deep, vector=vector) as figure:
         if courses is None:
             axes = figure.add_subplot()
         else:
             axes, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height * len(rows), deep]})
-            _draw_memory(below, courses, labels, end, capacity)
+            _draw_memory(below, courses, labels, end, limits)
         numbered = _draw_boxes(axes, rows, labels, end, True, height)
         if courses is not None:
             below.set_xlabel(axes.get_xlabel())
             axes.set_xlabel("")
-        _key(figure, rows)
+        _key(figure, title, rows)
     return numbered
 
 
@@ -160,9 +195,13 @@ def _draw_boxes(
                 axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=colour)
     name_rows(axes, labels)
     axes.set_xlim(0, end / unit)
-    axes.set_xlabel(f"time since the begin of the step [{unit_name}]")
+    axes.set_xlabel(f"time [{unit_name}] from the start of the step")
     axes.spines["left"].set_visible(False)
     return numbered
+
+
+_MOST_ABOVE = 2.5
+"""A limit higher than this many times the highest peak is named, not drawn: the curves would shrink to nothing."""
 
 
 def _draw_memory(
@@ -170,26 +209,44 @@ def _draw_memory(
     courses: Sequence[Sequence[tuple[float, int]]],
     labels: Sequence[str],
     end: float,
-    capacity: Sequence[int] | None,
+    limits: Limits | None,
 ) -> None:
     """Draw a filled curve of bytes per rank, all on one scale, each with its peak; a dashed line is the capacity."""
     unit, _ = second_unit(end)
     peaks = [max(size for _, size in course) for course in courses]
-    limits = capacity if capacity is not None and max(capacity) <= 2.5 * max([1, *peaks]) else None
-    scale = 0.74 / max([1, *peaks, *(limits or ())])
+    drawn = limits is not None and max(limits.usable) <= _MOST_ABOVE * max([1, *peaks])
+    lines = limits.usable if limits is not None and drawn else None
+    scale = 0.74 / max([1, *peaks, *(lines or ())])
     for row, (course, peak) in enumerate(zip(courses, peaks, strict=True)):
         base = row + 0.41
         times = [seconds / unit for seconds, _ in course] + [end / unit]
         levels = [base - scale * size for _, size in course]
         axes.fill_between(times, base, [*levels, levels[-1]], step="post", color=SKY, linewidth=0)
         axes.step(times, [*levels, levels[-1]], where="post", color=BLUE, linewidth=0.9)
-        if limits is not None:
-            axes.plot([0, end / unit], [base - scale * limits[row]] * 2, color=ALARM, linestyle="--", linewidth=0.9)
+        if lines is not None:
+            axes.plot([0, end / unit], [base - scale * lines[row]] * 2, **_CAPACITY)
+        highest = [size for _, size in course].index(peak)
+        axes.plot([times[highest]], [levels[highest]], clip_on=False, **_PEAK)
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        axes.annotate(format_bytes(peak), (1, base), (4, 1), ha="left", va="bottom", fontsize=7.5, **place)
+        axes.annotate(f"peak {format_bytes(peak)}", (1, base), (4, 1), ha="left", va="bottom", fontsize=7.5, **place)
     name_rows(axes, labels)
     axes.spines["left"].set_visible(False)
-    axes.set_ylabel("memory" if limits is None else "memory (dashed: usable)")
+    axes.set_ylabel("memory")
+    _memory_key(axes, limits, drawn)
+
+
+_CAPACITY: dict[str, Any] = {"color": ALARM, "linestyle": "--", "linewidth": 0.9}
+_PEAK: dict[str, Any] = {"color": INK, "marker": "o", "markersize": 3.5, "markeredgewidth": 0, "linestyle": "none"}
+
+
+def _memory_key(axes: Axes, limits: Limits | None, drawn: bool) -> None:
+    """Write a legend over the curves of memory: the peak, and the capacity, also where it is too high to be drawn."""
+    handles: list[Artist] = [Line2D([], [], label="peak of the step", **_PEAK)]
+    if limits is not None and drawn:
+        handles.append(Line2D([], [], label=limits.text, **_CAPACITY))
+    elif limits is not None:
+        handles.append(Patch(facecolor="none", label=f"{limits.text}, far above the curves"))
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=2)
 
 
 def _row_name(rank: int, stages: Sequence[int]) -> str:
@@ -236,7 +293,7 @@ def _added(courses: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, 
     return total
 
 
-def _key(figure: Figure, rows: Sequence[Sequence[TimedAction]]) -> None:
+def _key(figure: Figure, title: str, rows: Sequence[Sequence[TimedAction]]) -> None:
     kinds = [kind for kind in _COLOURS if any(timed.action.kind == kind for row in rows for timed in row)]
     handles: list[Artist] = []
     for kind in kinds:
@@ -246,7 +303,7 @@ def _key(figure: Figure, rows: Sequence[Sequence[TimedAction]]) -> None:
         box = Patch(facecolor=_COLOURS[kind], label=KINDS[kind])
         handles.append(Line2D([], [], label=KINDS[kind], **_mark(kind)) if kind in _MARKS and instant else box)
     handles.append(Patch(facecolor=PALE, label="idle"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+    head_picture(figure, title, handles=handles, ncols=len(handles))
 
 
 def _mark(kind: str) -> dict[str, Any]:
@@ -274,10 +331,12 @@ def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
         timeline = simulate(schedule, seconds, gradients=_gradients(run, run.plan, graph), graph=graph)
     except CapslogError as error:
         return [markup.note(f"No picture: {str(error).rstrip('.')}.")]
-    numbered = draw_schedule(folder / _PICTURE, timeline, in_seconds=why_uniform is None)
+    microbatches = len({action.microbatch for row in schedule for action in row})
+    known = (f"schedule {name}", f"{plural(microbatches, 'microbatch', 'es')} per pipeline")
+    title = plan_title("One step", run.plan, run.profile, *known)
+    numbered = draw_schedule(folder / _PICTURE, title, timeline, in_seconds=why_uniform is None)
 
     measured = run.median_step_seconds()
-    microbatches = len({action.microbatch for row in schedule for action in row})
     size = f"{plural(len(run.plan.stages), 'stage')}, {plural(microbatches, 'microbatch', 'es')} per pipeline"
     rows = {
         "Schedule": f"{name}, {size}",

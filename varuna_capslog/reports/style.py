@@ -5,6 +5,7 @@ matplotlib is used without pyplot, so that no display, backend or global state o
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from varuna_capslog.base.errors import CapslogError
 
@@ -27,11 +29,13 @@ __all__ = [
     "PALE",
     "SKY",
     "byte_unit",
+    "head_picture",
     "name_axis",
     "name_rows",
     "picture",
     "second_unit",
     "shorten",
+    "title_picture",
 ]
 
 INK, GREY, PALE = "#22303c", "#8a949e", "#eceff2"
@@ -91,6 +95,31 @@ def picture(path: Path, height: float, vector: bool = False) -> Iterator[Figure]
                 figure.savefig(file, facecolor="white", metadata={metadata: None})
             except OSError as error:
                 raise CapslogError(f"{file} cannot be written: {error.strerror or error}; free space") from error
+
+
+_TITLE: dict[str, Any] = {"size": 10, "weight": "bold"}
+_TITLE_CHARACTERS = 110
+"""Characters of a title's line, which are as wide as the picture at most."""
+
+
+def title_picture(figure: Figure, title: str, apart: float | None = None) -> None:
+    """Write the title over a picture whose plots have their own legends or none; apart: inches on each side of each
+    plot, so that the numbers at the ends of neighbouring axes do not touch.
+    """
+    engine = figure.get_layout_engine()
+    if apart is not None and isinstance(engine, ConstrainedLayoutEngine):
+        engine.set(w_pad=apart)
+    figure.suptitle(_lines(title), x=0.006, ha="left", fontproperties=_TITLE)
+
+
+def head_picture(figure: Figure, title: str, **legend: Any) -> None:
+    """Write the title over a picture, and the legend of all its plots below it; legend: as `Figure.legend` takes it."""
+    over: dict[str, Any] = {"title": _lines(title), "title_fontproperties": _TITLE, "alignment": "left"}
+    figure.legend(loc="outside upper left", **over, **legend)
+
+
+def _lines(title: str) -> str:
+    return textwrap.fill(title, _TITLE_CHARACTERS, break_on_hyphens=False, max_lines=3, placeholder=" …")
 
 
 def byte_unit(values: Iterable[float]) -> tuple[int, str]:

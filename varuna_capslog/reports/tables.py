@@ -224,7 +224,7 @@ def profile_table(profile: Profile, *more: str) -> Table:
     rows, notes = [], []
     for index, layer in enumerate(profile.layers):
         sizes = ["" if size is None else format_bytes(size) for size in (layer.isolated_bytes, layer.added_bytes)]
-        times = ["" if t is None else f"{t * 1e3:.1f} ms" for t in (layer.forward_seconds, layer.backward_seconds)]
+        times = ["" if t is None else format_seconds(t) for t in (layer.forward_seconds, layer.backward_seconds)]
         rows.append([str(index), layer.name, *sizes, *times])
     headings = ["", "layer", "alone (M_i)", "added (M_a)", "forward", "backward"]
     if profile.edges != [(index, index + 1) for index in range(profile.num_layers - 1)]:
