@@ -12,7 +12,7 @@ from typing import Any
 
 from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.own_data import fill_own_train
+from varuna_capslog.config.defaults import fill_own_train
 from varuna_capslog.config.reading import load_config, section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.planning.verdict import capacities_of_devices
@@ -37,7 +37,7 @@ def load_run_config(
 
 
 def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
-    """Set the open values of a run on own data (`config/own_data.fill_own_train`), and report it to `say` in one line.
+    """Set the open values of a run on own data (`config/defaults.fill_own_train`), and report it to `say` in one line.
     A run that goes on from a checkpoint keeps the values of its config.yaml. Raises CapslogError where the data set of
     `data.dataset` or `data.val` cannot be opened.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from varuna_capslog.config.own_data import fill_own_train
+from varuna_capslog.config.defaults import fill_own_train
 from varuna_capslog.config.reading import dump_config, load_config
 from varuna_capslog.start.given_plan import OWN_DATA, load_run_config
 
