@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[1]
 COMMAND = f"""#!/bin/sh
 exec "{sys.executable}" -c "from varuna_capslog.cli import program; program()" "$@"
 """
-SECONDS = 120
+SECONDS = 240
 """Longest time of one recipe."""
 
 STABLE = {
     "Unequal GPUs": ("3 stages of 12 layers", "0-8 │", "9-10 │"),
     "A Hugging Face model from its config.json": ("2 stages of 6 layers", "0-2 │", "3-5 │"),
     "LoRA": ("fits: True", "0-9 │"),
-    "Your own data": ("step 1 of 32 ", "step 32: accuracy "),
+    "Your own data": ("step 1 of 32, epoch 1 ", "step 32: accuracy "),
     "A model that does not fit one card": ("1 False (0,) does not fit", "2 True (0, 5)", "3 True (0, 3, 6)"),
     "Spot machines": ("vm-3 is to leave", "generation 1: vm-3 left; cuts [0, 3]", "status 143"),
     "Slurm": ("--nproc 4 configs/tiny.yaml", "srun --nodes=2 --ntasks=2"),
