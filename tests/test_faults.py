@@ -239,7 +239,7 @@ import datetime, os, pathlib, signal, sys, threading, types
 import torch
 from tests.engine import models
 from varuna_capslog.training.checkpoint import latest_checkpoint, prune
-from varuna_capslog.training.checkpoint_writer import HostCopies, Saving
+from varuna_capslog.training.checkpoint_writer import CheckpointWriter, HostCopies
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import take_layers
 from varuna_capslog.engine.layout import Layout
@@ -258,7 +258,7 @@ weight = layers[1].parameters["conv.weight"]
 
 def save(step, beside):
     torch.nn.init.constant_(weight, float(step))
-    saving = Saving(folder, step, 0, engine, {}, HostCopies() if beside else None)
+    saving = CheckpointWriter(folder, step, 0, engine, {}, HostCopies() if beside else None)
     saving.complete(lambda: prune(folder, 1, beside=beside))
     for thread in threading.enumerate():
         if thread is not threading.main_thread():
