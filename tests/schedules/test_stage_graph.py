@@ -17,13 +17,13 @@ from varuna_capslog.schedules import (
     Schedule,
     StageGraph,
     StageSeconds,
-    actions,
     find_deadlock,
     lower,
     make_schedule,
     schedule_of,
     simulate,
     to_strings,
+    validate,
 )
 from varuna_capslog.schedules.generators import in_flight_microbatches
 
@@ -65,7 +65,7 @@ def test_pipelines_of_unequal_length_run_each_for_itself() -> None:
 
 def test_replicas_of_one_stage_take_turns_in_the_order_of_microbatches() -> None:
     schedule = schedule_of("1f1b", REPLICATED_MIDDLE)
-    actions(schedule, REPLICATED_MIDDLE)
+    validate(schedule, REPLICATED_MIDDLE)
     lowered = lower(schedule, graph=REPLICATED_MIDDLE)
     assert find_deadlock(lowered) is None
     sent = [str(message) for message in lowered.channels[2, 0]]
@@ -138,7 +138,7 @@ def test_a_limit_below_what_a_larger_grain_waits_for_is_refused() -> None:
     graph = StageGraph((0, 1), ((0, 1),) * 4, grains=(1, 4))
     with pytest.raises(CapslogError, match="stage 0 may have 3 calls in flight, which is less than a stage behind it"):
         schedule_of("1f1b", graph, in_flight=[3])
-    actions(schedule_of("1f1b", graph, in_flight=[4]), graph, max_in_flight=[4])
+    validate(schedule_of("1f1b", graph, in_flight=[4]), graph, max_in_flight=[4])
 
 
 @st.composite
@@ -195,7 +195,7 @@ def _edges(schedule: Schedule, graph: StageGraph) -> dict[object, set[object]]:
 def test_every_graph_has_a_schedule_that_ends(name: str, graph: StageGraph, asked: bool) -> None:
     schedule = schedule_of(name, graph, asked)
     recompute = asked or name in ALWAYS_RECOMPUTE
-    actions(schedule, graph, recompute)
+    validate(schedule, graph, recompute)
     lowered = lower(schedule, graph=graph)
     assert find_deadlock(lowered) is None
     assert not has_cycle(_edges(schedule, graph))  # type: ignore[arg-type]
@@ -226,13 +226,13 @@ def test_any_limits_in_flight_are_kept(name: str, graph: StageGraph, data: st.Da
     schedule = schedule_of(name, graph, in_flight=limits)
     most = [limits[n] if n < len(limits) else None for n in range(len(graph.ranks))]
     in_flight = [max(1, len(row)) if limit is None else limit for limit, row in zip(most, graph.calls, strict=True)]
-    actions(schedule, graph, name in ALWAYS_RECOMPUTE, max_in_flight=in_flight)
+    validate(schedule, graph, name in ALWAYS_RECOMPUTE, max_in_flight=in_flight)
 
 
 def test_groups_of_calls_of_any_sizes_keep_their_limits() -> None:
     """Calls of 2 and of 3 microbatches on the two sides of calls of 1: a group of kfkb with k = 1 is of 6."""
     graph = StageGraph((0, 1, 2), ((0, 1, 2),) * 12, grains=(2, 1, 3))
-    actions(schedule_of("kfkb", graph, in_flight=[3, 6, 2], k=1), graph, max_in_flight=[3, 6, 2])
+    validate(schedule_of("kfkb", graph, in_flight=[3, 6, 2], k=1), graph, max_in_flight=[3, 6, 2])
     with pytest.raises(CapslogError, match="stage 1 takes 12 microbatches and may have 5 in flight, but kfkb runs 6"):
         schedule_of("kfkb", graph, in_flight=[3, 5, 2], k=1)
 
@@ -240,7 +240,7 @@ def test_groups_of_calls_of_any_sizes_keep_their_limits() -> None:
 def test_limits_know_the_stages_behind_on_other_routes() -> None:
     """Stages 0 and 1 are both three stages from the loss, each on its own route, yet 0 sends to 1."""
     graph = StageGraph((0, 1, 2, 3), ((1, 2, 3),) * 4 + ((0, 1, 2),) * 4, grains=(1, 1, 2, 1))
-    actions(schedule_of("1f1b", graph), graph)
+    validate(schedule_of("1f1b", graph), graph)
     limits = in_flight_microbatches(graph)
     assert limits[0] > limits[1] > limits[2] > limits[3]
 
@@ -255,11 +255,11 @@ def test_gpipe_keeps_no_limit() -> None:
 def test_an_action_on_another_rank_than_its_stages_is_refused() -> None:
     graph = StageGraph((1, 0), ((0, 1),))
     with pytest.raises(CapslogError, match=r"rank 0, position 0.*0F0 is refused: stage 0 runs on rank 1"):
-        actions(make_schedule("gpipe", 2, 1), graph)
+        validate(make_schedule("gpipe", 2, 1), graph)
 
 
 def test_a_call_that_the_stage_does_not_have_is_refused() -> None:
     schedule = schedule_of("gpipe", REPLICATED_MIDDLE)
     schedule[2].append(Action(2, "F", 1))
     with pytest.raises(CapslogError, match=r"rank 2.*2F1 is refused: stage 2 takes 1 microbatches"):
-        actions(schedule, REPLICATED_MIDDLE)
+        validate(schedule, REPLICATED_MIDDLE)
