@@ -74,7 +74,7 @@ WAITS = {
     "profiling/worker.py _last_message": "there is something to read",
     "profiling/worker.py follow_client.follow": "the client, whose end is waited for",
     "training/feed.py Feed._take": "a pool whose future takes what is raised, or a batch of `Loader`",
-    "training/checkpoint_writer.py CheckpointWriter._written": "its pool's future takes what is raised; it writes files",
+    "training/checkpoint_writer.py CheckpointWriter._written": "its pool's future takes what is raised; it writes",
     "varuna_plugin/install.py forward_only": "a queue that raises after Varuna's timeout",
     "varuna_plugin/launch.py _end": "killed before",
 }
