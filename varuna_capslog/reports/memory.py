@@ -261,7 +261,7 @@ def peak_parts(run: RunRecord, rehearse: Rehearsal | None) -> list[Markup]:
     ]
     if errors is not None:
         of = "predicted for the measured size" if anew is not None else "predicted"
-        parts.append(markup.paragraph(f"Error: {of} less measured, in percent of the measured peak."))
+        parts.append(markup.paragraph(f"The error: {of} less measured, in percent of the measured peak."))
     if plan.fits is False:
         short = plan.shortfall
         lack = "" if short is None else f": stage {short.stage} lacks {format_bytes(short.bytes)}"
