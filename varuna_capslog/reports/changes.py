@@ -72,7 +72,7 @@ def change_parts(run: RunRecord) -> list[Markup]:
         parts.append(markup.figure(plot_generations(shown), "Bars of the memory of each stage, by generation", caption))
     rows = [_row(event, words) for event, words in changes[-_MOST_ROWS:]]
     headings = ("time (UTC)", "step", "generation", "what happened", "devices", "cuts", "pause", "search", "moved")
-    parts.append(markup.table("change-table", headings, rows, left=(0, 3)))
+    parts.append(markup.table("change-table", headings, rows, left=(3,)))
     if len(rows) < len(changes):
         parts.append(markup.paragraph(f"The last {len(rows)} of {len(changes)} are shown."))
     parts.append(

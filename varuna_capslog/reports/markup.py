@@ -61,6 +61,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 _DRAW = """\
 const draw = (place) => {
   const figure = JSON.parse(place.nextElementSibling.textContent);
+  figure.layout.showlegend = figure.data.length > 1 && (innerWidth > 600 || figure.data.length < 8);
   figure.layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
   const buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]];
   Plotly.newPlot(place, figure.data, figure.layout,
@@ -312,7 +313,7 @@ input[type=range] { vertical-align: middle; width: 12rem; max-width: 100%; accen
   .stacked td::before { content: attr(data-name) ": "; color: var(--soft); }
   .stacked td[data-name=""] { font-weight: 600; }
   .stacked td[data-name=""]::before { content: none; }
-  td .bar, .modebar { display: none; }
+  td:has(.bar), :is(th, td):empty, .modebar { display: none; }
 }
 @media print {
   body, main { background: #fff; }

@@ -353,7 +353,8 @@ def layer_parts(run: RunRecord) -> list[Markup]:
     names = [f"{number} {plots.label(layer.name, 24)}" for number, layer in enumerate(layers)]
     caption = (
         "Alone: peak memory of a stage that holds only this layer. Added: what the layer adds to a stage that holds "
-        f"the one before it; below 0, the stage needs less with it. {run.profile.source or 'From an unknown source'}."
+        "the one before it; below 0, the stage needs less with it. The bytes are "
+        f"{run.profile.source or 'of an unknown source'}."
     )
     if cuts is None:
         why = "it is for another number of layers" if run.plan is not None else run.reason("plan")

@@ -128,7 +128,11 @@ def _placement(run: RunRecord) -> dict[str, str]:
         pipeline, train = config.pipeline, config.train
         rows["Devices x replicas"] = f"{pipeline.devices} x {pipeline.replicas} ({config.device})"
         schedule = (plan and plan.schedule) or pipeline.schedule
-        recompute = "recomputation" if pipeline.recompute or schedule == "varuna" else "no recomputation"
+        again = pipeline.recompute or schedule == "varuna"
+        if plan is not None:  # what its stages say of themselves counts
+            kept = [stage.memory for stage in plan.stages]
+            again = any(again if memory is None else any(part.recomputes for part in memory) for memory in kept)
+        recompute = "activation checkpointing" if again else "no activation checkpointing"
         rows["Schedule"] = f"{schedule}, {recompute}, stage inputs on the {pipeline.stage_inputs}"
         rows["Minibatch"] = (
             f"{plural(train.minibatch_size, 'sample')} in {plural(config.num_microbatches, 'microbatch', 'es')} of "
