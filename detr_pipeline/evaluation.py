@@ -23,9 +23,9 @@ from detr_pipeline.coco import CocoIndex
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.reports.detections import CURVES_FILE, MOST_CONFUSED
 
 __all__ = [
-    "CURVES_FILE",
     "STATISTICS",
     "CocoEvaluator",
     "Seen",
@@ -208,7 +208,6 @@ def _statistics(index: CocoIndex, scorer: COCOeval) -> dict[str, Any]:
     return values
 
 
-CURVES_FILE = "detection-curves.json"
 _CONFUSED_SCORE, _CONFUSED_OVERLAP = 0.5, 0.5
 """Lowest score of a detection, and lowest IoU of a match, in the confusion matrix."""
 
@@ -220,20 +219,19 @@ def detection_curves(
 
     recall [101] and precision {class: [101], or None without an object} at IoU 0.5, as pycocotools interpolates them;
     confusion {classes, score, overlap, counts}: counts [C+1][C+1], the true class down and the detected one across; the
-    last row counts detections of nothing, the last column missed objects.
+    last row counts detections of nothing, the last column missed objects; None for more than 100 classes.
     """
     at_half = scorer.eval["precision"][0, :, :, 0, -1]
     names = _unique_names(index)
     precision = {
-        name: None if (column := at_half[:, place]).max(initial=-1) < 0 else [round(float(one), 4) for one in column]
-        for place, name in enumerate(names)
+        name: None if column.max() < 0 else [round(value, 4) for value in column.tolist()]
+        for name, column in zip(names, at_half.T, strict=True)
     }
-    confusion = {
-        "classes": names,
-        "score": _CONFUSED_SCORE,
-        "overlap": _CONFUSED_OVERLAP,
-        "counts": _confused(index, scorer.cocoGt, detections_found),
-    }
+    confusion = None
+    if len(names) <= MOST_CONFUSED:
+        counts = _confused(index, scorer.cocoGt, detections_found)
+        limits = {"score": _CONFUSED_SCORE, "overlap": _CONFUSED_OVERLAP}
+        confusion = {"classes": names, **limits, "counts": counts}
     recall = [round(float(share), 2) for share in scorer.params.recThrs]
     return {"recall": recall, "precision": precision, "confusion": confusion}
 
@@ -245,14 +243,14 @@ def _confused(index: CocoIndex, truth: COCO, detections_found: Sequence[Mapping[
     place = {category: number for number, category in enumerate(index.category_ids)}
     nothing = len(place)
     counts = [[0] * (nothing + 1) for _ in range(nothing + 1)]
-    found: dict[int, list[Mapping[str, Any]]] = {}
+    sure: dict[int, list[Mapping[str, Any]]] = {}
     for detection in sorted(detections_found, key=lambda detection: -detection["score"]):
         if detection["score"] >= _CONFUSED_SCORE and detection["category_id"] in place:
-            found.setdefault(detection["image_id"], []).append(detection)
+            sure.setdefault(detection["image_id"], []).append(detection)
     for image in index.image_ids:
         objects = [entry for entry in truth.imgToAnns[image] if not entry.get("iscrowd")]
         free = set(range(len(objects)))
-        guesses = found.get(image, [])
+        guesses = sure.get(image, [])
         overlaps = _overlaps([entry["bbox"] for entry in guesses], [entry["bbox"] for entry in objects])
         for guess, row in zip(guesses, overlaps, strict=True):
             best = max((other for other in free if row[other] >= _CONFUSED_OVERLAP), key=row.__getitem__, default=None)

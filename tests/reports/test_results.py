@@ -21,10 +21,10 @@ def make_steps(count: int) -> list[StepLine]:
     return [StepLine(step, 5 / step, parts[step - 1], 1e-4, math.exp(step % 7)) for step in range(1, count + 1)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 199, 200, 1500, 1501, 100_000])
+@pytest.mark.parametrize("count", [1, 2, 199, 200, 1000, 1001, 100_000])
 def test_a_long_run_has_no_more_points_than_the_page_holds(count: int) -> None:
     x, y, size = plots.thinned(range(count), [None if step == 3 else 2.0 * step for step in range(count)])
-    assert len(x) == len(y) == -(-count // size) <= 1500
+    assert len(x) == len(y) == -(-count // size) <= 1000
     known = [(step, value) for step, value in zip(x, y, strict=True) if value is not None]
     assert len(known) >= len(x) - 1
     assert all(abs(value - 2 * step) <= size for step, value in known), "a mean of the values of the steps of the point"

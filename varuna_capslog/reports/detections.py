@@ -17,6 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 
 __all__ = [
     "CURVES_FILE",
+    "MOST_CONFUSED",
     "Confusion",
     "Detection",
     "DetectionCurves",
@@ -31,7 +32,8 @@ T = TypeVar("T")
 CURVES_FILE = "detection-curves.json"
 """File of a detector's last evaluation; see `DetectionCurves`."""
 _MOST_RECORD_BYTES = 8 << 20
-_MOST_CLASSES = 400
+MOST_CONFUSED = 100
+"""Classes of the largest matrix of confusion that a run writes and a page can show."""
 _Finite = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-1e6, le=1e6)]
 _Share = Annotated[float, AllowInfNan(False), Field(ge=0, le=1)]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
@@ -65,7 +67,7 @@ class Confusion:
     counts: a row per true class and one for nothing, a column per detected class and one for missed objects.
     """
 
-    classes: Annotated[tuple[str, ...], Field(max_length=_MOST_CLASSES)]
+    classes: Annotated[tuple[str, ...], Field(max_length=MOST_CONFUSED)]
     score: _Share
     overlap: _Share
     counts: tuple[tuple[_Count, ...], ...]
@@ -73,16 +75,18 @@ class Confusion:
 
 @checked_dataclass(frozen=True)
 class DetectionCurves:
-    """Precision of each class by recall, at IoU 0.5, and the confusion of an evaluation that had this AP."""
+    """Precision of each class by recall, at IoU 0.5, and the confusion, of an evaluation that had this AP; no confusion
+    where there are more than `MOST_CONFUSED` classes.
+    """
 
     recall: tuple[_Share, ...]
     precision: Mapping[str, tuple[_Finite, ...] | None]
-    confusion: Confusion
+    confusion: Confusion | None
     AP: _Finite | None = None
 
     def __post_init__(self) -> None:
-        size = len(self.confusion.classes) + 1
-        rows = [len(row) for row in self.confusion.counts] == [size] * size
+        size = len(self.confusion.classes) + 1 if self.confusion is not None else 0
+        rows = self.confusion is None or [len(row) for row in self.confusion.counts] == [size] * size
         points = all(column is None or len(column) == len(self.recall) for column in self.precision.values())
         if not rows or not points:
             raise ValueError("its lists differ in length")
@@ -103,12 +107,12 @@ def one_box_per_object(detections: Sequence[Detection]) -> list[Detection]:
     return kept
 
 
-def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
+def _overlap(box: Sequence[float], other: Sequence[float]) -> float:
     """Return the intersection of two boxes (corners x0 y0 x1 y1) over their union."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
+    width = min(box[2], other[2]) - max(box[0], other[0])
+    height = min(box[3], other[3]) - max(box[1], other[1])
     both = max(0.0, width) * max(0.0, height)
-    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))
+    areas = sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in (box, other))
     return both / (areas - both) if areas > both else 0.0
 
 

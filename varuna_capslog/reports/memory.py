@@ -161,17 +161,17 @@ def plot_generations(generations: Sequence[GenerationPeaks]) -> Plot:
 
     At most `MOST_GENERATIONS`, with at least one bar among them.
     """
-    kinds = [(_PLANNED, [one.predicted for one in generations]), (_MEASURED, [one.measured for one in generations])]
+    kinds = [(_PLANNED, [era.predicted for era in generations]), (_MEASURED, [era.measured for era in generations])]
     divisor, unit = byte_unit(peak for _, rows in kinds for sizes in rows for peak in sizes or ())
-    outer = [_heading(one) for one in generations for _ in range(one.stages)]
-    inner = [f"stage {stage}" for one in generations for stage in range(one.stages)]
+    outer = [_heading(era) for era in generations for _ in range(era.stages)]
+    inner = [f"stage {stage}" for era in generations for stage in range(era.stages)]
     groups = []
     for (name, rows), colour in zip(kinds, (plots.GREY, plots.BLUE), strict=True):
         heights: list[float | None] = []
-        for one, sizes in zip(generations, rows, strict=True):
-            heights += [None] * one.stages if sizes is None else [size / divisor for size in sizes]
+        for era, sizes in zip(generations, rows, strict=True):
+            heights += [None] * era.stages if sizes is None else [size / divisor for size in sizes]
         groups.append((name, heights, colour))
-    capacity = [limit for one in generations for limit in one.capacity or [0] * one.stages]
+    capacity = [limit for era in generations for limit in era.capacity or [0] * era.stages]
     peaks = [size for _, rows in kinds for sizes in rows for size in sizes or ()]
     limits = (
         [limit / divisor or None for limit in capacity] if any(capacity) and shows_capacity(capacity, peaks) else None

@@ -38,7 +38,7 @@ Plot = Mapping[str, Any]
 BLUE, SKY, AMBER, ALARM, GREEN, GREY = "#3b7fc0", "#8fbfe6", "#d9962b", "#cf5340", "#3a9b84", "#8a949e"
 LINES = (BLUE, AMBER, GREEN, "#b065a0", "#7c8fd6", "#9a7b4f")
 """Colours of up to six curves in one plot."""
-_MOST_POINTS = 1500
+_MOST_POINTS = 1000
 """Points of a curve; of a longer one, each point is the mean of several steps."""
 _CLEAR = "rgba(0,0,0,0)"
 

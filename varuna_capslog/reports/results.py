@@ -14,7 +14,7 @@ from pathlib import Path
 
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.changes import change_kind, event_words
-from varuna_capslog.reports.detections import DetectionCurves, Sample, one_box_per_object
+from varuna_capslog.reports.detections import MOST_CONFUSED, DetectionCurves, Sample, one_box_per_object
 from varuna_capslog.reports.markup import UNKNOWN, Box, Markup, plural
 from varuna_capslog.reports.memory import COLOURS
 from varuna_capslog.reports.plots import (
@@ -36,6 +36,7 @@ __all__ = ["compared_curves", "evaluation_parts", "main_parts", "prediction_part
 
 _STEP = "optimizer step"
 _LOGARITHMIC = frozenset({"loss", "loss parts", "other parts", "gradient norm"})
+_MOST_MARKS = 100
 _QUIET = frozenset({"checkpoint", "notice", "join", "launch", "start", "stop"})
 """Kinds of events that get no line through the curves: they change nothing, or their change has one."""
 
@@ -47,7 +48,7 @@ def training_parts(run: RunRecord) -> list[Markup]:
     """Return the curve of the loss, and folded those of its parts, the gradient norm and the learning rate."""
     if not run.steps:
         return [missing(run, "curves", "metrics.jsonl", "step")]
-    marks = [mark for event in run.events if (mark := _mark(event, run.steps[-1].step)) is not None]
+    marks = [mark for event in run.events if (mark := _mark(event, run.steps[-1].step)) is not None][-_MOST_MARKS:]
     first, last = run.steps[0].step, run.steps[-1].step
     caption = f"{plural(len(run.steps), 'step')}, from step {first} to step {last}.{_mean_text(run.steps)}"
     if marks:
@@ -115,7 +116,7 @@ def _more_curves(run: RunRecord) -> list[tuple[str, list[Curve]]]:
     for title, names in (("loss parts", losses), ("other parts", [name for name in main if name not in losses])):
         lines = [_curve(steps, name, _part(name), colour) for name, colour in zip(names, LINES, strict=False)]
         if title == "loss parts":
-            lines = [_curve(steps, name, _part(name), "rgba(138,148,158,0.5)", 0.8) for name in others[:24]] + lines
+            lines = [_curve(steps, name, _part(name), "rgba(138,148,158,0.5)", 0.8) for name in others[:8]] + lines
         plots.append((title, lines))
     plots.append(("gradient norm", [_curve(steps, "gradient norm", lambda line: line.grad_norm, BLUE)]))
     clip = run.config.train.clip_norm if run.config is not None else None
@@ -210,12 +211,9 @@ def _detection_parts(run: RunRecord) -> list[Markup]:
         return [
             markup.note(f"No precision by recall and no confusion of classes: {run.reason('detection-curves.json')}.")
         ]
-    of = next(
-        (f"at step {one.step}" for one in reversed(run.evaluations) if one.scores.get("AP") == record.AP),
-        "the last one",
-    )
+    steps = [evaluation.step for evaluation in run.evaluations if evaluation.scores.get("AP") == record.AP]
+    of = f"at step {steps[-1]}" if steps else "of unknown step"
     known = {name: column for name, column in record.precision.items() if column is not None}
-    confusion = record.confusion
     parts = []
     if known:
         lowest = sorted(known, key=lambda name: statistics.fmean(known[name]))[:_MOST_CLASS_CURVES]
@@ -223,6 +221,8 @@ def _detection_parts(run: RunRecord) -> list[Markup]:
         if len(lowest) < len(known):
             caption += f" Of {len(known)} classes, the {len(lowest)} with the lowest AP50, and the mean of all."
         parts.append(markup.figure(_precision_plot(record, known, lowest), "Curves of precision by recall", caption))
+    if (confusion := record.confusion) is None:
+        return [*parts, markup.note(f"No confusion of classes: the data has more than {MOST_CONFUSED}.")]
     caption = (
         f"Confusion of the classes, evaluation {of}: how many objects of each true class were detected as which, "
         f"among detections with a score of at least {confusion.score:g} that overlap by an IoU of at least "
@@ -249,7 +249,7 @@ def _precision_plot(record: DetectionCurves, known: Mapping[str, Sequence[float]
 
 
 _MOST_PICTURES = 24
-_MOST_PICTURE_BYTES = 700_000
+_MOST_PICTURE_BYTES = 500_000
 """Bytes of all pictures in base64: the whole page is to stay below 6 MB."""
 _THRESHOLD = 0.5
 _SHOWN_SIDE = 640

@@ -82,7 +82,7 @@ _PLOT_COLOURS = {
     "F": plots.SKY, "R": plots.AMBER, "B": plots.BLUE, "I": plots.BLUE, "W": "#6f97c4", "O": "#b39ac6", "L": "#b39ac6",
     "U": plots.GREY,
 }  # fmt: skip
-_MOST_BOXES = 6000
+_MOST_BOXES = 3000
 """Actions of a step that are drawn: more would make the page too large, and could not be told apart."""
 
 
