@@ -4,6 +4,8 @@ knows no model: `task` (DETR) and `rt_detr.task` turn a model's outputs into box
 
 from __future__ import annotations
 
+import base64
+import io
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -24,6 +26,7 @@ from detr_pipeline.data import (
     prepare_image,
     sampled_padded_sizes,
 )
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, RunFinding
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
@@ -117,7 +120,8 @@ class CocoWorkload(Workload):
 
     @torch.no_grad()
     def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:
-        """Draw the detections of a trained chain on every picture, as `<out>/<name>.png`.
+        """Draw the detections of a trained chain on every picture, as `<out>/<name>.png`, and write the boxes and the
+        bare picture into `<out>/<name>.boxes.json`, for the report.
 
         Raises:
             CapslogError: a picture is missing or cannot be decoded.
@@ -135,6 +139,9 @@ class CocoWorkload(Workload):
             scores, classes, boxes = self.seen(outputs, 0, size, self.num_classes)
             drawn = draw_detections(picture, scores, classes, boxes, names, _DRAWN_SCORE)
             written.append(save_picture(drawn, out / f"{Path(path).stem}.png"))
+            files.write_json(
+                out / f"{Path(path).stem}.boxes.json", detections_record(picture, scores, classes, boxes, names)
+            )
         return written
 
     def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -205,6 +212,33 @@ def draw_detections(
         pen.rectangle((x, y, x + wide, y + high), fill=colour)
         pen.text((x + 2 - x0, y + 2 - y0), label, fill="white", font=font)
     return canvas
+
+
+_SHOWN_SIDE = 640
+"""Longest side in pixels of the picture in a record of detections."""
+_LEAST_SHOWN = 0.05
+"""Lowest score of a detection in a record."""
+
+
+def detections_record(
+    image: Image.Image, scores: Tensor, classes: Tensor, boxes: Tensor, names: Sequence[str]
+) -> dict[str, Any]:
+    """Return a picture with its detections: width and height in pixels, boxes of four corners in these pixels with
+    their scores and names, the surest first, and the picture as JPEG in base64.
+    """
+    shown = image.convert("RGB")
+    shown.thumbnail((_SHOWN_SIDE, _SHOWN_SIDE))
+    buffer = io.BytesIO()
+    shown.save(buffer, "JPEG", quality=85)
+    order = [place for place in scores.argsort(descending=True).tolist() if scores[place] >= _LEAST_SHOWN]
+    corners = _drawable(boxes[order] * (shown.width / image.width), shown)
+    rows = zip(corners.tolist(), scores[order].tolist(), classes[order].tolist(), strict=True)
+    return {
+        "width": shown.width,
+        "height": shown.height,
+        "boxes": [{"box": box, "score": score, "name": names[number]} for box, score, number in rows],
+        "jpeg": base64.b64encode(buffer.getvalue()).decode(),
+    }
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:

@@ -198,8 +198,8 @@ class TrainedRun:
         numbers = [["steps", str(len(steps))]]
         for name, step in (("first loss", first), ("last loss", last)):
             numbers.append([name, "unknown" if step is None or step.loss is None else f"{step.loss:.5g}"])
-        if last is not None and last.samples_per_second is not None:
-            numbers.append(["samples/s of the last step", f"{last.samples_per_second:.4g}"])
+        if (rate := self.record.samples_per_second) is not None:
+            numbers.append(["samples/s (median of the last 100 steps)", f"{rate:.3g}"])
         if (account := account_of(self.record)) is not None:
             numbers.append(["productive", account.sentence()])
         if (share := self.record.waited_share()) is not None:
