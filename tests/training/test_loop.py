@@ -209,3 +209,31 @@ def test_which_step_is_measured(
         with meter.applying(Nothing(), skipped):  # type: ignore[arg-type]
             pass
     assert measured == [step + skips], "a step that is skipped before it makes no moments"
+
+
+def test_a_run_that_no_longer_improves_stops_also_after_a_resume(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The evaluations since the best one are counted by the run's files, so that a new process counts on."""
+    scores = iter([0.5, 0.7, 0.6, 0.7, 0.8])
+
+    def judged(until: int, base: int = 0) -> TrainingLoop:
+        loop = loop_of(tmp_path, train={"evaluate_every": 1, "stop_after_evaluations": 2})
+        monkeypatch.setattr(loop.boundaries, "evaluate", lambda engine: {"AP": next(scores)})
+        begin(loop, 1, base, saved=base > 0)
+        while loop.step < until and not loop.is_done(loop.step):
+            make(loop, 1)
+            loop.boundaries.between(loop.step)
+        return loop
+
+    first = judged(3)
+    assert not first.is_done(3)  # worse once
+    first.close()
+    second = judged(9, base=3)
+    assert second.step == 4  # as good as the best one is no improvement
+    second.finish(4, stopped=False)
+    second.close()
+    assert "the last 2 evaluations did not improve on the best one, which is that of step 2" in capsys.readouterr().out
+
+
+def test_early_stopping_needs_evaluations(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train\.stop_after_evaluations=2 but train\.evaluate_every=null"):
+        cases.run_config(str(tmp_path), train={"stop_after_evaluations": 2})
