@@ -231,7 +231,9 @@ def test_a_run_that_no_longer_improves_stops_also_after_a_resume(tmp_path: Path,
     assert second.step == 4  # as good as the best one is no improvement
     second.finish(4, stopped=False)
     second.close()
-    assert "the last 2 evaluations did not improve on the best one, which is that of step 2" in capsys.readouterr().out
+    why = files.read_jsonl(tmp_path / "events.jsonl")[-1]["why"]
+    assert "the last 2 evaluations did not improve on the best one, which is that of step 2" in why
+    assert why in capsys.readouterr().out
 
 
 def test_early_stopping_needs_evaluations(tmp_path: Path) -> None:

@@ -483,8 +483,9 @@ class TrainingLoop:
         """
         requested = stopped and any(self.running.communicator.gather(self._stop_wished()))
         self.boundaries.finish(step, judges=not requested)
-        if self.boundaries.is_stuck:
-            self.log.say(self.boundaries.why_stuck())
-        self.log.event("stop", step=step, asked=requested)
+        why = {"why": self.boundaries.why_stuck()} if self.boundaries.is_stuck else {}
+        self.log.event("stop", step=step, asked=requested, **why)
+        for sentence in why.values():
+            self.log.say(sentence)
         self.log.close()
         return requested
