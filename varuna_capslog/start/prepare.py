@@ -194,7 +194,7 @@ def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tu
     if needs_profile(config, named_plan):
         config, profile = profile_and_variants(config, show, memo, say=say)
     config = with_defaults(config, profile)
-    plan = naming_variants(config, _plan(config, profile, named_plan, memo))
+    plan = _with_norms_named(config, naming_variants(config, _plan(config, profile, named_plan, memo)), profile, memo)
     if config.train.blocks_are_open and not plan.short and plan.units.blocks not in (None, config.num_blocks):
         say(f"{plan.units.blocks} accumulation blocks are chosen, a constant of the run (train.accumulation_blocks)")
     return config, profile, plan
@@ -280,7 +280,7 @@ def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) 
     """
     settled = with_defaults(config, profile)
     plan = naming_variants(settled, _plan(settled, profile, _checked_plan(settled), memo))
-    pipeline = settled.pipeline
+    plan, pipeline = _with_norms_named(settled, plan, profile, memo), settled.pipeline
     lacks_time = pipeline.planner_is_default and pipeline.planner != settled.default_planner
     if lacks_time and profile is not None and not is_for_inference(profile):
         plan = dataclasses.replace(plan, notes=(*plan.notes, _WITHOUT_TIME))
@@ -314,6 +314,42 @@ def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo
     if named_plan is not None and named_plan.short:
         return plan if plan.fits is False else dataclasses.replace(named_plan, notes=plan.notes)
     return plan
+
+
+def _with_norms_named(config: Config, plan: Plan, profile: Profile | None, memo: Memo | None) -> Plan:
+    """Return the plan with a note where batch norms train on microbatches of one sample. Notes of a plan that does not
+    fit say what is missing, and nothing else.
+    """
+    trains = plan.purpose == "training" and plan.fits is not False and config.workload != WITHOUT_MODEL
+    if config.train.microbatch_size > 1 or not trains:
+        return plan
+    from varuna_capslog.model.batch_norm import warning_of_one_sample
+
+    modules = (
+        (".".join(filter(None, (layer.name, name))), part)
+        for layer in _planned_chain(config, profile, memo).layers
+        for name, part in layer.module.named_modules()
+    )
+    remedy = "take microbatches of 2 samples or more"
+    note = warning_of_one_sample(modules, "a microbatch (train.microbatch_size=1)", remedy)
+    return plan if note is None else dataclasses.replace(plan, notes=(*plan.notes, note))
+
+
+def _planned_chain(config: Config, profile: Profile | None, memo: Memo | None) -> Chain:
+    """Return the chain that was planned for, with the least work."""
+    if profile is None:
+        return _chain(config)
+    if memo is not None:
+        from varuna_capslog.profiling.estimate import StageEstimator
+
+        return StageEstimator.of_config(config, memo).chain
+    import torch
+
+    from varuna_capslog.model.workload import load_workload
+    from varuna_capslog.profiling.trim import skeleton
+
+    with torch.random.fork_rng(devices=[]):
+        return skeleton(load_workload(config))
 
 
 def needs_profile(config: Config, named_plan: Plan | None) -> bool:

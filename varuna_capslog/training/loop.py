@@ -55,6 +55,7 @@ class Boundaries:
         self._all_written = self._broken_off = False
         self._best: tuple[float, int] | None = None
         self._without_better: set[int] = set()  # steps of the evaluations since the best one
+        self._counts_alike = True  # all ranks know the same evaluations
         self.scores: Mapping[str, Any] | None = None
 
     def begin(self, engine: Engine, generation: int, base: int, saved: bool) -> None:
@@ -67,6 +68,8 @@ class Boundaries:
         best_step = 0 if self._best is None else self._best[1]
         judged = judged_steps(self._setup.run_dir) if base else []
         self._without_better = {step for step in judged if best_step < step <= base}
+        # the files of a generation before may still be written, or come late to another host
+        self._counts_alike = not (base and self._setup.config.elastic.enabled)
 
     def end(self) -> None:
         """End the generation: give up a checkpoint under way; the next generation begins with its own."""
@@ -89,7 +92,7 @@ class Boundaries:
     def is_stuck(self) -> bool:
         """True where the last evaluations were no better than the best one, as often as the config allows."""
         limit = self._setup.config.train.stop_after_evaluations
-        return limit is not None and len(self._without_better) >= limit
+        return limit is not None and self._counts_alike and len(self._without_better) >= limit
 
     def why_stuck(self) -> str:
         """Sentence on the end of a run that `is_stuck`."""
@@ -226,11 +229,14 @@ class Boundaries:
         A rank that joined has none, so all take over the newest. True where the checkpoint that the generation before
         had begun is missing.
         """
-        records = self._engine.communicator.gather((self._named, self._judged, self._broken_off))
-        self._named = max(named for named, _, _ in records)
-        self._judged = max(judged for _, judged, _ in records)
-        self._broken_off = False
-        return self._saved < step and any(broken_off for _, _, broken_off in records)
+        mine = self._named, self._judged, self._broken_off, self._best, self._without_better
+        named, judged, broken_off, best, without_better = zip(*self._engine.communicator.gather(mine), strict=True)
+        self._named, self._judged, self._broken_off = max(named), max(judged), False
+        self._best = max((record for record in best if record is not None), default=None)
+        best_step = 0 if self._best is None else self._best[1]
+        self._without_better = {judged_step for judged_step in set().union(*without_better) if judged_step > best_step}
+        self._counts_alike = True
+        return self._saved < step and any(broken_off)
 
     def _judge(self, step: int) -> None:
         """Evaluate, and record the best step."""
@@ -477,8 +483,9 @@ class TrainingLoop:
         """
         requested = stopped and any(self.running.communicator.gather(self._stop_wished()))
         self.boundaries.finish(step, judges=not requested)
-        if self.boundaries.is_stuck:
-            self.log.say(self.boundaries.why_stuck())
-        self.log.event("stop", step=step, asked=requested)
+        why = {"why": self.boundaries.why_stuck()} if self.boundaries.is_stuck else {}
+        self.log.event("stop", step=step, asked=requested, **why)
+        for sentence in why.values():
+            self.log.say(sentence)
         self.log.close()
         return requested

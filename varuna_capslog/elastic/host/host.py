@@ -281,6 +281,7 @@ class Host:
                 del self._settling[member]
                 self._settle(member)
         self.workers.say_losses()
+        self.workers.say_absent(now)
         self.workers.kill_hung(now)
         if self._noticed and not self._acknowledged and not self.workers.living():
             self._acknowledged = True

@@ -156,7 +156,7 @@ def describe(event: Mapping[str, Any]) -> str | None:
     if kind == "rebalance":
         gain = float(event.get("planned_gain", 1.0))
         return f"{event.get('why')}; by the plans a step takes {gain:.2f} times as long without them"
-    if kind == "lost":
+    if kind == "lost" or (kind == "stop" and "why" in event):
         return str(event.get("why"))
     if kind == "waiting":
         return f"{head} waits: {event.get('why')}"
