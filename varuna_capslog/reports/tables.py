@@ -111,7 +111,8 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
     peak, headroom and margin, which together are the capacity of the device; the blocks where stages share them out;
     with `memory` the plan's memory intervals. Lines below describe the run that the plan is for.
     """
-    title = f"{plan.planner or 'given cuts'}: {len(plan.stages)} stage{'s' * (len(plan.stages) != 1)} of {plan.num_layers} layers"
+    count = f"{len(plan.stages)} stage{'s' * (len(plan.stages) != 1)}"
+    title = f"{plan.planner or 'given cuts'}: {count} of {plan.num_layers} layers"
     ranks, sizes, rows = plan.placement(), plan.stage_bytes, []
     if sizes is None and len(set(ranks)) == len(ranks) <= len(plan.ranks):  # the bytes of a rank are its stage's
         known_sizes = [size for rank in ranks if (size := plan.ranks[rank].bytes) is not None]
