@@ -195,6 +195,7 @@ def test_nothing_fits_is_exit_status_3_one_sentence_and_a_plan_all_the_same(prof
         (["plan", "--profile", "P", "--devices", "two"], "--devices: the kind of GPU 'two' is not in"),
         (["plan", "--colour"], "see capslog plan --help"),
         (["plam"], "plam"),
+        (["train", "/no/such/config.yaml", "--nproc", "0"], "--nproc is '0' but must be greater than or equal to 1"),
         (["train"], "see capslog train --help"),
         (["train", "/no/such/config.yaml"], "config file /no/such/config.yaml cannot be read: No such file"),
         (["evaluate", "/no/such/run"], "/no/such/run is not the folder of a run"),
