@@ -60,7 +60,7 @@ class Callbacks:
         if self._error is not None:
             step = last_step(self._run_dir)
             after = "" if step is None else f" after step {step}"
-            self._error.add_note(f"the run in {self._run_dir} has ended{after}; the same call continues it")
+            _note(self._error, f"the run in {self._run_dir} has ended{after}; the same call continues it")
             raise self._error
 
     def look(self) -> bool:
@@ -80,7 +80,7 @@ class Callbacks:
             if answer is not None and answer is not STOP:
                 raise CapslogError(f"{name} returned {answer!r}; return capslog.STOP to end the run, or nothing")
         except Exception as error:
-            error.add_note(f"raised by {name} for step {row.get('step')}")
+            _note(error, f"raised by {name} for step {row.get('step')}")
             self._error, answer = error, STOP
         self._stops = self._stops or answer is STOP
 
@@ -101,6 +101,12 @@ class Callbacks:
         for manifest in (self._run_dir / "checkpoints").glob("step-*/manifest.json"):
             with contextlib.suppress(OSError):
                 yield manifest.parent, manifest.stat().st_mtime_ns
+
+
+def _note(error: BaseException, line: str) -> None:
+    """Add a line below an exception's traceback, on Pythons that can (3.11)."""
+    if hasattr(error, "add_note"):
+        error.add_note(line)
 
 
 @contextlib.contextmanager
