@@ -115,11 +115,19 @@ def test_what_cannot_be_called_is_refused_before_the_run(tmp_path: Path) -> None
 
 def test_ctrl_c_breaks_a_callback_off_and_stops_the_run(tmp_path: Path) -> None:
     heard: list[int] = []
+    calls: list[int] = []
+
+    def slow(row: dict[str, Any]) -> None:
+        calls.append(row["step"])
+        signal.raise_signal(signal.SIGINT)
+
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        with Callbacks(tmp_path, {"on_step": lambda row: signal.raise_signal(signal.SIGINT)}) as calls:
+        with Callbacks(tmp_path, {"on_step": slow}) as callbacks:
             write(tmp_path, 1)
-            assert not calls.look()
+            assert not callbacks.look()
+            write(tmp_path, 2)
+            assert not callbacks.look()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert heard == [signal.SIGINT]
+    assert (heard, calls) == ([signal.SIGINT], [1]), "it was called for every step made so far while the run stopped"

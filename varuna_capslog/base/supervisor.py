@@ -307,7 +307,7 @@ class Supervisor:
                     raise Interrupted(self._farewell("killed in the middle of a step"), 128 + self._signals[0])
                 self.say("stopping at the end of this step; Ctrl-C again kills the workers at once")
                 self._signal(signal.SIGINT)
-            if self._look() and not (called_off or num_signals):
+            if not (called_off or num_signals) and self._look():
                 called_off = True
                 self._signal(signal.SIGINT)
             stopping = called_off or num_signals > 0

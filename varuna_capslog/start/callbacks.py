@@ -67,8 +67,8 @@ class Callbacks:
         """Call the functions for what is new; True once one of them has asked for the end of the run, or failed."""
         if not self._functions:
             return False
-        with _interruptible():
-            for name, call in self._functions.items():
+        with _interruptible(self._functions.clear):
+            for name, call in tuple(self._functions.items()):
                 for row in self._new(name):
                     if self._error is None:
                         self._call(name, call, row)
@@ -110,8 +110,8 @@ def _note(error: BaseException, line: str) -> None:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C break off the functions of the caller, and then stop the run as ever."""
+def _interruptible(forget: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C break off the functions of the caller, `forget` those that wait, and then stop the run as ever."""
     try:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:  # outside the main thread, where no signal is heard
@@ -124,5 +124,7 @@ def _interruptible() -> Iterator[None]:
         interrupted = True
     finally:
         signal.signal(signal.SIGINT, before)
+    if interrupted:
+        forget()
     if interrupted and callable(before):
         before(signal.SIGINT, None)

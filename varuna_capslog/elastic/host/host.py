@@ -118,7 +118,7 @@ class Host:
                 with contextlib.suppress(queue.Empty):
                     self._calls.get(timeout=POLL_SECONDS)()
                 self._check_liveness()
-                if not self._called_off and self.options.look():
+                if not (self._called_off or self._asked) and self.options.look():
                     self._called_off = True
                     self.workers.signal(signal.SIGINT)
             self.workers.say_losses(all_of_them=True)
