@@ -318,38 +318,27 @@ def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo
 
 def _with_norms_named(config: Config, plan: Plan, profile: Profile | None, memo: Memo | None) -> Plan:
     """Return the plan with a note where batch norms train on microbatches of one sample. Notes of a plan that does not
-    fit say what is missing, and nothing else.
+    fit say what is missing, and nothing else; a plan for a profile alone builds no model.
     """
     trains = plan.purpose == "training" and plan.fits is not False and config.workload != WITHOUT_MODEL
-    if config.train.microbatch_size > 1 or not trains:
+    if config.train.microbatch_size > 1 or not trains or (profile is not None and memo is None):
         return plan
     from varuna_capslog.model.batch_norm import warning_of_one_sample
 
+    if memo is None:
+        chain = _chain(config)
+    else:
+        from varuna_capslog.profiling.estimate import StageEstimator
+
+        chain = StageEstimator.of_config(config, memo).chain
     modules = (
         (".".join(filter(None, (layer.name, name))), part)
-        for layer in _planned_chain(config, profile, memo).layers
+        for layer in chain.layers
         for name, part in layer.module.named_modules()
     )
     remedy = "take microbatches of 2 samples or more"
     note = warning_of_one_sample(modules, "a microbatch (train.microbatch_size=1)", remedy)
     return plan if note is None else dataclasses.replace(plan, notes=(*plan.notes, note))
-
-
-def _planned_chain(config: Config, profile: Profile | None, memo: Memo | None) -> Chain:
-    """Return the chain that was planned for, with the least work."""
-    if profile is None:
-        return _chain(config)
-    if memo is not None:
-        from varuna_capslog.profiling.estimate import StageEstimator
-
-        return StageEstimator.of_config(config, memo).chain
-    import torch
-
-    from varuna_capslog.model.workload import load_workload
-    from varuna_capslog.profiling.trim import skeleton
-
-    with torch.random.fork_rng(devices=[]):
-        return skeleton(load_workload(config))
 
 
 def needs_profile(config: Config, named_plan: Plan | None) -> bool:
