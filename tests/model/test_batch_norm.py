@@ -10,6 +10,8 @@ from torch import nn
 
 import varuna_capslog as capslog
 from varuna_capslog.model.batch_norm import warning_of_one_sample
+from varuna_capslog.start import prepare
+from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
 
 
 def convolutions() -> nn.Sequential:
@@ -34,6 +36,16 @@ def test_a_plan_names_it_where_its_microbatches_have_one_sample(samples: int, no
     named = [note for note in plan.notes if "BatchNorm1d" in note]
     assert len(named) == notes
     assert all("a microbatch (train.microbatch_size=1) has one sample" in note for note in named)
+
+
+def test_a_run_with_a_measured_profile_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measured profile brings no built chain along."""
+    profile = capslog.estimate(convolutions(), torch.zeros(1, 3, 16, 16), device="cpu")
+    model = OrdinaryModel(f"{__name__}:convolutions", "input=float32[1,3,16,16]")
+    config = ordinary_config(model, {"devices": 1}, device="cpu", measured=True)
+    monkeypatch.setattr(prepare, "profile_and_variants", lambda config, *rest, **options: (config, profile))
+    plan = prepare.settled_plan(config, False, list[str]().append)[2]
+    assert [note for note in plan.notes if "BatchNorm2d (and 1 more like it)" in note]
 
 
 def test_fit_warns_once_and_not_of_larger_batches(caplog: pytest.LogCaptureFixture) -> None:
