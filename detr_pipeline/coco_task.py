@@ -4,8 +4,6 @@ knows no model: `task` (DETR) and `rt_detr.task` turn a model's outputs into box
 
 from __future__ import annotations
 
-import base64
-import io
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -32,6 +30,7 @@ from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Evaluator, HostTargets, Workload
+from varuna_capslog.reports.detections import for_page
 
 __all__ = ["PROFILE_BOXES", "CocoWorkload", "draw_detections", "example_target", "save_picture"]
 
@@ -214,8 +213,6 @@ def draw_detections(
     return canvas
 
 
-_SHOWN_SIDE = 640
-"""Longest side in pixels of the picture in a record of detections."""
 _LEAST_SHOWN = 0.05
 """Lowest score of a detection in a record."""
 
@@ -226,10 +223,7 @@ def detections_record(
     """Return a picture with its detections: width and height in pixels, boxes of four corners in these pixels with
     their scores and names, the surest first, and the picture as JPEG in base64.
     """
-    shown = image.convert("RGB")
-    shown.thumbnail((_SHOWN_SIDE, _SHOWN_SIDE))
-    buffer = io.BytesIO()
-    shown.save(buffer, "JPEG", quality=85)
+    shown, jpeg = for_page(image)
     order = [place for place in scores.argsort(descending=True).tolist() if scores[place] >= _LEAST_SHOWN]
     corners = _drawable(boxes[order] * (shown.width / image.width), shown)
     rows = zip(corners.tolist(), scores[order].tolist(), classes[order].tolist(), strict=True)
@@ -237,7 +231,7 @@ def detections_record(
         "width": shown.width,
         "height": shown.height,
         "boxes": [{"box": box, "score": score, "name": names[number]} for box, score, number in rows],
-        "jpeg": base64.b64encode(buffer.getvalue()).decode(),
+        "jpeg": jpeg,
     }
 
 

@@ -4,10 +4,12 @@ evaluation. The files may be a stranger's: what is not as a run writes it is ref
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import AllowInfNan, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -15,13 +17,18 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 __all__ = [
     "CURVES_FILE",
     "MOST_CONFUSED",
+    "SAME_OBJECT",
     "Confusion",
     "Detection",
     "DetectionCurves",
     "Sample",
+    "for_page",
     "one_box_per_object",
     "read_curves",
     "read_sample",
@@ -92,7 +99,7 @@ class DetectionCurves:
             raise ValueError("its lists differ in length")
 
 
-_SAME_OBJECT = 0.4
+SAME_OBJECT = 0.4
 """IoU above which two boxes show the same object."""
 
 
@@ -102,7 +109,7 @@ def one_box_per_object(detections: Sequence[Detection]) -> list[Detection]:
     """
     kept: list[Detection] = []
     for detection in sorted(detections, key=lambda detection: -detection.score):
-        if all(_overlap(detection.box, other.box) <= _SAME_OBJECT for other in kept):
+        if all(_overlap(detection.box, other.box) <= SAME_OBJECT for other in kept):
             kept.append(detection)
     return kept
 
@@ -114,6 +121,19 @@ def _overlap(box: Sequence[float], other: Sequence[float]) -> float:
     both = max(0.0, width) * max(0.0, height)
     areas = sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in (box, other))
     return both / (areas - both) if areas > both else 0.0
+
+
+_LONGEST_SIDE = 640
+"""Pixels of the longer side of a picture in a page."""
+
+
+def for_page(picture: Image.Image) -> tuple[Image.Image, str]:
+    """Return a picture in RGB, made smaller where it is larger than a page shows, and its JPEG in base64."""
+    shown = picture.convert("RGB")
+    shown.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+    buffer = io.BytesIO()
+    shown.save(buffer, "JPEG", quality=85)
+    return shown, base64.b64encode(buffer.getvalue()).decode()
 
 
 def read_sample(path: Path) -> Sample:

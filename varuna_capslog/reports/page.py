@@ -244,10 +244,10 @@ def write_report(run: RunRecord | Path, rehearse: Rehearsal | None = None) -> Pa
         ("events", "Events", _events),
     )
     parts = [
-        markup.section(anchor, heading, content, folded=section in internals)
-        for section in (*results, *internals)
-        if (content := section[2](run))
-        for anchor, heading, _ in (section,)
+        markup.section(anchor, heading, content, folded)
+        for folded, sections in ((False, results), (True, internals))
+        for anchor, heading, content_of in sections
+        if (content := content_of(run))
     ]
     title = f"{run.model or 'model'} · {run.run_dir.resolve().name}"
     return _write(run, "index.html", markup.page(title, "Report of a pipeline training run", parts))

@@ -5,8 +5,6 @@ Curves of several runs are laid over one another, where a comparison asks for it
 
 from __future__ import annotations
 
-import base64
-import io
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,14 @@ from pathlib import Path
 
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.changes import change_kind, event_words
-from varuna_capslog.reports.detections import MOST_CONFUSED, DetectionCurves, Sample, one_box_per_object
+from varuna_capslog.reports.detections import (
+    MOST_CONFUSED,
+    SAME_OBJECT,
+    DetectionCurves,
+    Sample,
+    for_page,
+    one_box_per_object,
+)
 from varuna_capslog.reports.markup import UNKNOWN, Box, Markup, plural
 from varuna_capslog.reports.memory import COLOURS
 from varuna_capslog.reports.plots import (
@@ -252,7 +257,6 @@ _MOST_PICTURES = 24
 _MOST_PICTURE_BYTES = 500_000
 """Bytes of all pictures in base64: the whole page is to stay below 6 MB."""
 _THRESHOLD = 0.5
-_SHOWN_SIDE = 640
 _CLASS_COLOURS = ("#c2334d", "#0a72b5", "#b35f10", "#8a2ba8", "#0b7d6b", "#a6237a", "#7a6a00", "#3d55c9")
 
 
@@ -279,7 +283,9 @@ def prediction_parts(run: RunRecord) -> list[Markup]:
         parts.append(markup.gallery(made, _THRESHOLD if run.samples else None))
     if run.samples:
         parts.append(
-            markup.paragraph("Of boxes that overlap by an IoU above 0.4 only the one with the highest score is shown.")
+            markup.paragraph(
+                f"Of boxes that overlap by an IoU above {SAME_OBJECT:g} only the one with the highest score is shown."
+            )
         )
     if left_out:
         parts.append(markup.paragraph(f"{len(made)} of {len(pictures)} pictures in predictions/ are shown."))
@@ -292,13 +298,10 @@ def _embedded(path: Path) -> Sample | None:
 
     try:
         with Image.open(path) as picture:
-            picture.thumbnail((_SHOWN_SIDE, _SHOWN_SIDE))
-            buffer = io.BytesIO()
-            picture.convert("RGB").save(buffer, "JPEG", quality=85)
-            size = picture.size
+            shown, jpeg = for_page(picture)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
-    return Sample(*size, (), base64.b64encode(buffer.getvalue()).decode(), path.stem)
+    return Sample(shown.width, shown.height, (), jpeg, path.stem)
 
 
 def missing(run: RunRecord, content: str, file: str, entry: str) -> Markup:
