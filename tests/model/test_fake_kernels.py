@@ -25,6 +25,17 @@ def test_an_experts_product_in_float32_has_the_layout_of_the_kernel(columns):
         assert product_layouts(columns) == run
 
 
+def test_rows_of_a_product_begin_at_multiples_of_16_bytes():
+    def layout() -> tuple:
+        experts = torch.zeros(2, 30, 16).transpose(1, 2)  # stored as weights of a linear layer
+        product = functional.grouped_mm(torch.zeros(8, 16), experts, offs=torch.full((2,), 8, dtype=torch.int32))
+        return product.shape, product.stride()
+
+    run = layout()
+    with FakeTensorMode():
+        assert layout() == run == ((8, 30), (32, 1))
+
+
 def test_a_batch_of_products_has_the_layout_of_the_kernel():
     def layout() -> tuple:
         product = functional.grouped_mm(torch.zeros(2, 8, 16), torch.zeros(2, 16, 12))
