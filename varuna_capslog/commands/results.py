@@ -89,7 +89,7 @@ def predict(
 
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="The folder of a run, or of several.", show_default=False)
+        list[Path], typer.Argument(metavar="RUN_DIR", help="The folder of a run, or of several.", show_default=False)
     ],
     as_json: shared.AsJson = False,
     trust: shared.Trust = False,
