@@ -88,6 +88,10 @@ def capslog(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
 
 
+def cuts_of(plan: dict[str, Any]) -> list[int]:
+    return plan.get("cuts") or [stage["layers"][0][0] for stage in plan["stages"]]
+
+
 def line(row: tuple[str, str, int, str], profile: Path, microbatches: int) -> str:
     """Return the table's row of one layout."""
     number, model, ranks, layout = row
@@ -98,7 +102,7 @@ def line(row: tuple[str, str, int, str], profile: Path, microbatches: int) -> st
     if not run.stdout:
         return f"| {number} | {model} | {run.stderr.splitlines()[-1]} |"
     answer, layers = json.loads(run.stdout), json.loads(profile.read_text())["layers"]
-    cuts = [[stage["layers"][0][0] for stage in answer[whose]["stages"]] for whose in ("layout", "ours")]
+    cuts = [cuts_of(answer[whose]) for whose in ("layout", "ours")]
     (step, peak), (our_step, our_peak) = (judged(layers, some, ranks, microbatches) for some in cuts)
     played = [answer[whose]["step_seconds"] for whose in ("layout", "ours")]
     return (
