@@ -28,8 +28,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import signal_name
 from varuna_capslog.base.fork_server import accelerator_started, may_fork, renew_threads
 from varuna_capslog.base.processes import OwnedThread, killed_with, startable
-from varuna_capslog.engine.communicator import PeerLost, connect
-from varuna_capslog.engine.rendezvous import local_store
+from varuna_capslog.engine.communicator import PeerLost, connect, local_store
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions

@@ -43,9 +43,9 @@ from varuna_capslog.reports.style import (
     head_picture,
     name_rows,
     picture,
+    plan_title,
     second_unit,
 )
-from varuna_capslog.reports.titles import plan_title
 from varuna_capslog.schedules import (
     DEFAULT_K,
     KINDS,

@@ -330,7 +330,7 @@ def _with_norms_named(config: Config, plan: Plan, chain_of: Callable[[], Chain])
     trains = plan.purpose == "training" and plan.fits is not False and config.workload != WITHOUT_MODEL
     if config.train.microbatch_size > 1 or not trains:
         return plan
-    from varuna_capslog.model.batch_norm import warning_of_one_sample
+    from varuna_capslog.model.layer import warning_of_one_sample
 
     modules = (
         (".".join(filter(None, (layer.name, name))), part)

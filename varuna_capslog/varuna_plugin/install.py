@@ -184,11 +184,11 @@ def installed_patches() -> list[str]:
 
 def _apply(varuna: Any) -> None:
     from varuna_capslog.varuna_plugin import checkpoint, executor, gradients
-    from varuna_capslog.varuna_plugin.splitting import stage_run, stages
+    from varuna_capslog.varuna_plugin.splitting import stages
 
     models, pipeline, core, utils = varuna.partitioned_model, varuna.pipeline, varuna.varuna, varuna.utils
     # any cut list, owners from real use
-    _patches.replace(models.CutPoint, "forward", stage_run.cut_forward)
+    _patches.replace(models.CutPoint, "forward", stages.cut_forward)
     _patches.replace(models.PartitionedModel, "initialize", stages.initialize)
     _patches.replace(models.PartitionedModel, "parameter_names_to_cuts", parameter_names_to_cuts)
     _around(models.PartitionedModel, "forward", executor.forward)

@@ -1,7 +1,7 @@
 """Interface of a run's store: the newest generation, and one log of entries that every process reads.
 
 The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order.
-Writing the entry of a generation both founds and announces it. `own_store` and `etcd_store` read and write entries; the
+Writing the entry of a generation both founds and announces it. `opening` and `etcd_store` read and write entries; the
 rest is here. A store decides nothing.
 """
 
