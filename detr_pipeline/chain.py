@@ -215,10 +215,8 @@ def _transformer_units(config: ModelConfig, num_classes: int) -> list[Layer]:
 
 
 def _starts(units: Sequence[Layer], cut_points: str | Sequence[str]) -> set[int]:
-    """Return the positions of the units that begin a layer.
-
-    The projection always stays with the last residual block: cut after it, an eighth of the bytes travels (256 of 2048
-    channels), and all encoder layers are alike.
+    """Return the positions of the units that begin a layer. The projection always stays with the last residual block:
+    cut after it, an eighth of the bytes travels (256 of 2048 channels), and all encoder layers are alike.
     """
     names = [unit.name for unit in units]
     everywhere = {index for index, name in enumerate(names) if name != "projection"}

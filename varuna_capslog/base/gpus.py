@@ -145,9 +145,7 @@ _SHORT = {"h100": "h10080gb"}
 
 def gpu_named(text: str) -> str:
     """Return the name in `GPUS` of a kind written as `H100`, `4090`, `A100 80GB` or torch's `NVIDIA A100-SXM4-80GB`.
-
-    Raises:
-        CapslogError: no such kind (the nearest are named), or it has several memories (all are named).
+    Raises CapslogError: no such kind (the nearest are named), or it has several memories (all are named).
     """
     plain = re.sub(r"[\s_-]|nvidia|amd|instinct|geforce|tesla|sxm\d|pcie|hbm\d?e?", "", text.lower())
     spelled = {name.replace("-", ""): name for name in GPUS}

@@ -305,9 +305,7 @@ class StageOptimizer:
 
 
 def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) -> None:
-    """Step optimizers of one recipe over different parameters, in one call where possible: to the same bits, since a
-    recipe's optimizer treats every parameter by itself.
-    """
+    """Step optimizers of one recipe in one call where possible: to the same bits, as parameters do not mix."""
     together = [optimizer for optimizer in optimizers if optimizer._steps_in_one_call] if scale else []
     for optimizer in optimizers:
         if optimizer not in together:

@@ -254,9 +254,7 @@ class _Read:
         self._batch, self._take, self._specs, self._samples = batch, take, specs, samples
 
     def result(self) -> tuple[dict[str, Tensor], Any]:
-        """Return inputs and batch, when they are there. Raises CapslogError where the microbatch cannot be read, or
-        differs in shape from the first one.
-        """
+        """Return inputs and batch. Raises CapslogError where it cannot be read, or has another shape than the first."""
         batch = self._batch.result()
         inputs = {name: tensor.contiguous() for name, tensor in self._take(batch).items()}
         for name, spec in self._specs.items():

@@ -392,9 +392,7 @@ def _only_at_once(rows: Iterable[Sequence[Action]]) -> set[int]:
 
 
 def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: RunShape) -> Schedule:
-    """Return the actions of one step in the order of a schedule. graph: of these stages in this order. run: for stages
-    whose memory is None.
-    """
+    """Return the actions of one step in the order of a schedule. graph: of the stages. run: where memory is None."""
     return schedule_of(
         name,
         graph,

@@ -204,9 +204,7 @@ class WorkerGroup:
 
 
 def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
-    """Return the context to start processes: by forking this one if that is safe, or else from a clean fork server,
-    which imports torch again and takes seconds.
-    """
+    """Return the context to start processes: by forking this one if that is safe, else from a clean fork server."""
     if sys.platform == "linux" and may_fork():  # on other systems, threads that are not Python's cannot be detected
         return multiprocessing.get_context("fork")
     try:

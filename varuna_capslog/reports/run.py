@@ -233,9 +233,7 @@ class RunRecord:
         return statistics.median(seconds) if seconds else None
 
     def waited_share(self) -> float | None:
-        """Share of the time in steps, without the first of a generation, in which the rank with the longest wait waited
-        for data; None where it was not measured.
-        """
+        """Share of the step time, without first steps, in which the slowest rank waited for data, if measured."""
         timed = [line for line in self.steps if None not in (line.step_seconds, line.waited_seconds)]
         later = [line for before, line in itertools.pairwise(timed) if line.generation == before.generation]
         seconds = sum(line.step_seconds or 0 for line in later)

@@ -158,9 +158,7 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def name_axis(axes: Axes, names: Sequence[str], width: float) -> None:
-    """Write names under positions 0, 1, ... of the x axis so that none overlaps: level, upright, smaller, not all.
-    width: of the axes in inches, about.
-    """
+    """Write names under positions 0, 1, ... without overlaps: level, upright, smaller, not all. width: inches."""
     room = 72 * width / max(1, len(names))  # points for one name
     size = max(5.0, min(8.5, 0.72 * room))
     spacing = max(1, -(-round(1.15 * size * len(names)) // round(72 * width)))

@@ -190,9 +190,7 @@ def run_script(
 
 
 def join_script(script: Path, arguments: Sequence[str], options: HostOptions, wait_seconds: float) -> HostEnd:
-    """Wait like `join_run`, then run a script on this machine's workers, with the settings that the serving machine
-    wrote into the run's folder. Raises like `join_run`.
-    """
+    """Wait like `join_run`, then run a script with the settings that the serving machine wrote. Raises like it."""
     _find_run(options, wait_seconds)
     path = options.run_dir / _SCRIPT_CALL
     try:

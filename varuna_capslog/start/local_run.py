@@ -84,10 +84,7 @@ def prepared_run(config: Config, show: bool = True, server: ForkServer | None = 
 def run_workers(
     config: Config, say: Say, starter: Starter, workers: int | None = None, look: Callable[[], bool] = lambda: False
 ) -> None:
-    """Start the workers of a run (`workers`, or as many as the config says) here and watch them until they end.
-
-    look: see `Supervisor`.
-    """
+    """Start a run's workers (`workers`, or as the config says), watch them to their end. look: see `Supervisor`."""
     from varuna_capslog.base.supervisor import Supervisor
 
     Supervisor(

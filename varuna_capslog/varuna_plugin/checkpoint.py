@@ -187,10 +187,8 @@ def write_held(
 
 
 def begin_with(run_dir: Path) -> tuple[int, Path | None]:
-    """Step after which a run continues, and the folder of its state; (0, None) at the very beginning.
-
-    Called by one process before a run starts. The generations begin anew, so unusable state of an earlier run is
-    removed.
+    """Step after which a run continues, and the folder of its state; (0, None) at the very beginning. Called by one
+    process before a run starts. The generations begin anew, so unusable state of an earlier run is removed.
     """
     newest_checkpoint: tuple[int, Path | None] = newest(run_dir / "checkpoints") or (0, None)
 

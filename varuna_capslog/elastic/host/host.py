@@ -37,10 +37,8 @@ HOPELESS = 3  # after so many workers in a row that ended before they took part 
 
 @dataclass(frozen=True)
 class HostEnd:
-    """End of a host's part.
-
-    how: "finished": the run has ended; "left": all its workers have left by request, and others may go on. stopped: the
-    run ended early on request.
+    """End of a host's part. how: "finished": the run has ended; "left": all its workers have left by request, and
+    others may go on. stopped: the run ended early on request.
     """
 
     how: Literal["finished", "left"]

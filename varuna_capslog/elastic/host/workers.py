@@ -333,10 +333,7 @@ class HostWorkers:
                 )
 
     def root(self, since: float) -> WorkerFailed:
-        """Error that ends a run of which all workers here have failed.
-
-        since: wall time of the newest generation's beginning; the run survived failures before it.
-        """
+        """Error of a run of which all workers here have failed. since: when the newest generation began."""
         last = [failure for failure in self.failures if failure.time >= since] or self.failures
         root = root_cause(last)
         alike = len(last) > 1 and all(failure.cause == root.cause for failure in last)

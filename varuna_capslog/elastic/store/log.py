@@ -47,10 +47,7 @@ class StoreRefuses(StoreGone):
 
 
 class MembershipStore(abc.ABC):
-    """Store of a run, for members and supervisors, from any thread.
-
-    Every call is bounded: it raises `StoreGone` where the store is gone, hangs or was started anew.
-    """
+    """Store of a run, from any thread. Every call raises `StoreGone` where it is gone, hangs or was started anew."""
 
     address: str
     """As `open_store` reads it."""

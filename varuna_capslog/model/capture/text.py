@@ -460,9 +460,7 @@ class OneOf:
 
 def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
     """Merge the layers of several captures; those of a single capture are returned as they are. `name`: the model's,
-    for messages.
-
-    Raises CapslogError where for some sizes the model is cut into other layers or hands on other tensors.
+    for messages. Raises CapslogError where for some sizes the model is cut into other layers or hands on other tensors.
     """
     layers, inputs, outputs = captures[0]
     for others, other_inputs, other_outputs in captures[1:]:

@@ -210,10 +210,8 @@ def splits_captured(module: nn.Module) -> bool:
 
 
 def split_captured(module: CapturedGraph, into: Splitter) -> None:
-    """Add the parts of a captured layer.
-
-    Raises CapslogError: an operator that is not known to keep heads or columns separate, shares that are not equal, or
-    a layer of several graphs.
+    """Add the parts of a captured layer. Raises CapslogError: an operator that is not known to keep heads or columns
+    separate, shares that are not equal, or a layer of several graphs.
     """
     if hasattr(module, "graphs"):
         raise CapslogError("it has a graph for each of several sizes; capture the model for one of them")

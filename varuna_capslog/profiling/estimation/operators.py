@@ -73,9 +73,7 @@ _Count = Callable[[str, Sequence[Any], list[Tensor], list[Tensor], Any, Halves],
 
 @functools.cache
 def _known_of(func: Any) -> tuple[str, tuple[int, ...], _Count | None]:
-    """Return an operator's name, the places of the arguments that it writes into, and the function that counts its
-    work: None where it moves nothing.
-    """
+    """Return an operator's name, the places that it writes into, and its counter: None where it moves nothing."""
     name = func.overloadpacket.__name__
     returns = [part.alias_info for part in func._schema.returns]
     views = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)

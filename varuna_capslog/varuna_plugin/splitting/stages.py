@@ -257,9 +257,7 @@ class StageRun:
 
 
 def kept_names(partition: Partition, ties: Sequence[TieGroup], stage: int) -> set[str]:
-    """Parameters that a trimmed stage shares with stages of interest, and keeps so that their sums of gradients have
-    full size and every partner.
-    """
+    """Parameters that a trimmed stage shares with stages of interest: their sums of gradients need every partner."""
     return {name for tie in ties for name in tie.names if stage in partition.stages_of[name]}
 
 
@@ -284,10 +282,7 @@ class CutShapes:
             points[name].cp_func = functools.partial(self._report, name)
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[tuple[TensorSpec, ...]]:
-        """Specs of each cut's tensors; the microbatch's values are never read.
-
-        Raises CapslogError where a shape depends on values.
-        """
+        """Specs of each cut's tensors, by no values; raises CapslogError where a shape depends on values."""
         key = repr(pytree.tree_map_only(Tensor, lambda leaf: (tuple(leaf.shape), leaf.dtype), dict(inputs)))
         if key not in self._known:
             self._known[key] = self._run(pytree.tree_map_only(Tensor, self._mode.from_tensor, dict(inputs)))
