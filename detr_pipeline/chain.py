@@ -129,9 +129,7 @@ _NOT_CUT_BEFORE = {
 
 
 class Joined(nn.Module):
-    """Consecutive units as one layer; child modules bear their names, dots as underscores. needed: names that later
-    units read.
-    """
+    """Consecutive units as one layer; modules bear their names, dots as underscores. needed: names read later."""
 
     def __init__(self, units: Sequence[Layer], needed: frozenset[str]) -> None:
         super().__init__()

@@ -236,9 +236,7 @@ class NeedsValues(CapslogError):
 
 
 def a_number(dtype: torch.dtype) -> bool | int | float:
-    """Return the number that is read out of a fake tensor: True, 1 or 1.5, since torch's optimizers divide by it, and
-    by its difference from 1.
-    """
+    """Return the number read out of a fake tensor: True, 1 or 1.5, by which torch's optimizers can divide."""
     if dtype == torch.bool:
         return True
     return 1.5 if dtype.is_floating_point else 1

@@ -103,10 +103,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class PartOf:
-    """Whole layer, not in the chain, that a layer of the chain is a part of.
-
-    pieces: name of each tensor inside the part -> the elements that it has.
-    """
+    """Whole layer that a layer of the chain is a part of. pieces: tensor's name in the part -> its elements."""
 
     layer: str
     pieces: Mapping[str, TensorPiece]
@@ -235,9 +232,7 @@ def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.
 
 
 def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
-    """Return (bytes added by 16-bit parameters beside their float32 masters, bytes saved by frozen ones, which have no
-    master). Arguments as of `low_parameters`.
-    """
+    """Return (bytes of 16-bit parameters beside their float32 masters, bytes saved by frozen ones, without one)."""
     low = low_parameters(module, weights).items()
     beside = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
     less = sum(

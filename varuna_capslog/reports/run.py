@@ -26,7 +26,6 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.reports.detections import CURVES_FILE, DetectionCurves, Sample, read_curves, read_sample
-from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 from varuna_capslog.training.journal import goodness
 
 __all__ = [
@@ -198,13 +197,6 @@ class RunRecord:
     def model(self) -> str | None:
         """Name of the model; None where neither plan nor profile has it."""
         return (self.plan and self.plan.model) or (self.profile and self.profile.model) or None
-
-    @property
-    def schedule_text(self) -> str | None:
-        """Name of the plan's schedule, else of the config's, for a title; None where no file has it."""
-        planned = None if self.plan is None else self.plan.schedule
-        name = planned or (None if self.config is None else self.config.pipeline.schedule)
-        return None if name in (None, AUTO_SCHEDULE) else f"schedule {name}"
 
     @property
     def best(self) -> Evaluation | None:

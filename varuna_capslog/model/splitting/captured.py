@@ -41,10 +41,7 @@ def operator_name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear map in a graph.
-
-    weight, bias: names of its parameters. into_columns: True where the weight has a column for each output, not a row.
-    """
+    """Linear map in a graph: names of its parameters. into_columns: the weight has a column for each output."""
 
     x: fx.Node
     weight: str
@@ -81,9 +78,7 @@ class _Tracer(fx.Tracer):
 
 
 def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
-    """Replace the call of a module by the operations inside it. Raises CapslogError where its code depends on values or
-    on the mode.
-    """
+    """Replace the call of a module by its operations. Raises CapslogError where its code depends on values or mode."""
     target = str(node.target)
     held = root.get_submodule(target)
     copied = copy.deepcopy(held, {id(parameter): parameter for parameter in held.parameters()})
