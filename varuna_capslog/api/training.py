@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.reports.run import RunRecord
 
-__all__ = ["TrainedRun", "function_name", "own_data_values", "refuse_splits", "script_module", "train"]
+__all__ = ["TrainedRun", "script_module", "train"]
 
 
 # -- Names by which the processes of a run find functions of the program that starts it.

@@ -29,7 +29,6 @@ from varuna_capslog.engine.pair_groups import NotOpened, Opener, PairGroup, Pair
 from varuna_capslog.model.chain import TensorSpec
 
 __all__ = [
-    "LOCAL",
     "Communicator",
     "PeerLost",
     "Pending",

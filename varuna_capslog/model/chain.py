@@ -327,14 +327,6 @@ class Chain:
             tensors |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
         return tensors
 
-    def num_parameters(self, trainable_only: bool = False) -> int:
-        """Return the number of scalar parameters, shared ones counted once."""
-        return sum(
-            parameter.numel()
-            for parameter in self.named_parameters().values()
-            if parameter.requires_grad or not trainable_only
-        )
-
     def fill(self, indices: Iterable[int] | None = None) -> None:
         """Build layers of factories (default: all) with their initial values; other layers stay as they are.
 

@@ -33,13 +33,9 @@ from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
 from varuna_capslog.varuna_plugin.wire import named_loss
 
 __all__ = [
-    "COMMON",
-    "EXTRA",
     "FORMAT",
     "MANIFEST",
-    "PARAMETERS",
     "RESUMED",
-    "STATE",
     "Reader",
     "begin_with",
     "load",

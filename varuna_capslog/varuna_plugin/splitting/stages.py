@@ -38,21 +38,7 @@ from varuna_capslog.varuna_plugin.splitting.tracing import (
 )
 from varuna_capslog.varuna_plugin.wire import Bundle, Room
 
-__all__ = [
-    "ANCHOR",
-    "CutShapes",
-    "Draws",
-    "EntryCut",
-    "ExitCut",
-    "StageDone",
-    "StageRun",
-    "anchor_on",
-    "cut_forward",
-    "initialize",
-    "kept_names",
-    "play_stage",
-    "reduce_to_stage",
-]
+__all__ = ["ANCHOR", "CutShapes", "Draws", "StageRun", "cut_forward", "initialize", "kept_names", "reduce_to_stage"]
 
 
 # -- A rank's stage while it trains: the position of its forward, and the actions of its two CutPoints.
