@@ -245,7 +245,7 @@ def going_round(problem: Problem, planner: str) -> Plan:
         Units(run.num_microbatches, run.microbatch_size, run.num_blocks),
         run.schedule,
         ranks=problem.devices if any(device != PlanRank() for device in problem.devices) else (),
-        model=profile.model or "",
+        model=profile.model,
         planner=name,
         profile_digest=profile.digest,
     )
