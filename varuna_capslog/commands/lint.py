@@ -132,6 +132,8 @@ def _ranks(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:
 
 def _print(layout: Layout, theirs: Plan, ours: Plan, config: Config, profile: Profile) -> None:
     from varuna_capslog.base.units import unit_of
+    from varuna_capslog.planning.chunks import chunk_bound
+    from varuna_capslog.planning.problem import Problem
     from varuna_capslog.reports.markup import plural
 
     ranks, rows = config.pipeline.devices, []
@@ -143,10 +145,11 @@ def _print(layout: Layout, theirs: Plan, ours: Plan, config: Config, profile: Pr
         for plan, steps in plans:
             row += _cells(plan, steps[rank], unit)
         rows.append(row)
+    bound = chunk_bound(Problem.of_config(config, profile))
     title = f"{layout.system} layout of {plural(ranks, 'rank')} beside planner {ours.planner}"
     peak = f"peak\n{name}"
     headings = ("rank", "blocks", "layers", peak, "busy", "our\nlayers", peak, "busy")
-    shared.print_table(title, headings, rows, left=(2, 5), notes=_notes(layout, theirs, ours))
+    shared.print_table(title, headings, rows, left=(2, 5), notes=_notes(layout, theirs, ours, bound))
 
 
 def _cells(plan: Plan, step: RankStep, unit: int) -> list[str]:
@@ -170,14 +173,15 @@ def _fit(plan: Plan) -> str:
     return f"does not fit: {where} lacks {format_bytes(lack.bytes)}, headroom included"
 
 
-def _notes(layout: Layout, theirs: Plan, ours: Plan) -> list[str]:
+def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float) -> list[str]:
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.reports.markup import duration, plural
 
     notes = [f"schedule {theirs.schedule}; the layout {_fit(theirs)}; ours {_fit(ours)}"]
     if theirs.step_seconds and ours.step_seconds:
         change = _change(ours.step_seconds, theirs.step_seconds)
-        notes.append(f"step: {duration(theirs.step_seconds)}, ours {duration(ours.step_seconds)} ({change})")
+        times = f"{duration(theirs.step_seconds)}, ours {duration(ours.step_seconds)} ({change})"
+        notes.append(f"step: {times}; no cuts take less than {duration(bound)}")
     if theirs.peak_bytes and ours.peak_bytes:
         change = _change(ours.peak_bytes, theirs.peak_bytes)
         notes.append(

@@ -376,22 +376,27 @@ def _bypass_copies_of_nothing(captured: Captured) -> None:
                 captured.outputs[name] = source
 
 
+_UNTRACED = "do_not_emit_stack_traces"
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence torch.export, which logs and prints whole graphs before it raises; our own error says what a user needs.
 
-    Also keep it from recording the Python line of each operation, which takes a sixth of its time.
+    Also keep it, where torch can (not 2.11), from recording the Python line of each operation: a sixth of its time.
     """
-    before, traced = logging.root.manager.disable, fx.config.do_not_emit_stack_traces
+    before, traced = logging.root.manager.disable, getattr(fx.config, _UNTRACED, None)
     logging.disable(logging.CRITICAL)
-    fx.config.do_not_emit_stack_traces = True
+    if traced is not None:
+        setattr(fx.config, _UNTRACED, True)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
-        fx.config.do_not_emit_stack_traces = traced
+        if traced is not None:
+            setattr(fx.config, _UNTRACED, traced)
 
 
 def _explained(model: nn.Module, running: Sequence[tuple[str, str]], error: Exception) -> NotCaptured:
