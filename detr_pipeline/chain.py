@@ -129,9 +129,7 @@ _NOT_CUT_BEFORE = {
 
 
 class Joined(nn.Module):
-    """Consecutive units as one layer; child modules bear their names, dots as underscores. needed: names that later
-    units read.
-    """
+    """Consecutive units as one layer; modules bear their names, dots as underscores. needed: names read later."""
 
     def __init__(self, units: Sequence[Layer], needed: frozenset[str]) -> None:
         super().__init__()
@@ -215,10 +213,8 @@ def _transformer_units(config: ModelConfig, num_classes: int) -> list[Layer]:
 
 
 def _starts(units: Sequence[Layer], cut_points: str | Sequence[str]) -> set[int]:
-    """Return the positions of the units that begin a layer.
-
-    The projection always stays with the last residual block: cut after it, an eighth of the bytes travels (256 of 2048
-    channels), and all encoder layers are alike.
+    """Return the positions of the units that begin a layer. The projection always stays with the last residual block:
+    cut after it, an eighth of the bytes travels (256 of 2048 channels), and all encoder layers are alike.
     """
     names = [unit.name for unit in units]
     everywhere = {index for index, name in enumerate(names) if name != "projection"}

@@ -41,11 +41,7 @@ _DRAWN_SCORE = 0.5
 
 
 class CocoWorkload(Workload):
-    """Workload of a detector.
-
-    num_classes: of the config's `model` section; None takes the number from the data file. Raises ConfigError for a
-    wrong key or value under `data`.
-    """
+    """Workload of a detector. num_classes: of the `model` section; None: of the data file. Raises ConfigError."""
 
     def __init__(self, config: Config, num_classes: int | None) -> None:
         self.config = config

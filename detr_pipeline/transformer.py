@@ -98,9 +98,7 @@ class Projections(nn.Module):
 
 
 class Attention(Projections):
-    """Multi-head attention; `attention` as `model.attention`. The paper's memory profile rests on eager; a config's
-    `variants` may choose another.
-    """
+    """Multi-head attention, eager as in the paper's memory profile, unless `model.attention` or variants say other."""
 
     def __init__(self, width: int, heads: int, dropout: float, attention: str) -> None:
         super().__init__(heads, nn.Parameter(torch.empty(3 * width, width)), nn.Parameter(torch.zeros(3 * width)))

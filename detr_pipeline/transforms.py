@@ -257,10 +257,8 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `m
 
 @contextmanager
 def opened_image(path: Path, name: str = "", max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """Yield a picture whose header was read, while the file is open. name: stands beside the path in errors.
-
-    Raises:
-        CapslogError: the file is missing, has more than `max_pixels`, or cannot be decoded, also inside the `with`.
+    """Yield a picture whose header was read, while the file is open. name: stands beside the path in errors. Raises
+    CapslogError: the file is missing, has more than `max_pixels`, or cannot be decoded, also inside the `with`.
     """
     called = _called(path, name)
     try:

@@ -4,10 +4,8 @@ are unpickled, and nothing is ever downloaded.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,15 +13,7 @@ from torch import Tensor
 from detr_pipeline.chain import units_of
 from varuna_capslog.model.chain import Chain
 
-__all__ = [
-    "FittingWeights",
-    "fit",
-    "from_reference",
-    "load_into",
-    "reference_names",
-    "to_reference",
-    "write_reference",
-]
+__all__ = ["FittingWeights", "fit", "from_reference", "load_into", "reference_names", "to_reference"]
 
 _BODY = "backbone.0.body."
 _COUNTER = "num_batches_tracked"
@@ -126,15 +116,6 @@ def _normalised(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
     elif any(name.startswith("detr.") for name in state):
         state = {name.removeprefix("detr."): tensor for name, tensor in state.items()}
     return {name: tensor for name, tensor in state.items() if not name.endswith(_COUNTER)}, bare
-
-
-def write_reference(chain: Chain, path: Path | str) -> None:
-    """Write the chain's weights as `{"model": state dict}`; the file is complete or missing."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save({"model": to_reference(chain)}, unfinished)
-    unfinished.replace(path)
 
 
 @torch.no_grad()

@@ -173,8 +173,6 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def _asked(kind: str, function: str, *arguments: Any) -> Any:
-    """Result of a function of torch's module for a type, such as `torch.xpu`, where no neutral one exists; None where
-    the module has no such function.
-    """
+    """Result of a function of torch's module for a type, such as `torch.xpu`; None where it has no such function."""
     ask = getattr(torch.get_device_module(kind), function, None)
     return None if ask is None else ask(*arguments)

@@ -18,22 +18,20 @@ from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.base.tables import lasting_output, log_to
 from varuna_capslog.base.version import __version__
 from varuna_capslog.commands import shared
-from varuna_capslog.commands.check import check
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.export import export
 from varuna_capslog.commands.front import front
 from varuna_capslog.commands.help import FIRST_STEPS, SUMMARIES, HelpCommand
-from varuna_capslog.commands.init import init
 from varuna_capslog.commands.largest import largest
 from varuna_capslog.commands.lint import lint
+from varuna_capslog.commands.measure import profile, variants
 from varuna_capslog.commands.plan import plan
-from varuna_capslog.commands.profile import profile
 from varuna_capslog.commands.questions import former_option
 from varuna_capslog.commands.results import evaluate, predict, report
 from varuna_capslog.commands.script import refuse_chaos, script
+from varuna_capslog.commands.setup import check, init
 from varuna_capslog.commands.simulate import simulate
 from varuna_capslog.commands.train import host, morph, notice, train
-from varuna_capslog.commands.variants import variants
 
 __all__ = ["app", "main", "program"]
 

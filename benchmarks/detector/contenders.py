@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 
 from detr_pipeline.coco_task import CocoWorkload
-from detr_pipeline.rt_detr.source import RtDetrSource
-from detr_pipeline.rt_detr.task import RtDetrWorkload
+from detr_pipeline.rt_detr.task import RtDetrSource, RtDetrWorkload
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.recipe import LearningRate

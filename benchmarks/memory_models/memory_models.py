@@ -20,9 +20,9 @@ from ranges import PAPER, estimator_of, exact_ranges, profile_of, requested_byte
 
 from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.costs import RangeCosts
+from varuna_capslog.planners.baselines import varuna_cuts
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.exact import exact_cuts
-from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 from varuna_capslog.profiling.estimate import Memo
 from varuna_capslog.profiling.estimation.allocator import replay

@@ -17,10 +17,10 @@ from search import algorithm_1
 
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.memory.additive import AdditiveCosts
+from varuna_capslog.planners.baselines import varuna_cuts
 from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.mcap import LIMIT, count_cut_lists, mcap_bf_cuts, mcap_bo_cuts
-from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.start.prepare import profile_run
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper"

@@ -101,7 +101,7 @@ def unsplit(communicator: Communicator, model: str, folder: Path, device: torch.
     torch.save(gradients, folder / "unsplit.pt")
     return {
         "loss": total,
-        "parameters": chain.num_parameters(),
+        "parameters": sum(parameter.numel() for parameter in chain.named_parameters().values()),
         "layers": len(chain),
         "seconds": seconds,
         "peak_bytes": probe.peak_bytes,

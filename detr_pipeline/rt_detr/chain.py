@@ -266,12 +266,8 @@ def own_names(model: Any, chain: Chain) -> dict[str, str]:
     """Return transformers' name of every address of `chain`, which is `model`'s or has the same layers."""
     # the same object is met under other names where the model has modules twice
     names = {id(value): name for name, value in reversed([*model.named_parameters(), *model.named_buffers()])}
-    same = chain_of(model)
-    return {address: names[id(value)] for address, value in same.named_tensors().items() if address in _all(chain)}
-
-
-def _all(chain: Chain) -> set[str]:
-    return set(chain.named_tensors())
+    same, addresses = chain_of(model), set(chain.named_tensors())
+    return {address: names[id(value)] for address, value in same.named_tensors().items() if address in addresses}
 
 
 def _backbone(inner: Any, levels: int) -> list[Layer]:

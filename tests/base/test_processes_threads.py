@@ -64,9 +64,9 @@ WAITS = {
     # loader processes: the thread answers every batch, and ends all of them where it fails itself
     "own_data/loader.py Loader._serve": "the loader, whose `close` puts None; the process is killed before",
     "own_data/loader.py _ended": "killed before",
-    "own_data/source.py DatasetSource.load": "`Loader._serve` answers",
-    "own_data/source.py DatasetSource.batch": "`Loader._serve` answers",
-    "own_data/source.py _Read.result": "`Loader._serve` answers",
+    "own_data/loader.py DatasetSource.load": "`Loader._serve` answers",
+    "own_data/loader.py DatasetSource.batch": "`Loader._serve` answers",
+    "own_data/loader.py _Read.result": "`Loader._serve` answers",
     # profiling: the end of a process closes its pipe, and no worker outlives its client
     "profiling/worker.py WorkerGroup.__exit__": "killed before",
     "profiling/worker.py WorkerGroup.finished": "the workers, whose end closes a pipe",

@@ -18,7 +18,7 @@ import detr_pipeline
 from detr_pipeline import workload
 from detr_pipeline.data import sampled_padded_sizes
 from detr_pipeline.task import DetrWorkload
-from detr_pipeline.weights import to_reference, write_reference
+from detr_pipeline.weights import to_reference
 from tests.detr.tiny import tiny_config
 from varuna_capslog.base.errors import CapslogError, ConfigError, settle
 from varuna_capslog.config.settings import Config
@@ -135,7 +135,7 @@ def test_predictions_are_drawn_into_the_folder(tmp_path: Path) -> None:
 def test_weights_from_a_path_are_in_the_chain(tmp_path: Path) -> None:
     torch.manual_seed(1)
     source = tiny_workload(tmp_path).build_chain()
-    write_reference(source, tmp_path / "weights.pth")
+    torch.save({"model": to_reference(source)}, tmp_path / "weights.pth")
     torch.manual_seed(2)
     loaded = tiny_workload(tmp_path, {"weights": str(tmp_path / "weights.pth"), "cut_points": "paper"}).build_chain()
     theirs, ours = to_reference(source), to_reference(loaded)
@@ -169,7 +169,7 @@ def test_how_much_of_the_weights_is_taken_is_said_or_refused(tmp_path: Path) -> 
 
 def test_import_weights_gives_addresses_and_skips_without_a_model_in_memory(tmp_path: Path) -> None:
     source = tiny_workload(tmp_path, {"num_classes": 3}).build_chain()
-    write_reference(source, tmp_path / "weights.pth")
+    torch.save({"model": to_reference(source)}, tmp_path / "weights.pth")
     state = torch.random.get_rng_state()
     tensors, skipped = tiny_workload(tmp_path).import_weights(tmp_path / "weights.pth")
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detr_pipeline.rt_detr.source import Groups, Noise
-from detr_pipeline.rt_detr.task import RtDetrWorkload
+from detr_pipeline.rt_detr.task import Groups, Noise, RtDetrWorkload
 from tests.detr.rt_detr import tiny
 from tests.engine.layouts import Cuts, layout_for
 from varuna_capslog.config.settings import Config

@@ -20,7 +20,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.elastic.host.hooks import check_same_folder
-from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.elastic.host.workers import HostOptions
 from varuna_capslog.elastic.network import address_towards, interface_of, network_variables
 from varuna_capslog.elastic.store.opening import StoreServer, open_store
 from varuna_capslog.plans.plan import Plan, write_plan

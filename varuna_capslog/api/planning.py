@@ -111,7 +111,7 @@ class ModelPlan(Plan):
 
     def _draw_layers(self, path: Path) -> None:
         from varuna_capslog.reports.memory import draw_layers
-        from varuna_capslog.reports.titles import plan_title, schedules_text
+        from varuna_capslog.reports.style import plan_title, schedules_text
 
         title = plan_title("Memory of each layer", self, self._profile, schedules_text([self.schedule]))
         draw_layers(path, title, self._profile.layers, self.cut_list)

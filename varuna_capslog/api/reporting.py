@@ -88,9 +88,7 @@ def _trained(config: Config, workload: Workload) -> Chain:
 
 
 def _draw_samples(config: Config) -> None:
-    """Draw a few validation pictures into `predictions/`, replacing older ones, where the run has a checkpoint and its
-    workload has such pictures.
-    """
+    """Draw a few validation pictures into `predictions/`, where there is a checkpoint and the workload has pictures."""
     from varuna_capslog.model.workload import load_workload
 
     if not any((config.run_dir / "checkpoints").glob("step-*")):

@@ -25,16 +25,14 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.reports.run import RunRecord
 
-__all__ = ["TrainedRun", "function_name", "own_data_values", "refuse_splits", "script_module", "train"]
+__all__ = ["TrainedRun", "script_module", "train"]
 
 
 # -- Names by which the processes of a run find functions of the program that starts it.
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return `package.module:function`, by which a worker finds the function. Raises CapslogError where it stands in no
-    module that a worker can import.
-    """
+    """Return `package.module:function`. Raises CapslogError where it stands in no module that a worker can import."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module == "__main__" and name.isidentifier() and inspect.isroutine(function):
         module = script_module(name)

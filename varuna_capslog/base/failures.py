@@ -199,10 +199,7 @@ def _distance(failure: Failure) -> int:
 
 
 def losses_by_cause(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return {member: a name of `base/failures.CAUSES`} for all lost members; "failed" where no cause was reported.
-
-    events: lines of events.jsonl in their order.
-    """
+    """Return member -> a name of `CAUSES` for all lost members; "failed" without a cause. events: of events.jsonl."""
     causes: dict[str, str] = {}
     silent: dict[str, list[str]] = {}
     for event in events:

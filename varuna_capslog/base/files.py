@@ -31,7 +31,6 @@ __all__ = [
     "is_full",
     "last_lines",
     "no_link",
-    "objects_in",
     "parse_json",
     "read_bytes",
     "read_json",

@@ -25,11 +25,11 @@ class Gpu:
     Attributes:
         architecture: group of kinds whose kernels reach similar fractions of their rates.
         memory_gib: total memory as torch reports it, in GiB, rounded down: 1 to 2 % less than it is sold with.
-        bytes_per_second: of its memory. host_bytes_per_second: of its link to the host, in one direction.
+        bytes_per_second: of its memory.
         float32_flops: without matrix units. half_flops: in float16 and, where the kind has it, bfloat16.
         processors: streaming multiprocessors (NVIDIA) or compute units (AMD).
         clock_hertz: of the processors, boosted.
-        tensor_flops, float8_flops: in TF32 and in 8 bits; 0 where it has none.
+        tensor_flops: in TF32; 0 where it has none.
         threads_per_processor: most resident threads.
         has_bfloat16: True where the matrix units take bfloat16.
     """
@@ -42,9 +42,7 @@ class Gpu:
     processors: int
     clock_hertz: float
     tensor_flops: float = 0
-    float8_flops: float = 0
     threads_per_processor: int = 2048
-    host_bytes_per_second: float = 32e9
     has_bfloat16: bool = True
 
     @property
@@ -72,15 +70,12 @@ class Gpu:
         return self.architecture in ("hopper", "blackwell")
 
 
-_PCIE3, _PCIE5, _NVLINK_C2C = 16e9, 64e9, 450e9
-
-
 def _volta(memory_gib: float) -> Gpu:
-    return Gpu("volta", memory_gib, 900e9, 15.7e12, 125e12, 80, 1.53e9, 0, 0, 2048, _PCIE3, False)
+    return Gpu("volta", memory_gib, 900e9, 15.7e12, 125e12, 80, 1.53e9, has_bfloat16=False)
 
 
 def _turing(memory_gib: float, memory: float, float32: float, half: float, processors: int, clock: float) -> Gpu:
-    return Gpu("turing", memory_gib, memory, float32, half, processors, clock, 0, 0, 1024, _PCIE3, False)
+    return Gpu("turing", memory_gib, memory, float32, half, processors, clock, 0, 1024, has_bfloat16=False)
 
 
 def _a100(memory_gib: float, memory: float) -> Gpu:
@@ -90,19 +85,19 @@ def _a100(memory_gib: float, memory: float) -> Gpu:
 def _ampere(
     memory_gib: float, memory: float, float32: float, half: float, processors: int, clock: float, tensor: float
 ) -> Gpu:
-    return Gpu("ampere-rtx", memory_gib, memory, float32, half, processors, clock, tensor, 0, 1536)
+    return Gpu("ampere-rtx", memory_gib, memory, float32, half, processors, clock, tensor, 1536)
 
 
-def _hopper(memory_gib: float, memory: float, host: float = _PCIE5) -> Gpu:
-    return Gpu("hopper", memory_gib, memory, 67e12, 989e12, 132, 1.98e9, 494e12, 1979e12, 2048, host)
+def _hopper(memory_gib: float, memory: float) -> Gpu:
+    return Gpu("hopper", memory_gib, memory, 67e12, 989e12, 132, 1.98e9, 494e12)
 
 
-def _blackwell(memory_gib: float, half: float, host: float) -> Gpu:
-    return Gpu("blackwell", memory_gib, 8000e9, 80e12, half, 148, 1.965e9, half / 2, 2 * half, 2048, host)
+def _blackwell(memory_gib: float, half: float) -> Gpu:
+    return Gpu("blackwell", memory_gib, 8000e9, 80e12, half, 148, 1.965e9, half / 2)
 
 
 def _mi300(memory_gib: float, memory: float) -> Gpu:
-    return Gpu("cdna3", memory_gib, memory, 163.4e12, 1307.4e12, 304, 2.1e9, 653.7e12, 2614.9e12, 2048, _PCIE5)
+    return Gpu("cdna3", memory_gib, memory, 163.4e12, 1307.4e12, 304, 2.1e9, 653.7e12)
 
 
 GPUS = {
@@ -118,23 +113,23 @@ GPUS = {
     "a6000": _ampere(47.4, 768e9, 38.7e12, 154.8e12, 84, 1.80e9, 77.4e12),
     "rtx3080ti-laptop": _ampere(15.7, 512e9, 20.2e12, 40.4e12, 58, 1.36e9, 20.2e12),
     "rtx3090": _ampere(23.6, 936e9, 35.6e12, 71e12, 82, 1.695e9, 35.6e12),
-    "l4": Gpu("ada", 22.0, 300e9, 30.3e12, 121e12, 58, 2.04e9, 60e12, 242e12, 1536),
-    "l40s": Gpu("ada", 44.3, 864e9, 91.6e12, 362e12, 142, 2.52e9, 183e12, 733e12, 1536),
-    "rtx4090": Gpu("ada", 23.6, 1008e9, 82.6e12, 165.2e12, 128, 2.52e9, 82.6e12, 330.3e12, 1536),
-    "h20": Gpu("hopper", 95.0, 4000e9, 44e12, 148e12, 78, 1.98e9, 74e12, 296e12, 2048, _PCIE5),
+    "l4": Gpu("ada", 22.0, 300e9, 30.3e12, 121e12, 58, 2.04e9, 60e12, 1536),
+    "l40s": Gpu("ada", 44.3, 864e9, 91.6e12, 362e12, 142, 2.52e9, 183e12, 1536),
+    "rtx4090": Gpu("ada", 23.6, 1008e9, 82.6e12, 165.2e12, 128, 2.52e9, 82.6e12, 1536),
+    "h20": Gpu("hopper", 95.0, 4000e9, 44e12, 148e12, 78, 1.98e9, 74e12),
     "h100-80gb": _hopper(79.1, 3350e9),
     "h100-96gb": _hopper(94.5, 2400e9),
-    "gh200-96gb": _hopper(94.5, 4000e9, _NVLINK_C2C),
-    "gh200-144gb": _hopper(141.0, 4900e9, _NVLINK_C2C),
+    "gh200-96gb": _hopper(94.5, 4000e9),
+    "gh200-144gb": _hopper(141.0, 4900e9),
     "h200": _hopper(139.7, 4800e9),
-    "b200": _blackwell(178.3, 2250e12, _PCIE5),
-    "gb200": _blackwell(184.0, 2500e12, _NVLINK_C2C),
-    "gb300": _blackwell(277.0, 2500e12, _NVLINK_C2C),
-    "rtx5090": Gpu("blackwell-rtx", 31.3, 1792e9, 104.8e12, 209.5e12, 170, 2.407e9, 104.8e12, 419e12, 1536, _PCIE5),
-    "rtx-pro-6000": Gpu("blackwell-rtx", 94.9, 1792e9, 125e12, 503.8e12, 188, 2.6e9, 251.9e12, 1007.6e12, 1536, _PCIE5),
+    "b200": _blackwell(178.3, 2250e12),
+    "gb200": _blackwell(184.0, 2500e12),
+    "gb300": _blackwell(277.0, 2500e12),
+    "rtx5090": Gpu("blackwell-rtx", 31.3, 1792e9, 104.8e12, 209.5e12, 170, 2.407e9, 104.8e12, 1536),
+    "rtx-pro-6000": Gpu("blackwell-rtx", 94.9, 1792e9, 125e12, 503.8e12, 188, 2.6e9, 251.9e12, 1536),
     "mi300x": _mi300(191.9, 5300e9),
     "mi325x": _mi300(255.9, 6000e9),
-    "mi355x": Gpu("cdna4", 287.9, 8000e9, 157.3e12, 2516.6e12, 256, 2.4e9, 0, 5033.2e12, 2048, _PCIE5),
+    "mi355x": Gpu("cdna4", 287.9, 8000e9, 157.3e12, 2516.6e12, 256, 2.4e9),
 }
 """By name, from the makers' data sheets: SXM modules where there are several, the middle of the clocks that a laptop
 may have. The total memory of `h200` was read on one."""
@@ -145,9 +140,7 @@ _SHORT = {"h100": "h10080gb"}
 
 def gpu_named(text: str) -> str:
     """Return the name in `GPUS` of a kind written as `H100`, `4090`, `A100 80GB` or torch's `NVIDIA A100-SXM4-80GB`.
-
-    Raises:
-        CapslogError: no such kind (the nearest are named), or it has several memories (all are named).
+    Raises CapslogError: no such kind (the nearest are named), or it has several memories (all are named).
     """
     plain = re.sub(r"[\s_-]|nvidia|amd|instinct|geforce|tesla|sxm\d|pcie|hbm\d?e?", "", text.lower())
     spelled = {name.replace("-", ""): name for name in GPUS}

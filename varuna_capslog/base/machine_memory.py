@@ -40,9 +40,7 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 
 def oom_kills(root: Path = _ROOT) -> int:
-    """Return the number of processes ended for lack of memory: in this control group where it counts them, else on this
-    machine; 0 where nothing counts them.
-    """
+    """Return the processes ended for lack of memory in this control group, or on this machine; 0 where none count."""
     counters = [group / name for group in _groups(root) for name in ("memory.events", "memory.oom_control")]
     counts = (_number_after(path, "oom_kill") for path in [*counters, root / "proc/vmstat"])
     return next((count for count in counts if count is not None), 0)

@@ -75,7 +75,7 @@ def _rows(problem: Problem, planners: str | None) -> list[Row]:
 def _title(problem: Problem, rows: Sequence[Row]) -> str:
     """Return the title of the picture: the model, its devices, and the schedules of the plans."""
     from varuna_capslog.reports.markup import plural
-    from varuna_capslog.reports.titles import device_kind, schedules_text, title_of
+    from varuna_capslog.reports.style import device_kind, schedules_text, title_of
 
     kind = device_kind(problem.profile.conditions, [device.speed for device in problem.devices])
     devices = f"{plural(len(problem.devices), 'device')}{kind}"

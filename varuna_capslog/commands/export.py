@@ -137,9 +137,7 @@ def export(flags: ExportFlags) -> None:
 
 
 def _write_weights(run_dir: Path, path: Path, form: str, trust: bool) -> None:
-    """Write the weights of a run's best checkpoint. Raises CapslogError where `run_dir` is no run's folder, or has no
-    checkpoint.
-    """
+    """Write the weights of a run's best checkpoint. Raises CapslogError where `run_dir` has no such thing."""
     from varuna_capslog.base import fields
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training.checkpoint import best_checkpoint

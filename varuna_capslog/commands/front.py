@@ -91,7 +91,7 @@ def front(flags: FrontFlags) -> None:
 def _title(config: Config, profile: Profile, schedules: Sequence[str | None]) -> str:
     """Return the title of table and picture: model, devices, planner, microbatches and the plans' schedules."""
     from varuna_capslog.reports.markup import plural
-    from varuna_capslog.reports.titles import device_kind, schedules_text, title_of
+    from varuna_capslog.reports.style import device_kind, schedules_text, title_of
     from varuna_capslog.schedules import RunShape
 
     pipeline = config.pipeline

@@ -216,7 +216,7 @@ def _record(layout: Layout, theirs: Plan | None, ours: Plan | None) -> dict[str,
 def _draw(path: Path, layout: Layout, theirs: Plan, ours: Plan, config: Config, profile: Profile) -> None:
     from varuna_capslog.reports.curves import draw_ranks
     from varuna_capslog.reports.markup import plural
-    from varuna_capslog.reports.titles import device_kind, title_of
+    from varuna_capslog.reports.style import device_kind, title_of
 
     names: Sequence[str] = (f"{layout.system} layout", f"planner {ours.planner}")
     steps = [_ranks(plan, config, profile) for plan in (theirs, ours)]

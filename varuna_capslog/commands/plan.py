@@ -119,11 +119,7 @@ _KEYS = ("pipeline.devices", "pipeline.capacity", "profile.device", "train.micro
 
 
 def check_purpose(flags: PlanFlags) -> bool:
-    """Return whether the plan is for inference.
-
-    Raises:
-        CapslogError: another purpose; flags of the other one.
-    """
+    """Return whether the plan is for inference. Raises CapslogError: another purpose; flags of the other one."""
     from varuna_capslog.base import fields
 
     fields.refuse_unknown([flags.purpose], ("training", "inference"), "purpose of --for")

@@ -145,10 +145,7 @@ Flags = TypeVar("Flags", bound=ModelFlags)
 
 def settled(flags: Flags) -> Flags:
     """Return the flags with --hf replaced by the --model that builds it, and with a first word KEY=VALUE not taken for
-    a CONFIG.
-
-    Raises:
-        CapslogError: --model or a CONFIG is given beside --hf, or both of them.
+    a CONFIG. Raises CapslogError: --model or a CONFIG is given beside --hf, or both of them.
     """
     config, overrides = shared.words_of(flags.config, flags.overrides)
     flags = replace(flags, config=config, overrides=overrides)
@@ -170,11 +167,7 @@ def keys_of(overrides: Sequence[str] | None) -> dict[str, Any]:
 
 
 def overrides_of(flags: ModelFlags) -> list[str]:
-    """Return the overrides that the flags make in a CONFIG.
-
-    Raises:
-        CapslogError: a flag that belongs to --model.
-    """
+    """Return the overrides that the flags make in a CONFIG. Raises CapslogError: a flag that belongs to --model."""
     if flags.inputs or flags.cut_points or flags.arguments:
         raise CapslogError(
             "--input and --cut-points describe the model of --model, --model-arg goes to its function; in a CONFIG set "

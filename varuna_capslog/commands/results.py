@@ -54,9 +54,7 @@ def _score(value: Any) -> str:
 
 
 def _ranks_of(settings: Config) -> int | None:
-    """Return the number of ranks of the run's newest plan, since an elastic run may have ended with another number than
-    it began with. None where there is no plan.
-    """
+    """Return the ranks of the run's newest plan, if any: an elastic run may end with others than it began with."""
     from varuna_capslog.plans.plan import latest_plan
 
     newest = latest_plan(settings.run_dir)

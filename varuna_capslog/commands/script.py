@@ -103,8 +103,8 @@ def elastic_settings(pairs: list[str]) -> Elastic:
 
 def _run(options: ScriptOptions, folder: Path, settings: Elastic) -> None:
     from varuna_capslog.base.supervisor import Interrupted
-    from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.host.terminal import Terminal
+    from varuna_capslog.elastic.host.workers import HostOptions
     from varuna_capslog.start.elastic_host import join_script, run_script
 
     file, arguments = options.file, options.arguments or []

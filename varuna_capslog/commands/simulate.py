@@ -269,7 +269,7 @@ def _replay_trace(
 def _replay_title(flags: SimulateFlags, replayed: Replay, profile: Profile, run: RunShape) -> str:
     """Return the title of the picture of a replay."""
     from varuna_capslog.planners import JOINT
-    from varuna_capslog.reports.titles import device_kind, title_of
+    from varuna_capslog.reports.style import device_kind, title_of
 
     devices = f"at most {replayed.devices} devices{device_kind(profile.conditions)}"
     planner = f"planner {flags.planner or JOINT}"

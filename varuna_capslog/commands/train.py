@@ -19,7 +19,7 @@ from varuna_capslog.commands.shared import option
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
     from varuna_capslog.elastic.host.host import HostEnd
-    from varuna_capslog.elastic.host.options import HostOptions
+    from varuna_capslog.elastic.host.workers import HostOptions
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
 
@@ -79,7 +79,7 @@ class HostFlags:
 def host(flags: HostFlags) -> None:
     """Train on several machines that may come and go. Run it on each machine, on one of them with --serve."""
     from varuna_capslog.base.supervisor import reserve
-    from varuna_capslog.elastic.host.options import HostOptions
+    from varuna_capslog.elastic.host.workers import HostOptions
     from varuna_capslog.start.elastic_host import check_elastic, join_run, server_of
     from varuna_capslog.start.local_run import prepared_run, run_elastic
 

@@ -67,9 +67,7 @@ class Script(Protocol):
     """Interface that a program implements. Called by one thread."""
 
     def state(self) -> Any:
-        """Return all that must survive the boundary between two steps, the same on every member: nested dicts, lists
-        and tuples of tensors, numbers and text.
-        """
+        """Return all that must survive a step boundary, alike on every member: nested dicts, lists, tuples, tensors."""
 
     def load(self, state: Any) -> None:
         """Continue from a result of `state`, here or on another member. The script may keep the tensors."""
@@ -456,10 +454,7 @@ class MemberScript:
     status: int | None = None
 
     def run(self, path: str, arguments: Sequence[str], folder: str) -> int | str | None:
-        """Run the script as this process's program; return the code of its SystemExit (None: it raised none).
-
-        arguments: the script's own. folder: the first place where its imports are searched.
-        """
+        """Run the script as this program; return its SystemExit's code or None. folder: where imports look first."""
         sys.argv = [path, *arguments]
         sys.path.insert(0, folder)
         token = _CURRENT.set(self)
@@ -473,10 +468,7 @@ class MemberScript:
 
 
 def current_script() -> MemberScript | None:
-    """Script that makes this call; None in a process that is no member's.
-
-    Raises CapslogError in another thread than the script's.
-    """
+    """Script that makes this call; None in no member's process. Raises CapslogError in another thread than its own."""
     script = _CURRENT.get()
     if script is None and "CAPSLOG_MEMBER" in os.environ and threading.current_thread() is not threading.main_thread():
         raise CapslogError(

@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import re
+import socket
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,10 +26,48 @@ from torch import Tensor
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.pair_groups import NotOpened, Opener, PairGroup, PairGroups, Waiting
-from varuna_capslog.engine.rendezvous import LOCAL, local_store
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "connected", "pack", "unpack", "why_lost"]
+__all__ = [
+    "Communicator",
+    "PeerLost",
+    "Pending",
+    "connect",
+    "connect_group",
+    "connected",
+    "local_store",
+    "pack",
+    "unpack",
+    "why_lost",
+]
+
+
+# -- Rendezvous of the ranks of an ordinary run: torch's store, for the processes of one machine.
+
+
+# A run on several machines under torchrun meets in torchrun's own store.
+
+
+LOCAL = "127.0.0.1"
+_TIMEOUT = datetime.timedelta(seconds=300)
+
+
+def local_store(port: int = 0, timeout: datetime.timedelta = _TIMEOUT) -> dist.TCPStore:
+    """Store of torch for the processes of this machine alone: it has no access control, and torch would listen to all
+    machines. Raises OSError where the port is taken.
+    """
+    listener = socket.create_server((LOCAL, port), backlog=1024)
+    return dist.TCPStore(
+        LOCAL,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+# -- All communication between the ranks of one generation
 
 
 # -- Converts values to bytes and back, for `Communicator.gather`.

@@ -105,9 +105,7 @@ class Joining:
         self._dimensions = dimensions
 
     def part(self, key: Value | GradientKey, tensor: Tensor, place: int, spec: TensorSpec) -> Tensor:
-        """Part number `place` of a larger call, in new memory and the layout of `spec`. The gradient of a value without
-        samples goes to the first part, zeros to the others.
-        """
+        """Part `place` of a larger call, in new memory. A gradient without samples goes to part 0, zeros to others."""
         value = value_of(key)
         dimension = self._dimensions[value]
         if dimension is None:

@@ -126,10 +126,7 @@ def input_half(
 
 
 class _Graph:
-    """Nodes behind some outputs.
-
-    entries: id of a leaf -> node at which its gradient arrives. on_the_way: nodes from which a path leads to a leaf.
-    """
+    """Nodes behind some outputs. entries: leaf id -> node of its gradient. on_the_way: nodes with a path to a leaf."""
 
     def __init__(self, outputs: Iterable[tuple[GradientEdge, Tensor]], leaves: Iterable[Any]) -> None:
         wanted = {id(leaf) for leaf in leaves}

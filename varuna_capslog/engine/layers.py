@@ -350,9 +350,7 @@ def keep_layout(tensor: Tensor) -> None:
 
 
 def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, layer: int) -> None:
-    """Seed the device's default generator for one layer and microbatch (engine rule 1): dropout is the same under any
-    cut list, schedule, recomputation or number of replicas.
-    """
+    """Seed the device's generator for one layer and microbatch: dropout is the same under any plan (engine rule 1)."""
     accelerator.seed(device, mix(seed, step, microbatch, layer))
 
 

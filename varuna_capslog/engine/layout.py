@@ -153,9 +153,7 @@ class Layout:
         return self._ranks_of_layer[layer][block]
 
     def pairs(self, edges: Iterable[tuple[int, int]], shared: Iterable[Sequence[int]]) -> set[tuple[int, int]]:
-        """Ordered pairs of ranks between which tensors travel: over cuts (`edges` of `graph`), shared parameters
-        (`shared`: the layers of each) and replicas.
-        """
+        """Ordered pairs of ranks between which tensors travel: over edges, `shared` parameters, and replicas."""
         groups = [{self.ranks[source], self.ranks[target]} for source, target in edges]
         groups += [set(self.holders(layer)) for layer in range(self.num_layers)]
         for layers in shared:
@@ -321,10 +319,7 @@ class Reach:
 
 
 class Routes:
-    """Values and gradients that travel between the stages of a layout.
-
-    activations, gradients: of every edge, in sending order. most: largest number of entries of a message.
-    """
+    """Values and gradients that travel: per edge, in sending order. most: largest number of entries of a message."""
 
     def __init__(self, chain: Chain, layout: Layout, edges: Sequence[Edge]) -> None:
         self.ports = [ports_of(chain, stage.numbers, layout.direct) for stage in layout.stages]

@@ -169,7 +169,7 @@ class StageOptimizer:
             self._keep(parameter, kept)
 
     def _step_those_with_gradients(self, step: int, scale: float) -> None:
-        trained = self._with_gradients()
+        trained = [value for value in self.values.values() if value.grad is not None]
         if self._recipe.ema is not None:
             for parameter in trained:
                 if parameter not in self._averages:
@@ -186,9 +186,6 @@ class StageOptimizer:
             torch._foreach_lerp_([self._averages[parameter] for parameter in trained], values, weight)
         for parameter in trained:
             parameter.grad = None
-
-    def _with_gradients(self) -> list[nn.Parameter]:
-        return [value for value in self.values.values() if value.grad is not None]
 
     def _have_moments(self, trained: Sequence[nn.Parameter]) -> bool:
         return all(parameter in self._torch.state for parameter in trained)
@@ -305,9 +302,7 @@ class StageOptimizer:
 
 
 def step_alike(optimizers: Sequence[StageOptimizer], step: int, scale: float) -> None:
-    """Step optimizers of one recipe over different parameters, in one call where possible: to the same bits, since a
-    recipe's optimizer treats every parameter by itself.
-    """
+    """Step optimizers of one recipe in one call where possible: to the same bits, as parameters do not mix."""
     together = [optimizer for optimizer in optimizers if optimizer._steps_in_one_call] if scale else []
     for optimizer in optimizers:
         if optimizer not in together:

@@ -82,11 +82,8 @@ def _open_nccl(store: dist.Store, number: int, timeout: datetime.timedelta) -> P
 
 
 class PairGroups:
-    """Groups of one rank in one generation.
-
-    Args:
-        timeout: longest wait for a peer.
-        late: called once, from another thread, where a peer does not answer in time, with the operation and the reason.
+    """Groups of one rank in one generation. timeout: longest wait for a peer. late: called once, from another thread,
+    where a peer does not answer in time, with the operation and the reason.
     """
 
     def __init__(

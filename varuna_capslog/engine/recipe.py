@@ -245,9 +245,7 @@ class Recipe:
         return decay * (1 - math.exp(-step / self.ema_warmup_steps)) if self.ema_warmup_steps else decay
 
     def fresh(self, parameter: Tensor) -> dict[str, Any]:
-        """State kept of a fake parameter after its first step, by key, inside its `FakeTensorMode`; only the shapes and
-        dtypes of its tensors mean anything.
-        """
+        """State kept of a fake parameter after its first step, by key; only shapes and dtypes mean anything."""
         if self.is_plain_adamw:  # as below, but quicker: estimates ask for thousands
             kept = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             kept["step"] = torch.empty(())

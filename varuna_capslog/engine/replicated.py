@@ -180,9 +180,7 @@ class GradientBook:
         self._add_uses()
 
     def squared_norms(self, layers: Sequence[int]) -> dict[int, Tensor]:
-        """Sum of squares of each layer's gradients, float64, on the host; a shared parameter counts under its first
-        layer only (engine rule 1).
-        """
+        """Sum of squares of each layer's gradients, on the host; a shared parameter counts under its first layer."""
         squares = []
         for layer in map(self._by_index.__getitem__, layers):
             counted = {name: self._first_use[address] == layer.index for name, address in layer.shared.items()}

@@ -18,11 +18,10 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import parse_bytes, parse_rate
 from varuna_capslog.fitting.search import Fit, Loop, SegmentedChain, StepSearch
-from varuna_capslog.model.batch_norm import warning_of_one_sample
 from varuna_capslog.model.capture import LEFT, capture_layers, captured_result, leave_behind, open_state
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import NeedsValues
-from varuna_capslog.model.layer import in_training
+from varuna_capslog.model.layer import in_training, warning_of_one_sample
 from varuna_capslog.model.python_state import PythonState
 
 __all__ = ["FittedModule", "fit"]

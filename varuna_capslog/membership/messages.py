@@ -68,9 +68,7 @@ Change = tuple[str, Member]
 
 
 class Proof(NamedTuple):
-    """Digest of a layer's state at a boundary. owner: by a member that trained it; False: by the holder of a copy made
-    ahead.
-    """
+    """Digest of a layer's state at a boundary. owner: by a member that trained it; False: by a copy's holder."""
 
     layer: int
     stamp: Stamp

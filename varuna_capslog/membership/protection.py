@@ -53,9 +53,7 @@ def describe_reserves(reserve_of: Mapping[Member, Reserve]) -> str:
 
 @dataclass(frozen=True)
 class RunProtection:
-    """Protection of a run before it begins, on equal hosts; a `planning.solve.Protection`. Raises CapslogError as
-    `Placer`.
-    """
+    """Protection before a run, on equal hosts; a `planning.solve.Protection`. Raises CapslogError as `Placer`."""
 
     config: Config
     profile: Profile
@@ -67,9 +65,7 @@ class RunProtection:
         return () if sizes is None else tuple(sizes[0])
 
     def plan(self, capacities: Sequence[int] | None) -> Plan | None:
-        """Return the `budget` plan that a member would propose, with room for protection; None: its bytes are not
-        known.
-        """
+        """Return the `budget` plan that a member would propose, with room for protection, where its bytes are known."""
         pipeline, sizes = self.config.pipeline, state_bytes(self.profile)
         if sizes is None:
             return None

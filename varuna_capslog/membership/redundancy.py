@@ -132,9 +132,7 @@ def _lightest(
     room: Mapping[Member, int] | None,
     size: int,
 ) -> Member | None:
-    """Take the next holder from the heap: the lightest, on a new host while hosts lack (`short`), and preferably no
-    neighbour of a single owner.
-    """
+    """Take the lightest next holder: on a new host while hosts lack (`short`), best no neighbour of a single owner."""
     taken = {hosts[member] for member in holders}
     passed, lightest, second = [], None, None
     while by_load and lightest is None:

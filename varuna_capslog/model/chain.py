@@ -23,7 +23,7 @@ from varuna_capslog.model.factories import Factories, LayerFactory
 from varuna_capslog.model.hollow import hollow_parameter, kept_tensors, replace_parameters
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "Value"]
+__all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "Value", "is_dense"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """Return the spec of an existing (or fake) tensor; a non-dense layout is described by its contiguous form."""
-        stride = tensor.stride() if _is_dense(tensor) else _contiguous_stride(tensor.shape)
+        stride = tensor.stride() if is_dense(tensor) else _contiguous_stride(tensor.shape)
         return cls(tuple(tensor.shape), tensor.dtype, tuple(stride), tensor.requires_grad)
 
     @property
@@ -71,8 +71,10 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """True where the elements fill one block without gaps or overlaps, in any order of the dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -84,9 +86,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class Value(NamedTuple):
-    """Tensor of a chain: its name and the layer that writes it (-1: an input of the chain). Layers may reuse a name, so
-    a name alone identifies a tensor only at one cut.
-    """
+    """Tensor of a chain: its name and the layer that writes it (-1: an input). A name may be written twice."""
 
     name: str
     writer: int
@@ -326,14 +326,6 @@ class Chain:
         for layer in self.layers:
             tensors |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
         return tensors
-
-    def num_parameters(self, trainable_only: bool = False) -> int:
-        """Return the number of scalar parameters, shared ones counted once."""
-        return sum(
-            parameter.numel()
-            for parameter in self.named_parameters().values()
-            if parameter.requires_grad or not trainable_only
-        )
 
     def fill(self, indices: Iterable[int] | None = None) -> None:
         """Build layers of factories (default: all) with their initial values; other layers stay as they are.

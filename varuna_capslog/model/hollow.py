@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model import fake_kernels as _shapes  # noqa: F401  (fake runs of experts in float32)
 
 __all__ = [
     "VALUE_ERRORS",
@@ -38,6 +38,41 @@ __all__ = [
     "replace_parameters",
     "unlogged",
 ]
+
+
+# -- Shapes of operators that torch's kernels run and its fake tensors refuse, made known here.
+#
+# `torch._grouped_mm`, the product of experts, runs in float32 on processors and on CUDA devices, one product per
+# expert; its shape function takes 16-bit matrices only.
+
+
+_ROW_BYTES = 16  # every row of the product begins at a multiple
+
+
+def _grouped_mm(mode: FakeTensorMode, operator: Any, first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return the product of float32 matrices as the kernel lays it out; leave other types to torch's own function."""
+    groups: Any = args[0] if args else kwargs.get("offs")
+    if first.dtype != torch.float32 or second.dtype != torch.float32:
+        return NotImplemented
+    rows, columns = first.shape[-2], second.shape[-1]
+    if first.dim() == second.dim():  # of all groups one matrix: the gradient of weights, or a batch
+        batch = groups.shape[0] if first.dim() == 2 else first.shape[0]
+        sizes = [batch, rows, columns]
+    else:
+        sizes = [rows, columns]
+    step = _ROW_BYTES // first.element_size()
+    padded = -(-columns // step) * step
+    strides = [rows * padded, padded, 1][-len(sizes) :]
+    with mode:
+        return torch.empty_strided(sizes, strides, dtype=torch.float32, device=first.device)
+
+
+if torch.ops.aten._grouped_mm.default not in op_implementations_dict:  # a later torch may bring its own
+    register_op_impl(torch.ops.aten._grouped_mm.default)(_grouped_mm)
+
+
+# -- Modules without memory
+
 
 _Built = TypeVar("_Built")
 Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
@@ -236,9 +271,7 @@ class NeedsValues(CapslogError):
 
 
 def a_number(dtype: torch.dtype) -> bool | int | float:
-    """Return the number that is read out of a fake tensor: True, 1 or 1.5, since torch's optimizers divide by it, and
-    by its difference from 1.
-    """
+    """Return the number read out of a fake tensor: True, 1 or 1.5, by which torch's optimizers can divide."""
     if dtype == torch.bool:
         return True
     return 1.5 if dtype.is_floating_point else 1

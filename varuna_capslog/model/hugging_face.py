@@ -78,9 +78,7 @@ def model(
 
 
 def most_tokens(path: str, changes: Mapping[str, Any]) -> int | None:
-    """Return the tokens of the longest sequence that a folder's model takes; None where its config names no limit.
-    `changes` and errors as in `model`.
-    """
+    """Return the longest sequence in tokens, None without a limit. `changes` and errors as in `model`."""
     with needed("--hf"):
         import transformers
     return _most_tokens(_config(transformers, Path(path), dict(changes)))

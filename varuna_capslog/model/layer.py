@@ -28,6 +28,7 @@ __all__ = [
     "put_in_training",
     "put_together",
     "split_table",
+    "warning_of_one_sample",
 ]
 
 
@@ -102,10 +103,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class PartOf:
-    """Whole layer, not in the chain, that a layer of the chain is a part of.
-
-    pieces: name of each tensor inside the part -> the elements that it has.
-    """
+    """Whole layer that a layer of the chain is a part of. pieces: tensor's name in the part -> its elements."""
 
     layer: str
     pieces: Mapping[str, TensorPiece]
@@ -234,9 +232,7 @@ def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.
 
 
 def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
-    """Return (bytes added by 16-bit parameters beside their float32 masters, bytes saved by frozen ones, which have no
-    master). Arguments as of `low_parameters`.
-    """
+    """Return (bytes of 16-bit parameters beside their float32 masters, bytes saved by frozen ones, without one)."""
     low = low_parameters(module, weights).items()
     beside = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
     less = sum(
@@ -344,3 +340,29 @@ def frozen_parts(module: nn.Module) -> list[nn.Module]:
 
 def _parts(module: nn.Module) -> Iterable[nn.Module]:
     return module.trained if isinstance(module, Frozen) else module.modules()
+
+
+# -- Warns of batch norms that train on one sample at a time, in plans, at the start of a run and in `fit`.
+
+
+def warning_of_one_sample(modules: Iterable[tuple[str, nn.Module]], where: str, remedy: str) -> str | None:
+    """Return a sentence on the first batch norm that trains; None where there is none, or all are frozen.
+
+    Args:
+        modules: with their names, in the mode in which they train.
+        where: what has one sample, such as "a microbatch (train.microbatch_size=1)".
+        remedy: how to give it more, such as "choose train.microbatch_size=2 or more".
+    """
+    norms = [(name, part) for name, part in modules if _trains(part)]
+    if not norms:
+        return None
+    (name, part), more = norms[0], len(norms) - 1
+    others = f" (and {more} more like it)" if more else ""
+    return (
+        f"{name!r} is a {type(part).__name__}{others}, and {where} has one sample, so that each is normalised by "
+        f"itself, unlike in evaluations; {remedy}, replace it by a GroupNorm, or freeze it with eval()"
+    )
+
+
+def _trains(part: nn.Module) -> bool:
+    return isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training

@@ -105,9 +105,7 @@ class _Description:
         return (module.training, *frozen), tuple(hooks), content
 
     def value(self, value: object, numbers: dict[fx.Node, int] | None = None) -> object:
-        """Describe a value of an attribute, or of an operation's argument; numbers: of the nodes of the operation's
-        graph.
-        """
+        """Describe a value of an attribute or of an operation's argument; numbers: of the nodes of the graph."""
         if isinstance(value, fx.Node):
             assert numbers is not None
             return "node", numbers[value]

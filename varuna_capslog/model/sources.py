@@ -63,9 +63,7 @@ def source_file(kind: type) -> Path | None:
 
 
 def line_of(kind: type, pattern: str) -> str:
-    """Return where a class's code first matches a pattern, as ` (net.py:12)`; else where the class begins; empty where
-    that is unknown, and for torch's classes.
-    """
+    """Return where a class's code first matches a pattern, or begins, as ` (net.py:12)`; "" where not known."""
     if kind.__module__.partition(".")[0] == "torch":
         return ""
     try:

@@ -51,9 +51,7 @@ def load_tensors(path: Path | str, mapped: bool = False) -> Any:
 
 def read_state_file(path: Path | str) -> dict[str, Tensor]:
     """Return the state dict of `FILE.safetensors` or of a torch file: `{"model": state dict, ...}` or a bare state
-    dict.
-
-    Raises CapslogError: missing, unreadable, holds other objects than tensors and plain values, or no state dict.
+    dict. Raises CapslogError: missing, unreadable, holds other objects than tensors and plain values, or no state dict.
     """
     if Path(path).suffix == ".safetensors":
         return _safetensors(path)

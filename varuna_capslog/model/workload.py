@@ -190,12 +190,8 @@ class Workload(ABC):
         return ()
 
     def read_samples(self) -> Mapping[str, int]:
-        """Read the first sample, or some, of each source; return their numbers of samples by name.
-
-        `capslog check` calls it, in a process of its own.
-
-        Raises:
-            CapslogError: a source or its first sample cannot be read.
+        """Read the first sample, or some, of each source; return their numbers of samples by name. `capslog check`
+        calls it, in a process of its own. Raises CapslogError: a source or its first sample cannot be read.
         """
         sources = {"training": self.train_data(), "validation": self.val_data()}
         read = {name: source for name, source in sources.items() if source is not None and len(source)}

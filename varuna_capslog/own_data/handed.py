@@ -38,11 +38,7 @@ def hand_over(path: Path, objects: Mapping[str, Any], script: Callable[[str], st
 
 
 def handed(path: Path, name: str) -> Any:
-    """Return the object of this name; None where the file has none.
-
-    Raises:
-        CapslogError: the file is missing or damaged, or a name in it cannot be imported here.
-    """
+    """Return the object of this name, if any. Raises CapslogError for a damaged file or a name unknown here."""
     try:
         data = pickle.loads(path.read_bytes()).get(name)
         return None if data is None else pickle.loads(data)

@@ -26,9 +26,7 @@ class Outputs(dict[str, Tensor]):
 
 
 def returned(outputs: Mapping[str, Tensor]) -> Any:
-    """Return the outputs as the model returned them: its one tensor, the tuple of them, or `Outputs` where they have
-    names.
-    """
+    """Return the outputs as the model returned them: one tensor, a tuple, or `Outputs` where they have names."""
     if set(outputs) <= {"output", "x"} and len(outputs) == 1:
         return next(iter(outputs.values()))
     if all(name.isdigit() for name in outputs):

@@ -1,23 +1,30 @@
-"""Reads samples in the rank itself, or in loader processes beside it that read ahead. A sample is the same in every
-process, since its random numbers have a seed of their own.
-"""
+"""A user's data set as a `DataSource`, read by the rank itself or by loader processes that read ahead."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread, python_command, startable
+from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.workload import LateTargets, Minibatch
 from varuna_capslog.own_data.reading import SampleReader, receive, send
 
-__all__ = ["Batch", "Loader"]
+__all__ = ["Batch", "DatasetSource", "Loader"]
+
+
+# -- A user's data set as a `DataSource`, read by the rank itself or by loader processes that read ahead.
+
 
 _LAST_SECONDS = 5.0
 """Longest wait for a loader process to end after its last answer."""
@@ -150,3 +157,112 @@ def _ended(process: subprocess.Popen[bytes], samples: Sequence[int]) -> CapslogE
         f"a loader process {how} while it should read the samples {list(samples)}; what it wrote stands in the "
         "worker's log (a negative status is a signal; 9 is often a lack of memory: lower data.workers or data.prefetch)"
     )
+
+
+# -- A user's data set as a `DataSource`: microbatches of fixed shapes, read with their targets where needed.
+#
+# A rank that neither loads nor judges knows only the numbers of a minibatch's samples and the shapes of the first
+# batch, which all others must have.
+
+
+_REMEMBERED = 4
+"""Microbatches of an evaluation that are kept for its judge, on a rank that both loads and judges."""
+
+
+class DatasetSource:
+    """Samples of one split.
+
+    Args:
+        count: of samples.
+        specs: of the model's inputs, for a microbatch.
+        take: returns the model's inputs of a batch.
+        ahead: microbatches that are read before they are needed.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        count: int,
+        specs: Callable[[int], dict[str, TensorSpec]],
+        loader: Loader,
+        take: Callable[[Any], dict[str, Tensor]],
+        ahead: int,
+    ) -> None:
+        self._split, self._count, self._specs = split, count, specs
+        self._loader, self._take, self.ahead = loader, take, ahead
+        self._begun: dict[tuple[int, ...], _Read] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        """Return the description of a minibatch; reads nothing."""
+        samples = [list(group) for group in groups]
+        minibatch = Minibatch(
+            inputs=[self._specs(len(group)) for group in samples],
+            targets=[],
+            normalisers={"microbatches": float(len(samples))},
+            sample_ids=samples,
+            recipes=[(epoch, group) for group in samples],
+        )
+        for index in range(len(samples)):
+            minibatch.targets.append(LateTargets(functools.partial(self.batch, minibatch, index)))
+        return minibatch
+
+    def begin(self, minibatch: Minibatch, microbatch: int) -> _Read:
+        """Begin to read a microbatch: its inputs and its batch, for the loss."""
+        epoch, samples = minibatch.recipes[microbatch]
+        batch = self._loader.begin(self._split, epoch, samples)
+        return _Read(batch, self._take, minibatch.inputs[microbatch], samples)
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        """Return the inputs of a microbatch. Its batch, and those of the next microbatches, are kept for `batch`."""
+        for index in range(microbatch, min(len(minibatch.inputs), microbatch + 1 + self.ahead)):
+            self._reading(minibatch, index)
+        return self._reading(minibatch, microbatch).result()[0]
+
+    def batch(self, minibatch: Minibatch, microbatch: int) -> Any:
+        """Return the batch of a microbatch, for its judge."""
+        batch = self._reading(minibatch, microbatch).result()[1]
+        self._begun.pop(_key(minibatch, microbatch), None)
+        return batch
+
+    def _reading(self, minibatch: Minibatch, microbatch: int) -> _Read:
+        key = _key(minibatch, microbatch)
+        if key not in self._begun:
+            while len(self._begun) >= _REMEMBERED + self.ahead:
+                self._begun.pop(next(iter(self._begun)))
+            self._begun[key] = self.begin(minibatch, microbatch)
+        return self._begun[key]
+
+
+def _key(minibatch: Minibatch, microbatch: int) -> tuple[int, ...]:
+    epoch, samples = minibatch.recipes[microbatch]
+    return (epoch, *samples)
+
+
+class _Read:
+    """Inputs and batch of a microbatch that is being read."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        take: Callable[[Any], dict[str, Tensor]],
+        specs: Mapping[str, TensorSpec],
+        samples: Sequence[int],
+    ) -> None:
+        self._batch, self._take, self._specs, self._samples = batch, take, specs, samples
+
+    def result(self) -> tuple[dict[str, Tensor], Any]:
+        """Return inputs and batch. Raises CapslogError where it cannot be read, or has another shape than the first."""
+        batch = self._batch.result()
+        inputs = {name: tensor.contiguous() for name, tensor in self._take(batch).items()}
+        for name, spec in self._specs.items():
+            tensor = inputs[name]
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                raise CapslogError(
+                    f"the samples {list(self._samples)} give the input {name!r} as {list(tensor.shape)} of "
+                    f"{tensor.dtype}, but the first ones gave {list(spec.shape)} of {spec.dtype}; let the data set, or "
+                    "a collate function (data.collate), pad or crop all samples to one size"
+                )
+        return inputs, batch

@@ -72,20 +72,16 @@ class SampleReader:
         self._collate: Any = None
 
     def dataset(self, split: str) -> Any:
-        """Return the data set of "dataset" or "val"; None for validation data that no key names.
-
-        Raises:
-            CapslogError: its function failed; it is no map-style dataset.
+        """Return the data set of "dataset" or "val", if named. Raises CapslogError where it fails or is no map-style
+        one.
         """
         if split not in self._sets:
             self._sets[split] = self._opened(split)
         return self._sets[split]
 
     def read(self, split: str, epoch: int, samples: Sequence[int]) -> Any:
-        """Return the batch of these samples.
-
-        Raises:
-            CapslogError: a sample cannot be read, or they cannot be collated; it names the samples.
+        """Return the batch of these samples. Raises CapslogError, which names them, where one cannot be read or
+        collated.
         """
         dataset, loaded = self.dataset(split), []
         for sample in samples:

@@ -26,10 +26,9 @@ from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import COUNTED, Evaluator, Minibatch, known_targets
 from varuna_capslog.own_data.judging import COUNTS, LOSSES, METRICS, returned
-from varuna_capslog.own_data.loader import Loader
+from varuna_capslog.own_data.loader import DatasetSource, Loader
 from varuna_capslog.own_data.reading import SampleReader, named_or_handed, seeded
 from varuna_capslog.own_data.section import DataSection
-from varuna_capslog.own_data.source import DatasetSource
 
 __all__ = ["DatasetWorkload", "workload"]
 

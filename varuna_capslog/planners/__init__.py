@@ -10,17 +10,16 @@ from dataclasses import replace
 
 from varuna_capslog.config import defaults
 from varuna_capslog.memory import StageCosts
+from varuna_capslog.planners.baselines import seconds_balanced_cuts, size_balanced_cuts, varuna_cuts
 from varuna_capslog.planners.budget import budget_stages
 from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
 from varuna_capslog.planners.dawnpiper import dawnpiper_stages
 from varuna_capslog.planners.exact import exact_cuts
-from varuna_capslog.planners.gpipe import seconds_balanced_cuts, size_balanced_cuts
 from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.mcap import mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.planners.replicas import REPLICATED
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planners.throughput import fastest_cuts
-from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.planners.vpipe import vpipe_stages
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape

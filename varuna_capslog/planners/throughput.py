@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import NEVER, StageCosts
+from varuna_capslog.planners.baselines import varuna_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.seconds import LayerSeconds, StepPlayer, step_player
-from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
 __all__ = ["Fastest", "fastest_cuts", "least_step", "pareto_front"]

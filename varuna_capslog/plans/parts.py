@@ -14,6 +14,7 @@ from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.profiles.record import check_parallel
 from varuna_capslog.schedules import Action, RunShape, Schedule, StageGraph, backwards_at_once, schedule_of
 
 __all__ = [
@@ -300,16 +301,9 @@ class Shortfall:
 
 
 def _split(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise CapslogError('parallel must be an object such as {"kind": "none", "degree": 1}')
-    fields.refuse_unknown(value, ("kind", "degree"))
-    if value.get("kind") == "data":
+    if isinstance(value, Mapping) and value.get("kind") == "data":
         raise CapslogError("parallel.kind is 'data'; give the blocks to several stages of the same layers instead")
-    kind = fields.choice(value.get("kind"), "parallel.kind", SPLIT_KINDS)
-    degree = fields.whole(value.get("degree", 1), "parallel.degree", minimum=1)
-    if kind == "none" and degree != 1:
-        raise CapslogError(f"parallel.degree is {degree} with kind none; it must be 1")
-    return {"kind": kind, "degree": degree}
+    return check_parallel(value, SPLIT_KINDS)
 
 
 def grains_of(stages: Iterable[PlanStage]) -> list[int]:
@@ -392,9 +386,7 @@ def _only_at_once(rows: Iterable[Sequence[Action]]) -> set[int]:
 
 
 def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: RunShape) -> Schedule:
-    """Return the actions of one step in the order of a schedule. graph: of these stages in this order. run: for stages
-    whose memory is None.
-    """
+    """Return the actions of one step in the order of a schedule. graph: of the stages. run: where memory is None."""
     return schedule_of(
         name,
         graph,

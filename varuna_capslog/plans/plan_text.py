@@ -160,9 +160,7 @@ FULL = ("units", "stages", "variants", "routes", "actions", "ranks")
 
 
 def parts_of(value: Any) -> dict[str, Any]:
-    """Return the arguments of `Plan` (full form, with `cuts` where the file has it) or of `Plan.of_cuts` (short form).
-    Raises CapslogError naming the field.
-    """
+    """Return the arguments of `Plan` (full form) or `Plan.of_cuts` (short). Raises CapslogError naming the field."""
     if not isinstance(value, Mapping):
         raise CapslogError("a JSON object is needed; is this a plan?")
     if value.get("format") == FORMAT_1:

@@ -49,9 +49,7 @@ small enough that products of bytes stay finite."""
 
 
 def checked(conditions: Any) -> dict[str, Any]:
-    """Return the conditions; numbers that are computed with become int or float. Raises CapslogError naming a condition
-    that does not have the type or the range that its reader needs.
-    """
+    """Return the conditions, numbers as int or float. Raises CapslogError naming one of a wrong type or range."""
     if not isinstance(conditions, Mapping):
         raise CapslogError("conditions must be an object that maps names to values")
     checked_conditions = dict(conditions)

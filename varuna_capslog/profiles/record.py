@@ -25,6 +25,7 @@ __all__ = [
     "Profile",
     "SharedParameter",
     "TensorRecord",
+    "check_parallel",
     "layers_of_runs",
     "read_profile",
     "with_beside",
@@ -466,12 +467,12 @@ def layers_of_runs(
     return tuple(rows)
 
 
-def check_parallel(value: Any) -> dict[str, Any]:
+def check_parallel(value: Any, kinds: Sequence[str] = PARALLEL_KINDS) -> dict[str, Any]:
     """Return the checked {"kind", "degree"} of the parallelism inside a stage. Raises CapslogError for others."""
     if not isinstance(value, Mapping):
         raise CapslogError('parallel must be an object such as {"kind": "none", "degree": 1}')
     fields.refuse_unknown(value, ("kind", "degree"))
-    kind = fields.choice(value.get("kind"), "parallel.kind", PARALLEL_KINDS)
+    kind = fields.choice(value.get("kind"), "parallel.kind", kinds)
     degree = fields.whole(value.get("degree", 1), "parallel.degree", minimum=1)
     if kind == "none" and degree != 1:
         raise CapslogError(f"parallel.degree is {degree} with kind none; it must be 1")

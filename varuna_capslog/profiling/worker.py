@@ -28,8 +28,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import signal_name
 from varuna_capslog.base.fork_server import accelerator_started, may_fork, renew_threads
 from varuna_capslog.base.processes import OwnedThread, killed_with, startable
-from varuna_capslog.engine.communicator import PeerLost, connect
-from varuna_capslog.engine.rendezvous import local_store
+from varuna_capslog.engine.communicator import PeerLost, connect, local_store
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
@@ -205,9 +204,7 @@ class WorkerGroup:
 
 
 def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
-    """Return the context to start processes: by forking this one if that is safe, or else from a clean fork server,
-    which imports torch again and takes seconds.
-    """
+    """Return the context to start processes: by forking this one if that is safe, else from a clean fork server."""
     if sys.platform == "linux" and may_fork():  # on other systems, threads that are not Python's cannot be detected
         return multiprocessing.get_context("fork")
     try:

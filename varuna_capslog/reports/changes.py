@@ -197,9 +197,7 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Account:
-    """Seconds by kind, in the order of `KINDS`; pauses: those of them between the last step before a change of the
-    devices and the first one after it.
-    """
+    """Seconds by kind, in the order of `KINDS`; pauses: those of them around changes of the devices."""
 
     seconds: Mapping[str, float]
     pauses: Mapping[str, float]

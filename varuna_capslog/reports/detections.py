@@ -24,7 +24,6 @@ __all__ = [
     "CURVES_FILE",
     "MOST_CONFUSED",
     "SAME_OBJECT",
-    "Confusion",
     "Detection",
     "DetectionCurves",
     "Sample",

@@ -157,10 +157,7 @@ class GenerationPeaks:
 
 
 def plot_generations(generations: Sequence[GenerationPeaks]) -> Plot:
-    """Return bars for each generation, two per stage, planned and measured, in bytes.
-
-    At most `MOST_GENERATIONS`, with at least one bar among them.
-    """
+    """Return bars for each generation (at most `MOST_GENERATIONS`), two per stage: planned and measured bytes."""
     kinds = [(_PLANNED, [era.predicted for era in generations]), (_MEASURED, [era.measured for era in generations])]
     divisor, unit = byte_unit(peak for _, rows in kinds for sizes in rows for peak in sizes or ())
     outer = [_heading(era) for era in generations for _ in range(era.stages)]

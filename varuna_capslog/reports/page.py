@@ -107,9 +107,7 @@ def _model(run: RunRecord) -> dict[str, str]:
 
 
 def _parameters(profile: Profile) -> str | None:
-    """Return number and bytes of the parameters, each counted once even if several layers use it; None where the bytes
-    of a layer are not known.
-    """
+    """Return number and bytes of the parameters, each counted once; None where a layer's bytes are not known."""
     sizes = [layer.parameter_bytes for layer in profile.layers]
     if None in sizes:
         return None

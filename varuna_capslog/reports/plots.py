@@ -134,9 +134,7 @@ def _vertical(x: float, colour: str) -> dict[str, Any]:
 
 
 def thinned(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[float], list[float | None], int]:
-    """Return at most about `_MOST_POINTS` points, each the mean of the values of equally many steps, and their number;
-    a point without a value is None.
-    """
+    """Return about `_MOST_POINTS` means of equally many steps, and that number; None for a point without a value."""
     size = -(-len(x) // _MOST_POINTS)
     if size <= 1:
         return list(x), list(y), 1

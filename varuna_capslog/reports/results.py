@@ -68,10 +68,8 @@ def training_parts(run: RunRecord) -> list[Markup]:
 
 
 def main_parts(steps: Sequence[StepLine]) -> tuple[list[str], list[str]]:
-    """Return the loss parts with a colour, at most as many as there are colours, and the others.
-
-    A name that ends in a number (`loss_bbox_3`, the auxiliary losses of DETR) is one of the others if the name without
-    it is there.
+    """Return the loss parts with a colour, at most as many as there are colours, and the others. A name that ends in a
+    number (`loss_bbox_3`, the auxiliary losses of DETR) is one of the others if the name without it is there.
     """
     names = list(dict.fromkeys(name for line in steps for name in line.parts))
     main = [name for name in names if (bare := re.sub(r"[._]\d+$", "", name)) == name or bare not in names]

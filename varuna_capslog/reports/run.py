@@ -26,7 +26,6 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.reports.detections import CURVES_FILE, DetectionCurves, Sample, read_curves, read_sample
-from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 from varuna_capslog.training.journal import goodness
 
 __all__ = [
@@ -200,13 +199,6 @@ class RunRecord:
         return (self.plan and self.plan.model) or (self.profile and self.profile.model) or None
 
     @property
-    def schedule_text(self) -> str | None:
-        """Name of the plan's schedule, else of the config's, for a title; None where no file has it."""
-        planned = None if self.plan is None else self.plan.schedule
-        name = planned or (None if self.config is None else self.config.pipeline.schedule)
-        return None if name in (None, AUTO_SCHEDULE) else f"schedule {name}"
-
-    @property
     def best(self) -> Evaluation | None:
         """Evaluation with the best first score, the earliest among equals."""
         return max(self.evaluations, key=lambda evaluation: evaluation.value, default=None)
@@ -233,9 +225,7 @@ class RunRecord:
         return statistics.median(seconds) if seconds else None
 
     def waited_share(self) -> float | None:
-        """Share of the time in steps, without the first of a generation, in which the rank with the longest wait waited
-        for data; None where it was not measured.
-        """
+        """Share of the step time, without first steps, in which the slowest rank waited for data, if measured."""
         timed = [line for line in self.steps if None not in (line.step_seconds, line.waited_seconds)]
         later = [line for before, line in itertools.pairwise(timed) if line.generation == before.generation]
         seconds = sum(line.step_seconds or 0 for line in later)

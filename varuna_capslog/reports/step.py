@@ -43,9 +43,9 @@ from varuna_capslog.reports.style import (
     head_picture,
     name_rows,
     picture,
+    plan_title,
     second_unit,
 )
-from varuna_capslog.reports.titles import plan_title
 from varuna_capslog.schedules import (
     DEFAULT_K,
     KINDS,
@@ -156,7 +156,7 @@ def draw_simulation(
     rows = [row for pipeline in simulation.pipelines for row in pipeline.timeline.actions]
     labels = _labels(simulation)
     end = simulation.step_seconds or 1.0
-    height = _row_height(len(rows))
+    height = max(0.22, min(0.42, 6.0 / len(rows)))
     courses = _rank_courses(simulation)
     deep = 0.0 if courses is None else max(0.3, min(0.6, 7.0 / len(rows))) * len(rows)
     with picture(path, height=1.75 + height * len(rows) + deep, vector=vector) as figure:
@@ -171,10 +171,6 @@ def draw_simulation(
             axes.set_xlabel("")
         _key(figure, title, rows)
     return numbered
-
-
-def _row_height(rows: int) -> float:
-    return max(0.22, min(0.42, 6.0 / rows))
 
 
 def _draw_boxes(

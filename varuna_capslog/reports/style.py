@@ -6,7 +6,7 @@ matplotlib is used without pyplot, so that no display, backend or global state o
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.reports.markup import plural
 
 __all__ = [
     "ALARM",
@@ -29,14 +32,19 @@ __all__ = [
     "PALE",
     "SKY",
     "byte_unit",
+    "device_kind",
     "head_picture",
     "name_axis",
     "name_rows",
     "picture",
+    "plan_title",
+    "schedules_text",
     "second_unit",
     "shorten",
+    "title_of",
     "title_picture",
 ]
+
 
 INK, GREY, PALE = "#22303c", "#8a949e", "#eceff2"
 # Blue, light blue and amber differ in lightness too: they survive grey print and every kind of colour blindness.
@@ -150,9 +158,7 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def name_axis(axes: Axes, names: Sequence[str], width: float) -> None:
-    """Write names under positions 0, 1, ... of the x axis so that none overlaps: level, upright, smaller, not all.
-    width: of the axes in inches, about.
-    """
+    """Write names under positions 0, 1, ... without overlaps: level, upright, smaller, not all. width: inches."""
     room = 72 * width / max(1, len(names))  # points for one name
     size = max(5.0, min(8.5, 0.72 * room))
     spacing = max(1, -(-round(1.15 * size * len(names)) // round(72 * width)))
@@ -161,3 +167,43 @@ def name_axis(axes: Axes, names: Sequence[str], width: float) -> None:
     texts = [shorten(names[index], 30) for index in chosen]
     level = spacing == 1 and 0.68 * size * max(map(len, texts), default=0) < room
     axes.set_xticklabels(texts, rotation=0 if level else 90, fontsize=size)
+
+
+# -- Titles of pictures: the model, the devices and the schedule, as far as they are known, in one line of text.
+
+
+def title_of(what: str, model: str | None, devices: str, *more: str | None) -> str:
+    """Return a title such as "One step of vit on 4 devices (cuda:t4), schedule 1f1b".
+
+    devices: such as "4 devices", or "" where nothing is known of them. more: what else is known; None is left out.
+    """
+    place = f" on {devices}" if devices else ""
+    return ", ".join([f"{what} of {model or 'a model'}{place}", *filter(None, more)])
+
+
+def device_kind(conditions: Mapping[str, Any], speeds: Sequence[float | None] | None = None) -> str:
+    """Return the kind of device that a profile is for in parentheses, such as " (cuda:t4)"; "" where it is not known.
+
+    speeds: of the devices; where they differ, the kinds do, and the profile has only the fastest.
+    """
+    device, gpu = conditions.get("device"), conditions.get("gpu")
+    if not device or len(set(speeds or ())) > 1:
+        return ""
+    return f" ({device}:{gpu})" if gpu else f" ({device})"
+
+
+def plan_title(what: str, plan: Plan, profile: Profile | None, *more: str | None) -> str:
+    """Return the title of a picture of a plan: its model, its devices, its planner and `more`."""
+    model = plan.model or (None if profile is None else profile.model)
+    kind = "" if profile is None else device_kind(profile.conditions, [rank.speed for rank in plan.ranks])
+    count = plural(plan.num_ranks, "device")
+    # the short form does not tell how many such pipelines a run has
+    devices = f"a pipeline of {count}" if plan.short and plan.num_ranks > 1 else count
+    planner = None if plan.planner is None else f"planner {plan.planner}"
+    return title_of(what, model, f"{devices}{kind}", planner, *more)
+
+
+def schedules_text(names: Sequence[str | None]) -> str | None:
+    """Return the schedules of several plans, each once: "schedule 1f1b", "schedules 1f1b, varuna"; None for none."""
+    known = [name for name in dict.fromkeys(names) if name is not None]
+    return f"schedule{'s' if len(known) > 1 else ''} {', '.join(known)}" if known else None

@@ -219,9 +219,7 @@ def _device_notes(verdict: MemoryVerdict, profile: Profile) -> list[str]:
 
 
 def profile_table(profile: Profile, *more: str) -> Table:
-    """Return a table of the layers: bytes alone and added, seconds, and inputs where there are branches; `more`: last
-    notes.
-    """
+    """Return a table of the layers: bytes alone and added, seconds, and inputs of branches; `more`: last notes."""
     rows, notes = [], []
     for index, layer in enumerate(profile.layers):
         sizes = ["" if size is None else format_bytes(size) for size in (layer.isolated_bytes, layer.added_bytes)]

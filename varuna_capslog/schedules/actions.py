@@ -105,9 +105,7 @@ def from_strings(rows: Sequence[Sequence[str]]) -> Schedule:
 
 
 def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
-    """Return stage -> the rank that runs it. Raises `CapslogError` when a stage has actions on two ranks, or when a
-    number between 0 and the last stage has none.
-    """
+    """Return stage -> its rank. Raises `CapslogError` for a stage on two ranks, or a number without a stage."""
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
         for position, action in enumerate(actions):

@@ -99,7 +99,7 @@ class _Step:
                 if self._backward_ready(stage, now):
                     return Action(stage, "B", len(self.backward_ends[stage]))
         for stage in stages:
-            if self.recompute[stage] and self._recompute_ready(stage, now):
+            if self.recompute[stage] and self.graph_of[stage] is None and self._gradient_due(stage, now):
                 return Action(stage, "R", len(self.backward_ends[stage]))
         for stage in stages:
             if self._forward_ready(stage, now):
@@ -143,9 +143,6 @@ class _Step:
         microbatch = len(self.backward_ends[stage])
         if self.last_of_stage[stage] == Action(stage, "F", microbatch) and self._gradient_due(stage, now):
             self.graph_of[stage] = microbatch
-
-    def _recompute_ready(self, stage: int, now: int) -> bool:
-        return self.graph_of[stage] is None and self._gradient_due(stage, now)
 
     def _forward_ready(self, stage: int, now: int) -> bool:
         call = len(self.forward_ends[stage])

@@ -23,14 +23,18 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config, Elastic
 from varuna_capslog.elastic.host.hooks import check_same_folder
 from varuna_capslog.elastic.host.host import Host, HostEnd
-from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.elastic.host.workers import member_server
+from varuna_capslog.elastic.host.workers import HostOptions, member_server
 from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, StoreRefuses, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.plan import latest_plan
-from varuna_capslog.start.preloading import SCRIPT_MODULES, training_modules
-from varuna_capslog.start.resuming import newest_checkpoint, newest_states, take_held
+from varuna_capslog.start.worker_launch import (
+    SCRIPT_MODULES,
+    newest_checkpoint,
+    newest_states,
+    take_held,
+    training_modules,
+)
 
 if TYPE_CHECKING:
     from varuna_capslog.base.fork_server import ForkServer
@@ -186,9 +190,7 @@ def run_script(
 
 
 def join_script(script: Path, arguments: Sequence[str], options: HostOptions, wait_seconds: float) -> HostEnd:
-    """Wait like `join_run`, then run a script on this machine's workers, with the settings that the serving machine
-    wrote into the run's folder. Raises like `join_run`.
-    """
+    """Wait like `join_run`, then run a script with the settings that the serving machine wrote. Raises like it."""
     _find_run(options, wait_seconds)
     path = options.run_dir / _SCRIPT_CALL
     try:

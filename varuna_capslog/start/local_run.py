@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.elastic.host.workers import HostOptions
 from varuna_capslog.start.callbacks import Callbacks
-from varuna_capslog.start.preloading import training_modules
 from varuna_capslog.start.prepare import check_names, prepare_run
+from varuna_capslog.start.worker_launch import training_modules
 
 if TYPE_CHECKING:
     from varuna_capslog.base.fork_server import ForkServer
@@ -47,7 +47,7 @@ def train_here(
     """
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.start.elastic_host import server_of
-    from varuna_capslog.start.resuming import take_held
+    from varuna_capslog.start.worker_launch import take_held
 
     callbacks = callbacks or Callbacks(config.run_dir, {})
     with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers
@@ -84,10 +84,7 @@ def prepared_run(config: Config, show: bool = True, server: ForkServer | None = 
 def run_workers(
     config: Config, say: Say, starter: Starter, workers: int | None = None, look: Callable[[], bool] = lambda: False
 ) -> None:
-    """Start the workers of a run (`workers`, or as many as the config says) here and watch them until they end.
-
-    look: see `Supervisor`.
-    """
+    """Start a run's workers (`workers`, or as the config says), watch them to their end. look: see `Supervisor`."""
     from varuna_capslog.base.supervisor import Supervisor
 
     Supervisor(

@@ -182,9 +182,7 @@ def _mark(key: bytes, run_dir: Path, config: Config, modules: Mapping[str, Any])
 
 
 def _key(create: bool = False) -> bytes | None:
-    """Return the key of this user's marks; None where there is none yet. Raises CapslogError where there can be none,
-    or another user may know it.
-    """
+    """Return the key of this user's marks, if there is one. Raises CapslogError where it cannot be a secret."""
     state, home = os.environ.get("XDG_STATE_HOME", ""), os.environ.get("HOME", "")
     if not os.path.isabs(state):  # the XDG specification has a relative value ignored
         if not os.path.isabs(home):

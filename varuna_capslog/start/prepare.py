@@ -90,9 +90,7 @@ def data_findings(config: Config, workload: Workload) -> list[RunFinding]:
 
 
 def disk_findings(config: Config, checkpoint_bytes: int | None) -> Iterator[RunFinding]:
-    """Check that the run's folder can be written, and its disk has room for the checkpoints to be kept (of about
-    `checkpoint_bytes`; None: not known).
-    """
+    """Check that the run's folder can be written, and holds the checkpoints to be kept (about `checkpoint_bytes`)."""
     wanted = config.run_dir.absolute()
     folder = next(path for path in (wanted, *wanted.parents) if os.path.lexists(path))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -221,9 +219,7 @@ def _with_kept_blocks(config: Config) -> Config:
 
 
 def estimate_memo(config: Config) -> Memo | None:
-    """Return the cache that an estimated profile and its plan's rehearsal share, so that the model is built once; None
-    where the profile is measured.
-    """
+    """Return the cache that an estimated profile and its plan's rehearsal share; None where the profile is measured."""
     if config.profile.source != "estimated":
         return None
     from varuna_capslog.profiling.estimate import Memo
@@ -330,7 +326,7 @@ def _with_norms_named(config: Config, plan: Plan, chain_of: Callable[[], Chain])
     trains = plan.purpose == "training" and plan.fits is not False and config.workload != WITHOUT_MODEL
     if config.train.microbatch_size > 1 or not trains:
         return plan
-    from varuna_capslog.model.batch_norm import warning_of_one_sample
+    from varuna_capslog.model.layer import warning_of_one_sample
 
     modules = (
         (".".join(filter(None, (layer.name, name))), part)
@@ -343,9 +339,7 @@ def _with_norms_named(config: Config, plan: Plan, chain_of: Callable[[], Chain])
 
 
 def _profiled_chain(config: Config, memo: Memo | None) -> Chain:
-    """Return the chain of a profile that was made here, without memory for its weights; that of an estimate is built
-    already.
-    """
+    """Return the chain of a profile that was made here, without memory for its weights; an estimate has built it."""
     if memo is not None:
         from varuna_capslog.profiling.estimate import StageEstimator
 

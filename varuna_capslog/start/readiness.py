@@ -43,7 +43,7 @@ from varuna_capslog.start.prepare import (
     profile_run,
     settled_plan,
 )
-from varuna_capslog.start.resuming import newest_checkpoint
+from varuna_capslog.start.worker_launch import newest_checkpoint
 from varuna_capslog.training.checkpoint import open_checkpoint, passed_over
 from varuna_capslog.training.constants import folder_findings
 from varuna_capslog.training.run_setup import check_devices, check_keys, check_room, choose_device

@@ -179,10 +179,7 @@ def passed_over(checkpoint: Checkpoint | None, skipped: Sequence[str]) -> list[s
 
 
 def best_checkpoint(folder: Path) -> Checkpoint:
-    """Checkpoint with the best score in a run's `checkpoints/`, or the newest if the run was never evaluated.
-
-    Raises CapslogError where there is none, or the best one is damaged.
-    """
+    """Checkpoint with the best score, else the newest. Raises CapslogError where there is none, or it is damaged."""
     best = read_best(folder)
     if best is not None:
         try:

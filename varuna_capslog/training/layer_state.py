@@ -178,10 +178,7 @@ def model_state(chain: Chain, index: int) -> LayerState:
 
 
 def size_of(chain: Chain, index: int, recipe: Recipe, weights: str = "float32") -> int:
-    """Bytes of a layer's state without a loss scale, once the recipe has stepped all trainable parameters.
-
-    weights: the type in which parameters are kept.
-    """
+    """Bytes of a layer's state without a loss scale, after a step. weights: type in which parameters are kept."""
     module = chain.layers[index].module
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     moments = sum(sum(recipe.kept(parameter).values()) for parameter in trained)

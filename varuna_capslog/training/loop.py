@@ -169,10 +169,7 @@ class Boundaries:
         return saving.step
 
     def evaluate(self, engine: Engine) -> Mapping[str, Any] | None:
-        """Run the validation set through `engine`; return the scores, the same on every rank. Raises PeerLost.
-
-        None where the workload has no evaluator or no validation data.
-        """
+        """Return the validation scores, alike on all ranks; None without evaluator or data. Raises PeerLost."""
         evaluator = self._setup.workload.evaluator()
         if evaluator is None:
             return None

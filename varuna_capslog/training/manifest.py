@@ -90,10 +90,7 @@ def _size_of(piece: Any, where: str) -> tuple[str, int, int]:
 
 
 def read_best(checkpoints: Path) -> tuple[float, int] | None:
-    """Score (more is better) and step of the best checkpoint; None where a run was never evaluated.
-
-    Raises CapslogError where best.json is damaged.
-    """
+    """Score (more is better) and step of the best checkpoint, if any. Raises CapslogError for a damaged file."""
     path = checkpoints / "best.json"
     if not path.exists():
         return None

@@ -143,10 +143,7 @@ class Run:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def train(self) -> RunEnd:
-        """Make steps until the end, a wish to stop, or an error.
-
-        Raises StepRefused after the boundary before the refused step was saved.
-        """
+        """Make steps until the end, a wish to stop, or an error; StepRefused after the boundary before it was saved."""
         loop, resumed, stopped = self.loop, self._found, False
         loop.begin(self.engine, 1, loop.step, writes=self.communicator.rank == 0, saved=True)
         if resumed is None:

@@ -362,9 +362,7 @@ def _drawn_again(device: torch.device, state: Tensor) -> Iterator[None]:
 
 
 def put_in(layer: nn.Module, kind: type[AttentionCore]) -> int | None:
-    """Compute all attention inside a layer by modules of this kind. Returns the number of modules that it replaced,
-    None if the layer has no attention.
-    """
+    """Compute all attention inside a layer by this kind. Returns the number of replaced modules; None without any."""
     places = [
         (module, name, child)
         for module in layer.modules()

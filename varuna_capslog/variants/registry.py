@@ -238,9 +238,7 @@ _LEAST = 1e-3
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference of two layers. what: the tensor that differs most. part: its difference as a part of the
-    largest value; 0: the same bits.
-    """
+    """Largest difference of two layers: the tensor (`what`), and its part of the largest value; 0: the same bits."""
 
     what: str
     part: float

@@ -142,9 +142,7 @@ def leave_layouts(
     writes: Sequence[Sequence[str]],
     readers: Mapping[Any, Sequence[int]],
 ) -> None:
-    """Remove the conversions between layers of one chain that have channels last, since a tensor keeps its layout over
-    cuts. Arguments: see `registry.tell_readers`.
-    """
+    """Remove the conversions between layers of one chain that have channels last; see `registry.tell_readers`."""
     inside = {number: layer for number, layer in enumerate(layers) if isinstance(layer, _ChannelsLast)}
     for number, layer in inside.items():
         read = [set(readers.get((name, number), ())) for name in writes[number]]

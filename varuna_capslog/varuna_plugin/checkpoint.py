@@ -33,13 +33,9 @@ from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
 from varuna_capslog.varuna_plugin.wire import named_loss
 
 __all__ = [
-    "COMMON",
-    "EXTRA",
     "FORMAT",
     "MANIFEST",
-    "PARAMETERS",
     "RESUMED",
-    "STATE",
     "Reader",
     "begin_with",
     "load",
@@ -187,10 +183,8 @@ def write_held(
 
 
 def begin_with(run_dir: Path) -> tuple[int, Path | None]:
-    """Step after which a run continues, and the folder of its state; (0, None) at the very beginning.
-
-    Called by one process before a run starts. The generations begin anew, so unusable state of an earlier run is
-    removed.
+    """Step after which a run continues, and the folder of its state; (0, None) at the very beginning. Called by one
+    process before a run starts. The generations begin anew, so unusable state of an earlier run is removed.
     """
     newest_checkpoint: tuple[int, Path | None] = newest(run_dir / "checkpoints") or (0, None)
 

@@ -34,14 +34,11 @@ __all__ = [
     "FoundVaruna",
     "Patches",
     "build",
-    "evaluate",
     "find_varuna",
     "forward_only",
-    "init_communication",
     "install",
     "installed_patches",
     "make_temporary_folder",
-    "parameter_names_to_cuts",
     "silent",
     "temporary_folder",
     "uninstall",
@@ -77,10 +74,8 @@ class FoundVaruna:
 
 
 def find_varuna() -> FoundVaruna:
-    """Varuna that `import varuna` would give, if the patches fit it.
-
-    Raises CapslogError where there is none, it is the unrelated package of that name, or files differ from the known
-    commit; the message names them and the next action.
+    """Varuna that `import varuna` would give, if the patches fit it. Raises CapslogError where there is none, it is the
+    unrelated package of that name, or files differ from the known commit; the message names them and the next action.
     """
     try:
         spec = importlib.util.find_spec("varuna")
@@ -141,10 +136,7 @@ _patches = Patches()
 
 
 def install() -> FoundVaruna:
-    """Patch the Varuna that is importable here; return its place and commit. A second call changes nothing.
-
-    Raises CapslogError as `find_varuna`.
-    """
+    """Patch the importable Varuna, once; return its place and commit. Raises CapslogError as `find_varuna`."""
     found_varuna = find_varuna()
     if _patches.names:
         return found_varuna
@@ -184,11 +176,11 @@ def installed_patches() -> list[str]:
 
 def _apply(varuna: Any) -> None:
     from varuna_capslog.varuna_plugin import checkpoint, executor, gradients
-    from varuna_capslog.varuna_plugin.splitting import stage_run, stages
+    from varuna_capslog.varuna_plugin.splitting import stages
 
     models, pipeline, core, utils = varuna.partitioned_model, varuna.pipeline, varuna.varuna, varuna.utils
     # any cut list, owners from real use
-    _patches.replace(models.CutPoint, "forward", stage_run.cut_forward)
+    _patches.replace(models.CutPoint, "forward", stages.cut_forward)
     _patches.replace(models.PartitionedModel, "initialize", stages.initialize)
     _patches.replace(models.PartitionedModel, "parameter_names_to_cuts", parameter_names_to_cuts)
     _around(models.PartitionedModel, "forward", executor.forward)
@@ -325,10 +317,7 @@ def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
 
 @torch.no_grad()
 def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callable[[int, Any], None]) -> None:
-    """Run microbatches, by number, forward through this replica's stages.
-
-    take: called with (microbatch, the model's result) on the last stage.
-    """
+    """Run microbatches, by number, forward. take: called with (microbatch, the model's result) on the last stage."""
     stage, partitioned, timeout = self.partitioned_model.capslog, self.partitioned_model, current().timeout
     under_way = []
     for microbatch, batch in batches.items():
@@ -349,10 +338,7 @@ def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callabl
 
 
 def temporary_folder(port: str | None = None) -> str:
-    """Folder of this user and this job, in place of the one that all jobs of a host share.
-
-    port: of the job; default: this process's `MASTER_PORT`.
-    """
+    """Folder of this user and this job (`port`: by default `MASTER_PORT`), in place of one for all jobs of a host."""
     job = port or os.environ.get("MASTER_PORT", str(os.getpid()))
     return os.path.join(tempfile.gettempdir(), f"varuna-{os.getuid()}-{job}")
 

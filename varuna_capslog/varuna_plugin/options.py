@@ -170,10 +170,8 @@ class Options:
     trace: Trace | None = None
 
     def cuts_for(self, num_pieces: int, num_stages: int) -> tuple[int, ...]:
-        """Cut list of a model.
-
-        Raises CapslogError where the cuts, or their profile, are for another model or number of stages, and DoesNotFit
-        where no searched cut list keeps within the capacity.
+        """Cut list of a model. Raises CapslogError where the cuts, or their profile, are for another model or number of
+        stages, and DoesNotFit where no searched cut list keeps within the capacity.
         """
         if self.search is not None:
             return self.search.plan(num_stages, num_pieces).cut_list

@@ -14,8 +14,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from detr_pipeline.rt_detr.chain import build_model, chain_of, own_names
 from detr_pipeline.rt_detr.config import RtDetrModel
-from detr_pipeline.rt_detr.source import Groups, Noise
-from detr_pipeline.rt_detr.task import set_loss
+from detr_pipeline.rt_detr.task import Groups, Noise, set_loss
 from varuna_capslog.model.chain import Chain
 
 COUNTS = [3, 0, 2]

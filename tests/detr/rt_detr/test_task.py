@@ -15,8 +15,7 @@ from varuna_capslog.model.workload import load_workload
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from detr_pipeline.rt_detr.source import RtDetrSource
-from detr_pipeline.rt_detr.task import RtDetrWorkload
+from detr_pipeline.rt_detr.task import RtDetrSource, RtDetrWorkload
 
 
 def task(tmp_path: Path, model: dict[str, Any] | None = None, stretch: Any = (64, 96)) -> RtDetrWorkload:

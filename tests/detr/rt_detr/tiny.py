@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from detr_pipeline.rt_detr.chain import DENOISING
-from detr_pipeline.rt_detr.source import Groups, Noise
+from detr_pipeline.rt_detr.task import Groups, Noise
 from varuna_capslog.model.workload import HostTargets
 
 CLASSES, QUERIES = 5, 10

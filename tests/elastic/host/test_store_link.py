@@ -19,9 +19,9 @@ from tests.waiting import wait_until
 from varuna_capslog.base import clock, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore, age_of, run_age
 from varuna_capslog.elastic.host.terminal import describe
+from varuna_capslog.elastic.host.workers import HostOptions
 from varuna_capslog.elastic.store.opening import StoreGone
 from varuna_capslog.membership.entries import Roster
 from varuna_capslog.membership.generation import EMPTY

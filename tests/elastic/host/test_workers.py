@@ -7,8 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.elastic.host.workers import JOIN_SECONDS, HostWorkers
+from varuna_capslog.elastic.host.workers import JOIN_SECONDS, HostOptions, HostWorkers
 from varuna_capslog.membership.entries import GenerationEntry, Roster
 from varuna_capslog.membership.generation import Generation
 

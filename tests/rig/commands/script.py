@@ -16,7 +16,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Interrupted
 from varuna_capslog.commands.script import elastic_settings
 from varuna_capslog.commands.shared import DryRun, option, options_of, say
-from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.elastic.host.workers import HostOptions
 from varuna_capslog.start.elastic_host import run_script
 
 __all__ = ["app"]

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from tests.varuna_plugin import models
 from tests.varuna_plugin.models import DIM, PlainCut
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
-from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR, reduce_to_stage
+from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR, StageRun, reduce_to_stage
 from varuna_capslog.varuna_plugin.splitting.tracing import (
     Partition,
     Phantom,

@@ -57,10 +57,7 @@ def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
 
 
 def outlook(devices: int, run_dir: Path | str) -> str:
-    """Sentence on the effect of a request for so many workers.
-
-    Raises CapslogError where no run is going on there, or its hosts cannot start so many.
-    """
+    """Sentence on the effect of a request for so many workers; CapslogError where no run can start so many there."""
     with _store_of(run_dir) as store:
         roster, address = _roster_of(store), store.address
     if roster.finished is not None:
@@ -218,10 +215,7 @@ def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Noti
 
 @contextlib.contextmanager
 def _store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
-    """Store of the run in a folder, or of the run that this process belongs to.
-
-    Raises CapslogError where there is none, it has gone, or the run's secret cannot be used.
-    """
+    """Store of the run in a folder, or of this process's run. Raises CapslogError where there is none that answers."""
     from varuna_capslog.elastic.store.opening import StoreGone, open_store
 
     address, identity, folder = _where(run_dir)

@@ -21,9 +21,8 @@ from varuna_capslog.base.failures import Failure, loss_cause
 from varuna_capslog.base.processes import heard_signals
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, last_step, new_run, usable
 from varuna_capslog.elastic.host import hooks
-from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
-from varuna_capslog.elastic.host.workers import SETTLE_SECONDS, HostWorker, HostWorkers
+from varuna_capslog.elastic.host.workers import SETTLE_SECONDS, HostOptions, HostWorker, HostWorkers
 from varuna_capslog.elastic.notices.gather import Announcement, Gathering, auto_sources
 from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.membership import entries
@@ -38,10 +37,8 @@ HOPELESS = 3  # after so many workers in a row that ended before they took part 
 
 @dataclass(frozen=True)
 class HostEnd:
-    """End of a host's part.
-
-    how: "finished": the run has ended; "left": all its workers have left by request, and others may go on. stopped: the
-    run ended early on request.
+    """End of a host's part. how: "finished": the run has ended; "left": all its workers have left by request, and
+    others may go on. stopped: the run ended early on request.
     """
 
     how: Literal["finished", "left"]

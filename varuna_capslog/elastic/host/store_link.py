@@ -26,7 +26,7 @@ from varuna_capslog.base.processes import OwnedThread
 from varuna_capslog.base.supervisor import last_step
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host import hooks
-from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.elastic.host.workers import HostOptions
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.opening import ENDED, MembershipStore, StoreGone, StoreServer, open_store
 from varuna_capslog.membership.entries import DeadEntry, Entry, GenerationEntry, HostsEntry, NoticeEntry, Roster, read

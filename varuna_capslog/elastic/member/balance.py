@@ -200,10 +200,8 @@ def _are_same(speeds: dict[Member, float], others: dict[Member, float]) -> bool:
 
 
 class Pace:
-    """Plans of the generations that one member trained in.
-
-    run: the whole step; what plans leave open. device: cpu or cuda.
-    told: entries on its plan in the event of the newest generation.
+    """Plans of the generations that one member trained in. run: the whole step; what plans leave open. told: entries on
+    its plan in the event of the newest generation.
     """
 
     def __init__(self, run: RunShape, device: str) -> None:

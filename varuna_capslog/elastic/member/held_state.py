@@ -96,10 +96,7 @@ def _read_record(path: Path) -> tuple[Generation, dict[str, Any]]:
 def write_held(
     run_dir: Path, chain: Chain, held: HeldStates, record: Generation, generation: int, extra: Mapping[str, Any]
 ) -> None:
-    """Write the states of a member of our engine as files of a checkpoint; see `write_boundaries`.
-
-    generation: as files number it. extra: further entries of a checkpoint's manifest.
-    """
+    """Write a member's states of our engine as checkpoint files (`write_boundaries`). extra: for the manifest."""
 
     def write(place: Path, index: int, state: LayerState) -> None:
         file = f"layer-{index:04d}.pt"

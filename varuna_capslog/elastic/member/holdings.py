@@ -157,9 +157,7 @@ class Holdings:
         self._spare = {}
 
     def open(self, layers: Collection[int], copies: Iterable[int], base: Stamp) -> None:
-        """Begin a generation; copies that are here are taken up again, others shelved while a boundary of theirs is
-        held.
-        """
+        """Begin a generation; copies here are taken up again, others shelved while a boundary of theirs is held."""
         self.live, self._own = base, frozenset(layers)
         for layer in layers:
             self._kept.pop((layer, base), None)
@@ -252,9 +250,7 @@ class Holdings:
             stepping()
 
     def prune(self, step: int, behind: bool) -> None:
-        """Drop updates and scales that no copy will ask for, after a step was applied. behind: copies may be on their
-        way that lag by more than one step.
-        """
+        """Drop what no copy will ask for after a step. behind: copies on their way may lag by more than one step."""
         reached = {layer: copy.stamp.step for layer, copy in self.copies.items()}
         self.updates = {
             (layer, number): update

@@ -78,9 +78,7 @@ class PipelineRun:
         return Layout.pipelines(alike[0], plan.num_layers, None, alike[1], self.config.num_blocks)
 
     def write_plan(self, number: int, plan: Plan) -> None:
-        """Write `plan-<number>.json` of a generation that trains; an existing file stays. Of equal pipelines the file
-        holds one, in the short form, with its predicted costs.
-        """
+        """Write `plan-<number>.json` of a generation that trains, if there is none; of equal pipelines only one."""
         path = plan_path(self.config.run_dir, number)
         if not path.exists():
             alike = pipelines_of(plan)

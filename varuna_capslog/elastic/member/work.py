@@ -91,9 +91,7 @@ class Work(Protocol):
         return None
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[Any]:
-        """Search plans of generations that may follow these seats, in a thread while training goes on; yield findings
-        for `learn` of other members, as JSON values.
-        """
+        """Search plans of possible next generations beside the training; yield findings for others' `learn` (JSON)."""
         return iter(())
 
     def learn(self, findings: Any) -> None:
@@ -157,9 +155,7 @@ class Work(Protocol):
     def apply_to_copies(
         self, due: Sequence[tuple[Followed, Mapping[str, Tensor], int, float]]
     ) -> Callable[[], None] | None:
-        """Begin `Followed.apply` of these copies, each with its update, step and scale. Returns the wait for it, where
-        it goes on beside the training; None: it is done.
-        """
+        """Begin `Followed.apply` of copies (update, step, scale); return the wait for it, or None where it is done."""
         for followed, update, step, scale in due:
             followed.apply(update, step, scale)
         return None

@@ -54,10 +54,7 @@ _WORDS = {Kind.HINT: "may have to leave", Kind.LEAVE: "is to leave", Kind.NOW: "
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The two clocks of a listener; replaced in tests.
-
-    monotonic: seconds that never jump, for every deadline. wall: seconds since 1970 in UTC, for announced times of day.
-    """
+    """Two clocks, replaced in tests. monotonic: for deadlines. wall: seconds since 1970 in UTC, for announced times."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = wall_seconds
@@ -152,9 +149,7 @@ def backoff(failures: int, interval: float) -> float:
 
 @dataclass(eq=False)
 class PollingListener(Listener):
-    """Source that is asked every `interval` seconds, less often after failures, each of `rounds()` in a daemon thread
-    until `stop`. An outage costs one log line.
-    """
+    """Source that a daemon thread asks every `interval` seconds, less often (and silently) after failures."""
 
     _: KW_ONLY
     interval: float = 0.5

@@ -43,10 +43,7 @@ __all__ = ["FileListener", "SignalListener", "plain", "signal_meanings"]
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Meaning of a signal: the kind of notice, and the seconds from the signal to the end.
-
-    wall_limit: seconds since 1970 when all ends in any case (a job's time limit).
-    """
+    """Kind of notice of a signal, and its seconds to the end. wall_limit: when all ends, seconds since 1970."""
 
     kind: Kind
     seconds: float
@@ -159,10 +156,8 @@ LARGEST_FILE = 1 << 16
 
 
 class FileListener(PollingListener):
-    """Reads `path` several times a second; a file that exists at the start counts, too.
-
-    seconds: the budget where the file names none. On a shared file system every host sees the file, so it should name
-    `hosts`.
+    """Reads `path` several times a second; a file that exists at the start counts, too. seconds: the budget where the
+    file names none. On a shared file system every host sees the file, so it should name `hosts`.
     """
 
     source: ClassVar[str] = "file"

@@ -1,7 +1,7 @@
 """Interface of a run's store: the newest generation, and one log of entries that every process reads.
 
 The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order.
-Writing the entry of a generation both founds and announces it. `own_store` and `etcd_store` read and write entries; the
+Writing the entry of a generation both founds and announces it. `opening` and `etcd_store` read and write entries; the
 rest is here. A store decides nothing.
 """
 
@@ -47,10 +47,7 @@ class StoreRefuses(StoreGone):
 
 
 class MembershipStore(abc.ABC):
-    """Store of a run, for members and supervisors, from any thread.
-
-    Every call is bounded: it raises `StoreGone` where the store is gone, hangs or was started anew.
-    """
+    """Store of a run, from any thread. Every call raises `StoreGone` where it is gone, hangs or was started anew."""
 
     address: str
     """As `open_store` reads it."""

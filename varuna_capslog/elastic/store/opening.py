@@ -1,17 +1,103 @@
 """Opens the store of a run, of the kind that its address names: the run's own server (`server`, in the supervisor that
-begins the run; client `own_store`), or etcd (`etcd_store`). Other modules import nothing else of the stores.
+begins the run), or etcd (`etcd_store`). Other modules import nothing else of the stores.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.elastic.network import parse_address
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore
-from varuna_capslog.elastic.store.log import ENDED, MembershipStore, StoreGone, StoreRefuses
-from varuna_capslog.elastic.store.own_store import OwnMembershipStore
-from varuna_capslog.elastic.store.server import StoreServer
+from varuna_capslog.elastic.store.log import ENDED, LOOK_SECONDS, LogFollower, MembershipStore, StoreGone, StoreRefuses
+from varuna_capslog.elastic.store.server import ANSWER_SECONDS, PURPOSE, StoreLines, StoreServer, bytes_of, text_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["ENDED", "MembershipStore", "OwnMembershipStore", "StoreGone", "StoreRefuses", "StoreServer", "open_store"]
+
+
+# -- The membership store on the run's own `server`: called by members, hosts and `torch.distributed`'s groups.
+
+
+class OwnMembershipStore(MembershipStore):
+    """Client of a `StoreServer`.
+
+    identity: which server it must be; None: the first one that answers. answer_seconds: time without an answer after
+    which the store counts as gone; None: `server.ANSWER_SECONDS`. Raises StoreRefuses where the server does not know
+    this secret, StoreGone where no store answers.
+    """
+
+    def __init__(
+        self, host: str, port: int, secret: Secret, identity: str | None = None, answer_seconds: float | None = None
+    ) -> None:
+        super().__init__()
+        seconds = answer_seconds or ANSWER_SECONDS
+        self.lines = StoreLines(host, port, secret.key(PURPOSE), identity or "", seconds)
+        self.look()
+        self.address, self.identity = self.lines.address, self.lines.identity
+        self._signs = self.lines.another()  # on a connection of its own, by whose end the server knows that of the host
+
+    def count(self, name: str) -> int:
+        return int(self.lines.ask("add", f"count/{name}", 1))
+
+    def put(self, key: str, value: str) -> None:
+        self.lines.ask("set", f"key/{key}", text_of(value))
+
+    def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
+        values = self.lines.values([f"key/{key}"], wait_seconds)
+        return None if values is None else values[0].decode()
+
+    def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
+        texts = self.lines.ask("values", [f"key/{key}" for key in keys])
+        return {key: None if text is None else bytes_of(text).decode() for key, text in zip(keys, texts, strict=True)}
+
+    def give_sign(self, host: str, sign: str) -> None:
+        self._signs.ask("sign", f"key/lease/{host}", text_of(sign))
+
+    def rendezvous(self) -> dist.Store:
+        from varuna_capslog.elastic.store.rendezvous import OwnRendezvous
+
+        self.look()  # a store that hangs must not be handed out
+        return OwnRendezvous(self.lines.another())
+
+    def look(self) -> None:
+        self.lines.ask("look")
+
+    def close(self) -> None:
+        super().close()
+        self.lines.close()
+        self._signs.close()
+
+    # -- the log ---------------------------------------------------------------------------------------------------
+
+    def entries(self, start: int) -> Sequence[str]:
+        texts: list[str] = []
+        while True:
+            batch, length = self._batch(start + len(texts), 0.0)
+            texts += batch
+            if start + len(texts) >= length:
+                return texts
+
+    def _write(self, position: int, text: str) -> bool:
+        stored = self.lines.ask("write", position, text_of(text))
+        if stored is None:
+            raise StoreGone(f"the store at {self.address} has lost entries of its log")
+        return bool(stored == text_of(text))
+
+    def read_on(self, follower: LogFollower) -> None:
+        """Wait in the store, and ask often enough to notice a store that hangs or was cut off."""
+        while not follower.stopped:
+            follower.deliver(self._batch(follower.next, LOOK_SECONDS)[0])
+
+    def _batch(self, start: int, wait: float) -> tuple[list[str], int]:
+        texts, length = self.lines.ask("entries", start, wait, wait=wait)
+        return [bytes_of(text).decode() for text in texts], int(length)
+
+
+# -- Opens the store of a run
 
 
 def open_store(

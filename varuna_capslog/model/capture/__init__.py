@@ -150,9 +150,7 @@ def capture_layers(
 
 
 def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
-    """Give the last layer the parameters of the model that no layer uses, so that states, weight files and memory are
-    those of the whole model.
-    """
+    """Give the last layer the parameters that no layer uses, so that states, weights and memory are the model's."""
     last = captured[0][-1].module
     held = {id(parameter) for layer in captured[0] for parameter in layer.module.parameters()}
     for name, parameter in model.named_parameters():
@@ -257,9 +255,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def source_modules(layer: Layer) -> tuple[str, ...] | None:
-    """Qualified names, in the captured model, of the modules that this layer runs (innermost ones, by first use); None
-    for a layer that `capture_layers` did not make.
-    """
+    """Qualified names of the modules that a captured layer runs (innermost ones, by first use); None for others."""
     names = getattr(layer.module, "meta", {}).get("source_modules")
     return None if names is None else tuple(names)
 

@@ -198,9 +198,7 @@ def _data_order(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _order_of_changes(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (before, after): an operation that writes into memory comes after all earlier uses of that memory and
-    before all later ones.
-    """
+    """Yield (before, after): a write comes after all earlier uses of its memory and before all later ones."""
     users: dict[int, list[fx.Node]] = {}
     changes: list[tuple[int, fx.Node]] = []
     for node in nodes:

@@ -346,9 +346,7 @@ def _difference(expected: _OneStep, actual: _OneStep, exact: bool = False) -> st
 
 
 def _tensors_differ(expected: Tensor | None, actual: Tensor | None, least: float, exact: bool) -> str | None:
-    """Describe how the second tensor differs from the first; a missing one counts as zeros. `least` replaces the first
-    tensor's largest value where that is smaller.
-    """
+    """Describe how tensors differ; a missing one counts as zeros. `least`: smallest scale of the differences."""
     present = expected if expected is not None else actual
     if present is None:
         return None

@@ -176,10 +176,7 @@ class OutputName(str):
 
 
 class NotCaptured(CapslogError):
-    """torch cannot capture a model.
-
-    path: qualified name of the module that was running. why: in short.
-    """
+    """torch cannot capture a model. path: qualified name of the module that was running. why: in short."""
 
     def __init__(self, path: str, why: str, sentence: str) -> None:
         super().__init__(sentence)

@@ -285,9 +285,7 @@ class Region(nn.Module):
 
 
 def _no_leaf(value: Any) -> Any:
-    """Return a view of a value that crossed a cut: autocast makes one copy of a leaf for all readers, as of a weight,
-    and would add the gradients of that copy in the lower precision.
-    """
+    """Return a view of a crossing value: autocast would add gradients of its one copy of a leaf in low precision."""
     crossed = (
         isinstance(value, Tensor) and value.is_leaf and value.requires_grad and not isinstance(value, nn.Parameter)
     )

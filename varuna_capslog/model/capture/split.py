@@ -267,9 +267,7 @@ def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[s
 
 
 def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
-    """Give an in-place operation on (a view of) a value from an earlier layer a copy, made at the head of its layer;
-    later readers of that value read the copy.
-    """
+    """Copy a value of an earlier layer before an in-place operation on (a view of) it; later readers read the copy."""
     for node in list(captured.graph.nodes):
         if node not in layer_of:
             continue

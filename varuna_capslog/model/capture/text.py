@@ -339,9 +339,7 @@ class CaptureRequest:
     evaluates: bool
 
     def digest(self, code: Sequence[str] = ()) -> str:
-        """SHA-256 of all that decides what is captured; weights do not count. `code`: Python modules beside those of
-        the model's classes.
-        """
+        """SHA-256 of all that decides what is captured, without weights. `code`: modules beside the model's classes."""
         digest = hashlib.sha256(repr((torch.__version__, self.cut_points, self.outputs, self.evaluates)).encode())
         leaves, spec = pytree.tree_flatten((self.example[0], dict(self.example[1])))
         digest.update(repr(([_described(leaf) for leaf in leaves], str(spec))).encode())
@@ -460,9 +458,7 @@ class OneOf:
 
 def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
     """Merge the layers of several captures; those of a single capture are returned as they are. `name`: the model's,
-    for messages.
-
-    Raises CapslogError where for some sizes the model is cut into other layers or hands on other tensors.
+    for messages. Raises CapslogError where for some sizes the model is cut into other layers or hands on other tensors.
     """
     layers, inputs, outputs = captures[0]
     for others, other_inputs, other_outputs in captures[1:]:

@@ -86,9 +86,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def with_room(model: nn.Module, run: Callable[[StepMemory], _Answer]) -> _Answer:
-    """Return the result of `run` in memory or, where a step of the model does not fit there, with files. Raises NoRoom
-    where it does not fit with files either.
-    """
+    """Return the result of `run` in memory or, where a step does not fit there, with files; else raises NoRoom."""
     memory = StepMemory(model)
     if memory.holds_weights():
         try:

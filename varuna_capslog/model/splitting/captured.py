@@ -41,10 +41,7 @@ def operator_name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear map in a graph.
-
-    weight, bias: names of its parameters. into_columns: True where the weight has a column for each output, not a row.
-    """
+    """Linear map in a graph: names of its parameters. into_columns: the weight has a column for each output."""
 
     x: fx.Node
     weight: str
@@ -81,9 +78,7 @@ class _Tracer(fx.Tracer):
 
 
 def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
-    """Replace the call of a module by the operations inside it. Raises CapslogError where its code depends on values or
-    on the mode.
-    """
+    """Replace the call of a module by its operations. Raises CapslogError where its code depends on values or mode."""
     target = str(node.target)
     held = root.get_submodule(target)
     copied = copy.deepcopy(held, {id(parameter): parameter for parameter in held.parameters()})
@@ -210,10 +205,8 @@ def splits_captured(module: nn.Module) -> bool:
 
 
 def split_captured(module: CapturedGraph, into: Splitter) -> None:
-    """Add the parts of a captured layer.
-
-    Raises CapslogError: an operator that is not known to keep heads or columns separate, shares that are not equal, or
-    a layer of several graphs.
+    """Add the parts of a captured layer. Raises CapslogError: an operator that is not known to keep heads or columns
+    separate, shares that are not equal, or a layer of several graphs.
     """
     if hasattr(module, "graphs"):
         raise CapslogError("it has a graph for each of several sizes; capture the model for one of them")

@@ -190,9 +190,7 @@ def _view(call: SharedCall, degree: int) -> Result:
 
 
 def _fewer(call: SharedCall, dim: int, degree: int, place: int = 1) -> tuple[Any, ...]:
-    """Return the arguments with a smaller size in the divided dimension; -1 is computed where it runs. `place`: place
-    of the sizes among the arguments.
-    """
+    """Return the arguments with a smaller size in the divided dimension (-1: computed). `place`: of the sizes."""
     size = call.args[place][dim]
     if isinstance(size, fx.Node):
         raise call.unknown("their number is a size that may change")

@@ -29,9 +29,7 @@ KINDS = {"tensor": "heads and columns", "sequence": "positions"}
 
 
 def wanted_split(text: str, where: str) -> tuple[str, int]:
-    """Return kind and degree of a split as configs write it, such as tensor-4. Raises CapslogError, with the place
-    `where` in the config, for any other text.
-    """
+    """Return kind and degree of a split such as tensor-4. Raises CapslogError, with its place `where`, for others."""
     match = re.fullmatch(r"([a-z]+)-(\d+)", text)
     if match is None or match[1] not in KINDS or int(match[2]) < 2:
         raise CapslogError(
@@ -41,9 +39,7 @@ def wanted_split(text: str, where: str) -> tuple[str, int]:
 
 
 def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
-    """Return (first, end) of one of equal shares. Raises CapslogError, with the name `what` of what is divided, such as
-    "heads", where they are not equal.
-    """
+    """Return (first, end) of one of equal shares. Raises CapslogError, with the name `what`, where they are not."""
     if count % degree:
         raise CapslogError(
             f"its {count} {what} cannot be shared out equally among {degree} parts; take a "

@@ -201,9 +201,7 @@ _COLUMNS = len(_NUMBERS) + len(_WORKS) * len(BackwardWork._fields)
 
 
 class SegmentTable:
-    """Every segment [first, end) of every kind. numbers: kind -> [numbers of CallSegment, L, L + 1]. again: [L, L + 1],
-    seconds of recomputing the layers.
-    """
+    """Every segment [first, end) of every kind. numbers: kind -> of CallSegment, by [L, L + 1]. again: seconds."""
 
     def __init__(
         self,

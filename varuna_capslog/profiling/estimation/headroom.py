@@ -60,10 +60,7 @@ _CUBLAS_THREADS = 2
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Step of a stage at one input size.
-
-    peak_bytes: predicted peak of live bytes. events: allocations before the step, then the step (`allocator.replay`).
-    """
+    """Step of a stage at one input size. peak_bytes: predicted, of live bytes. events: for `allocator.replay`."""
 
     peak_bytes: int
     events: Sequence[Event]

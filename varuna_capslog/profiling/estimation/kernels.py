@@ -224,9 +224,7 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
-    """Return bytes of a backward: first the gradient of the input, from copies of weights and gradient; then that of
-    the weights, from copies of input and gradient.
-    """
+    """Return bytes of a backward: the gradient of the input first, then that of the weights, each from two copies."""
     gradient, x, w, _, *options, mask = args[:11]
     backend = _backend(x, w, options)
     if backend is None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from varuna_capslog.model.chain import is_dense
 from varuna_capslog.profiling.estimation.allocator import round_up
 
 __all__ = ["Work", "work_of"]
@@ -73,9 +74,7 @@ _Count = Callable[[str, Sequence[Any], list[Tensor], list[Tensor], Any, Halves],
 
 @functools.cache
 def _known_of(func: Any) -> tuple[str, tuple[int, ...], _Count | None]:
-    """Return an operator's name, the places of the arguments that it writes into, and the function that counts its
-    work: None where it moves nothing.
-    """
+    """Return an operator's name, the places that it writes into, and its counter: None where it moves nothing."""
     name = func.overloadpacket.__name__
     returns = [part.alias_info for part in func._schema.returns]
     views = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
@@ -334,7 +333,7 @@ def _streamed(
     if name in _REDUCTIONS:
         return work | {"reduced": elements}
     largest = [tensor for tensor in both if tensor.numel() == elements]
-    alike = all(_lie_alike(tensor, largest[0]) for tensor in largest[1:]) and _is_dense(largest[0])
+    alike = all(_lie_alike(tensor, largest[0]) for tensor in largest[1:]) and is_dense(largest[0])
     if name in _COPIES:
         moved = sum(tensor.numel() for tensor in outputs)
         return work if alike and name not in _SHIFTED else work | {"strided": moved}
@@ -350,17 +349,3 @@ def _lie_alike(first: Tensor, second: Tensor) -> bool:
         return True
     both = zip(first.shape, first.stride(), second.stride(), strict=True)
     return all(size == 1 or step == step_of_other for size, step, step_of_other in both)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """True where the elements are stored without gaps, in any order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= size
-    return True

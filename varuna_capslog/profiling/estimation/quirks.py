@@ -51,10 +51,7 @@ _GEMMS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _a
 
 @dataclass(frozen=True)
 class Quirk:
-    """Difference between a device and the operators that the dispatcher of a CPU shows.
-
-    devices: "cpu", "cuda" or both. about: the behaviour, and its source.
-    """
+    """Difference between a device and a CPU's operators. devices: "cpu", "cuda" or both. about: with its source."""
 
     devices: tuple[str, ...]
     about: str

@@ -220,10 +220,7 @@ def install(
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Copy a piece's state into a model and its optimizer; `state` does not change.
-
-    Raises CapslogError where a parameter or buffer is missing or has another shape.
-    """
+    """Copy a piece's state into a model and its optimizer. Raises CapslogError where a tensor does not match."""
 
     def mismatch(kind: str, name: str, value: Tensor | None, target: Tensor) -> CapslogError:
         shape = "nothing" if value is None else list(value.shape)

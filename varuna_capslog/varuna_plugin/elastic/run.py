@@ -103,7 +103,7 @@ def run_elastic(
 def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     from varuna_capslog.base.fork_server import PRELOADED
     from varuna_capslog.elastic.host.host import Host
-    from varuna_capslog.elastic.host.options import HostOptions
+    from varuna_capslog.elastic.host.workers import HostOptions
     from varuna_capslog.varuna_plugin.checkpoint import begin_with
     from varuna_capslog.varuna_plugin.install import temporary_folder
 

@@ -41,8 +41,7 @@ from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining, ModelPi
 from varuna_capslog.varuna_plugin.executor import Microbatches
 from varuna_capslog.varuna_plugin.install import silent
 from varuna_capslog.varuna_plugin.options import configure
-from varuna_capslog.varuna_plugin.splitting.stage_run import Draws
-from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
+from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR, Draws
 
 __all__ = ["VarunaPart", "VarunaWork"]
 

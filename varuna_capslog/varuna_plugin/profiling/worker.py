@@ -31,7 +31,7 @@ from varuna_capslog.profiling.worker import Role
 from varuna_capslog.varuna_plugin.executor import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent, uninstall
 from varuna_capslog.varuna_plugin.options import configure, current
-from varuna_capslog.varuna_plugin.profiling.trimming import kept_names
+from varuna_capslog.varuna_plugin.splitting.stages import kept_names
 from varuna_capslog.varuna_plugin.splitting.tracing import Partition, Trace, tie_groups
 from varuna_capslog.varuna_plugin.wire import Bundle
 

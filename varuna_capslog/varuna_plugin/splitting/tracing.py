@@ -123,9 +123,7 @@ for _name, _wanted in {"bool": "a decision", "int": "a number", "float": "a numb
 
 
 def describe_structure(value: Any) -> Any:
-    """Describe a module's result: ("tensor", dims), ("tuple", [...]), ("list", [...]), ("dict", {...}), ("none",) or
-    ("value",).
-    """
+    """Describe a result: ("tensor", dims), ("tuple" or "list", [...]), ("dict", {...}), ("none",), ("value",)."""
     if isinstance(value, Tensor):
         return ("tensor", value.dim())
     if value is None:
@@ -408,10 +406,7 @@ def _watched_calls(model: nn.Module, uses: _Uses) -> Iterator[list[Call]]:
 
 
 def uniform_cuts(num_pieces: int, num_stages: int) -> tuple[int, ...]:
-    """Varuna's own split: equally many pieces per stage, rounded down; the last stage takes the rest.
-
-    Raises CapslogError where there are fewer pieces than stages.
-    """
+    """Varuna's own split: equally many pieces per stage, the last takes the rest; CapslogError for too few pieces."""
     if num_pieces < num_stages:
         raise CapslogError(
             f"the model has {num_pieces - 1} CutPoints, so {num_pieces} pieces, but {num_stages} stages; place more "

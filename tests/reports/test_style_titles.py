@@ -7,7 +7,7 @@ from dataclasses import replace
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
-from varuna_capslog.reports.titles import device_kind, plan_title, schedules_text, title_of
+from varuna_capslog.reports.style import device_kind, plan_title, schedules_text, title_of
 
 LAYERS = (LayerProfile("a", 1, None), LayerProfile("b", 1, 1))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from varuna_capslog.memory.additive import AdditiveCosts
-from varuna_capslog.planners.varuna import varuna_cuts
+from varuna_capslog.planners.baselines import varuna_cuts
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from varuna_capslog.config.settings import Config
 from varuna_capslog.start.elastic_host import member_modules
-from varuna_capslog.start.preloading import training_modules
+from varuna_capslog.start.worker_launch import training_modules
 
 
 @pytest.mark.parametrize("loggers", [[], ["tensorboard"]])

@@ -1,15 +1,38 @@
-"""Finds where a run continues, before its workers start. torch is imported only where there is something to read."""
+"""What the start of workers needs to know: which modules are imported ahead for them, and where their run continues."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from varuna_capslog.base.fork_server import PRELOADED
+
 if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
     from varuna_capslog.membership.generation import Stamp
     from varuna_capslog.training.checkpoint import Checkpoint
 
-__all__ = ["newest_checkpoint", "newest_states", "take_held"]
+__all__ = ["SCRIPT_MODULES", "newest_checkpoint", "newest_states", "take_held", "training_modules"]
+
+
+# -- Modules that are imported ahead for workers, in this order. Nothing is imported here.
+
+
+SCRIPT_MODULES = (
+    *PRELOADED,
+    "torch._dynamo",  # the first optimizer imports it, in one to two seconds
+    "torch._subclasses.fake_tensor",
+)
+"""Modules of a script's run."""
+
+
+def training_modules(config: Config) -> tuple[str, ...]:
+    """Return the modules of a run that a config describes."""
+    loggers = ["torch.utils.tensorboard"] if "tensorboard" in config.train.loggers else []
+    return *SCRIPT_MODULES, *loggers, "rich.progress", config.workload.partition(":")[0]
+
+
+# -- Finds where a run continues, before its workers start. torch is imported only where there is something to read.
 
 
 def take_held(run_dir: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import varuna_capslog as capslog
-from varuna_capslog.model.batch_norm import warning_of_one_sample
+from varuna_capslog.model.layer import warning_of_one_sample
 from varuna_capslog.start import prepare
 from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.rig.stranger import addresses
-from varuna_capslog.engine.rendezvous import local_store
+from varuna_capslog.engine.communicator import local_store
 
 
 def test_it_listens_on_the_loopback_alone():

@@ -10,7 +10,7 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners import find_cuts
-from varuna_capslog.planners.gpipe import block_partition, seconds_balanced_cuts, size_balanced_cuts
+from varuna_capslog.planners.baselines import block_partition, seconds_balanced_cuts, size_balanced_cuts
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import DEFAULT_RUN
 

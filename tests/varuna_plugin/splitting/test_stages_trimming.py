@@ -11,7 +11,7 @@ from tests.engine.pool import WorkerPool
 from tests.varuna_plugin import models, trimmed
 from tests.varuna_plugin.cases import Case
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.varuna_plugin.profiling.trimming import CutShapes
+from varuna_capslog.varuna_plugin.splitting.stages import CutShapes
 from varuna_capslog.varuna_plugin.splitting.tracing import trace_model
 
 

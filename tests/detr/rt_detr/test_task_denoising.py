@@ -7,7 +7,7 @@ import torch
 from torchvision.ops import box_convert
 
 from detr_pipeline.rt_detr.chain import _apart
-from detr_pipeline.rt_detr.source import Groups, Noise
+from detr_pipeline.rt_detr.task import Groups, Noise
 from tests.detr.rt_detr.tiny import targets
 
 COUNTS = [3, 0, 2]

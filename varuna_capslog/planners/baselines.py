@@ -1,17 +1,32 @@
-"""torchgpipe's balance: consecutive layers in blocks whose sums differ by at most the largest element.
-
-Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020, balances the layers of GPipe
-(Huang et al., 2019) by seconds (`gpipe`) or by bytes (`gpipe-size`) with the block partition of Bárány and Grinberg,
-"Block Partitions of Sequences", 2015. Neither knows schedules, transfers or capacities.
-"""
+"""Splits that know neither schedules, transfers nor capacities: Varuna's own, and torchgpipe's balance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from varuna_capslog.memory.costs import StageCosts
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["block_partition", "seconds_balanced_cuts", "size_balanced_cuts"]
+__all__ = ["block_partition", "seconds_balanced_cuts", "size_balanced_cuts", "varuna_cuts"]
+
+
+# -- Varuna's own split, which needs no profile: the baseline of the paper's Fig. 8 to 10.
+
+
+def varuna_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> list[int]:
+    """Return the first layer of each of `devices` stages; O(G). Of L - 1 cut points, each stage but the last takes (cut
+    points + 1) // stages layers; the last takes the remaining layers. Costs are not considered.
+    """
+    layers_per_stage = costs.num_layers // devices
+    return [stage * layers_per_stage for stage in range(devices)]
+
+
+# -- torchgpipe's balance: consecutive layers in blocks whose sums differ by at most the largest element.
+#
+# Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020, balances the layers of
+# GPipe (Huang et al., 2019) by seconds (`gpipe`) or by bytes (`gpipe-size`) with the block partition of Bárány and
+# Grinberg, "Block Partitions of Sequences", 2015. Neither knows schedules, transfers or capacities.
+
 
 _LEAST = 1e-9
 """Share of the largest element that every element has at least, so that no block of layers sums to nothing."""
