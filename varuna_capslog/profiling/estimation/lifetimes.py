@@ -327,12 +327,13 @@ def _recipe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> _Recipe | 
 def _made(recipe: _Recipe, tensors: Sequence[FakeTensor]) -> Any:
     kind, outputs = recipe
     mode, device = tensors[0].fake_mode, tensors[0].fake_device
+    state = _state_of(mode, device)
     made: list[Tensor | None] = []
     for output in outputs:
         if output is None:
             made.append(None)
             continue
-        with no_dispatch():
+        with torch._C._DisableTorchDispatch():
             if len(output) == 3:
                 shape, stride, dtype = output
                 meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -340,5 +341,15 @@ def _made(recipe: _Recipe, tensors: Sequence[FakeTensor]) -> Any:
                 place, shape, stride, dtype, offset = output
                 meta = torch.empty((0,), dtype=dtype, device="meta")
                 meta.set_(tensors[place].untyped_storage(), offset, shape, stride)
-        made.append(FakeTensor(mode, meta, device))
+        part = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+        vars(part).update(state)
+        made.append(part)
     return made[0] if kind is None else kind(made)
+
+
+@functools.lru_cache(maxsize=8)
+def _state_of(mode: Any, device: torch.device) -> dict[str, Any]:
+    """Return the attributes of a new fake tensor; torch's own constructor takes most of the time of an estimate."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty((0,), device="meta")
+    return dict(vars(FakeTensor(mode, meta, device)))
