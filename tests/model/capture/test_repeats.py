@@ -28,6 +28,21 @@ class ByNumber(Block):
         return x * (self.number + 1), x.t()
 
 
+class Counting(Block):
+    """Writes its number."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        self.number = len(self._modules) - 2
+        return x, x.t()
+
+
+class Told(Block):
+    """Depends on what the model tells it before each call."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return (x.exp() if vars(self).get("turn", 0) % 2 else x.neg()), x.t()
+
+
 class InPlace(Block):
     def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         return x.add_(self.linear(x)), x.t()
@@ -60,8 +75,11 @@ class Model(nn.Module):
         scale, turned = x.exp(), x.t()
         Model.doubled = 2 * x
         x = x + 1
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if isinstance(block, Told):
+                block.turn = number % 2
             x, turned = block(x, scale)
+            vars(block).pop("turn", None)
         return x, turned
 
 
@@ -88,7 +106,7 @@ def _told(captured: Captured) -> tuple[object, ...]:
     ("kind", "last", "copied"),
     # the first block's input has no gradient, unlike those of the others
     [(Block, Block, 2), (Block, Wider, 1), (ByNumber, ByNumber, 0), (InPlace, InPlace, 0), (OfOthers, OfOthers, None)]
-    + [(WithRegion, WithRegion, 2)],
+    + [(WithRegion, WithRegion, 2), (Counting, Counting, 0), (Told, Told, 2)],
 )
 def test_the_graph_is_that_of_all_blocks(kind, last, copied, monkeypatch):
     seen: list[int] = []

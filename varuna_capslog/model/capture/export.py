@@ -220,7 +220,11 @@ def export_model(
         except FixedSize:
             raise
         except Exception as error:
-            raise _explained(model, watch.running, error) from error
+            if blocks is None:
+                raise _explained(model, watch.running, error) from error
+            program = None  # code may read what a block leaves behind
+    if program is None:
+        return export_model(model, arguments, keywords, once=False)
     _check_open(program, varies)
     name_slices(model, program.graph_module)
     _check_functions(model, program.graph_module)

@@ -14,7 +14,7 @@ import itertools
 import json
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -88,21 +88,24 @@ class EqualBlocks:
                     watched = [attribute for place, attribute in group.numbered if place == name]
                     if watched or part is block:
                         kinds[part] = type(part)
-                        forward = functools.partial(self._call, path, group) if part is block else None
+                        forward = functools.partial(self._call, path, block, group) if part is block else None
                         part.__class__ = _kind(type(part), watched, group, forward)
             yield
         finally:
             for part, kind in kinds.items():
                 part.__class__ = kind
 
-    def _call(self, path: str, group: _Group, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, path: str, block: nn.Module, group: _Group, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
         if not plain or path in self._called or not tensors or not _is_exporting():
             return run(*args, **kwargs)
         self._called.add(path)
-        key = id(group), str(tree), tuple(map(_described, leaves)), _places(tensors), _state()
+        now = tuple(_attributes(part, name, group.numbered) for name, part in block.named_modules())
+        key = id(group), str(tree), tuple(map(_described, leaves)), _places(tensors), _state(), now
         first = None if group.was_read else self._first.get(key)
         self._numbers += 1
         number = self._numbers
@@ -199,8 +202,12 @@ def _kind(kind: Any, watched: Sequence[str], group: _Group, call: Any) -> Any:
         group.was_read = True
         return vars(module)[name]
 
+    def write(name: str, module: Any, value: Any) -> None:
+        group.was_read = True
+        vars(module)[name] = value
+
     contents: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    contents |= {name: property(functools.partial(read, name)) for name in watched}
+    contents |= {name: property(functools.partial(read, name), functools.partial(write, name)) for name in watched}
     if call is not None:
 
         @functools.wraps(kind.forward)
@@ -225,11 +232,14 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
             shares = any(uses[id(parameter)] > 1 for parameter in block.parameters())
             if shares or "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
                 continue
-            numbered: set[tuple[str, str]] = set()
-            key = tuple(_signature(inner, part, place, numbered) for inner, part in block.named_modules())
-            rows.setdefault((path, key, frozenset(numbered)), []).append(
-                (f"{path}.{name}".lstrip("."), block, frozenset(numbered))
+            numbered = frozenset(
+                (inner, attribute)
+                for inner, part in block.named_modules()
+                for attribute, value in vars(part).items()
+                if type(value) is int and value == place
             )
+            key = tuple(_signature(part, inner, numbered) for inner, part in block.named_modules())
+            rows.setdefault((path, key, numbered), []).append((f"{path}.{name}".lstrip("."), block, numbered))
     groups: dict[str, tuple[nn.Module, _Group]] = {}
     for blocks in rows.values():
         group = _Group(blocks[0][2])
@@ -238,22 +248,28 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
     return groups
 
 
-def _signature(name: str, part: nn.Module, place: int, numbered: set[tuple[str, str]]) -> object:
-    """Return a key of all that decides what a module does; adds its attributes with the block's place to `numbered`."""
-    attributes = []
-    for attribute, value in vars(part).items():
-        if attribute in ("_parameters", "_buffers", "_modules"):
-            continue
-        if type(value) is int and value == place:
-            numbered.add((name, attribute))
-        else:
-            attributes.append((attribute, _of_value(value)))
+def _signature(part: nn.Module, name: str, numbered: Collection[tuple[str, str]]) -> object:
+    """Return a key of all that decides what a module does, without its attributes in `numbered`."""
+    hooks = [(attribute, _of_value(vars(part)[attribute])) for attribute in vars(part) if attribute in _OF_EVERY_MODULE]
     tensors = [
         (key, None if tensor is None else _described(tensor))
         for table in (part._parameters, part._buffers)
         for key, tensor in table.items()
     ]
-    return name, type(part), tuple(attributes), tuple(tensors)
+    return name, type(part), tuple(hooks), tuple(tensors), _attributes(part, name, numbered)
+
+
+def _attributes(part: nn.Module, name: str, numbered: Collection[tuple[str, str]]) -> object:
+    """Return a key of the attributes that a module's class and its model's code have given it."""
+    return part.training, tuple(
+        (attribute, _of_value(value))
+        for attribute, value in vars(part).items()
+        if attribute not in _TABLES and attribute not in _OF_EVERY_MODULE and (name, attribute) not in numbered
+    )
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {*_TABLES}
 
 
 def _of_value(value: Any) -> object:
@@ -336,6 +352,8 @@ def _storage_of(node: fx.Node) -> Any:
 
 def _alike(tensor: Tensor, storages: dict[int | None, Any]) -> Tensor:
     """Return a fake tensor like another one, on the storage that takes the place of the latter's storage."""
+    if any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride(), tensor.storage_offset())):
+        raise NotEqual  # another block has other values, and so another size
     key, fake = tensor.untyped_storage()._cdata, cast(FakeTensor, tensor)
     with torch._C._DisableTorchDispatch():
         if key not in storages:
