@@ -1,4 +1,8 @@
-"""Times the way from a config.json to a plan on eight devices, a new process with an empty cache for each row."""
+"""Times the way from a config.json to a plan on eight devices, a new process with an empty cache for each row.
+
+The columns from `imports` on are seconds of the processor, which other programs on the machine change less than those
+of the clock.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ PHASES = {
     "search": [("varuna_capslog.planning.fastest", "fastest_plan")],
     "rehearsal": [("varuna_capslog.profiling.rehearsal", "rank_peaks")],
 }
-"""Phase -> the functions in which its seconds are spent; what is left of the whole are imports and small things."""
-HEADINGS = ("model", "devices", "fits", "seconds", "processor seconds", "imports", *PHASES, "GiB", "answer")
+"""Phase -> the functions in which its seconds are spent; what is missing of the whole is start-up and output."""
+HEADINGS = ("model", "devices", "fits", "seconds", "processor", "imports", *PHASES, "GiB", "answer")
 
 
 def main() -> None:
@@ -64,7 +68,7 @@ def _line(name: str, kind: str, limit: int) -> str:
 
 def _row(folder: str, kind: str) -> list[Any]:
     """Plan in this process; return the cells from `fits` on."""
-    begun = time.perf_counter()
+    begun, begun_processor = time.perf_counter(), time.process_time()
     from varuna_capslog import cli
 
     for name in ("torch", "transformers", "varuna_capslog.start.prepare"):
@@ -74,7 +78,7 @@ def _row(folder: str, kind: str) -> list[Any]:
     for phase, places in PHASES.items():
         for module, function in places:
             _time(importlib.import_module(module), function, phase, spent, open_phases)
-    imports = time.perf_counter() - begun
+    imports = time.process_time() - begun_processor
     plan = Path(folder) / "plan.json"
     arguments = ["plan", "--hf", folder, "--devices", "8", "--device", f"cuda:{kind}", "--sequence", "4096"]
     sys.argv = ["capslog", *arguments, "--model-arg", "dtype=bfloat16", "-o", str(plan)]
@@ -105,11 +109,11 @@ def _time(module: Any, function: str, phase: str, spent: dict[str, float], open_
 
     @functools.wraps(inner)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        before, begun = sum(spent.values()), time.perf_counter()
+        before, begun = sum(spent.values()), time.process_time()
         try:
             return inner(*args, **kwargs)
         finally:
-            spent[phase] += time.perf_counter() - begun - (sum(spent.values()) - before)
+            spent[phase] += time.process_time() - begun - (sum(spent.values()) - before)
 
     setattr(holder, name, classmethod(timed) if isinstance(made, classmethod) else timed)
 
