@@ -246,13 +246,12 @@ class Recipes:
         tensors: list[FakeTensor] = []
         try:
             key = (func, _described(args, tensors), _described(tuple(kwargs.items()), tensors))
-            hash(key)
+            recipe = self._known.get(key)
         except (_Unknown, TypeError):
             return func(*args, **kwargs)
         if not tensors:
             # nothing to make a result's mode from, and factories cost little
             return func(*args, **kwargs)
-        recipe = self._known.get(key)
         if recipe is not None:
             return _made(recipe, tensors)
         result = _as_kernels_do(func, args, func(*args, **kwargs))
