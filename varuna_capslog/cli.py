@@ -25,6 +25,7 @@ from varuna_capslog.commands.front import front
 from varuna_capslog.commands.help import FIRST_STEPS, SUMMARIES, HelpCommand
 from varuna_capslog.commands.init import init
 from varuna_capslog.commands.largest import largest
+from varuna_capslog.commands.lint import lint
 from varuna_capslog.commands.plan import plan
 from varuna_capslog.commands.profile import profile
 from varuna_capslog.commands.questions import former_option
@@ -45,7 +46,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of `capslog --help`, which is that in which a new user needs them
-for _command in (init, profile, variants, plan, front, largest, compare, simulate, export, check, train, host):
+for _command in (init, profile, variants, plan, front, largest, compare, simulate, export, lint, check, train, host):
     app.command(cls=HelpCommand, short_help=SUMMARIES[_command.__name__])(_command)
 # what follows FILE is its own
 app.command(

@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 
 from tests.reports.legible import TITLE, assert_legible, assert_titled
 from varuna_capslog.planning.comparison import Row
+from varuna_capslog.planning.simulation import RankStep
 from varuna_capslog.planning.trace_replay import Deployment, TraceEvent, replay
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.reports.curves import FrontPoint, draw_comparison, draw_front, draw_replay
+from varuna_capslog.reports.curves import FrontPoint, draw_comparison, draw_front, draw_ranks, draw_replay
 
 GIB = 2**30
 
@@ -32,6 +33,20 @@ def test_a_comparison_keeps_a_row_for_who_has_no_answer(tmp_path: Path, figures:
     assert [label.get_text() for label in peak_axes.get_yticklabels()] == ["varuna", "mcap-bf", "exact"]
     assert "capacity" in peak_axes.get_xlabel()
     assert search_axes.get_xscale() == "log"
+
+
+def test_two_plans_stand_beside_each_other_on_every_rank(tmp_path: Path, figures: list[Figure]) -> None:
+    plans = {
+        name: [RankStep(0, rank, [rank], 0.2 + rank / 10, 0.1, [1], (3 + rank) * GIB) for rank in range(4)]
+        for name in ("megatron layout", "planner throughput")
+    }
+    draw_ranks(tmp_path / "x.png", TITLE, plans, [8 * GIB] * 4)
+    assert_legible(figures[0])
+    assert_titled(figures[0], TITLE)
+    peak_axes, busy_axes = figures[0].axes
+    assert [round(bar.get_height()) for bar in peak_axes.patches] == [3, 4, 5, 6] * 2
+    assert [round(bar.get_height()) for bar in busy_axes.patches] == [200, 300, 400, 500] * 2
+    assert [line.get_ydata()[0] for line in peak_axes.lines] == [8]  # type: ignore[index]
 
 
 def test_planners_with_the_same_plan_share_a_row(tmp_path: Path, figures: list[Figure]) -> None:

@@ -41,8 +41,8 @@ class ExportFlags:
     to: Annotated[
         str,
         option(
-            "Form: megatron, torchtitan, automodel, deepspeed, device-map, vllm or sglang for the stages; torch-csv "
-            "for the order of work, for torch.distributed.pipelining.",
+            "Form: megatron, primus, verl, slime, torchtitan, automodel, deepspeed, diffusion-pipe, device-map, vllm, "
+            "vllm-ascend or sglang for the stages; torch-csv for the order of work, for torch.distributed.pipelining.",
             "torch-csv",
             panel=OUTPUT,
         ),

@@ -42,6 +42,7 @@ SUMMARIES = {
     "compare": "Show all planners side by side",
     "simulate": "Simulate a step of a plan, or a trace of preemptions",
     "export": "Write a plan or weights in the form of another system",
+    "lint": "Judge a layout of another system beside our plan",
     "check": "Find what would stop a run or spoil its training",
     "train": "Profile, plan and train on this machine",
     "host": "Train on several machines that may come and go",
@@ -92,6 +93,11 @@ EXAMPLES = {
         "capslog export plan.json --to torch-csv -o schedule.csv",
         "capslog export plan.json --to megatron --hf llama",
         "capslog export runs/digits --weights weights.safetensors",
+    ),
+    "lint": (
+        "capslog lint 'Et*4|t*4|t*4|t*4L' --hf llama --devices '4x a100-80gb'",
+        "capslog lint 16,16,16,13 --profile profile.json --devices 4 --plot layout.png",
+        "capslog lint primus.yaml --from primus --hf llama --devices 8",
     ),
     "check": ("capslog check configs/digits.yaml", "capslog check configs/digits.yaml --json"),
     "train": (

@@ -18,6 +18,7 @@ from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import find_cuts
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.seconds import LayerSeconds, Link
+from varuna_capslog.planning.chunks import fastest_chunks
 from varuna_capslog.planning.playing import message_bytes, stage_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import check_devices, fold_plan, judge, predictable
@@ -235,6 +236,8 @@ def going_round(problem: Problem, planner: str) -> Plan:
             )
         rounds = dataclasses.replace(problem, devices=(PlanRank(),) * stages * problem.pipelines, stages_per_rank=1)
         cuts, name = cut_plan(rounds, planner).cut_list, planner
+        if planner == "throughput" and stages > devices and profile.timed:
+            cuts = fastest_chunks(problem, cuts)
     cuts = fields.cut_list(cuts, profile.num_layers)
     run = problem.run
     plan = Plan(
@@ -245,7 +248,7 @@ def going_round(problem: Problem, planner: str) -> Plan:
         Units(run.num_microbatches, run.microbatch_size, run.num_blocks),
         run.schedule,
         ranks=problem.devices if any(device != PlanRank() for device in problem.devices) else (),
-        model=profile.model or "",
+        model=profile.model,
         planner=name,
         profile_digest=profile.digest,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.planning.comparison import Row
+from varuna_capslog.planning.simulation import RankStep
 from varuna_capslog.planning.trace_replay import Replay
 from varuna_capslog.reports.markup import duration, significant
 from varuna_capslog.reports.style import (
@@ -29,7 +30,7 @@ from varuna_capslog.reports.style import (
     title_picture,
 )
 
-__all__ = ["FrontPoint", "draw_comparison", "draw_front", "draw_replay"]
+__all__ = ["FrontPoint", "draw_comparison", "draw_front", "draw_ranks", "draw_replay"]
 
 
 _MARKS = {"leave": (AMBER, "leave, announced"), "crash": (ALARM, "crash"), "stop": (ALARM, "nothing fits")}
@@ -217,6 +218,37 @@ def _bars(
     axes.set_xlim(nothing, 1.25 * max(heights, default=0.0) or 1.0)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x")
+
+
+def draw_ranks(
+    path: Path, title: str, plans: Mapping[str, Sequence[RankStep]], capacities: Sequence[int] | None = None
+) -> None:
+    """Draw the peak bytes and the busy seconds of every rank, a bar for each of the named plans.
+
+    capacities: of the devices in bytes; a line for each size.
+    """
+    colours, width = (AMBER, BLUE, GREY), 0.8 / max(1, len(plans))
+    peaks = [step.peak_bytes or 0 for steps in plans.values() for step in steps]
+    divisor, unit = byte_unit(peaks)
+    scale, second = second_unit(max((step.busy_seconds for steps in plans.values() for step in steps), default=1.0))
+    with picture(path, height=4.6) as figure:
+        title_picture(figure, title)
+        above, below = figure.subplots(2, 1, sharex=True)
+        for number, (name, steps) in enumerate(plans.items()):
+            places = [step.rank + (number - (len(plans) - 1) / 2) * width for step in steps]
+            above.bar(places, [(step.peak_bytes or 0) / divisor for step in steps], width, color=colours[number])
+            below.bar(places, [step.busy_seconds / scale for step in steps], width, color=colours[number], label=name)
+        for size in sorted(set(capacities or ())):
+            if size <= _MOST_ABOVE * max(peaks, default=0):
+                above.axhline(size / divisor, color=ALARM, linestyle="--", linewidth=1.0, label="capacity")
+        above.set_ylabel(f"peak memory [{unit}]")
+        below.set_ylabel(f"busy in a step [{second}]")
+        below.set_xlabel("rank")
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for axes in (above, below):
+            axes.grid(axis="y")
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=3)
 
 
 def draw_replay(path: Path, title: str, replayed: Replay) -> None:

@@ -5,9 +5,13 @@ Each gives back which decoder blocks a stage or a rank holds, and refuses what t
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
+from itertools import pairwise
 from typing import Any
 
+import yaml
 from torch import nn
 
 
@@ -60,6 +64,57 @@ def layer_partition(text: str, variable: str, ranks: int, num_layers: int) -> li
     assert len(counts) == ranks
     assert sum(counts) == num_layers
     return [range(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(ranks)]
+
+
+def primus_split(text: str, ranks: int, num_layers: int) -> tuple[dict[tuple[int, int], list[int]], list[int]]:
+    """Return (pipeline rank, virtual rank) -> the decoder layers that it builds, and the recomputed layers.
+
+    By Primus's checks of `decoder_pipeline_manual_split_list`: the numbers of a rank's virtual stages follow one
+    another, all above 0, and layers go round the ranks; `recompute_layer_ids` counts the layers of the whole model.
+    """
+    settings = yaml.safe_load(text)
+    split = settings["decoder_pipeline_manual_split_list"]
+    assert ranks > 1
+    assert len(split) % ranks == 0
+    assert min(split) > 0
+    assert sum(split) == num_layers
+    chunks = len(split) // ranks
+    built, layer = {}, 0
+    for chunk in range(chunks):
+        for rank in range(ranks):
+            count = split[rank * chunks + chunk]
+            built[rank, chunk] = list(range(layer, layer + count))
+            layer += count
+    again = settings.get("recompute_layer_ids", [])
+    if again:
+        assert settings["recompute_granularity"] == "full"
+        assert settings["recompute_method"] is None
+        assert set(again) <= set(range(num_layers))
+    return built, again
+
+
+def uneven_ends(text: str, ranks: int, num_layers: int) -> list[range]:
+    """Return the decoder layers of each rank by Megatron's rule: the stages between the first and the last share evenly
+    what these leave.
+    """
+    first, last = (int(part.split("=")[-1]) for part in re.findall(r"(?:=| )\d+", text.replace("\n", " ")))
+    between = num_layers - first - last
+    assert between % (ranks - 2 or 1) == 0
+    assert ranks > 2 or between == 0
+    counts = [first, *[between // (ranks - 2)] * (ranks - 2), last] if ranks > 2 else [first, last]
+    return [range(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(ranks)]
+
+
+def diffusion_pipe_entries(text: str, num_layers: int) -> list[list[str]]:
+    """Return the entries of each stage: diffusion-pipe cuts the list of initial layer, blocks and final layer behind
+    the numbers of `partition_split`.
+    """
+    settings = {key: ast.literal_eval(setting) for key, setting in (row.split(" = ") for row in text.splitlines())}
+    assert settings["partition_method"] == "manual"
+    entries = ["initial", *(f"block {number}" for number in range(num_layers)), "final"]
+    bounds = [0, *settings["partition_split"], len(entries)]
+    assert len(bounds) == settings["pipeline_stages"] + 1
+    return [entries[start:stop] for start, stop in pairwise(bounds)]
 
 
 def torchtitan_part(model: nn.Module, listed: list[str]) -> nn.Module:

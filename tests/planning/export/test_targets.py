@@ -14,9 +14,12 @@ from tests.planning.export.models import BLOCKS, made, named, names, plan_of, st
 from tests.planning.export.readers import (
     automodel_part,
     device_of_tensors,
+    diffusion_pipe_entries,
     layer_partition,
     megatron_layout,
+    primus_split,
     torchtitan_part,
+    uneven_ends,
 )
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.export import TARGETS, Request, names_in, notes, written
@@ -98,6 +101,17 @@ def readers_stages(target: str, text: str, model: str, cuts: tuple[int, ...]) ->
     if target == "megatron":
         rows = megatron_layout(text, len(cuts), BLOCKS).values()
         return [[int(piece.split()[1]) for piece in row if piece.startswith("decoder")] for row in rows]
+    if target == "primus":
+        return [blocks for _, blocks in sorted(primus_split(text, len(cuts), BLOCKS)[0].items())]
+    if target in ("verl", "slime"):
+        return [list(layers) for layers in uneven_ends(text, len(cuts), BLOCKS)]
+    if target == "diffusion-pipe":
+        stages = diffusion_pipe_entries(text, BLOCKS)
+        return [[int(entry.split()[1]) for entry in stage if entry.startswith("block")] for stage in stages]
+    if target == "vllm-ascend":
+        prefill = json.loads(text)["kv_connector_extra_config"]["prefill"]
+        partition = layer_partition(f"P={prefill['pp_layer_partition']}", "P", prefill["pp_size"], BLOCKS)
+        return [list(layers) for layers in partition]
     if target in ("vllm", "sglang"):
         return [
             list(layers) for layers in layer_partition(text, f"{target.upper()}_PP_LAYER_PARTITION", len(cuts), BLOCKS)

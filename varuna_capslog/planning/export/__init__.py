@@ -1,14 +1,16 @@
 """Plans in the forms of other systems: pure functions from a plan and its layer names to text. Imports no torch."""
 
-from varuna_capslog.planning.export.module_lists import (
-    automodel,
-    deepspeed,
-    device_map,
+from varuna_capslog.planning.export.layer_counts import (
+    diffusion_pipe,
     megatron,
+    primus,
     sglang,
-    torchtitan,
+    slime,
+    verl,
     vllm,
+    vllm_ascend,
 )
+from varuna_capslog.planning.export.module_lists import automodel, deepspeed, device_map, torchtitan
 from varuna_capslog.planning.export.targets import TARGETS, Request, names_in, notes, torch_csv, written
 
 __all__ = [
@@ -17,12 +19,17 @@ __all__ = [
     "automodel",
     "deepspeed",
     "device_map",
+    "diffusion_pipe",
     "megatron",
     "names_in",
     "notes",
+    "primus",
     "sglang",
+    "slime",
     "torch_csv",
     "torchtitan",
+    "verl",
     "vllm",
+    "vllm_ascend",
     "written",
 ]

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
-from varuna_capslog.planning.export.module_lists import (
-    automodel,
-    deepspeed,
-    device_map,
+from varuna_capslog.planning.export.layer_counts import (
+    diffusion_pipe,
     megatron,
-    number_of,
-    run_of,
+    primus,
     sglang,
-    stage_line,
-    torchtitan,
+    slime,
+    verl,
     vllm,
+    vllm_ascend,
 )
+from varuna_capslog.planning.export.module_lists import automodel, deepspeed, device_map, torchtitan
+from varuna_capslog.planning.export.stage_line import number_of, run_of, stage_line
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -111,6 +111,7 @@ class Target:
     order: the order of work: "own" (the system's), "csv" (torch's, which `torch-csv` exports), "none" (no training), ""
         (the form is the order).
     use: for which models and how the text is given, where that needs a sentence.
+    intervals: True where the text says what is recomputed.
     """
 
     system: str
@@ -119,6 +120,7 @@ class Target:
     settings: str = ""
     order: str = "own"
     use: str = ""
+    intervals: bool = False
 
 
 TARGETS: Mapping[str, Target] = {
@@ -129,6 +131,32 @@ TARGETS: Mapping[str, Target] = {
         "layers",
         "--pipeline-model-parallel-size {ranks}",
         use="for GPT models of Megatron: --pipeline-model-parallel-layout takes it, in quotes; ",
+    ),
+    "primus": Target(
+        "Primus",
+        lambda r: primus(r.plan, r.run, r.known_names, r.pattern),
+        "layers",
+        "pipeline_model_parallel_size: {ranks}",
+        intervals=True,
+        use="Primus keeps the inputs of each recomputed layer, the plan those of each interval; ",
+    ),
+    "verl": Target(
+        "verl",
+        lambda r: verl(r.plan, r.known_names, r.pattern),
+        "layers",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size={ranks}",
+    ),
+    "slime": Target(
+        "slime",
+        lambda r: slime(r.plan, r.known_names, r.pattern),
+        "layers",
+        "--pipeline-model-parallel-size {ranks}",
+    ),
+    "diffusion-pipe": Target(
+        "diffusion-pipe",
+        lambda r: diffusion_pipe(r.plan, r.known_names, r.pattern),
+        "layers",
+        use="for models of one list of blocks behind one initial layer; ",
     ),
     "torchtitan": Target(
         "torchtitan",
@@ -144,13 +172,20 @@ TARGETS: Mapping[str, Target] = {
         "a pipeline-parallel size of {ranks}",
         "csv",
     ),
-    "deepspeed": Target("DeepSpeed", lambda r: deepspeed(r.plan, r.run, r.names), "comments"),
+    "deepspeed": Target("DeepSpeed", lambda r: deepspeed(r.plan, r.run, r.names), "comments", intervals=True),
     "device-map": Target("accelerate", lambda r: device_map(r.plan, r.known_names), "modules", order="none"),
     "vllm": Target(
         "vLLM",
         lambda r: vllm(r.plan, r.known_names, r.pattern),
         "layers",
         "--pipeline-parallel-size {ranks}",
+        "none",
+    ),
+    "vllm-ascend": Target(
+        "vllm-ascend",
+        lambda r: vllm_ascend(r.plan, r.known_names, r.pattern),
+        "layers",
+        "VLLM_PP_LAYER_PARTITION (--to vllm) on the prefill nodes, and --pipeline-parallel-size {ranks} there",
         "none",
     ),
     "sglang": Target(
@@ -193,6 +228,8 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
     sentences = []
     if form.settings:
         sentences.append(f"{form.use}{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
+    elif form.use:
+        sentences.append(form.use.removesuffix("; "))
     if line.replicas > 1:
         sentences.append(
             f"the plan has {line.replicas} equal pipelines and the text describes one; set the data parallelism "
@@ -215,7 +252,7 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
             else f"{form.system} works in an order of its own, for which the predicted bytes do not hold"
         )
         sentences.append(f"the plan's {order} is not a part of the text: {consequence}")
-    if target != "deepspeed" and recomputes and any(stage.memory is None for stage in plan.stages):
+    if not form.intervals and recomputes and any(stage.memory is None for stage in plan.stages):
         sentences.append(
             "stages recompute by the config or the schedule, which is not a part of the text; set the recomputation of "
             f"{form.system} itself"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning.export.module_lists import StageLine, stage_line
+from varuna_capslog.planning.export.stage_line import StageLine, stage_line
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 

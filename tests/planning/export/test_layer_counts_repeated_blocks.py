@@ -7,7 +7,8 @@ import pytest
 from tests.planning.export.models import detr_names, named, names, plan_of, stages_of_blocks
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import LayerModules
-from varuna_capslog.planning.export.module_lists import block_counts, block_pattern, stage_line
+from varuna_capslog.planning.export.layer_counts import block_counts, block_pattern
+from varuna_capslog.planning.export.stage_line import stage_line
 
 
 @pytest.mark.parametrize(

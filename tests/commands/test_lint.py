@@ -1,0 +1,88 @@
+"""`capslog lint`: what a layout means for a model, how it compares with our cuts, and what is illegal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from tests.planning.test_fastest_layerwise import profile_on
+from varuna_capslog import cli
+from varuna_capslog.profiles.record import Profile, write_profile
+
+BLOCKS = 6
+
+
+def named(profile: Profile) -> Profile:
+    """Return the profile with the layer names of a decoder."""
+    names = ["embed", *(f"model.layers.{n}" for n in range(BLOCKS)), "lm_head"]
+    layers = tuple(dataclasses.replace(layer, name=name) for layer, name in zip(profile.layers, names, strict=True))
+    return dataclasses.replace(profile, layers=layers)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    write_profile(tmp_path / "profile.json", named(profile_on("cuda", BLOCKS + 2)))
+    return tmp_path / "profile.json"
+
+
+def run(*words: object) -> int:
+    return cli._run(["lint", *map(str, words)])
+
+
+def test_a_layout_has_its_cuts_and_ours_beside_them(
+    profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    flags = ("--profile", profile, "--devices", 2, "--minibatch", 8)
+    assert run("Et|t*5L", *flags, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["system"], record["blocks"], record["faults"]) == ("megatron", [1, 5], [])
+    assert record["layout"]["cuts"] == [0, 2]
+    assert record["layout"]["schedule"] == record["ours"]["schedule"] == "1f1b"
+    assert record["ours"]["step_seconds"] < record["layout"]["step_seconds"]
+    given = ("pipeline.cuts=[0,2]", "pipeline.schedule=1f1b", "pipeline.recompute=false")
+    assert cli._run(["plan", *map(str, flags), *given, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert [planned[key] for key in ("cuts", "peak_bytes", "step_seconds")] == [
+        record["layout"][key] for key in ("cuts", "peak_bytes", "step_seconds")
+    ]
+    assert run("1,5", *flags) == 0
+    text = capsys.readouterr().out
+    assert "vllm layout of 2 ranks beside planner throughput" in text
+    assert "schedule 1f1b; the layout fits; ours fits" in text
+    assert "1 layer for multi-token prediction" not in text
+
+
+def test_chunks_go_round_the_ranks(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "primus.yaml").write_text("decoder_pipeline_manual_split_list: [1, 2, 2, 1]\n")
+    picture = tmp_path / "layout.png"
+    flags = ("--profile", profile, "--devices", 2, "--minibatch", 8)
+    assert run(tmp_path / "primus.yaml", *flags, "--plot", picture, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["blocks"] == [1, 2, 2, 1]
+    assert [stage["layers"] for stage in record["layout"]["stages"]] == [[[0, 2]], [[2, 4]], [[4, 6]], [[6, 8]]]
+    assert [stage["ranks"] for stage in record["layout"]["stages"]] == [[0], [1], [0], [1]]
+    assert record["layout"]["schedule"] == record["ours"]["schedule"] == "interleaved"
+    assert imread(picture).shape[1] == 1600
+
+
+def test_what_is_illegal_or_does_not_fit_ends_with_status_3(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--profile", profile, "--devices", 2, "--minibatch", 8)
+    assert run("3,4", *flags) == 3
+    assert capsys.readouterr().err == ("capslog: the vllm layout is illegal: it has 7 decoder blocks, the model 6\n")
+    assert run("3,3", *flags, "--capacity", "200KiB") == 3
+    assert "the layout does not fit: rank " in capsys.readouterr().err
+    assert run("Et*3|mt*3L", *flags, "--json") == 3
+    assert json.loads(capsys.readouterr().out)["faults"] == [
+        "a layer for multi-token prediction (m) stands before a block (t)"
+    ]
+    assert run() == 2
+    assert "no layout is given: capslog lint LAYOUT" in capsys.readouterr().err
+    assert run("Et*3|t*3mL", *flags) == 0
+    assert "1 layer for multi-token prediction (m) of the layout: the model here has none" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -1,0 +1,79 @@
+"""Stages that go round the devices: the fastest cuts, beside all cut lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from tests.planning.test_fastest_layerwise import profile_on
+from varuna_capslog.planning import chunks
+from varuna_capslog.planning.chunks import chunk_bound, fastest_chunks
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+
+def profile_of(draw: random.Random, size: int) -> Profile:
+    """Return layers of random seconds, the last one heavy."""
+    profile = profile_on("cuda", size, draw.randrange(1000))
+    seconds = [*(draw.uniform(0.5, 1.5) for _ in range(size - 1)), draw.uniform(1, 4)]
+    rows = zip(profile.layers, seconds, strict=True)
+    layers = (dataclasses.replace(row, forward_seconds=took, backward_seconds=2 * took) for row, took in rows)
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def problem_of(profile: Profile, ranks: int, count: int, capacity: int | None = None) -> Problem:
+    run = RunShape(2 * ranks, "interleaved", recompute=False, microbatch_size=1)
+    return dataclasses.replace(Problem.of(profile, ranks, capacity, run), stages_per_rank=count)
+
+
+def with_cuts(problem: Problem, cuts: tuple[int, ...]) -> Plan:
+    return solve(dataclasses.replace(problem, cuts=cuts), "throughput")
+
+
+def all_cuts(size: int, stages: int) -> list[tuple[int, ...]]:
+    return [(0, *inner) for inner in itertools.combinations(range(1, size), stages - 1)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_cut_list_of_a_small_chain_is_faster(seed: int) -> None:
+    draw = random.Random(seed)
+    size, count = draw.randint(6, 8), 2 + seed % 2
+    problem = problem_of(profile_of(draw, size), 2, count)
+    plans = [with_cuts(problem, cuts) for cuts in all_cuts(size, 2 * count)]
+    answer = solve(problem, "throughput")
+    assert answer.step_seconds == min(plan.step_seconds or 0.0 for plan in plans)
+    assert [stage.rank for stage in answer.stages] == [0, 1] * count
+    assert chunk_bound(problem) <= answer.step_seconds
+    capacity = sorted(max(rank.bytes or 0 for rank in plan.ranks) for plan in plans)[len(plans) // 3]
+    limited = problem_of(problem.profile, 2, count, capacity)
+    fitting = [plan for cuts in all_cuts(size, 2 * count) if (plan := with_cuts(limited, cuts)).fits]
+    bounded = solve(limited, "throughput")
+    assert bounded.fits
+    assert bounded.step_seconds == min(plan.step_seconds or 0.0 for plan in fitting)
+
+
+def test_the_rounds_of_a_long_chain_have_the_smallest_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_ALL_LISTS", 0)
+    for seed in range(4):
+        draw = random.Random(seed)
+        size, count = draw.randint(7, 10), draw.choice([2, 3])
+        problem = problem_of(profile_of(draw, size), 2, count)
+        seconds = [3 * (layer.forward_seconds or 0.0) for layer in problem.profile.layers]
+
+        def longest(cuts: tuple[int, ...], seconds: list[float] = seconds) -> float:
+            stages = [sum(seconds[first:end]) for first, end in itertools.pairwise((*cuts, len(seconds)))]
+            return sum(max(stages[start : start + 2]) for start in range(0, len(stages), 2))
+
+        lists = all_cuts(size, 2 * count)
+        rounds = chunks._Rounds(problem, 2 * count).shortest()
+        assert longest(rounds) == pytest.approx(min(map(longest, lists)))
+        steps = {cuts: with_cuts(problem, cuts).step_seconds or 0.0 for cuts in lists}
+        step = steps[fastest_chunks(problem, lists[0])]
+        assert min(steps.values()) <= step <= min(steps[rounds], steps[lists[0]])
+        assert step <= 1.02 * min(steps.values())

@@ -1,0 +1,226 @@
+"""`capslog lint`: a layout of another system judged for a model, beside our own plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.commands import shared
+from varuna_capslog.commands.help import MODEL, OUTPUT, SEARCH
+from varuna_capslog.commands.questions import QuestionFlags, costs_of, keys_of, question_of, read_profiles, settled
+from varuna_capslog.commands.shared import option
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+    from varuna_capslog.planning.layouts import Layout
+    from varuna_capslog.planning.simulation import RankStep
+    from varuna_capslog.plans.plan import Plan
+    from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.profiling.estimate import Memo
+
+__all__ = ["lint"]
+
+
+@dataclass(frozen=True)
+class LintFlags(QuestionFlags):
+    """The command line of `lint`."""
+
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="LAYOUT", help="A layout such as 'Et*4|t*4L' or 16,16,16,13, or a file with one."),
+    ] = None
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]", help="A run's config file, and keys to change, such as train.epochs=10."
+        ),
+    ] = None
+    profile: shared.ProfileFile = None
+    system: Annotated[
+        str | None,
+        option(
+            "System of the layout: megatron, primus, verl, slime, torchtitan, automodel, diffusion-pipe, vllm, "
+            "vllm-ascend or sglang.",
+            "recognised by the text",
+            "--from",
+            metavar="SYSTEM",
+            panel=MODEL,
+        ),
+    ] = None
+    block_names: Annotated[
+        str | None,
+        option("Name of the repeated blocks, such as 'transformer.h.*'.", "from the names of the layers", panel=MODEL),
+    ] = None
+    planner: Annotated[
+        str | None, option("Planner of our plan, one that cuts.", "throughput", metavar="NAME", panel=SEARCH)
+    ] = None
+    plot: Annotated[Path | None, option("Picture of both: bytes and seconds of every rank.", False, panel=OUTPUT)] = (
+        None
+    )
+
+
+@shared.options_of(LintFlags)
+def lint(flags: LintFlags) -> None:
+    """Judge a layout of another system for a model, beside our fastest cuts for the same run: one schedule, and all
+    activations kept unless pipeline.recompute says otherwise. Exit status 3 if it is illegal or does not fit.
+    """
+    from varuna_capslog.planning.export import names_in
+    from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
+
+    if flags.config is None:
+        raise CapslogError("no layout is given: capslog lint LAYOUT, such as 'Et*4|t*4L', 16,16,16,13 or a file")
+    text = flags.config.read_text() if flags.config.is_file() else str(flags.config)
+    config_file, overrides = shared.words_of(None, flags.overrides)
+    flags = settled(replace(flags, config=config_file, overrides=overrides))
+    (profile,) = read_profiles([flags.profile] if flags.profile else None, flags) or (None,)
+    config, profile, memo = costs_of(
+        flags, question_of(flags, flags.planner or "throughput", profile), profile, choose=False
+    )
+    names, ranks = names_in(profile), config.pipeline.devices
+    layout = read_layout(text, count_blocks(names, flags.block_names), ranks, flags.system)
+    if layout.faults:
+        if flags.as_json:
+            shared.print_json(_record(layout, None, None))
+        raise DoesNotFit(f"the {layout.system} layout is illegal: {'; '.join(layout.faults)}")
+    asked = _of_one_run(config, len(layout.counts) // ranks, keys_of(flags.overrides))
+    theirs = _planned(asked, profile, memo, cuts=layout_cuts(layout, names, flags.block_names), planner="exact")
+    ours = _planned(asked, profile, memo, cuts=None)
+    if flags.plot is not None:
+        _draw(flags.plot, layout, theirs, ours, asked, profile)
+    if flags.as_json:
+        shared.print_json(_record(layout, theirs, ours))
+    else:
+        _print(layout, theirs, ours, asked, profile)
+    if theirs.fits is False:
+        raise DoesNotFit(f"the layout {_fit(theirs)}")
+
+
+def _of_one_run(config: Config, chunks: int, keys: dict[str, Any]) -> Config:
+    """Return the config under which both plans run. Where its keys leave it open, the schedule is 1f1b, or interleaved
+    for several stages on a rank, and all activations are kept.
+    """
+    changes: dict[str, Any] = {"stages_per_rank": chunks}
+    if "pipeline.schedule" not in keys:
+        changes["schedule"] = "1f1b" if chunks == 1 else "interleaved"
+    if "pipeline.recompute" not in keys:
+        changes["recompute"] = False
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=changes)})
+
+
+def _planned(config: Config, profile: Profile, memo: Memo | None, **changes: Any) -> Plan:
+    from varuna_capslog.start.prepare import plan_run
+
+    changed = config.pipeline.model_copy(update=changes)
+    return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
+
+
+def _ranks(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:
+    """Return the step of each rank."""
+    from varuna_capslog.planners.seconds import Link
+    from varuna_capslog.planning.simulation import simulate_plan
+    from varuna_capslog.schedules import RunShape
+
+    run = RunShape.of_config(config).settled()
+    step = simulate_plan(profile, plan, recompute=run.recompute, run=run, link=Link.of_config(config))
+    return sorted(step.rank_steps, key=lambda rank_step: rank_step.rank)
+
+
+def _print(layout: Layout, theirs: Plan, ours: Plan, config: Config, profile: Profile) -> None:
+    from varuna_capslog.base.units import unit_of
+    from varuna_capslog.planning.chunks import chunk_bound
+    from varuna_capslog.planning.problem import Problem
+    from varuna_capslog.reports.markup import plural
+
+    ranks, rows = config.pipeline.devices, []
+    plans = [(plan, _ranks(plan, config, profile)) for plan in (theirs, ours)]
+    unit, name = unit_of(max(step.peak_bytes or 0 for _, steps in plans for step in steps))
+    for rank in range(ranks):
+        counts = layout.counts[rank::ranks]
+        row = [str(rank), "+".join(map(str, counts))]
+        for plan, steps in plans:
+            row += _cells(plan, steps[rank], unit)
+        rows.append(row)
+    bound = chunk_bound(Problem.of_config(config, profile))
+    title = f"{layout.system} layout of {plural(ranks, 'rank')} beside planner {ours.planner}"
+    peak = f"peak\n{name}"
+    headings = ("rank", "blocks", "layers", peak, "busy", "our\nlayers", peak, "busy")
+    shared.print_table(title, headings, rows, left=(2, 5), notes=_notes(layout, theirs, ours, bound))
+
+
+def _cells(plan: Plan, step: RankStep, unit: int) -> list[str]:
+    from varuna_capslog.plans.parts import ranges_of, spans_of
+    from varuna_capslog.reports.markup import duration
+
+    layers = ", ".join(spans_of(ranges_of(plan.stages[stage].numbers)) for stage in step.stages)
+    peak = plan.ranks[step.rank].bytes if step.rank < len(plan.ranks) else None
+    peak = peak if peak is not None else step.peak_bytes
+    return [layers, "unknown" if peak is None else f"{peak / unit:.2f}", duration(step.busy_seconds)]
+
+
+def _fit(plan: Plan) -> str:
+    """Say whether a plan fits, and how much the worst rank lacks."""
+    from varuna_capslog.base.units import format_bytes
+
+    lack = plan.shortfall
+    if plan.fits or lack is None:
+        return "fits" if plan.fits else f"has unknown bytes: {'; '.join(plan.notes)}"
+    where = f"rank {lack.rank}" if lack.stage is None else f"rank {plan.stages[lack.stage].rank}"
+    return f"does not fit: {where} lacks {format_bytes(lack.bytes)}, headroom included"
+
+
+def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float) -> list[str]:
+    from varuna_capslog.base.units import format_bytes
+    from varuna_capslog.reports.markup import duration, plural
+
+    notes = [f"schedule {theirs.schedule}; the layout {_fit(theirs)}; ours {_fit(ours)}"]
+    if theirs.step_seconds and ours.step_seconds:
+        change = _change(ours.step_seconds, theirs.step_seconds)
+        times = f"{duration(theirs.step_seconds)}, ours {duration(ours.step_seconds)} ({change})"
+        notes.append(f"step: {times}; no cuts take less than {duration(bound)}")
+    if theirs.peak_bytes and ours.peak_bytes:
+        change = _change(ours.peak_bytes, theirs.peak_bytes)
+        notes.append(
+            f"largest peak: {format_bytes(theirs.peak_bytes)}, ours {format_bytes(ours.peak_bytes)} ({change})"
+        )
+    if layout.prediction_layers:
+        count = plural(layout.prediction_layers, "layer")
+        notes.append(
+            f"{count} for multi-token prediction (m) of the layout: the model here has none, and neither plan counts it"
+        )
+    return notes
+
+
+def _change(ours: float, theirs: float) -> str:
+    from varuna_capslog.reports.markup import percent
+
+    return "equal" if abs(ours / theirs - 1) < 5e-4 else percent(ours / theirs - 1)
+
+
+def _record(layout: Layout, theirs: Plan | None, ours: Plan | None) -> dict[str, Any]:
+    """Return fields for programs."""
+    return {
+        "system": layout.system,
+        "blocks": list(layout.counts),
+        "prediction_layers": layout.prediction_layers,
+        "faults": list(layout.faults),
+        "layout": None if theirs is None else theirs.to_json(),
+        "ours": None if ours is None else ours.to_json(),
+    }
+
+
+def _draw(path: Path, layout: Layout, theirs: Plan, ours: Plan, config: Config, profile: Profile) -> None:
+    from varuna_capslog.reports.curves import draw_ranks
+    from varuna_capslog.reports.markup import plural
+    from varuna_capslog.reports.titles import device_kind, title_of
+
+    names: Sequence[str] = (f"{layout.system} layout", f"planner {ours.planner}")
+    steps = [_ranks(plan, config, profile) for plan in (theirs, ours)]
+    capacities = [rank.capacity_bytes for rank in theirs.ranks if rank.capacity_bytes is not None]
+    devices = f"{plural(config.pipeline.devices, 'device')}{device_kind(profile.conditions, config.pipeline.speeds)}"
+    title = title_of(f"A {layout.system} layout", profile.model, devices, f"schedule {theirs.schedule}")
+    draw_ranks(path, title, dict(zip(names, steps, strict=True)), capacities)

@@ -1,0 +1,188 @@
+"""Cuts of stages that go round the devices (schedule `interleaved`), for the shortest step that fits.
+
+The ranks take the first stage of each for a group of microbatches, then the second, and so on: a round. In a round all
+wait for its longest stage, so that a step takes about the sum of these; a round with a long head may have long stages
+only. A program over the chain finds the rounds with the smallest sum; then layers are moved, and the play decides.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planning.playing import SAME, with_step_seconds
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.verdict import Known, judged
+from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.plan import Plan, stages_of_pipelines
+
+__all__ = ["chunk_bound", "fastest_chunks"]
+
+_ALL_LISTS = 1000
+"""Up to this number of cut lists, all are played."""
+_ACTIONS = 300_000
+"""Forwards in all plays of a search, which takes less than 10 s."""
+
+_BISECTIONS = 30
+"""Of the longest stage of a round."""
+
+_Value = tuple[int, float, int]
+"""Bytes that the ranks lack, seconds of the step, largest peak: the smallest is best."""
+
+
+def chunk_bound(problem: Problem) -> float:
+    """Return seconds that no step of a pipeline of whole layers undercuts, however its stages go round the devices."""
+    layers, speeds = _layer_seconds(problem, False), problem.speeds or (1.0,) * problem.width
+    return problem.share.microbatches * max(sum(layers) / sum(speeds), max(layers) / max(speeds))
+
+
+def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
+    """Return the first layers of all stages of a pipeline for the shortest step that fits, as far as the search goes:
+    of all cut lists of a small chain, else by moving layers between ranks, from `cuts` on.
+
+    Where nothing fits, the cuts lack least. Raises CapslogError where the profile lacks seconds.
+    """
+    size, stages, plays = problem.profile.num_layers, len(cuts), _Plays(problem)
+    if math.comb(size - 1, stages - 1) <= _ALL_LISTS:
+        lists = ((0, *inner) for inner in itertools.combinations(range(1, size), stages - 1))
+        return min(lists, key=plays.value)
+    rounds = _Rounds(problem, stages)
+    best = min({tuple(cuts), rounds.shortest()}, key=plays.value)
+    most = max(24, _ACTIONS // (problem.share.microbatches * stages))
+    while plays.count < most:
+        shorter = _shorter(best, rounds, plays, most)
+        if shorter is None:
+            break
+        best = shorter
+    return best
+
+
+def _shorter(best: tuple[int, ...], rounds: _Rounds, plays: _Plays, most: int) -> tuple[int, ...] | None:
+    """Return the first cuts near the best ones that are better; None: none of those that may be played."""
+    lack, step, peak = plays.value(best)
+    for near in sorted(rounds.moves(best), key=rounds.seconds):
+        if plays.count >= most:
+            return None
+        value = plays.value(near)
+        if value[0] < lack or (value[0] == lack and (value[1] * (1 + SAME) < step)):
+            return near
+        if value[:2] == (lack, step) and value[2] < peak:
+            return near
+    return None
+
+
+def _layer_seconds(problem: Problem, again: bool) -> list[float]:
+    """Seconds of one microbatch in each layer. again: with its recomputation."""
+    profile = problem.profile
+    rows = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
+    return [(2 if again else 1) * forward + backward for forward, backward in rows]
+
+
+class _Rounds:
+    """The seconds of a step by the longest stage of each round, and the ways to move a layer to another stage."""
+
+    def __init__(self, problem: Problem, stages: int) -> None:
+        self._ranks, self._stages, self._size = problem.width, stages, problem.profile.num_layers
+        self._sums = [0.0, *itertools.accumulate(_layer_seconds(problem, problem.share.settled().recomputes))]
+        self._speeds = problem.speeds or (1.0,) * problem.width
+        self._round = functools.cache(self._longest)
+
+    def shortest(self) -> tuple[int, ...]:
+        """Cuts of the rounds with the smallest sum of their longest stages."""
+        rounds, size = self._stages // self._ranks, self._size
+        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        for number in range(1, rounds + 1):
+            ends = (
+                [size] if number == rounds else range(number * self._ranks, size - (rounds - number) * self._ranks + 1)
+            )
+            following: dict[int, tuple[float, tuple[int, ...]]] = {}
+            for end in ends:
+                options = (
+                    (seconds + self._round(start, end)[0], start)
+                    for start, (seconds, _) in best.items()
+                    if end - start >= self._ranks
+                )
+                seconds, start = min(options)
+                following[end] = seconds, (*best[start][1], *self._round(start, end)[1])
+            best = following
+        return best[size][1]
+
+    def _longest(self, start: int, end: int) -> tuple[float, tuple[int, ...]]:
+        """The smallest longest stage of a round of these layers, and its cuts."""
+        sums, high = self._sums, self._sums[end] - self._sums[start]
+        low, cuts = 0.0, tuple(range(start, start + self._ranks))
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            filled = self._filled(start, end, middle)
+            low, high, cuts = (middle, high, cuts) if filled is None else (low, middle, filled)
+        bounds = zip((*cuts, end), (*cuts[1:], end), self._speeds, strict=False)
+        return max((sums[stop] - sums[first]) / speed for first, stop, speed in bounds), cuts
+
+    def _filled(self, start: int, end: int, most: float) -> tuple[int, ...] | None:
+        """Cuts of a round whose stages take up to `most` seconds, the first ones as many layers as they can; None:
+        they do not hold all.
+        """
+        cuts, place = [], start
+        for rank, speed in enumerate(self._speeds):
+            cuts.append(place)
+            last = end - (self._ranks - 1 - rank)  # every later stage holds a layer
+            place = min(last, bisect.bisect_right(self._sums, self._sums[place] + most * speed * (1 + SAME)) - 1)
+            if place <= cuts[-1]:
+                return None
+        return tuple(cuts) if place == end else None
+
+    def seconds(self, cuts: Sequence[int]) -> tuple[float, float]:
+        """Sum of the longest stages of the rounds, but at least the slowest rank; then the sum of squares."""
+        stages = [
+            (self._sums[end] - self._sums[first]) / self._speeds[stage % self._ranks]
+            for stage, (first, end) in enumerate(itertools.pairwise((*cuts, self._size)))
+        ]
+        ranks = self._ranks
+        longest = sum(max(stages[start : start + ranks]) for start in range(0, self._stages, ranks))
+        return max(longest, *(sum(stages[rank::ranks]) for rank in range(ranks))), sum(row * row for row in stages)
+
+    def moves(self, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Cuts that give a layer of one stage to another stage: the cuts between move by one."""
+        for giver, taker in itertools.permutations(range(self._stages), 2):
+            end = self._size if giver + 1 == self._stages else cuts[giver + 1]
+            if end - cuts[giver] == 1:
+                continue
+            if taker < giver:
+                yield (*cuts[: taker + 1], *(cut + 1 for cut in cuts[taker + 1 : giver + 1]), *cuts[giver + 1 :])
+            else:
+                yield (*cuts[: giver + 1], *(cut - 1 for cut in cuts[giver + 1 : taker + 1]), *cuts[taker + 1 :])
+
+
+class _Plays:
+    """Values of cut lists, each judged and played once; `count` of them so far."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._known, self._values = problem, Known(), dict[tuple[int, ...], _Value]()
+
+    @property
+    def count(self) -> int:
+        return len(self._values)
+
+    def value(self, cuts: tuple[int, ...]) -> _Value:
+        if cuts not in self._values:
+            self._values[cuts] = self._played(cuts)
+        return self._values[cuts]
+
+    def _played(self, cuts: tuple[int, ...]) -> _Value:
+        problem = self._problem
+        profile, run, width = problem.profile, problem.share.settled(), problem.width
+        stages = stages_of_pipelines(profile.num_layers, cuts, 1, 1, [stage % width for stage in range(len(cuts))])
+        units = Units(run.num_microbatches, run.microbatch_size, run.num_blocks)
+        plan = Plan(profile.num_layers, stages, units, run.schedule, ranks=problem.devices[:width])
+        verdict, lack = plan, 0
+        if problem.capacities is not None:
+            verdict = judged(profile, plan, run, None, problem.tier, self._known)
+            lack = 0 if verdict.shortfall is None else verdict.shortfall.bytes
+        step = with_step_seconds(profile, plan, run, problem.link).step_seconds
+        if step is None:
+            raise CapslogError("the microbatches of a step are not known; set train.minibatch_size")
+        return lack, step, verdict.peak_bytes or 0

@@ -1,0 +1,330 @@
+"""Forms that count decoder layers: layouts, partitions and numbers of layers for trainers and servers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.names import ModelNames
+from varuna_capslog.planning.export.stage_line import StageLine, check_names, memory_of_stages, stage_line
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.schedules import RunShape
+
+__all__ = [
+    "block_counts",
+    "block_pattern",
+    "blocks_of_layers",
+    "diffusion_pipe",
+    "megatron",
+    "primus",
+    "sglang",
+    "slime",
+    "verl",
+    "vllm",
+    "vllm_ascend",
+]
+
+
+# -- Counts of a model's repeated blocks per stage, for systems that take numbers of decoder layers.
+#
+# Repeated blocks are the modules of one list, `transformer.h.0`, `transformer.h.1` and so on. All before the first
+# block is the embedding, all after the last block is the head (norms, the output projection, the loss).
+
+
+def block_counts(names: ModelNames, line: StageLine, system: str, pattern: str | None = None) -> list[int]:
+    """Return stage -> number of its repeated blocks; the embedding is then in the first stage, the head in the last.
+
+    pattern: the blocks' names, with one `*` for their number, such as `transformer.h.*`; it may leave out the
+        beginning. None: found among the names.
+
+    Raises CapslogError where the names do not tell the blocks, and where a border between two stages lies in a block,
+    in the embedding or in the head.
+    """
+    pattern = block_pattern(names.layers, pattern)
+    blocks = blocks_of_layers(names, pattern)
+    holding = [layer for layer, numbers in enumerate(blocks) if numbers]
+    before, behind = holding[0], holding[-1] + 1
+    owner: dict[int, int] = {}
+    counts = []
+    for stage, (first, end) in enumerate(line.stages):
+        held = sorted({number for numbers in blocks[first:end] for number in numbers})
+        for number in held:
+            if owner.setdefault(number, stage) != stage:
+                raise CapslogError(
+                    f"the border between stages {owner[number]} and {stage} lies in the block "
+                    f"{pattern.replace('*', str(number))!r}, which {system} keeps whole; move the cut before or behind "
+                    "it"
+                )
+        counts.append(len(held))
+    if line.stages[0][1] < before:
+        raise _several_stages("the embedding", names.layers[:before], f"the first stage of {system}")
+    if line.stages[-1][0] > behind:
+        raise _several_stages("the head", names.layers[behind:], f"the last stage of {system}")
+    return counts
+
+
+def block_pattern(layers: Sequence[str], pattern: str | None = None) -> str:
+    """Return the whole pattern of the repeated blocks' names: completed from `pattern`, or of the only list of modules.
+
+    A list's items are the first whole numbers in names (`encoder.layer.3`); only where there are none, numbers behind
+    an underscore (`encoder_layer_3`). Raises CapslogError where `pattern` names no layer, and where there is not
+    exactly one list.
+    """
+    if pattern is not None:
+        if pattern.count("*") != 1:
+            raise CapslogError(f"the names of the blocks, {pattern!r}, must have one * in the place of the number")
+        full = rf"((?:.*?\.)?){_expression(pattern)}"
+        patterns = dict.fromkeys(f"{hit[1]}{pattern}" for name in layers if (hit := re.fullmatch(full, name)))
+        if not patterns:
+            raise CapslogError(f"no layer's name is of the form {pattern!r}; the layers are {_some(layers)}")
+        return _only(layers, patterns)
+    patterns = {}
+    for expression in (r"(?:(.*?)\.)?(\d+)(?:\..*)?", r"(.*?_)(\d+)(?:\..*)?"):
+        for name in layers:
+            if match := re.fullmatch(expression, name):
+                before = match[1] or ""
+                patterns[f"{before}*" if before.endswith("_") or not before else f"{before}.*"] = None
+        if patterns:
+            break
+    return _only(layers, patterns)
+
+
+def _only(layers: Sequence[str], patterns: Collection[str]) -> str:
+    if len(patterns) == 1:
+        return next(iter(patterns))
+    which = f"name {len(patterns)} lists of modules ({', '.join(patterns)})" if patterns else "name no list of modules"
+    raise CapslogError(
+        f"the names of the layers, {_some(layers)}, {which}, so that they do not tell the repeated blocks; say them "
+        "with --block-names 'PREFIX.*'"
+    )
+
+
+def _expression(pattern: str) -> str:
+    """Regular expression for the names of the blocks and of their parts; its group is the number."""
+    before, after = (re.escape(part) for part in pattern.split("*"))
+    return rf"{before}(\d+){after}(?:\..*)?"
+
+
+def blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
+    """Return layer -> the numbers of the blocks of which it holds a part."""
+    blocks, reached, last, expression = [], -1, "", _expression(pattern)
+    for layer, name in enumerate(names.layers):
+        modules = (name,) if names.held is None else names.held[layer].modules
+        numbers = list(dict.fromkeys(int(match[1]) for path in modules if (match := re.fullmatch(expression, path))))
+        if numbers and numbers[0] > reached + 1 and names.held is None:
+            raise CapslogError(
+                f"no layer is named after the block {pattern.replace('*', str(reached + 1))!r}, but {name!r} follows "
+                f"{last!r}: a layer holds several blocks; give the model itself with --model"
+            )
+        for number in numbers:
+            if number not in (reached, reached + 1):
+                raise CapslogError(
+                    f"layer {name!r} holds the block {pattern.replace('*', str(number))!r} behind block {reached} of "
+                    "that list; the blocks must stand in their own order"
+                )
+            reached = number
+        blocks.append(numbers)
+        last = name
+    holding = [layer for layer, numbers in enumerate(blocks) if numbers]
+    if not holding:
+        raise CapslogError(f"no layer holds a module of the form {pattern!r}; say what the blocks are called")
+    for layer in range(holding[0], holding[-1]):
+        if not blocks[layer]:
+            raise CapslogError(
+                f"layer {names.layers[layer]!r} stands between blocks and belongs to none of {pattern!r}; name the "
+                "blocks with --block-names"
+            )
+    return blocks
+
+
+def _several_stages(part: str, layers: Sequence[str], where: str) -> CapslogError:
+    return CapslogError(
+        f"{part} (layers {', '.join(layers)}) lies in several stages, but all of it belongs to {where}; move the cut"
+    )
+
+
+def _some(layers: Sequence[str]) -> str:
+    shown = list(layers) if len(layers) < 7 else [*layers[:3], "...", *layers[-2:]]
+    return ", ".join(shown)
+
+
+# -- Forms that count decoder layers.
+#
+# Rules as published in August 2026: Megatron-LM `megatron/core/transformer/pipeline_parallel_layer_layout.py`, its user
+# guide, and its numbers of layers in the first and the last stage (`transformer_block.py`), which verl and slime pass
+# on; Primus `validate_manual_split` and its patch for recomputed layers; diffusion-pipe `utils/pipeline.py`;
+# `get_pp_indices` of vLLM and SGLang, which reads the variable that `vllm` or `sglang` writes; the connectors of
+# vllm-ascend.
+
+
+def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
+    """Return the line for Megatron-LM's `--pipeline-model-parallel-layout`, such as `Et*7|t*9|t*9|t*7L`.
+
+    E is the embedding, t a decoder layer, L the loss with the output layer, | the border of a stage. Stage s is on rank
+    s % ranks of a pipeline. Megatron Bridge reads the string as `model.pipeline_model_parallel_layout`.
+
+    Raises CapslogError for a plan that a layout cannot express. names, pattern: as for `block_counts`.
+    """
+    system = "Megatron"
+    line = stage_line(plan, system)
+    if line.stages_per_rank > 1 and len(line.ranks) == 1:
+        raise CapslogError(
+            f"one rank runs {line.stages_per_rank} stages, but {system} interleaves stages of two or more ranks "
+            "only; plan for more devices, or for one stage"
+        )
+    check_names(names, plan)
+    if names.tokens is False:
+        raise CapslogError(
+            f"the model reads no token ids, but the layout is for GPT models of {system}, which begin with them; "
+            "export the plan to torchtitan or torch-csv"
+        )
+    counts = block_counts(names, line, system, pattern)
+    stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
+    stages[0] = f"E{stages[0]}"
+    stages[-1] = f"{stages[-1]}L"
+    return "|".join(stages) + "\n"
+
+
+def vllm(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
+    """Return the environment variable with vLLM's decoder layers per pipeline rank: `VLLM_PP_LAYER_PARTITION=11,13`.
+
+    Raises CapslogError for a plan that it cannot express. names, pattern: as for `block_counts`.
+    """
+    return f"VLLM_PP_LAYER_PARTITION={_partition(plan, names, pattern, 'vLLM')}\n"
+
+
+def sglang(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
+    """Return the same for SGLang: `SGLANG_PP_LAYER_PARTITION=11,13`."""
+    return f"SGLANG_PP_LAYER_PARTITION={_partition(plan, names, pattern, 'SGLang')}\n"
+
+
+def vllm_ascend(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
+    """Return the part of vllm-ascend's `--kv-transfer-config` that tells decode nodes the layers of the prefill nodes,
+    as JSON. The prefill nodes themselves take the variable of `vllm`.
+    """
+    partition = _partition(plan, names, pattern, "vllm-ascend")
+    prefill = {"pp_size": partition.count(",") + 1, "pp_layer_partition": partition}
+    return json.dumps({"kv_connector_extra_config": {"prefill": prefill}}) + "\n"
+
+
+def _partition(plan: Plan, names: ModelNames, pattern: str | None, system: str) -> str:
+    return ",".join(map(str, _filled_counts(plan, names, pattern, system)))
+
+
+def _filled_counts(plan: Plan, names: ModelNames, pattern: str | None, system: str) -> list[int]:
+    """Blocks of each rank, which has one stage and at least one block."""
+    line = stage_line(plan, system, one_stage_per_rank=True)
+    check_names(names, plan)
+    counts = block_counts(names, line, system, pattern)
+    if 0 in counts:
+        # get_pp_indices itself takes a 0; whether a worker without a KV cache runs is nowhere said
+        raise CapslogError(
+            f"stage {counts.index(0)} holds no decoder block, and no rule of {system} says that a rank may have none; "
+            "move a block there"
+        )
+    return counts
+
+
+def verl(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
+    """Return the options of verl's Megatron engine with the decoder layers of the first and the last stage.
+
+    Raises CapslogError for a plan whose other stages have not equal numbers. names, pattern: as for `block_counts`.
+    """
+    first, last = _ends(plan, names, pattern, "verl")
+    key = "++actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_{}_pipeline_stage={}\n"
+    return key.format("first", first) + key.format("last", last)
+
+
+def slime(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
+    """Return the same as the options of Megatron that slime passes on."""
+    first, last = _ends(plan, names, pattern, "slime")
+    return f"--decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers {last}\n"
+
+
+def _ends(plan: Plan, names: ModelNames, pattern: str | None, system: str) -> tuple[int, int]:
+    """Decoder layers of the first and the last stage, where all between have equal numbers."""
+    counts = _filled_counts(plan, names, pattern, system)
+    if len(counts) == 1:
+        raise CapslogError(f"the plan has 1 stage, of which {system} needs no numbers of layers; plan for more devices")
+    between = counts[1:-1]
+    if len(set(between)) > 1:
+        raise CapslogError(
+            f"the stages between the first and the last have {between} blocks, but {system} takes the numbers of the "
+            "first and the last stage and shares the rest evenly; export to megatron, whose layout says all of them"
+        )
+    return counts[0], counts[-1]
+
+
+def diffusion_pipe(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
+    """Return diffusion-pipe's settings of the stages, as TOML.
+
+    It counts the entries of a list of its own: the model's part before the blocks, each block, and the part behind
+    them. Raises CapslogError for a plan that it cannot express, and for a model with blocks of several kinds, between
+    which most of its lists have one more entry. names, pattern: as for `block_counts`.
+    """
+    system = "diffusion-pipe"
+    counts = _filled_counts(plan, names, pattern, system)
+    blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
+    for name, held in zip(names.layers, blocks, strict=True):
+        if not held and re.fullmatch(r"(?:.*\.)?\d+(?:\..*)?", name):
+            raise CapslogError(
+                f"layer {name!r} is an item of another list than the blocks, and {system} counts such lists in its own "
+                "way; set partition_split by hand"
+            )
+    ends = [1 + sum(counts[:stage]) for stage in range(1, len(counts))]
+    return f"pipeline_stages = {len(counts)}\npartition_method = 'manual'\npartition_split = {ends}\n"
+
+
+def primus(plan: Plan, run: RunShape, names: ModelNames, pattern: str | None = None) -> str:
+    """Return Primus's list of the decoder layers of each rank's stages and the numbers of the recomputed ones, as YAML.
+
+    A part that the plan recomputes and Primus does not, such as the embedding, is named in a comment.
+    run: for stages whose memory the plan leaves open. names, pattern: as for `block_counts`.
+
+    Raises CapslogError for a plan that Primus cannot express: one stage, a stage without a block, a block recomputed in
+    part, offloading.
+    """
+    system = "Primus"
+    line = stage_line(plan, system, intervals=True)
+    if len(line.ranks) == 1:
+        raise CapslogError(f"{system} splits a model over two or more ranks, but the plan has one; plan for more")
+    check_names(names, plan)
+    counts = block_counts(names, line, system, pattern)
+    if 0 in counts:
+        raise CapslogError(f"stage {counts.index(0)} holds no block, but in {system} each has one; move a block there")
+    ranks, chunks = len(line.ranks), line.stages_per_rank
+    split = [counts[chunk * ranks + rank] for rank in range(ranks) for chunk in range(chunks)]
+    lines = [f"decoder_pipeline_manual_split_list: {split}"]
+    if chunks > 1:
+        lines[0] += f"  # {chunks} virtual stages for each of {ranks} ranks"
+    again, others = _recomputed_blocks(plan, line, run, names, pattern)
+    if again:
+        lines += ["recompute_granularity: full", "recompute_method: null", f"recompute_layer_ids: {again}"]
+    if others:
+        lines.append(f"# the plan also recomputes {_some(others)}, which {system} keeps")
+    return "\n".join(lines) + "\n"
+
+
+def _recomputed_blocks(
+    plan: Plan, line: StageLine, run: RunShape, names: ModelNames, pattern: str | None
+) -> tuple[list[int], list[str]]:
+    """Numbers of the blocks that are recomputed, and the names of the other layers that are."""
+    again: set[int] = set()
+    for interval in (part for memory in memory_of_stages(plan, line, run) for part in memory):
+        if interval.kind != "recompute":
+            raise CapslogError(
+                f"layers {interval.first} to {interval.end - 1} are to be treated by {interval.kind}, but Primus only "
+                "recomputes; plan without a host tier"
+            )
+        again.update(range(interval.first, interval.end))
+    blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
+    numbers = {number for layer in again for number in blocks[layer]}
+    kept = {number for layer in range(plan.num_layers) if layer not in again for number in blocks[layer]}
+    if numbers & kept:
+        raise CapslogError(
+            f"the plan recomputes a part of block {min(numbers & kept)}, but Primus recomputes whole blocks; plan with "
+            "the blocks as layers (--cut-points)"
+        )
+    return sorted(numbers), [names.layers[layer] for layer in sorted(again) if not blocks[layer]]

@@ -1,0 +1,178 @@
+"""A plan as other systems see it: one pipeline of consecutive stages, and equal copies of it.
+
+All exporters except that of torch's schedules start here. Fields that no other system has are refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import pairwise
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.names import LayerModules, ModelNames
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage, with_memory
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.schedules import RunShape, from_strings
+
+__all__ = [
+    "StageLine",
+    "check_names",
+    "held_modules",
+    "memory_of_stages",
+    "number_of",
+    "refuse_shared",
+    "run_of",
+    "stage_line",
+]
+
+
+@dataclass(frozen=True)
+class StageLine:
+    """Pipeline of a plan, and the number of its equal replicas.
+
+    stages: (first layer, layer behind the last one) of each stage, which follow one another.
+    ranks: of this pipeline in the plan; stage s runs on ranks[s % len(ranks)].
+    """
+
+    stages: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
+    replicas: int
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of every rank."""
+        return len(self.stages) // len(self.ranks)
+
+
+def stage_line(plan: Plan, system: str, one_stage_per_rank: bool = False, intervals: bool = False) -> StageLine:
+    """Return the pipeline that a plan is. Raises CapslogError for a plan that is anything else than equal pipelines
+    whose stages go round their ranks.
+
+    system: for messages. one_stage_per_rank: it has no several stages on a rank.
+    intervals: the exporter itself writes, or refuses, the memory intervals.
+    """
+    _refuse_fields(plan, system, intervals)
+    paths = plan.paths()
+    first, *others = [[plan.stages[number] for number in path] for path in paths]
+    used = [rank for path in paths for rank in {plan.stages[number].rank for number in path}]
+    alike = [(stage.layers, stage.memory) for stage in first]
+    shares = {len(blocks) for blocks in paths.values()}
+    unequal = any([(stage.layers, stage.memory) for stage in path] != alike for path in others)
+    if unequal or len(shares) > 1 or len(set(used)) < len(used):
+        raise CapslogError(
+            f"the plan has {len(paths)} ways through its stages that are not equal pipelines on ranks of their own, "
+            f"but {system} has equal replicas only; export a plan whose replicas have the same cuts, shares and memory"
+        )
+    pipelines = [_pipeline(path, len(paths), system) for path in (first, *others)]
+    line = pipelines[0]
+    if any(len(pipeline.ranks) != len(line.ranks) for pipeline in pipelines):
+        raise CapslogError(
+            f"the plan's pipelines have {sorted({len(pipeline.ranks) for pipeline in pipelines})} ranks, but {system} "
+            "has equal replicas only; give every pipeline as many ranks"
+        )
+    if one_stage_per_rank and line.stages_per_rank > 1:
+        raise CapslogError(
+            f"each rank runs {line.stages_per_rank} stages, but {system} has one stage per rank; plan with "
+            "pipeline.stages_per_rank=1"
+        )
+    return line
+
+
+def run_of(plan: Plan, run: RunShape) -> RunShape:
+    """Return the run with the schedule that the plan names."""
+    return dataclasses.replace(run, schedule=plan.schedule or run.schedule)
+
+
+def memory_of_stages(plan: Plan, line: StageLine, run: RunShape) -> list[tuple[MemoryInterval, ...]]:
+    """Return the memory intervals of each stage of the line. run: for stages whose memory the plan leaves open."""
+    actions = None if plan.actions is None else from_strings(plan.actions)
+    stages = with_memory(plan.stages, run_of(plan, run), actions)
+    intervals = {stage.first: stage.memory or () for stage in stages}  # replicas are equal
+    return [intervals[first] for first, _ in line.stages]
+
+
+def number_of(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 layer, 2 layers."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def held_modules(names: ModelNames, plan: Plan, system: str) -> tuple[LayerModules, ...]:
+    """Return the modules that each layer holds. Raises CapslogError where only the layers' own names are known."""
+    check_names(names, plan)
+    if names.held is None:
+        raise CapslogError(
+            f"{system} speaks of the model's modules, of which only the names of the layers are known; give the "
+            "ordinary module itself with --model PACKAGE.MODULE:FUNCTION, or a run or config that captures one"
+        )
+    return names.held
+
+
+def check_names(names: ModelNames, plan: Plan) -> None:
+    """Raise CapslogError where the names are those of another model."""
+    if len(names.layers) != plan.num_layers:
+        raise CapslogError(
+            f"the plan has {number_of(plan.num_layers, 'layer')}, but the model has {len(names.layers)}; give the "
+            "profile or the model that the plan was made for"
+        )
+
+
+def refuse_shared(names: ModelNames, line: StageLine, system: str) -> None:
+    """Raise CapslogError for a parameter that layers of several stages use."""
+    for name, layers in names.shared:
+        stages = sorted({stage for stage, (a, b) in enumerate(line.stages) if any(a <= layer < b for layer in layers)})
+        if len(stages) > 1:
+            raise CapslogError(
+                f"the parameter {name!r} is used by stages {stages}, but {system} has no parameters that several "
+                f"stages share; choose cuts that keep layers {list(layers)} in one stage, or untie the parameter"
+            )
+
+
+def _refuse_fields(plan: Plan, system: str, intervals: bool) -> None:
+    if plan.routes != "relay":
+        raise CapslogError(
+            f"routes is {plan.routes!r}, but in {system} each stage hands on to the next one; export a plan with "
+            "routes relay"
+        )
+    if plan.variants:
+        raise CapslogError(f"the plan has variants of layers, which {system} does not know; export one without")
+    for number, stage in enumerate(plan.stages):
+        where = f"stage {number} ({stage.describe()})"
+        if len(stage.ranks) > 1:
+            raise CapslogError(
+                f"{where} is split by {stage.parallel['kind']}, which the form for {system} cannot say; export a plan "
+                f"without splits, and set the degree in {system} itself"
+            )
+        if stage.grain > 1:
+            raise CapslogError(
+                f"{where} takes {stage.grain} units in one call, but in {system} all stages take the same microbatch; "
+                "export a plan of grain 1"
+            )
+        if stage.moments:
+            raise CapslogError(
+                f"{where} keeps the optimizer's moments of some layers elsewhere, which the form for {system} cannot "
+                "say; export a plan without moments"
+            )
+        if stage.memory and not intervals:
+            raise CapslogError(
+                f"{where} has the memory interval {_shown(stage)}, which the form for {system} cannot say; export a "
+                "plan that keeps everything (pipeline.recompute=false) or leaves memory null"
+            )
+
+
+def _shown(stage: PlanStage) -> str:
+    interval = (stage.memory or ())[0]
+    return f"[{interval.first}, {interval.end}, {interval.kind}]"
+
+
+def _pipeline(path: list[PlanStage], replicas: int, system: str) -> StageLine:
+    if any(before.end != after.first for before, after in pairwise(path)):
+        raise CapslogError(f"the plan's stages do not follow one another as the layers do, as they must in {system}")
+    ranks = tuple(dict.fromkeys(stage.rank for stage in path))
+    for number, stage in enumerate(path):
+        if stage.rank != ranks[number % len(ranks)] or len(path) % len(ranks):
+            raise CapslogError(
+                f"the stages run on the ranks {[stage.rank for stage in path]}, but {system} deals them out in turn, "
+                "as many to each rank; plan with pipeline.stages_per_rank, or one stage for each rank"
+            )
+    return StageLine(tuple((stage.first, stage.end) for stage in path), ranks, replicas)
