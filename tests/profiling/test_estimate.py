@@ -24,6 +24,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.recipe import EngineOptions, Recipe
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.model_workload import workload_of_model
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling import estimate
@@ -445,3 +446,30 @@ def test_a_model_on_the_meta_device_has_the_profile_of_an_ordinary_one(monkeypat
     monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)
     on_meta = almost_equal("cuda", arguments={"on_meta": True})
     assert estimate_config(on_meta).to_json() == reused("cuda", "varuna")[2].to_json()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_number_of_operators_that_are_traced_does_not_depend_on_the_width(device):
+    # the norm of a gradient was traced in pieces of 65,536 numbers: 172,000 operators in one large layer
+
+    def events(width: int) -> int:
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        workload, _ = workload_of_model(model, f"x=float32[1,{width}]")
+        return len(StageEstimator(workload, RunConditions(device=device)).stage(1, 2).events)
+
+    assert events(1500) == events(3000)
+
+
+def test_a_choice_of_the_plan_builds_no_other_chain():
+    def config_of(width: int) -> Config:
+        model = {"factory": "torch.nn:Linear", "arguments": {"in_features": 3, "out_features": width}}
+        model |= {"inputs": ["input=float32[1,3]"], "cut_points": []}
+        return section(Config, {"workload": "varuna_capslog.model.model_workload:workload", "model": model}, "config")
+
+    memo, config = Memo(), config_of(2)
+    first = StageEstimator.of_config(config, memo)
+    keeping = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"recompute": False})})
+    other = StageEstimator.of_config(keeping, memo)
+    assert other.chain is first.chain
+    assert (first.conditions.recompute, other.conditions.recompute) == (True, False)
+    assert StageEstimator.of_config(config_of(4), memo).chain is not first.chain

@@ -16,7 +16,9 @@ from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
-from varuna_capslog.profiling.rehearsal import ShortSteps, rank_peaks, rehearse, rehearse_layout
+from varuna_capslog.profiling.estimation.allocator import Event, replay
+from varuna_capslog.profiling.rehearsal import rank_peaks, rehearse, rehearse_layout
+from varuna_capslog.profiling.short_steps import Sample, ShortSteps
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,37 @@ def test_few_microbatches_are_enough_unless_something_is_kept_of_each() -> None:
     counts = [short.microbatches(rank) for rank in range(4)]
     assert counts[1] == counts[3] == 24
     assert counts[0] <= 16 >= counts[2]
+    few = [sample and sample.few for sample in map(short.sample, range(4))]
+    assert few[:3] == [None] * 3
+    assert few[3] is not None
+    assert few[3] <= 8
+
+
+def events_of(microbatches: int, part_bytes: int, growth: int = 0, last: int = 1) -> tuple[list[Event], list[int]]:
+    """Events of a rank whose forward keeps a part and makes a graph, and whose backward frees the graph; the end takes
+    memory for each part.
+    """
+    events, starts = [(1, 5 << 20)], []
+    for microbatch in range(microbatches):
+        graph, part = 10 * microbatch + 10, 10 * microbatch + 11
+        starts.append(len(events))
+        events += [(graph, 30 << 20), (part, part_bytes + growth * microbatch)]
+        starts.append(len(events))
+        events += [(graph + 5, 2 << 20), (graph, 0), (graph + 5, 0)]
+    starts.append(len(events))
+    return [*events, (2, last * microbatches)], starts
+
+
+@pytest.mark.parametrize(("part_bytes", "growth", "last"), [(4, 0, 4), (3000, 0, 512), (1 << 19, 0, 4), (0, 0, 4)])
+def test_what_a_rank_keeps_of_every_microbatch_is_counted_for_those_that_are_left_out(part_bytes, growth, last):
+    sample = Sample(4, 24, (0, 0, *(20,) * 7), (2, 4, 6))
+    whole, _ = events_of(24, max(part_bytes, 1), growth, last)
+    assert sample.peak_bytes(*events_of(4, max(part_bytes, 1), growth, last)) == replay(whole).allocated_bytes
+
+
+@pytest.mark.parametrize(("part_bytes", "growth", "last"), [(2 << 20, 0, 4), (512, 512, 4), (4, 0, 20 << 20)])
+def test_large_or_unequal_parts_and_a_peak_at_the_end_take_the_whole_step(part_bytes, growth, last):
+    assert Sample(4, 24, (0, 0, *(20,) * 7), (2, 4, 6)).peak_bytes(*events_of(4, part_bytes, growth, last)) is None
 
 
 def test_graphs_that_wait_on_the_device_take_all_microbatches() -> None:

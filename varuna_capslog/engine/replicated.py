@@ -13,10 +13,11 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.norms import norm_of
 from varuna_capslog.engine.offload import laid_out
 from varuna_capslog.model.chain import Chain, TensorSpec
 
-__all__ = ["GradientBook", "SharedUpdates", "Slices", "check_shared_updates", "norm_of"]
+__all__ = ["GradientBook", "SharedUpdates", "Slices", "check_shared_updates"]
 
 
 # -- The gradients of one layer as one flat tensor, of which each rank that holds the layer adds one slice.
@@ -115,10 +116,6 @@ def _dense(parameter: nn.Parameter) -> tuple[int, ...]:
 _BLOCK_TAG = 1 << 28
 _SUM_TAG = 7 << 27
 _SHARED_TAG = 1 << 29
-_ONE_PIECE = 1 << 20
-_PIECE = 1 << 16
-"""Elements. A CPU takes the norm of a larger gradient in pieces: torch converts all of one to float64 first, in fresh
-memory, which costs five times as much as the norm."""
 
 
 @dataclass(frozen=True)
@@ -310,18 +307,6 @@ def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, T
             gradients[name] = flat[at : at + parameter.numel()].reshape(parameter.shape)
         at += parameter.numel()
     return gradients
-
-
-def norm_of(gradient: Tensor) -> Tensor:
-    """Norm in float64, added in one order for each shape; of a complex gradient, over both parts."""
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
-    if gradient.device.type != "cpu" or gradient.numel() <= _ONE_PIECE:
-        return torch.linalg.vector_norm(gradient, dtype=torch.float64)
-    pieces = gradient.reshape(-1).split(_PIECE)
-    return torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces])
-    )
 
 
 # -- Layers whose optimizer moments only one of their holders keeps: it makes the update and sends the values.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import mmap
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -140,10 +142,13 @@ def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parame
 def on_host(model: nn.Module) -> Iterator[None]:
     """Give tensors of `model` on the meta device host memory for a while, for code that asks for devices.
 
-    Nothing is written there, so that only addresses are reserved; the values are undefined. Tied parameters stay tied.
+    Nothing is written there: all of them have the same addresses, as many as the largest needs, and the values are
+    undefined. Tied parameters stay tied.
     """
-    parameters = {parameter: _reserved(parameter) for parameter in model.parameters() if parameter.is_meta}
-    buffers = {buffer: _reserved(buffer) for buffer in model.buffers() if buffer.is_meta}
+    hollow = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
+    addresses = _addresses(max(map(_extent, hollow), default=0))
+    parameters = {tensor: _placed(tensor, addresses) for tensor in hollow if isinstance(tensor, nn.Parameter)}
+    buffers = {tensor: _placed(tensor, addresses) for tensor in hollow if not isinstance(tensor, nn.Parameter)}
     replace_parameters([model], parameters)
     _replace_buffers(model, buffers)
     try:
@@ -153,9 +158,26 @@ def on_host(model: nn.Module) -> Iterator[None]:
         _replace_buffers(model, {new: old for old, new in buffers.items()})
 
 
-def _reserved(tensor: Tensor) -> Any:
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+def _addresses(size: int) -> mmap.mmap:
+    """Return addresses without memory, which no limit of the machine's memory counts before something is written."""
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NOT_COUNTED
+    return mmap.mmap(-1, max(1, size), flags=kind)
+
+
+_NOT_COUNTED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _placed(tensor: Tensor, addresses: mmap.mmap) -> Any:
+    """Return a tensor of the same kind at these addresses, on a storage of its own."""
+    storage = torch.frombuffer(addresses, dtype=torch.uint8, count=max(1, _extent(tensor))).untyped_storage()
+    placed = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+    return nn.Parameter(placed, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else placed
 
 
 def _replace_buffers(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:

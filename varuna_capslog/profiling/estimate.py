@@ -77,7 +77,7 @@ class Memo:
     runs, halves: results of runs by key.
     alive: objects that the keys name by identity; they stay alive, so that no identity is used twice.
     recipes: for the operators of runs that are not known yet.
-    estimators: of configs, by their text and conditions.
+    estimators: of configs, by their text and conditions, and by what of it decides the model.
     speeds: by device, kind of GPU and threads; a CPU is measured once, so that its seconds can be compared.
     """
 
@@ -151,12 +151,21 @@ class StageEstimator:
         anyhow = {"planner": "", "schedule": "varuna", "capacity": None, "search_seconds": None}
         pipeline = config.pipeline.model_copy(update=anyhow)
         text = dump_config(config.model_copy(update={"pipeline": pipeline})) + repr(conditions)
-        if text not in memo.estimators:
+        if text in memo.estimators:
+            return memo.estimators[text]
+        # what else a plan chooses does not change the model
+        chosen = {"train": config.train.with_blocks(1), "pipeline": pipeline.model_copy(update={"recompute": False})}
+        of_model = dump_config(config.model_copy(update=chosen)) + conditions.device + conditions.gpu
+        if of_model in memo.estimators:
+            estimator = memo.estimators[of_model]._under(conditions)
+        else:
             kind = conditions.device, conditions.gpu, config.train.threads
             if kind not in memo.speeds:
                 memo.speeds[kind] = corrected_speed(*kind)
-            memo.estimators[text] = cls(load_workload(config), conditions, speed=memo.speeds[kind], memo=memo)
-        return memo.estimators[text]
+            estimator = cls(load_workload(config), conditions, speed=memo.speeds[kind], memo=memo)
+            memo.estimators[of_model] = estimator
+        memo.estimators[text] = estimator
+        return estimator
 
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
         """Return an estimator of the same workload and conditions with inputs of another size."""
@@ -165,6 +174,12 @@ class StageEstimator:
     def of_grain(self, grain: int) -> StageEstimator:
         """Return an estimator of the same workload and conditions with `grain` microbatches in one call."""
         return StageEstimator(self.workload, self.conditions, self._inputs, self.speed, self._memo, grain)
+
+    def _under(self, conditions: RunConditions) -> StageEstimator:
+        """Return an estimator of the same chain and inputs under conditions of another run shape."""
+        estimator = copy.copy(self)
+        estimator.conditions = replace(conditions, input=self.conditions.input)
+        return estimator
 
     def with_one_block(self) -> StageEstimator:
         """Return the same with one accumulation block, in which all but the first backward find gradients."""

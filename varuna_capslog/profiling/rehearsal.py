@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,122 +19,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
 from varuna_capslog.engine.grains import joined_inputs
-from varuna_capslog.engine.layers import tracking_modules
 from varuna_capslog.engine.layout import Layout, layout_of
 from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine
-from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiling.estimate import Memo, StageEstimator
-from varuna_capslog.profiling.estimation.allocator import replay, round_up
+from varuna_capslog.profiling.estimation.allocator import Event, replay, round_up
 from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, StepMeter, fake_step, hollow_ready
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import Quirks
+from varuna_capslog.profiling.short_steps import ShortSteps
 from varuna_capslog.profiling.trim import KnownShapes, with_real_layers
-from varuna_capslog.schedules.actions import Action
-from varuna_capslog.schedules.lower import Instruction, Recv, lower
+from varuna_capslog.schedules.lower import Instruction
 
-__all__ = ["ShortSteps", "rank_peaks", "rehearse", "rehearse_config", "rehearse_layout", "rehearse_plan"]
-
-
-# -- Chooses the ranks of a pipeline, and numbers of microbatches, that show the peaks of a whole step.
-#
-# A rehearsal runs every rank's program on fake tensors; for 32 ranks of 32 microbatches that takes longer than all
-# the rest of a plan. Where messages wait in host memory, the bytes on a rank's device depend on its own program
-# alone. So a rank's step of a few microbatches has the peak of the whole step if the rank meets the same moments in
-# both, and two ranks of the same layers and the same moments have the same peak.
-
-
-_SHORT = range(2, 17)
-"""Microbatches of a short step: the first makes the gradients, the next add to them. More are not worth a search."""
-_WINDOW = 5
-"""Number of preceding instructions in a moment: the leftovers of an action are freed by the next one at the latest."""
-
-_Doing: TypeAlias = tuple[str, str | None]
-
-
-class ShortSteps:
-    """Short steps of one pipeline of one stage per rank, without accumulation in several blocks.
-
-    options: of the whole step; it has one accumulation block.
-    inputs_wait: True where the inputs or graphs of microbatches in flight wait on the device.
-    """
-
-    def __init__(self, chain: Chain, layout: Layout, options: EngineOptions, inputs_wait: bool) -> None:
-        self._chain, self._layout, self._options, self._inputs_wait = chain, layout, options, inputs_wait
-        self._programs = cache(self._lowered)
-
-    @staticmethod
-    def know(layout: Layout, options: EngineOptions) -> bool:
-        """True where a layout and its step are such a pipeline, without offloading and explicit action lists."""
-        one_each = [stage.rank for stage in layout.stages] == list(range(len(layout.stages)))
-        plain = all(stage.grain == 1 and not stage.offloads for stage in layout.stages)
-        listed = options.actions is not None or layout.direct
-        return one_each and plain and not listed and options.num_blocks == layout.num_blocks == 1
-
-    def microbatches(self, rank: int) -> int:
-        """Return the smallest number whose step takes the rank through the same moments as the whole step: the whole
-        number for a rank that keeps tensors of every microbatch until the end of the step (parts of the loss, or
-        running statistics).
-        """
-        count = self._options.num_microbatches
-        if self._collects(rank):
-            return count
-        wanted = self._moments(rank, count)
-        return next((few for few in _SHORT if few < count and self._moments(rank, few) == wanted), count)
-
-    def doings(self, rank: int) -> object:
-        """Return a key that is equal for ranks that have the same peak if they have the same layers; None for a rank
-        that shares parameters with another one, with which it exchanges gradients.
-        """
-        layers, count = set(self._layout.layers_of(rank)), self._options.num_microbatches
-        if any(layers & set(shared.layers) and set(shared.layers) - layers for shared in self._chain.shared):
-            return None
-        if self._collects(rank):
-            return tuple(_doing(instruction) for instruction in self._programs(count)[rank])
-        return self._moments(rank, count)
-
-    def _collects(self, rank: int) -> bool:
-        layers = [self._chain.layers[index] for index in self._layout.layers_of(rank)]
-        return layers[-1] is self._chain.layers[-1] or any(any(tracking_modules(layer.module)) for layer in layers)
-
-    def _lowered(self, microbatches: int) -> list[list[Instruction]]:
-        graph = self._layout.graph(microbatches, self._chain.edges)
-        options = self._options
-        rows = scheduled(options.schedule, self._layout.stages, graph, options)
-        return lower(rows, None, graph).programs
-
-    def _moments(self, rank: int, microbatches: int) -> frozenset[object]:
-        """Return, for every instruction, the instructions before it and the rank's state besides its layers."""
-        moments, recent = set(), deque[_Doing](maxlen=_WINDOW)
-        arrived, forwarded, built, began = 0, 0, 0, False
-        program = self._programs(microbatches)[rank]
-        for position, instruction in enumerate(program):
-            doing = _doing(instruction)
-            waiting = forwarded if self._inputs_wait else 0
-            follows = _doing(program[position + 1]) if position + 1 < len(program) else None
-            moments.add((tuple(recent), doing, follows, arrived, waiting, built, began))
-            recent.append(doing)
-            kind = doing[1] if doing[0] == "act" else None
-            if isinstance(instruction, Recv):
-                arrived += 1
-            elif kind in ("F", "B"):
-                arrived = 0
-            if kind == "F":
-                forwarded += 1
-            elif kind == "R":
-                built += 1
-            elif kind == "B":
-                forwarded, built, began = forwarded - 1, max(built - 1, 0), True
-        return frozenset(moments)
-
-
-def _doing(instruction: Instruction) -> _Doing:
-    if isinstance(instruction, Action):
-        return "act", instruction.kind
-    return ("receive" if isinstance(instruction, Recv) else "send"), instruction.message.kind
+__all__ = ["rank_peaks", "rehearse", "rehearse_config", "rehearse_layout", "rehearse_plan"]
 
 
 # -- the rehearsal of a plan
@@ -150,13 +47,16 @@ _CPU = torch.device("cpu")
 class RankRehearsal:
     """Result of one rank's step.
 
-    peak_bytes: as its device's allocator counts.
+    peak_bytes: as its device's allocator counts. events: of that allocator.
+    starts: number of events before each instruction of its program.
     course: (instruction, peak bytes in whole blocks from its beginning to that of the next one), in the order of its
         program; the last entry, "end", is the exchange of gradients, the vote and the update.
     """
 
     peak_bytes: int
     course: tuple[tuple[str, int], ...]
+    events: Sequence[Event] = ()
+    starts: Sequence[int] = ()
 
 
 def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_microbatches: int) -> list[int]:
@@ -187,12 +87,26 @@ def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions
         alike.setdefault(key, []).append(rank)
     peaks = [0] * layout.world_size
     for ranks in alike.values():
-        few, rank = min((short.microbatches(rank), rank) for rank in ranks)
-        step = dataclasses.replace(options, num_microbatches=few)
-        (rehearsed,) = _rehearse_ranks(estimator, layout, step, [rank])
+        peak = _peak_bytes(estimator, layout, options, short, ranks)
         for rank in ranks:
-            peaks[rank] = rehearsed.peak_bytes
+            peaks[rank] = peak
     return peaks
+
+
+def _peak_bytes(
+    estimator: StageEstimator, layout: Layout, options: EngineOptions, short: ShortSteps, ranks: Sequence[int]
+) -> int:
+    """Return the peak of equal ranks."""
+
+    def rehearsed(microbatches: int, rank: int) -> RankRehearsal:
+        step = dataclasses.replace(options, num_microbatches=microbatches)
+        return _rehearse_ranks(estimator, layout, step, [rank])[0]
+
+    if (sample := short.sample(ranks[0])) is not None:
+        rehearsal = rehearsed(sample.few, ranks[0])
+        if (peak := sample.peak_bytes(rehearsal.events, rehearsal.starts)) is not None:
+            return peak
+    return rehearsed(*min((short.microbatches(rank), rank) for rank in ranks)).peak_bytes
 
 
 def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[RankRehearsal]:
@@ -329,18 +243,26 @@ def _rehearse_rank(
         )
         names = layout.describe(rank), "its layers"
         peak_bytes, events = fake_step(engine, quirks, minibatch, names, recipes, positions)
+        before = len(events) - positions.num_events
         positions.close()
     if quirks.has("caching allocator"):
         peak_bytes = replay(events).allocated_bytes
-    return RankRehearsal(peak_bytes, tuple(positions.course))
+    return RankRehearsal(peak_bytes, tuple(positions.course), events, [before + start for start in positions.starts])
 
 
 class _Positions(StepMeter):
     def __init__(self) -> None:
         self.course: list[tuple[str, int]] = []
+        self.starts: list[int] = []
         self._doing = "begin"
 
+    @property
+    def num_events(self) -> int:
+        """Number of events so far."""
+        return len(self._followed.events)
+
     def instruction(self, position: int, instruction: Instruction) -> None:
+        self.starts.append(self.num_events)
         self._next(str(instruction))
 
     def count_static(self) -> None:

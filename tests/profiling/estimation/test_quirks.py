@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.norms import norm_of, piece_of
+from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
@@ -214,6 +216,11 @@ def reduction_in_another_type() -> None:
     for device in ("cpu", "cuda"):
         assert peak(device, lambda: torch.linalg.vector_norm(x, dtype=torch.float64))[0] == 8 * N + 8
         assert peak(device, lambda: torch.linalg.vector_norm(x))[0] == 4
+    large = torch.zeros(2 * piece_of("cuda") + 1)
+    assert peak("cuda", lambda: norm_of(large))[0] >= 8 * piece_of("cuda")
+    with PeakProbe(torch.device("cpu")) as actual:
+        norm_of(large)
+    assert peak("cpu", lambda: norm_of(large))[0] - large.nbytes == actual.peak_bytes  # its flat form is a new fake
     half = x.bfloat16()
     assert peak("cpu", lambda: half.sum(dtype=torch.float32))[0] == 4 * N + 4
     assert peak("cuda", lambda: half.sum(dtype=torch.float32))[0] == 4

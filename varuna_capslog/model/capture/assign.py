@@ -126,9 +126,9 @@ def assign_layers(
 
 
 def _find_cuts(nodes: Sequence[fx.Node], model: nn.Module, cut_points: Sequence[str], lenient: bool) -> list[_Cut]:
-    starts: dict[int, str] = {}
+    starts, firsts = dict[int, str](), _first_places(nodes)
     for cut in cut_points:
-        first = next((at for at, node in enumerate(nodes) if not _unpacks(node) and _runs_in(node, cut)), None)
+        first = firsts.get(cut)
         if lenient and (first is None or first in starts):
             continue
         if first is None:
@@ -165,6 +165,17 @@ def _find_cuts(nodes: Sequence[fx.Node], model: nn.Module, cut_points: Sequence[
             cuts.append(_Cut(name, end, end, rest_of=len(cuts) - 1))
             starts[end] = name
     return cuts
+
+
+def _first_places(nodes: Sequence[fx.Node]) -> dict[str, int]:
+    """Map qualified name of a module -> place of the first operation that runs in it, itself or in a module inside."""
+    firsts: dict[str, int] = {}
+    for at, node in enumerate(nodes):
+        for path in () if _unpacks(node) else set(module_calls(node).values()):
+            while path and path not in firsts:
+                firsts[path] = at
+                path = path.rpartition(".")[0]
+    return firsts
 
 
 def _make_units(nodes: Sequence[fx.Node], cuts: Sequence[_Cut]) -> list[_Unit]:

@@ -13,7 +13,7 @@ import operator
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls, put_in_calls
+from varuna_capslog.model.capture.repeats import EqualBlocks, NotEqual
 from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
 from varuna_capslog.model.capture.trial import Watch
 from varuna_capslog.model.hollow import on_host
@@ -190,11 +191,12 @@ def export_model(
     opaque: OpaqueCalls | None = None,
     by_module: bool = False,
     keeps: bool = False,
+    once: bool = True,
 ) -> Captured:
     """Capture `model` in its present mode on these arguments' shapes; a `Varying` one leaves some of its sizes open.
 
     All state that the model's code keeps is as before afterwards. `opaque` knows what of the model is kept whole; None:
-    nothing. `by_module`, `keeps`: as for `Watch`.
+    nothing. `by_module`, `keeps`: as for `Watch`. `once`: of equal blocks of a model without weights only one.
 
     Raises NotCaptured, which names the module that was running and torch's reason.
     """
@@ -207,13 +209,19 @@ def export_model(
     # torch takes one tensor given under two names for one input, so every input is a tensor of its own
     arguments, keywords = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (arguments, dict(keywords)))
     watch, opaque = Watch(model, by_module, keeps), opaque or OpaqueCalls({})
-    with on_host(model), opaque.open(), watch.open(), _quiet():
+    plainly = not (varies or by_module or keeps or opaque.keeps_modules)
+    blocks = EqualBlocks(model) if once and plainly and _is_hollow(model) else None
+    with on_host(model), opaque.open(), blocks.open() if blocks else nullcontext(), watch.open(), _quiet():
         try:
             program = torch.export.export(model, arguments, keywords, dynamic_shapes=varies or None, strict=False)
         except FixedSize:
             raise
         except Exception as error:
-            raise _explained(model, watch.running, error) from error
+            if blocks is None:
+                raise _explained(model, watch.running, error) from error
+            program = None  # code may read what a block leaves behind
+    if program is None:
+        return export_model(model, arguments, keywords, once=False)
     _check_open(program, varies)
     name_slices(model, program.graph_module)
     _check_functions(model, program.graph_module)
@@ -235,14 +243,27 @@ def export_model(
         env[node] = graph.create_node("get_attr", target)
         env[node].meta["val"] = node.meta.get("val")
     _copy_operations(program.graph_module, graph, env, extra, opaque.calls)
+    simple = watch.simple
+    if blocks is not None:
+        try:
+            if blocks.calls and (watch.changes or watch.drawn or opaque.calls):
+                raise NotEqual
+            copies, simple = blocks.copy_parts(graph, extra), blocks.with_equals(simple)
+        except NotEqual:
+            return export_model(model, arguments, keywords, once=False)
+        env = {node: copies.get(value, value) for node, value in env.items()}
     bounds = {
         str(name): (int(limits.lower), _finite(limits.upper)) for name, limits in program.range_constraints.items()
     }
-    captured = Captured(graph, inputs, {}, extra, watch.simple, bounds, watch=watch)
+    captured = Captured(graph, inputs, {}, extra, simple, bounds, watch=watch)
     captured.conditions = _conditions(program, inputs) if bounds else ()
     _name_outputs(captured, program, env, keeps)
     _bypass_copies_of_nothing(captured)
     return captured
+
+
+def _is_hollow(model: nn.Module) -> bool:
+    return any(True for _ in model.parameters()) and all(parameter.is_meta for parameter in model.parameters())
 
 
 def _open_sizes(value: Any) -> Any:

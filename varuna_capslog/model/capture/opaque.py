@@ -132,6 +132,11 @@ class OpaqueCalls(FiniteValues):
         self._hooks: dict[str, dict[str, Any]] = {}
         self._busy = False
 
+    @property
+    def keeps_modules(self) -> bool:
+        """True where some modules are kept whole."""
+        return bool(self._whole)
+
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Open the mode for the code that this thread runs."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.gpus import Gpu
-from varuna_capslog.profiling.estimation.allocator import round_up
+from varuna_capslog.engine.norms import norm_in_pieces, piece_of
+from varuna_capslog.profiling.estimation.allocator import round_up, rounded
 
 __all__ = ["CUDA_KERNELS", "reduction_blocks"]
 
@@ -133,6 +134,12 @@ def _normed(args: Sequence[Any], result: Tensor, gpu: Gpu) -> Blocks:
     x = args[0]
     dims = args[2] if len(args) > 2 and args[2] else range(x.dim())
     return _reduced((x, list(dims)), result, gpu)
+
+
+def _normed_in_pieces(args: Sequence[Any], result: Tensor, gpu: Gpu) -> Blocks:
+    """Return the blocks of one piece, and those of the norms of all."""
+    x, size = args[0], piece_of("cuda")
+    return *_normed((x[:size],), result, gpu), -(-x.numel() // size) * rounded(1)
 
 
 def _variance(args: Sequence[Any], result: Any, gpu: Gpu) -> Blocks:
@@ -264,6 +271,7 @@ CUDA_KERNELS: dict[Any, CudaKernel] = {
     _aten.baddbmm.default: lambda args, result, gpu: _unfit(args[1], args[2]),
     **_ITEMS_OF_REDUCTIONS,
     _aten.linalg_vector_norm.default: _normed,
+    norm_in_pieces._opoverload: _normed_in_pieces,
     _aten.var.correction: _variance,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

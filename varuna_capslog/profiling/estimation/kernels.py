@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from varuna_capslog.engine.norms import norm_in_pieces, piece_of
 from varuna_capslog.profiling.estimation.allocator import round_up
 
 __all__ = ["KERNELS"]
@@ -122,6 +123,14 @@ _aten = torch.ops.aten
 def _converted(args: Sequence[Any], result: Tensor) -> int:
     x = args[0]
     return 0 if x.dtype == result.dtype else int(x.numel() * result.itemsize)
+
+
+def _normed_in_pieces(args: Sequence[Any], result: Tensor) -> int:
+    """Return bytes of the norms of all pieces, while the last whole piece is copied or the norms are stacked."""
+    x, size = args[0], result.itemsize
+    whole, rest = divmod(x.numel(), piece_of("cpu"))
+    copied = 0 if x.dtype == result.dtype else piece_of("cpu") * size
+    return max(whole * size + copied, 2 * (whole + bool(rest)) * size + size) - size
 
 
 def _unfit(first: Tensor, second: Tensor) -> int:
@@ -323,6 +332,7 @@ Kernel = Callable[[Sequence[Any], Any], int]
 KERNELS: dict[Any, Kernel] = {
     **dict.fromkeys(_REDUCTIONS, _converted),
     **dict.fromkeys(_ELEMENTWISE, _promoted),
+    norm_in_pieces._opoverload: _normed_in_pieces,
     _aten.convolution.default: _forward,
     _aten.convolution_backward.default: _backward,
     _aten.native_layer_norm.default: _normalised,

@@ -42,9 +42,9 @@ _SCATTERS = frozenset(
      "embedding_dense_backward"}
 )  # fmt: skip
 _REDUCTIONS = frozenset(
-    {"sum", "mean", "max", "amax", "amin", "min", "var", "std", "linalg_vector_norm", "cumsum", "argmax", "argmin",
-     "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
-     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"}
+    {"sum", "mean", "max", "amax", "amin", "min", "var", "std", "linalg_vector_norm", "norm_in_pieces", "cumsum",
+     "argmax", "argmin", "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices",
+     "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"}
 )  # fmt: skip
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
 
@@ -92,7 +92,7 @@ def _kind_of(name: str) -> _Count:
         return _attention
     if "rnn_layer" in name or name.startswith("_cudnn_rnn"):
         return _recurrence
-    if "norm" in name and name != "linalg_vector_norm" and not name.startswith("_foreach"):
+    if "norm" in name and name not in _REDUCTIONS and not name.startswith("_foreach"):
         return _norm
     if name in _GATHERS or name in _SCATTERS:
         return _indexed

@@ -1,0 +1,128 @@
+"""A capture that exports equal blocks once has the graph of one that exports all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.model.capture import export
+from varuna_capslog.model.capture.export import Captured, module_calls
+from varuna_capslog.model.capture.exporting import graph_text
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.linear(self.norm(x)).view(2, 4) * scale, x.t()
+
+
+class ByNumber(Block):
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x * (self.number + 1), x.t()
+
+
+class Counting(Block):
+    """Writes its number."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        self.number = len(self._modules) - 2
+        return x, x.t()
+
+
+class Told(Block):
+    """Depends on what the model tells it before each call."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return (x.exp() if vars(self).get("turn", 0) % 2 else x.neg()), x.t()
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x.add_(self.linear(x)), x.t()
+
+
+class OfOthers(Block):
+    """Reads a tensor that is not given to it."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.linear(Model.doubled), x.t()
+
+
+class WithRegion(Block):
+    """Has a part without gradients, which is a graph of its own."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            mask = x.abs() > 0.5
+        return self.linear(x) * mask, x.t()
+
+
+class Model(nn.Module):
+    doubled: Tensor
+
+    def __init__(self, kind: Callable[[int], nn.Module], last: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([kind(0), kind(1), kind(2), last(3)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale, turned = x.exp(), x.t()
+        Model.doubled = 2 * x
+        x = x + 1
+        for number, block in enumerate(self.blocks):
+            if isinstance(block, Told):
+                block.turn = number % 2
+            x, turned = block(x, scale)
+            vars(block).pop("turn", None)
+        return x, turned
+
+
+class Wider(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.linear = nn.Linear(4, 4, bias=False)
+
+
+def _told(captured: Captured) -> tuple[object, ...]:
+    """Return the text of a graph, the modules that each node ran in, and which nodes share memory."""
+    nodes, storages = list(captured.graph.nodes), dict[int, int]()
+    for place, node in enumerate(nodes):
+        node.name = f"node_{place}"
+    values = [node.meta.get("val") for node in nodes]
+    shared = [
+        storages.setdefault(value.untyped_storage()._cdata, len(storages)) if isinstance(value, Tensor) else None
+        for value in values
+    ]
+    return graph_text(captured), [list(module_calls(node).values()) for node in nodes], shared, captured.simple
+
+
+@pytest.mark.parametrize(
+    ("kind", "last", "copied"),
+    # the first block's input has no gradient, unlike those of the others
+    [(Block, Block, 2), (Block, Wider, 1), (ByNumber, ByNumber, 0), (InPlace, InPlace, 0), (OfOthers, OfOthers, None)]
+    + [(WithRegion, WithRegion, 2), (Counting, Counting, 0), (Told, Told, 2)],
+)
+def test_the_graph_is_that_of_all_blocks(kind, last, copied, monkeypatch):
+    seen: list[int] = []
+    copy_parts = export.EqualBlocks.copy_parts
+
+    def counted(blocks, graph, extra):
+        copies = copy_parts(blocks, graph, extra)
+        seen.append(len(blocks.calls))
+        return copies
+
+    monkeypatch.setattr(export.EqualBlocks, "copy_parts", counted)
+    with torch.device("meta"):
+        model = Model(kind, last)
+    once, whole = (export.export_model(model, (), {"x": torch.zeros(2, 4)}, once=once) for once in (True, False))
+    texts, others = zip(*((graph, rest) for graph, *rest in map(_told, (once, whole))), strict=True)
+    assert others[0] == others[1]
+    assert texts[0] == texts[1] or kind is WithRegion  # whose nodes have other names
+    assert seen == ([] if copied is None else [copied])
+    assert {type(block) for block in model.blocks} == {kind, last}

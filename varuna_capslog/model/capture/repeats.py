@@ -1,0 +1,364 @@
+"""Captures equal blocks once: of blocks that do the same on tensors of the same kind, the first is exported, and its
+part of the graph is copied for the others.
+
+Used for models without memory for their weights, which are planned and not trained. Blocks are the children of lists of
+modules; they are equal if their modules, plain attributes and shapes are. An attribute with a block's number in its
+list, such as `layer_idx`, may differ as long as the first block's code does not read it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["EqualBlocks", "NotEqual"]
+
+_LIBRARY = torch.library.Library("capslog", "FRAGMENT")
+_LIBRARY.define("block_border(Tensor[] tensors, int number) -> ()")
+_LIBRARY.impl("block_border", lambda tensors, number: None, "CompositeExplicitAutograd")
+_LIBRARY.define("equal_block(Tensor[] tensors, str made, int number) -> Tensor[]")
+
+
+def _made(tensors: list[Tensor], made: str, number: int) -> list[Tensor]:
+    return [
+        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+        for shape, stride, dtype, device in json.loads(made)
+    ]
+
+
+torch.library.register_fake("capslog::equal_block", _made, lib=_LIBRARY)
+_BORDER = torch.ops.capslog.block_border.default
+_EQUAL = torch.ops.capslog.equal_block.default
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class NotEqual(Exception):
+    """Part of a graph that cannot be copied for another block."""
+
+
+@dataclass
+class _Group:
+    """Equal blocks. numbered: attributes with a block's number, by the qualified name of their module in the block."""
+
+    numbered: frozenset[tuple[str, str]]
+    was_read: bool = False
+
+
+@dataclass
+class _First:
+    """First call of its kind. tree: of its result; made: shapes of the result's tensors, as text."""
+
+    path: str
+    number: int
+    tree: Any
+    made: str
+
+
+@dataclass
+class EqualBlocks:
+    """Blocks of one model during one export. calls: path of the block and its first equal, by number of the call."""
+
+    model: nn.Module
+    calls: dict[int, tuple[str, _First]] = field(default_factory=dict)
+    _first: dict[object, _First] = field(default_factory=dict)
+    _numbers: int = 0
+    _called: set[str] = field(default_factory=set)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Let the first of equal blocks be exported, and the others be one operation each."""
+        kinds: dict[nn.Module, Any] = {}
+        try:
+            for path, (block, group) in _groups(self.model).items():
+                for name, part in block.named_modules():
+                    watched = [attribute for place, attribute in group.numbered if place == name]
+                    if watched or part is block:
+                        kinds[part] = type(part)
+                        forward = functools.partial(self._call, path, block, group) if part is block else None
+                        part.__class__ = _kind(type(part), watched, group, forward)
+            yield
+        finally:
+            for part, kind in kinds.items():
+                part.__class__ = kind
+
+    def _call(
+        self, path: str, block: nn.Module, group: _Group, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+        if not plain or path in self._called or not tensors or not _is_exporting():
+            return run(*args, **kwargs)
+        self._called.add(path)
+        now = tuple(_attributes(part, name, group.numbered) for name, part in block.named_modules())
+        key = id(group), str(tree), tuple(map(_described, leaves)), _places(tensors), _state(), now
+        first = None if group.was_read else self._first.get(key)
+        self._numbers += 1
+        number = self._numbers
+        if first is not None:
+            self.calls[number] = path, first
+            return pytree.tree_unflatten(torch.ops.capslog.equal_block(tensors, first.made, number), first.tree)
+        versions = [tensor._version for tensor in tensors]
+        torch.ops.capslog.block_border(tensors, number)
+        output = run(*args, **kwargs)
+        made, tree = pytree.tree_flatten(output)
+        if all(isinstance(leaf, Tensor) for leaf in made) and versions == [tensor._version for tensor in tensors]:
+            torch.ops.capslog.block_border(made, number)
+            shapes = [(leaf.shape, leaf.stride(), str(leaf.dtype)[6:], str(leaf.device)) for leaf in made]
+            self._first[key] = _First(path, number, tree, json.dumps(shapes))
+        return output
+
+    def with_equals(self, modules: set[int]) -> set[int]:
+        """Return ids of modules, and of the same modules of the blocks that equal theirs."""
+        more = set()
+        for path, first in self.calls.values():
+            blocks = self.model.get_submodule(first.path), self.model.get_submodule(path)
+            parts = zip(*(block.modules() for block in blocks), strict=True)
+            more |= {id(other) for earlier, other in parts if id(earlier) in modules}
+        return modules | more
+
+    def copy_parts(self, graph: fx.Graph, extra: dict[str, Any]) -> dict[fx.Node, fx.Node]:
+        """Put copies of the first blocks' parts in place of the other blocks' operations; return old node -> its copy.
+        Raises NotEqual where a part cannot be copied.
+        """
+        nodes = list(graph.nodes)
+        borders: dict[Any, list[fx.Node]] = {}
+        for node in nodes:
+            if node.target is _BORDER:
+                borders.setdefault(node.args[1], []).append(node)
+        operations = {node.args[2]: node for node in nodes if node.target is _EQUAL}
+        held = {str(node.target): node for node in graph.find_nodes(op="get_attr")}
+        places, replaced = {node: at for at, node in enumerate(nodes)}, dict[fx.Node, fx.Node]()
+        for number, (path, first) in self.calls.items():
+            operation, both = operations.get(number), borders.get(first.number, [])
+            if operation is None or len(both) != 2:
+                raise NotEqual
+            (begin, end), users = both, list(operation.users)
+            if any(user.target is not operator.getitem for user in users):
+                raise NotEqual
+            copies = dict(zip(_nodes(begin), _nodes(operation), strict=True))
+            part = nodes[places[begin] + 1 : places[end]]
+            _copy(graph, extra, held, part, copies, operation, (first.path, path))
+            moved: dict[int | None, Any] = {}
+            for user in users:
+                made = _nodes(end)[user.args[1]]
+                replaced[user] = copies.get(made, made)
+                moved[_storage(user)] = _storage_of(replaced[user])
+                user.replace_all_uses_with(replaced[user])
+                graph.erase_node(user)
+            graph.erase_node(operation)
+            for node in nodes[places[operation] :]:  # views of what the block returns
+                if _storage(node) in moved:
+                    node.meta["val"] = _alike(node.meta["val"], moved)
+        for node in itertools.chain.from_iterable(borders.values()):
+            graph.erase_node(node)
+        return replaced
+
+
+def _nodes(operation: fx.Node) -> Sequence[fx.Node]:
+    """Return the tensors that an operation of ours takes."""
+    tensors: Any = operation.args[0]
+    return tuple(tensors)
+
+
+def _is_exporting() -> bool:
+    return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _state() -> object:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _described(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), leaf
+
+
+def _places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return for each tensor the place of its first occurrence."""
+    ids = [id(tensor) for tensor in tensors]
+    return tuple(map(ids.index, ids))
+
+
+def _kind(kind: Any, watched: Sequence[str], group: _Group, call: Any) -> Any:
+    """Return a class like `kind` that notes when a watched attribute is read, and hands its forward to `call`."""
+
+    def read(name: str, module: Any) -> Any:
+        group.was_read = True
+        return vars(module)[name]
+
+    def write(name: str, module: Any, value: Any) -> None:
+        group.was_read = True
+        vars(module)[name] = value
+
+    contents: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    contents |= {name: property(functools.partial(read, name), functools.partial(write, name)) for name in watched}
+    if call is not None:
+
+        @functools.wraps(kind.forward)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return call(functools.partial(kind.forward, module), *args, **kwargs)
+
+        contents["forward"] = forward
+    return type(kind.__name__, (kind,), contents)
+
+
+# -- equal blocks of a model
+
+
+def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
+    """Map qualified name -> the block, and the group of blocks that equal it; blocks without an equal are left out."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    rows: dict[object, list[tuple[str, nn.Module, frozenset[tuple[str, str]]]]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        for place, (name, block) in enumerate(module.named_children()):
+            shares = any(uses[id(parameter)] > 1 for parameter in block.parameters())
+            if shares or "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
+                continue
+            numbered = frozenset(
+                (inner, attribute)
+                for inner, part in block.named_modules()
+                for attribute, value in vars(part).items()
+                if type(value) is int and value == place
+            )
+            key = tuple(_signature(part, inner, numbered) for inner, part in block.named_modules())
+            rows.setdefault((path, key, numbered), []).append((f"{path}.{name}".lstrip("."), block, numbered))
+    groups: dict[str, tuple[nn.Module, _Group]] = {}
+    for blocks in rows.values():
+        group = _Group(blocks[0][2])
+        if len(blocks) > 1 and not any(f"{path}.".startswith(f"{outer}.") for path, _, _ in blocks for outer in groups):
+            groups |= {path: (block, group) for path, block, _ in blocks}
+    return groups
+
+
+def _signature(part: nn.Module, name: str, numbered: Collection[tuple[str, str]]) -> object:
+    """Return a key of all that decides what a module does, without its attributes in `numbered`."""
+    hooks = [(attribute, _of_value(vars(part)[attribute])) for attribute in vars(part) if attribute in _OF_EVERY_MODULE]
+    tensors = [
+        (key, None if tensor is None else _described(tensor))
+        for table in (part._parameters, part._buffers)
+        for key, tensor in table.items()
+    ]
+    return name, type(part), tuple(hooks), tuple(tensors), _attributes(part, name, numbered)
+
+
+def _attributes(part: nn.Module, name: str, numbered: Collection[tuple[str, str]]) -> object:
+    """Return a key of the attributes that a module's class and its model's code have given it."""
+    return part.training, tuple(
+        (attribute, _of_value(value))
+        for attribute, value in vars(part).items()
+        if attribute not in _TABLES and attribute not in _OF_EVERY_MODULE and (name, attribute) not in numbered
+    )
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {*_TABLES}
+
+
+def _of_value(value: Any) -> object:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_of_value, value))
+    if isinstance(value, (dict, set)) and not value:
+        return type(value)
+    return id(value)
+
+
+# -- the copy of a part of a graph
+
+
+def _copy(
+    graph: fx.Graph,
+    extra: dict[str, Any],
+    held: Mapping[str, fx.Node],
+    part: Sequence[fx.Node],
+    copies: dict[fx.Node, fx.Node],
+    operation: fx.Node,
+    paths: tuple[str, str],
+) -> None:
+    """Copy nodes before an operation.
+
+    held: the parameters, buffers and constants, by name. copies: of the inputs; receives node -> copy.
+    paths: of the block that the nodes are of, and of the one that gets the copies.
+    """
+    path, other = paths
+    storages = {_storage(old): _storage_of(new) for old, new in copies.items()}
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node in copies:
+            return copies[node]
+        if node.op != "get_attr":
+            raise NotEqual
+        target = str(node.target)
+        if target.startswith(f"{path}."):
+            if (theirs := f"{other}{target[len(path) :]}") not in held:
+                raise NotEqual
+            storages[_storage(node)] = _storage_of(held[theirs])
+            return held[theirs]
+        storages[_storage(node)] = _storage_of(node)
+        return node
+
+    for node in part:
+        with graph.inserting_before(operation):
+            new = copies[node] = graph.node_copy(node, copy_of)
+        if node.op == "call_module" and str(node.target) in extra:
+            new.target = f"{node.target}_of_{other.replace('.', '_')}"
+            extra[str(new.target)] = copy.deepcopy(extra[str(node.target)])
+        new.meta = dict(node.meta)
+        new.meta["val"] = pytree.tree_map_only(Tensor, lambda leaf: _alike(leaf, storages), node.meta.get("val"))
+        if stack := node.meta.get("nn_module_stack"):
+            new.meta["nn_module_stack"] = _renamed(stack, path, other)
+        if "inner_stacks" in node.meta:
+            new.meta["inner_stacks"] = [_renamed(inner, path, other) for inner in node.meta["inner_stacks"]]
+
+
+def _renamed(stack: Mapping[str, Any], path: str, other: str) -> dict[str, Any]:
+    return {
+        f"{key} of {other}" if (inside := f"{entry[0]}.".startswith(f"{path}.")) else key: (
+            f"{other}{entry[0][len(path) :]}" if inside else entry[0],
+            *entry[1:],
+        )
+        for key, entry in stack.items()
+    }
+
+
+def _storage(node: fx.Node) -> int | None:
+    tensor = node.meta.get("val")
+    return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None
+
+
+def _storage_of(node: fx.Node) -> Any:
+    tensor = node.meta.get("val")
+    return tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+
+
+def _alike(tensor: Tensor, storages: dict[int | None, Any]) -> Tensor:
+    """Return a fake tensor like another one, on the storage that takes the place of the latter's storage."""
+    if any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride(), tensor.storage_offset())):
+        raise NotEqual  # another block has other values, and so another size
+    key, fake = tensor.untyped_storage()._cdata, cast(FakeTensor, tensor)
+    with torch._C._DisableTorchDispatch():
+        if key not in storages:
+            size = tensor.untyped_storage().nbytes()
+            storages[key] = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+        meta = empty.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+    return FakeTensor(fake.fake_mode, meta, fake.fake_device, requires_grad=tensor.requires_grad)

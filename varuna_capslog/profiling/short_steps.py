@@ -1,0 +1,218 @@
+"""Chooses the ranks of a pipeline, and numbers of microbatches, that show the peaks of a whole step.
+
+A rehearsal runs every rank's program on fake tensors; for 32 ranks of 32 microbatches that takes longer than all
+the rest of a plan. Where messages wait in host memory, the bytes on a rank's device depend on its own program
+alone. So a rank's step of a few microbatches has the peak of the whole step if the rank meets the same moments in
+both, and two ranks of the same layers and the same moments have the same peak.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
+
+from varuna_capslog.engine.layers import tracking_modules
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.pipeline import EngineOptions
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.plans.parts import scheduled
+from varuna_capslog.profiling.estimation.allocator import Event, replay, rounded
+from varuna_capslog.schedules.actions import Action
+from varuna_capslog.schedules.lower import Instruction, Recv, lower
+
+__all__ = ["Sample", "ShortSteps"]
+
+_SHORT = range(2, 17)
+"""Microbatches of a short step: the first makes the gradients, the next add to them. More are not worth a search."""
+_WINDOW = 5
+"""Number of preceding instructions in a moment: the leftovers of an action are freed by the next one at the latest."""
+
+_Doing: TypeAlias = tuple[str, str | None]
+
+
+_FORWARD: _Doing = ("act", "F")
+_ALIKE = 3
+"""Number of forwards at one moment, which show what a rank keeps of every microbatch."""
+_KEPT_BLOCK = 512
+_MOST_KEPT = 1 << 20
+"""Bytes. Blocks up to this size come from a pool of their own, and are exactly as large as the request rounded up."""
+
+
+class _Moment(NamedTuple):
+    """State of a rank before an instruction: the instructions around it and what they hold; and what came before."""
+
+    state: object
+    doing: _Doing
+    forwards: int
+    backwards: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Short step of a rank that keeps tensors of every microbatch until the end of the step.
+
+    few, count: microbatches of this and of the whole step.
+    more: for each instruction, by how many microbatches the whole step is further at the last such moment.
+    forwards: positions of forwards at one moment.
+    """
+
+    few: int
+    count: int
+    more: tuple[int, ...]
+    forwards: tuple[int, ...]
+
+    def peak_bytes(self, events: Sequence[Event], starts: Sequence[int]) -> int | None:
+        """Return the peak of the whole step; None where the short step does not show it: what is kept is large or not
+        the same for each microbatch, or the peak comes at the end of the step.
+
+        events: of the short step. starts: number of them before each instruction.
+        """
+        live = list(accumulate(_changes(events), initial=0))
+        steps = {live[starts[after]] - live[starts[at]] for at, after in pairwise(self.forwards)}
+        kept_bytes = steps.pop()
+        if steps or not 0 <= kept_bytes <= _MOST_KEPT:
+            return None
+        end = starts[-1]  # the last instruction; then come the sums over what was kept, and the update
+        before = self._with_kept(events[:end], starts, kept_bytes)
+        peak = replay(before).allocated_bytes
+        at_the_end = [(_OF_END, _SPARE * self.count * max(kept_bytes, _KEPT_BLOCK)), *events[end:]]
+        return peak if replay([*before, *at_the_end]).allocated_bytes == peak else None
+
+    def _with_kept(self, events: Sequence[Event], starts: Sequence[int], kept_bytes: int) -> list[Event]:
+        """Return the events with blocks that stand for what further microbatches would have left by then."""
+        filled, blocks = list(events[: starts[0]]), 0
+        for start, end, wanted in zip(starts, [*starts[1:], len(events)], self.more, strict=True):
+            change = wanted - blocks if kept_bytes else 0
+            filled += [(_OF_END - wanted + place, kept_bytes) for place in range(change)]
+            filled += [(_OF_END - blocks + place, 0) for place in range(-change)]
+            filled += events[start:end]
+            blocks += change
+        return filled
+
+
+_OF_END = -(1 << 40)
+"""Key below all those of a step's events."""
+_SPARE = 2
+"""Factor on what is kept of every microbatch, for the sums over it at the end of the step."""
+
+
+def _changes(events: Iterable[Event]) -> Iterator[int]:
+    sizes: dict[int, int] = {}
+    for key, num_bytes in events:
+        if num_bytes:
+            sizes[key] = rounded(num_bytes)
+            yield sizes[key]
+        else:
+            yield -sizes.pop(key)
+
+
+class ShortSteps:
+    """Short steps of one pipeline of one stage per rank, without accumulation in several blocks.
+
+    options: of the whole step; it has one accumulation block.
+    inputs_wait: True where the inputs or graphs of microbatches in flight wait on the device.
+    """
+
+    def __init__(self, chain: Chain, layout: Layout, options: EngineOptions, inputs_wait: bool) -> None:
+        self._chain, self._layout, self._options, self._inputs_wait = chain, layout, options, inputs_wait
+        self._programs = cache(self._lowered)
+
+    @staticmethod
+    def know(layout: Layout, options: EngineOptions) -> bool:
+        """True where a layout and its step are such a pipeline, without offloading and explicit action lists."""
+        one_each = [stage.rank for stage in layout.stages] == list(range(len(layout.stages)))
+        plain = all(stage.grain == 1 and not stage.offloads for stage in layout.stages)
+        listed = options.actions is not None or layout.direct
+        return one_each and plain and not listed and options.num_blocks == layout.num_blocks == 1
+
+    def microbatches(self, rank: int) -> int:
+        """Return the smallest number whose step takes the rank through the same moments as the whole step: the whole
+        number for a rank that keeps tensors of every microbatch until the end of the step (parts of the loss, or
+        running statistics).
+        """
+        count = self._options.num_microbatches
+        if self._collects(rank):
+            return count
+        wanted = self._moments(rank, count)
+        return next((few for few in _SHORT if few < count and self._moments(rank, few) == wanted), count)
+
+    def doings(self, rank: int) -> object:
+        """Return a key that is equal for ranks that have the same peak if they have the same layers; None for a rank
+        that shares parameters with another one, with which it exchanges gradients.
+        """
+        layers, count = set(self._layout.layers_of(rank)), self._options.num_microbatches
+        if any(layers & set(shared.layers) and set(shared.layers) - layers for shared in self._chain.shared):
+            return None
+        if self._collects(rank):
+            return tuple(_doing(instruction) for instruction in self._programs(count)[rank])
+        return self._moments(rank, count)
+
+    def _collects(self, rank: int) -> bool:
+        layers = [self._chain.layers[index] for index in self._layout.layers_of(rank)]
+        return layers[-1] is self._chain.layers[-1] or any(any(tracking_modules(layer.module)) for layer in layers)
+
+    def _lowered(self, microbatches: int) -> list[list[Instruction]]:
+        graph = self._layout.graph(microbatches, self._chain.edges)
+        options = self._options
+        rows = scheduled(options.schedule, self._layout.stages, graph, options)
+        return lower(rows, None, graph).programs
+
+    def sample(self, rank: int) -> Sample | None:
+        """Return a short step through the moments of the whole step, for a rank that keeps tensors of every microbatch;
+        None for another rank, and where there is no such step.
+        """
+        count = self._options.num_microbatches
+        if not self._collects(rank):
+            return None
+        whole = self._course(rank, count)
+        last = {moment.state: moment for moment in whole}
+        for few in [few for few in _SHORT if few < count]:
+            course = self._course(rank, few)
+            alike = Counter(moment.state for moment in course if moment.doing == _FORWARD).most_common(1)
+            if {moment.state for moment in course} != last.keys() or alike[0][1] < _ALIKE:
+                continue
+            forwards = tuple(place for place, moment in enumerate(course) if moment.state == alike[0][0])
+            if any(course[after].forwards - course[at].forwards != 1 for at, after in pairwise(forwards)):
+                continue
+            more = [(last[at.state].forwards - at.forwards, last[at.state].backwards - at.backwards) for at in course]
+            if all(forward == backward for forward, backward in more):
+                return Sample(few, count, tuple(forward for forward, _ in more), forwards)
+        return None
+
+    def _moments(self, rank: int, microbatches: int) -> frozenset[object]:
+        return frozenset(moment.state for moment in self._course(rank, microbatches))
+
+    def _course(self, rank: int, microbatches: int) -> list[_Moment]:
+        """Return the moments of all instructions in order."""
+        moments, recent = [], deque[_Doing](maxlen=_WINDOW)
+        arrived, forwards, backwards, built = 0, 0, 0, 0
+        program = self._programs(microbatches)[rank]
+        for position, instruction in enumerate(program):
+            doing = _doing(instruction)
+            waiting = forwards - backwards if self._inputs_wait else 0
+            follows = _doing(program[position + 1]) if position + 1 < len(program) else None
+            state = tuple(recent), doing, follows, arrived, waiting, built, backwards > 0
+            moments.append(_Moment(state, doing, forwards, backwards))
+            recent.append(doing)
+            kind = doing[1] if doing[0] == "act" else None
+            if isinstance(instruction, Recv):
+                arrived += 1
+            elif kind in ("F", "B"):
+                arrived = 0
+            if kind == "F":
+                forwards += 1
+            elif kind == "R":
+                built += 1
+            elif kind == "B":
+                backwards, built = backwards + 1, max(built - 1, 0)
+        return moments
+
+
+def _doing(instruction: Instruction) -> _Doing:
+    if isinstance(instruction, Action):
+        return "act", instruction.kind
+    return ("receive" if isinstance(instruction, Recv) else "send"), instruction.message.kind
