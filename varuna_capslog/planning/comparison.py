@@ -26,7 +26,7 @@ __all__ = ["BudgetPoint", "Row", "budget_front", "compare"]
 class Row:
     """Answer of a planner; a planner without a plan has a row, too, with the reason.
 
-    peak_bytes, margin_bytes: of the largest stage; smallest margin of a stage on its device, below 0: does not fit.
+    peak_bytes, margin_bytes: of the largest stage or rank; smallest margin on a device, below 0: does not fit.
     step_seconds, bubble_fraction: simulated. search_seconds: measured here.
     bound_seconds, proven: lower bound of all plans of the planner's search space, and whether the plan is that fast;
         for planners without a bound, the work of the step shared evenly.
@@ -43,6 +43,12 @@ class Row:
     bound_seconds: float | None = None
     proven: bool | None = None
     reason: str | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every device holds the plan; None without a plan or a capacity, or where it is not known."""
+        limited = self.plan is not None and any(rank.capacity_bytes is not None for rank in self.plan.ranks)
+        return self.plan.fits if self.plan is not None and limited else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the row for programs, with the plan's cut list, `fits` and stage bytes."""
@@ -99,7 +105,7 @@ def _row(problem: Problem, name: str) -> Row:
     if step is not None and bound is None:
         bound = even_share_seconds(profile, problem.run.microbatches, plan.num_ranks)
         proven = step <= bound * (1 + SAME)
-    verdict = judge_plan(plan, profile)
+    verdict = judge_plan(plan, profile, problem.tier)
     margin = None if verdict is None else min(verdict.margins)
     seconds = plan.search_seconds
     return Row(name, plan, plan.peak_bytes, margin, step, bubble, seconds, bound, proven, "; ".join(reasons) or None)
