@@ -327,11 +327,11 @@ def allocation_within(
         stage = _Stages(costs, firsts, end, target, labels)
         usable = np.inf if costs.usable is None else costs.usable * (1 + _ROUNDING)
         normal = (labels[:, _USED] < most) & (stage.memory <= usable)
-        _add(rows, stage, numbers, normal, *(np.broadcast_to(labels[:, at], normal.shape) for at in (_HELD, _RUNNING)))
+        held, running = (np.broadcast_to(labels[:, at], normal.shape) for at in (_HELD, _RUNNING))
+        _add(rows, stage, numbers, normal, held, running)
         if not special:
             continue
-        held = labels[:, _HELD] + stage.held
-        running = stage.running(counting)
+        held, running = labels[:, _HELD] + stage.held, stage.running(counting)
         fits = (labels[:, _LOAD] + stage.seconds <= bound * (1 + _ROUNDING)) & (held + running <= usable)
         _add(rows, stage, numbers, fits, held, running, special=True)
     if not rows[0]:
