@@ -30,7 +30,7 @@ class CompareFlags(QuestionFlags):
     planners: Annotated[
         str | None,
         option(
-            "Planners to ask, such as varuna,exact; mcap-bo searches for up to a minute and is asked only here.",
+            "Planners to ask, such as varuna,exact; mcap-bo searches for one to two minutes and is asked only here.",
             "every planner but mcap-bo",
             panel=SEARCH,
         ),

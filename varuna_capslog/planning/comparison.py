@@ -9,7 +9,7 @@ from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planners import MADPIPE
+from varuna_capslog.planners import BUDGET, MADPIPE
 from varuna_capslog.planning.placed.periodic import two_versions_note
 from varuna_capslog.planning.playing import SAME, even_share_seconds
 from varuna_capslog.planning.problem import Problem
@@ -75,7 +75,7 @@ def compare(
     check_devices(problem.width, problem.profile)
     left_out = [name for name in chosen if names is None and REGISTRY[name].long_search]
     rows = {
-        name: Row(name, reason=f"not asked, since it searches for up to a minute; --planners {name} asks it")
+        name: Row(name, reason=f"not asked, since it searches for one to two minutes; --planners {name} asks it")
         for name in left_out
     }
     planners = [name for name in chosen if name not in left_out]
@@ -88,7 +88,7 @@ def compare(
 def _row(problem: Problem, name: str) -> Row:
     profile = problem.profile
     try:
-        plan = solve(problem, name)
+        plan = solve(problem, name, weighs_others=name == BUDGET)  # the other rows name planners whose plans fit
     except CapslogError as error:
         return Row(name, reason=str(error))
     reasons, bubble = list(plan.notes), None
