@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
+from tests.planning.asking import plan as planned
 from tests.planning.test_fastest_layerwise import profile_on
 from varuna_capslog import cli
 from varuna_capslog.planners import LAYERWISE, PLANNERS, WHOLE_RUN
 from varuna_capslog.planning.registry import REGISTRY
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
+from varuna_capslog.schedules import RunShape
 
 LAYERS = 6
 
@@ -180,6 +183,26 @@ def test_the_row_of_a_planner_is_what_plan_answers(tmp_path: Path, capsys: pytes
             reply = Plan.from_json(printed(capsys))
             peak = reply.peak_bytes or max(rank.bytes or 0 for rank in reply.ranks)
             assert (row["peak_bytes"], row["step_seconds"]) == (peak, pytest.approx(reply.step_seconds)), row["planner"]
+
+
+@pytest.mark.parametrize(("capacity", "mark"), [(240_000, "no"), (480_000, "yes")])
+def test_compare_marks_every_plan_that_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, capacity: int, mark: str
+) -> None:
+    """Plans with ranks had no margin, so that 47.5 GiB stood unmarked in a table for devices of 16 GiB."""
+    monkeypatch.setenv("COLUMNS", "120")
+    profile, path, names = profile_on("cuda"), tmp_path / "profile.json", ["pipedream", "graphpipe"]
+    write_profile(path, profile)
+    words = ("--profile", path, "--devices", 3, "--minibatch", 8, "pipeline.schedule=1f1b", "pipeline.recompute=false")
+    assert run("compare", *words, "--capacity", f"{capacity}B", "--planners", ",".join(names), "-o", tmp_path) == 0
+    cells = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
+    marks = {row[1]: row[4] for row in cells if len(row) > 4}
+    rows = {row["planner"]: row for row in json.loads((tmp_path / "comparison.json").read_text())}
+    for name in names:
+        answer = planned(profile, 3, name, capacity=capacity, run=RunShape(8, "1f1b", False))
+        margin = capacity - max(rank.peak_bytes for rank in fold_plan(profile, answer, RunShape(8, "1f1b", False)))
+        assert (rows[name]["margin_bytes"], rows[name]["fits"]) == (margin, margin >= 0), name
+        assert marks[name] == mark == ("yes" if margin >= 0 else "no")
 
 
 def test_compare_asks_mcap_bo_only_by_name_and_says_which_planner_it_asks(

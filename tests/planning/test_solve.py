@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from tests.memory.machine import Model, profile_of
 from tests.planning.doors import timed
 from tests.planning.placed.test_replicated import profile_of_graph, towers
 from varuna_capslog.base.errors import CapslogError
@@ -124,3 +125,24 @@ def test_cuts_that_fit_by_sums_alone_give_way_to_the_fastest_that_fit_by_what_ra
     assert plan.fits == bool(fitting)
     assert plan.step_seconds == min(fitting, default=plan.step_seconds)
     assert plan.capacity_bytes == capacity
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_a_planner_that_finds_none_names_one_that_does(seed: int) -> None:
+    """It said that nothing fits, where only this planner's search had found nothing."""
+    draw, run = random.Random(seed), RunShape(4, "1f1b", False)
+    drawn = profile_of(Model.random(draw, draw.randrange(3, 6), True), "cuda")
+    rows = [dataclasses.replace(row, forward_seconds=1.0, backward_seconds=2.0) for row in drawn.layers]
+    profile, kinds = dataclasses.replace(drawn, layers=tuple(rows)), set[str]()
+    largest = solve(Problem.of(profile, 2, None, run), "exact").peak_bytes or 0
+    for share in (0.5, 0.8, 1.0):
+        problem = Problem.of(profile, 2, int(share * largest), run)
+        answer = solve(problem, "gpipe")
+        fitting = [name for name in ("exact", "budget") if solve(problem, name, weighs_others=False).fits]
+        named = [note for note in answer.notes if note.startswith("this planner found none")]
+        assert answer.fits is False or not named
+        if answer.fits is False:
+            assert named == [f"this planner found none; planner {name} has a plan" for name in fitting[:1]]
+            assert not (fitting and any(note.startswith("nothing fits") for note in answer.notes))
+            kinds.add(fitting[0] if fitting else "none")
+    assert kinds

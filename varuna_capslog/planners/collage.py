@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.profiles.conditions import JOINED
@@ -73,13 +73,20 @@ def patterns_of(profile: Profile) -> list[LayerPattern]:
 
 
 def placed(
-    num_layers: int, edges: Sequence[tuple[int, int]], patterns: Sequence[LayerPattern], switch_seconds: float = 0.0
+    num_layers: int,
+    edges: Sequence[tuple[int, int]],
+    patterns: Sequence[LayerPattern],
+    switch_seconds: float = 0.0,
+    joined: Collection[str] = (),
 ) -> Placement:
     """Return the cheapest cover (Alg. 1). Every layer must have a pattern of its own. edges: (writing, reading layer).
+    joined: names of which two neighbouring layers k and k + 1 are always in one pattern, whose seconds are those of
+    layers beside each other; printed: none. Without this rule a run in two patterns has a price that no choice has.
 
-    State: the set of covered layers. Transition: the frontier layer of the least depth is the root of a pattern. Cost
-    (2.3): the pattern's own and the switch epsilon, which counts once per pattern, also where the backend stays the
-    same, as printed. Complexity O(N P S) for N layers, P patterns of a root and S sets.
+    State: the set of covered layers, and those in a joined variant that have a neighbour outside the set. Transition:
+    the frontier layer of the least depth is the root of a pattern. Cost (2.3): the pattern's own and the switch
+    epsilon, which counts once per pattern, also where the backend stays the same, as printed. Complexity O(N P S) for N
+    layers, P patterns of a root and S states.
 
     As printed, lines 14 to 22 are inside the loop over new frontier layers. The last pattern has none of these, so the
     cost of the whole graph is never set; and C_opt has no initial value. Here these lines are behind that loop, and the
@@ -99,34 +106,54 @@ def placed(
     queue = [rank[layer] for layer in range(num_layers) if layer not in with_writer]
     heapq.heapify(queue)
     added = set(queue)
-    # covered layers -> their cost, the layers covered before, and the last pattern
-    best: dict[frozenset[int], tuple[float, frozenset[int], LayerPattern | None]] = {}
-    best[frozenset()] = (0.0, frozenset(), None)
+    # state -> its cost, the state before, and the last pattern
+    nothing = _Covered(frozenset())
+    best: dict[_Covered, tuple[float, _Covered, LayerPattern | None]] = {nothing: (0.0, nothing, None)}
     before: set[int] = set()
     while queue:
         root = order[heapq.heappop(queue)]
         # sets without a layer before this one can never be completed: its root is behind
-        best_here = [(covered, cost) for covered, (cost, *_) in best.items() if before <= covered]
+        best_here = [(state, cost) for state, (cost, *_) in best.items() if before <= state.layers]
         for pattern in rooted[root]:
             for layer in pattern.layers:
                 for reader in after[layer]:
                     if reader not in pattern.layers and rank[reader] not in added:
                         added.add(rank[reader])
                         heapq.heappush(queue, rank[reader])
-            for covered, cost in best_here:
-                if covered & pattern.layers:
-                    continue
-                together, total = covered | pattern.layers, cost + pattern.seconds + switch_seconds
-                if together not in best or best[together][0] > total:
-                    best[together] = (total, covered, pattern)
+            for state, cost in best_here:
+                together, total = state.behind(pattern, joined), cost + pattern.seconds + switch_seconds
+                if together is not None and (together not in best or best[together][0] > total):
+                    best[together] = (total, state, pattern)
         before.add(root)
-    covered = frozenset(range(num_layers))
-    seconds, cover = best[covered][0], list[LayerPattern]()
-    while covered:
-        _, covered, last = best[covered]
+    whole = [state for state in best if len(state.layers) == num_layers]
+    state = min(whole, key=lambda state: best[state][0])
+    seconds, cover = best[state][0], list[LayerPattern]()
+    while state.layers:
+        _, state, last = best[state]
         assert last is not None
         cover.append(last)
     return Placement(tuple(reversed(cover)), seconds)
+
+
+@dataclass(frozen=True)
+class _Covered:
+    """Covered layers; border: those in a joined variant beside a layer that is not covered, with its name."""
+
+    layers: frozenset[int]
+    border: frozenset[tuple[int, str]] = frozenset()
+
+    def behind(self, pattern: LayerPattern, joined: Collection[str]) -> _Covered | None:
+        """Return the state with one more pattern; None where it covers a layer again, or splits a joined run."""
+        if self.layers & pattern.layers:
+            return None
+        together, border = self.layers | pattern.layers, self.border
+        if pattern.name in joined:
+            edge = {(layer + step, pattern.name) for layer in pattern.layers for step in (-1, 1)}
+            if edge & border:
+                return None
+            border = border | {(layer, pattern.name) for layer in pattern.layers}
+        still = {(at, name) for at, name in border if at + 1 not in together or (at and at - 1 not in together)}
+        return _Covered(together, frozenset(still))
 
 
 def evolved(
@@ -135,10 +162,12 @@ def evolved(
     seed: int = 0,
     rounds: int = 4,
     population: int = 6,
+    start: Bits | None = None,
 ) -> Bits:
     """Return the best bit string of an evolutionary search (2.4.3): mutation, selection, two-point crossover. A bit is
     True where its part is given to the backend that works across parts. The first strings are all False, all True, and
-    random. size: bits. seconds_of: measures strings, none twice. rounds: generations of `population` strings.
+    random. size: bits. seconds_of: measures strings, none twice. rounds: generations of `population` strings. start:
+    another of the first strings.
     """
     draw = random.Random(seed)
     measured: dict[Bits, float] = {}
@@ -147,7 +176,7 @@ def evolved(
         new = [string for string in dict.fromkeys(strings) if string not in measured]
         measured.update(zip(new, seconds_of(new) if new else (), strict=True))
 
-    measure([(False,) * size, (True,) * size])
+    measure([(False,) * size, (True,) * size, *([] if start is None else [start])])
     measure(tuple(draw.random() < 0.5 for _ in range(size)) for _ in range(population - 2))
     for _ in range(rounds):
         parents = sorted(measured, key=measured.__getitem__)[: max(2, population // 2)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planners import MADPIPE
+from varuna_capslog.planners import BUDGET, MADPIPE
 from varuna_capslog.planning.placed.periodic import two_versions_note
 from varuna_capslog.planning.playing import SAME, even_share_seconds
 from varuna_capslog.planning.problem import Problem
@@ -26,7 +26,7 @@ __all__ = ["BudgetPoint", "Row", "budget_front", "compare"]
 class Row:
     """Answer of a planner; a planner without a plan has a row, too, with the reason.
 
-    peak_bytes, margin_bytes: of the largest stage; smallest margin of a stage on its device, below 0: does not fit.
+    peak_bytes, margin_bytes: of the largest stage or rank; smallest margin on a device, below 0: does not fit.
     step_seconds, bubble_fraction: simulated. search_seconds: measured here.
     bound_seconds, proven: lower bound of all plans of the planner's search space, and whether the plan is that fast;
         for planners without a bound, the work of the step shared evenly.
@@ -43,6 +43,12 @@ class Row:
     bound_seconds: float | None = None
     proven: bool | None = None
     reason: str | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every device holds the plan; None without a plan or a capacity, or where it is not known."""
+        limited = self.plan is not None and any(rank.capacity_bytes is not None for rank in self.plan.ranks)
+        return self.plan.fits if self.plan is not None and limited else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the row for programs, with the plan's cut list, `fits` and stage bytes."""
@@ -69,7 +75,7 @@ def compare(
     check_devices(problem.width, problem.profile)
     left_out = [name for name in chosen if names is None and REGISTRY[name].long_search]
     rows = {
-        name: Row(name, reason=f"not asked, since it searches for up to a minute; --planners {name} asks it")
+        name: Row(name, reason=f"not asked, since it searches for one to two minutes; --planners {name} asks it")
         for name in left_out
     }
     planners = [name for name in chosen if name not in left_out]
@@ -82,7 +88,7 @@ def compare(
 def _row(problem: Problem, name: str) -> Row:
     profile = problem.profile
     try:
-        plan = solve(problem, name)
+        plan = solve(problem, name, weighs_others=name == BUDGET)  # the other rows name planners whose plans fit
     except CapslogError as error:
         return Row(name, reason=str(error))
     reasons, bubble = list(plan.notes), None
@@ -99,7 +105,7 @@ def _row(problem: Problem, name: str) -> Row:
     if step is not None and bound is None:
         bound = even_share_seconds(profile, problem.run.microbatches, plan.num_ranks)
         proven = step <= bound * (1 + SAME)
-    verdict = judge_plan(plan, profile)
+    verdict = judge_plan(plan, profile, problem.tier)
     margin = None if verdict is None else min(verdict.margins)
     seconds = plan.search_seconds
     return Row(name, plan, plan.peak_bytes, margin, step, bubble, seconds, bound, proven, "; ".join(reasons) or None)

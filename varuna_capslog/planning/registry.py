@@ -37,7 +37,7 @@ class Planner:
         there are), or "pipelines" (of any length).
     elastic: may be asked again after a membership change.
     weighed_up_to: layers x devices up to which planner `budget` weighs its answer as well; 0: never.
-    long_search: takes most of a minute, so that it is asked by name only.
+    long_search: takes a minute or more, so that it is asked by name only.
     """
 
     name: str

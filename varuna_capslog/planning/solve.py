@@ -28,6 +28,9 @@ __all__ = ["Protection", "solve"]
 Rehearsal = Callable[[Plan], Sequence[int]]
 """Plan -> peak bytes of each rank, or of each stage of the short form, found by running the rank's own program."""
 
+_HINT_SECONDS = 10.0
+"""Longest search of planner `budget` for a plan to name where another planner found none."""
+
 _SEARCHES = 3
 """Largest number of searches, each for devices of less memory than before."""
 
@@ -57,7 +60,7 @@ def solve(
     """Return a judged plan with its step: of the planner, or of the problem's cuts or plan. It may not fit.
 
     Planner `budget` also weighs the answers of other planners, so that none that it asks (`Planner.weighed_up_to`) has
-    a faster plan that fits.
+    a faster plan that fits. Where another planner finds none that fits, a note names one that does.
 
     Args:
         rehearsal: decides finally whether ranks fit, where the profile is an estimate or the device a CPU.
@@ -74,7 +77,9 @@ def solve(
         entry.check_memory(problem.memory)
     alone = problem.is_given or problem.members_change or problem.pipelines > 1
     if planner != BUDGET or alone or not weighs_others:
-        return _answered(problem, entry, rehearsal, protection)
+        plan = _answered(problem, entry, rehearsal, protection)
+        asks = plan.fits is False and planner != BUDGET and not alone and weighs_others
+        return _naming_another(problem, plan, planner) if asks else plan
     until = None if problem.search_seconds is None else begun + problem.search_seconds
     return _fastest(problem, rehearsal, begun, until)
 
@@ -110,6 +115,22 @@ def _answered(
     if plan.step_seconds is not None:
         return plan
     return with_step_seconds(profile, plan, (problem.share if plan.short else run).settled(), problem.link)
+
+
+def _naming_another(problem: Problem, plan: Plan, planner: str) -> Plan:
+    """Return a plan that does not fit with a note that names planner `exact` or `budget`, where that has one that does:
+    a heuristic that found none does not prove that there is none.
+    """
+    limited = dataclasses.replace(problem, search_seconds=min(problem.search_seconds or _HINT_SECONDS, _HINT_SECONDS))
+    for name in ("exact", BUDGET):
+        try:
+            other = None if name == planner else _answered(limited, REGISTRY[name], None)
+        except CapslogError:
+            continue
+        if other is not None and other.fits:
+            notes = [note.replace("nothing fits: ", "does not fit: ") for note in plan.notes]
+            return dataclasses.replace(plan, notes=(*notes, f"this planner found none; planner {name} has a plan"))
+    return plan
 
 
 def _cut_anew(

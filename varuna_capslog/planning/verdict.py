@@ -161,12 +161,17 @@ def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroo
     return MemoryVerdict(tuple(peaks), tuple(headroom.device(peak) for peak in peaks), tuple(capacities))
 
 
-def judge_plan(plan: Plan, profile: Profile | None) -> MemoryVerdict | None:
-    """Return the verdict on a plan of one pipeline by its own bytes; None where it has no bytes or no capacity. Without
-    a profile there is no headroom.
+def judge_plan(plan: Plan, profile: Profile, tier: HostMemory | None = None) -> MemoryVerdict | None:
+    """Return the verdict on a plan by its own bytes, those of its stages in the short form, else those of its ranks;
+    None where it has no bytes or no capacity. tier: counts against the device where it lies in its memory.
     """
-    headroom = Headroom() if profile is None else Headroom.of(profile)
-    return judge(plan.stage_bytes, plan.capacities_of(plan.placement()), headroom)
+    headroom, used = Headroom.of(profile), {rank for stage in plan.stages for rank in stage.ranks}
+    if plan.short or any(rank >= len(plan.ranks) or plan.ranks[rank].bytes is None for rank in used):
+        together = len(used) == sum(len(stage.ranks) for stage in plan.stages)
+        return judge(plan.stage_bytes, plan.capacities_of(plan.placement()), headroom) if together else None
+    shared = (tier or HostMemory()).is_device(profile)
+    sizes = [(rank.bytes or 0) + (rank.host_bytes or 0) * shared for rank in plan.ranks]
+    return judge_ranks(plan, sizes, headroom)
 
 
 def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryVerdict | None:

@@ -159,8 +159,8 @@ def _peak_bars(axes: Axes, rows: Sequence[Row], usable: Sequence[int] | None) ->
     peaks = [row.peak_bytes for row in rows]
     largest = max((peak for peak in peaks if peak is not None), default=0)
     divisor, unit = byte_unit([largest])
-    _bars(axes, peaks, _texts(rows, peaks, divisor), divisor, BLUE)
-    label = f"peak of the largest stage [{unit}]"
+    _bars(axes, peaks, _texts(rows, peaks, divisor), divisor, [ALARM if row.fits is False else BLUE for row in rows])
+    label = f"peak of the largest stage [{unit}]{', red: does not fit' * any(row.fits is False for row in rows)}"
     if usable is not None and min(usable) <= _MOST_ABOVE * largest:
         for limit in sorted(set(usable)):
             axes.axvline(limit / divisor, color=ALARM, linestyle="--", linewidth=1.0)
@@ -208,7 +208,7 @@ def _bars(
     values: Sequence[float | None],
     texts: Sequence[str],
     divisor: float,
-    colour: str,
+    colour: str | Sequence[str],
     nothing: float = 0.0,
 ) -> None:
     """Draw a bar and its text per row, both inside the axes; nothing: where bars begin."""

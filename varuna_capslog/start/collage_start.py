@@ -24,7 +24,7 @@ from varuna_capslog.profiling.conditions import conditions_of_run
 from varuna_capslog.profiling.measure import WholeRuns, profile_config
 from varuna_capslog.profiling.variant_check import check_variants, plain_chain
 
-__all__ = ["Collaged", "MeasuredChoice", "collage"]
+__all__ = ["Collaged", "MeasuredChoice", "collage", "second_level"]
 
 LEAST_GAIN = 0.02
 """Least gain of a choice over the layers as configured, measured on the whole model, to be worth other results."""
@@ -96,7 +96,13 @@ def collage(
     variants = {
         at: [name for name in names if (at, name) not in refused] for at, names in alternatives_of(profile).items()
     }
-    first = placed(profile.num_layers, profile.edges, patterns).chosen
+    joined = profile.conditions.get(JOINED, ())
+
+    def level_1(without: str | None = None) -> Choice:
+        allowed = [pattern for pattern in patterns if pattern.name != without]
+        return placed(profile.num_layers, profile.edges, allowed, joined=joined).chosen
+
+    first = level_1()
     names = list(dict.fromkeys(name for some in variants.values() for name in some))
     choices: dict[str, Choice] = {"as configured": {}}
     choices |= {
@@ -106,8 +112,9 @@ def collage(
     source = functools.partial(load_workload, config)
     with WholeRuns(source, conditions_of_run(config, sizes), config.train.threads) as whole_runs:
         log = _Log(whole_runs, first, profile.digest)
-        for name in profile.conditions.get(JOINED, ()) if generations else ():
-            second = _second(log, variants, name, seed, generations)
+        for name in joined if generations else ():
+            parts = [at for at, some in variants.items() if name in some]
+            second = second_level(log.ratios, first, level_1(name), parts, name, seed, generations)
             choices[f"level 2, {name}"] = second
         measured = whole_runs.seconds(list(choices.values()), rounds)
     candidates = [
@@ -130,18 +137,33 @@ def _refused(config: Config, profile: Profile, say: Callable[[str], object]) -> 
     return refused
 
 
-def _second(log: _Log, variants: Mapping[int, Sequence[str]], name: str, seed: int, generations: int) -> Choice:
-    """Level 2: choose which layers with another variant at level 1 get this variant."""
-    parts = [at for at, some in variants.items() if name in some and log.first.get(at) != name]
+def second_level(
+    ratios: Callable[[Sequence[Choice]], Sequence[float]],
+    first: Choice,
+    without: Choice,
+    parts: Sequence[int],
+    name: str,
+    seed: int,
+    generations: int,
+) -> Choice:
+    """Choose which of the layers `parts` get variant `name`. All of them are open, since level 1 may have given it to
+    every layer that gains alone.
+
+    ratios: measures choices on the whole model. first, without: the choice of level 1, and its choice without this
+    variant, which the other layers keep.
+    """
 
     def choice(bits: Bits) -> Choice:
-        return {**log.first, **{at: name for at, bit in zip(parts, bits, strict=True) if bit}}
+        layers = {at: name for at, bit in zip(parts, bits, strict=True) if bit}
+        return dict(sorted({**without, **layers}.items()))
 
     if not parts:
-        return log.first
-    return choice(
-        evolved(len(parts), lambda strings: log.ratios([choice(bits) for bits in strings]), seed, generations)
+        return first
+    start = tuple(first.get(at) == name for at in parts)
+    bits = evolved(
+        len(parts), lambda strings: ratios([choice(bits) for bits in strings]), seed, generations, start=start
     )
+    return choice(bits)
 
 
 class _Log:

@@ -57,20 +57,22 @@ def every_allocation(layers: int, normal: int) -> Iterator[Parts]:
 
 def fits(costs: ChainCosts, parts: Parts, target: float, counting: str = "least") -> bool:
     """Return True if the allocation's loads and bytes are within their limits; stages are checked from the last."""
-    delay, load, held = 0.0, 0.0, 0.0
+    delay, load = 0.0, 0.0
+    special_stages: list[tuple[float, float]] = []  # always held, and saved by one call, from the last stage on
     usable = (costs.usable or math.inf) * (1 + 1e-9)
     for first, end, special in reversed(parts):
         seconds = sum(costs.forward[first:end]) + sum(costs.backward[first:end])
         in_flight, saved = ceiling((delay + seconds) / target), sum(costs.saved[first:end])
         stage_bytes = sum(costs.static[first:end]) + 2 * (costs.crossing[first] + costs.crossing[end])
         if special:
-            load, held = load + seconds, held + stage_bytes + (in_flight - (counting != "most")) * saved
-            if held + (saved if counting == "least" else 0) > usable:
-                return False
+            load += seconds
+            special_stages.append((stage_bytes + (in_flight - 1) * saved, saved))
         elif stage_bytes + in_flight * saved > usable:
             return False
         wire = costs.transfer[first]
         if max(seconds, load, (1 + costs.shared) * wire) > target * (1 + 1e-9):
             return False
         delay = plus(plus(delay, seconds, target), 2 * wire, target)
-    return True
+    saved_bytes = [saved for _, saved in special_stages] or [0.0]
+    more = {"least": max(saved_bytes), "most": sum(saved_bytes), "printed": 0.0, "none": 0.0}[counting]
+    return sum(held for held, _ in special_stages) + more <= usable

@@ -13,6 +13,7 @@ that minimises max(T, T(L, P - 1, 0, 0, 0)): the smallest T for which some alloc
 State       layers 0 .. end-1 that have no stage yet, and a label: normal processors used, V, t_P, m_P.
 Transition  the last stage of these layers: its first layer, and whether it is special.
 Cost        none: a label that is no larger in any of the four numbers dominates another, since (+) is monotonic.
+            Bytes of the special processor are two of them: those that it always holds, and those of a running stage.
 Complexity  O(L x stages x labels); more than `_LABELS` labels of a state are thinned on the printed grid of t_P and
             m_P, keeping the smallest V of each cell. So V is never rounded.
 
@@ -21,7 +22,10 @@ Deviations from the printed text, which is wrong or imprecise in three places:
 - V' has C(k) there; the message between the stage and the layers before it is that over the cut before layer k.
 - Algorithm 1 overwrites the old T before it takes min(T, old T) as a lower bound. The bound then is T itself, which is
   infinite where nothing fits at the first T.
-- A special stage also holds the microbatch whose forward is running, so m_P' + a <= M must hold as well.
+- A special stage also holds the microbatch whose forward is running, so m_P + a <= M must hold as well, for the m_P of
+  all stages.
+- The two buffers of each message are those of the paper's machine. Where a profile tells what a stage of our engine
+  holds, M is that stage's peak: its working bytes are there only while it computes, and messages are among them.
 
 The printed M(k, l, g - 1) is the least that the special processor can hold; its schedule may hold more. Each way to
 count it (`COUNTINGS`) yields its own allocations, and their schedules are compared.
@@ -39,8 +43,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.costs import NEVER
+from varuna_capslog.memory.inflight import stage_costs
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
 
 __all__ = ["CLOSE", "COUNTINGS", "Allocation", "ChainCosts", "allocation_within", "best_allocation"]
 
@@ -55,7 +63,9 @@ class ChainCosts:
     message, 0 at both ends; the paper's a_l. saved: [L] bytes that each microbatch in flight holds; the paper's
     a_{i-1}. static: [L] bytes that a layer always holds: the paper's 3 W under two versions of the weights (2BW), else
     parameters, gradients and moments. usable: bytes that every device may hold; None: no limit. shared: both directions
-    share one link, as in the paper, which is then busy for C = 2 a / beta.
+    share one link, as in the paper, which is then busy for C = 2 a / beta. waiting, working: [L + 1, L + 1] bytes of
+    layers first .. end-1 at [first, end]: of a call that waits, in place of `saved`, and those that their stage needs
+    while it computes, messages included; None: as the paper counts.
     """
 
     forward: tuple[float, ...]
@@ -67,6 +77,8 @@ class ChainCosts:
     devices: int
     usable: float | None = None
     shared: bool = False
+    waiting: Floats | None = None
+    working: Floats | None = None
 
     @classmethod
     def of_profile(
@@ -79,6 +91,9 @@ class ChainCosts:
     ) -> ChainCosts:
         """Return the costs of a profile. two_versions: static bytes of 2BW: two versions of the weights and a gradient.
 
+        Where devices have a limit and the profile has the runs of all layers and pairs, `waiting` and `working` are
+        those of our engine, except under two versions.
+
         Raises CapslogError naming the first layer that lacks a number: its seconds; the bytes that it holds, where
         devices have a limit; the bytes across the cut behind it, where devices have a limit or the link takes time.
         """
@@ -90,7 +105,7 @@ class ChainCosts:
         layers, crossing = profile.num_layers, [0] * (profile.num_layers + 1)
         if (limited or timed) and layers > 1 and devices > 1:
             crossing[1:layers] = profile.column("boundary_bytes")[:-1]
-        return cls(
+        chain = cls(
             tuple(forward),
             tuple(backward),
             tuple(3.0 * size if two_versions else float(size) for size in held or [0] * layers),
@@ -101,6 +116,20 @@ class ChainCosts:
             usable,
             link.shared,
         )
+        return chain._as_engine_holds(profile) if limited and not two_versions else chain
+
+    def _as_engine_holds(self, profile: Profile) -> ChainCosts:
+        """Return the costs with the bytes of our engine's stages; as they are where the profile lacks the runs."""
+        try:
+            costs = stage_costs("1f1b", profile, RunShape(None, "1f1b", False))
+        except CapslogError:
+            return self
+        size = self.num_layers + 1
+        waiting, alone = np.zeros((2, size, size))
+        waiting[:-1], alone[:-1] = costs.saved, np.where(costs.alone == NEVER, 0, costs.alone)
+        static = self.sums["static"]
+        working = np.triu(alone - (static[None, :] - static[:, None]) - waiting, 1)
+        return dataclasses.replace(self, waiting=waiting, working=working)
 
     @property
     def num_layers(self) -> int:
@@ -127,6 +156,8 @@ class ChainCosts:
             saved=together(self.saved),
             crossing=tuple(self.crossing[cut] for cut in bounds),
             transfer=tuple(self.transfer[cut] for cut in bounds),
+            waiting=None if self.waiting is None else self.waiting[np.ix_(bounds, bounds)],
+            working=None if self.working is None else self.working[np.ix_(bounds, bounds)],
         )
         return chain, bounds
 
@@ -137,9 +168,20 @@ class ChainCosts:
         rows: dict[str, Sequence[float]] = {"seconds": seconds, "static": self.static, "saved": self.saved}
         return {name: np.concatenate([[0.0], np.cumsum(row)]) for name, row in rows.items()}
 
+    @cached_property
+    def ranges(self) -> dict[str, Floats]:
+        """[L + 1, L + 1] at [first, end]: seconds, static, saved, working (0 as the paper counts), by name."""
+        ranges = {name: row[None, :] - row[:, None] for name, row in self.sums.items()}
+        ranges["working"] = np.zeros_like(ranges["static"]) if self.working is None else self.working
+        return ranges if self.waiting is None else ranges | {"saved": self.waiting}
+
     def of(self, name: str, first: int, end: int) -> float:
-        """Return the sum of seconds, static or saved over the layers first .. end-1."""
-        return float(self.sums[name][end] - self.sums[name][first])
+        """Return the seconds, static, saved or working bytes of layers first .. end-1."""
+        return float(self.ranges[name][first, end])
+
+    def buffers(self, cut: int) -> float:
+        """Return the bytes that a stage always holds for its messages over a cut."""
+        return 2.0 * self.crossing[cut] if self.working is None else 0.0
 
     def delay(self, cut: int) -> float:
         """Return the paper's C: seconds of an activation and its gradient over the cut before layer `cut`."""
@@ -150,18 +192,18 @@ class ChainCosts:
         return self.delay(cut) if self.shared else self.transfer[cut]
 
     def memory(self, first: int, end: int, in_flight: int) -> float:
-        """Return M(k, l, g): bytes of a stage, with two buffers for each message over its cuts."""
-        buffers = 2.0 * (self.crossing[first] + self.crossing[end])
-        return self.of("static", first, end) + in_flight * self.of("saved", first, end) + buffers
+        """Return M(k, l, g): bytes of a stage."""
+        always = self.of("static", first, end) + self.buffers(first) + self.buffers(end)
+        return always + in_flight * self.of("saved", first, end) + self.of("working", first, end)
 
 
 # -- MadPipe-DP (Sec. 4.2)
 
 
 COUNTINGS = ("least", "most", "none", "printed")
-"""Memory of the special processor: "least" counts g - 1 calls of every stage, and one more of each while its forward
-runs; "most" counts g calls of every stage; "none" has no special processor, but P normal ones; "printed" counts g - 1
-calls."""
+"""Memory of the special processor while one of its stages runs: "least" counts g - 1 calls of every stage, and one more
+of the running one; "most" also one more of each stage before that; "none" has no special processor, but P normal ones;
+"printed" counts g - 1 calls."""
 
 _LABELS = 300
 """Most labels of a state; more are thinned."""
@@ -174,9 +216,9 @@ CLOSE = 1e-3
 
 _ROUNDING = 1e-9
 
-_USED, _DELAY, _LOAD, _HELD, _BEHIND, _END, _SPECIAL = range(7)
-"""Columns of labels: the four numbers, then the label from which it was made, the end of its first stage, and 1 where
-that stage is special."""
+_USED, _DELAY, _LOAD, _HELD, _RUNNING, _BEHIND, _END, _SPECIAL = range(8)
+"""Columns of labels: the four numbers (m_P in two parts: bytes held always, and the most beside them while a stage
+runs), then the label from which it was made, the end of its first stage, and 1 where that stage is special."""
 
 Floats = NDArray[np.float64]
 
@@ -264,7 +306,7 @@ def allocation_within(
     bound = target if bound is None else bound
     cuts = np.arange(layers + 1)
     rows: list[list[Floats]] = [[] for _ in cuts]
-    rows[layers].append(np.array([[0.0, 0.0, 0.0, 0.0, -1.0, -1.0, 0.0]]))
+    rows[layers].append(np.array([[0.0, 0.0, 0.0, 0.0, 0.0, -1.0, -1.0, 0.0]]))
     kept: list[Floats] = []
     count = 0
     seconds = costs.sums["seconds"]
@@ -284,19 +326,20 @@ def allocation_within(
             continue
         stage = _Stages(costs, firsts, end, target, labels)
         usable = np.inf if costs.usable is None else costs.usable * (1 + _ROUNDING)
-        normal = (labels[:, _USED] < most) & (stage.memory(0) <= usable)
-        _add(rows, stage, numbers, normal, False, np.broadcast_to(labels[:, _HELD], normal.shape))
+        normal = (labels[:, _USED] < most) & (stage.memory <= usable)
+        held, running = (np.broadcast_to(labels[:, at], normal.shape) for at in (_HELD, _RUNNING))
+        _add(rows, stage, numbers, normal, held, running)
         if not special:
             continue
-        held = labels[:, _HELD] + stage.memory(int(counting != "most"))
-        fits = (labels[:, _LOAD] + stage.seconds <= bound * (1 + _ROUNDING)) & (held <= usable)
-        if counting == "least":
-            fits &= held + stage.saved <= usable
-        _add(rows, stage, numbers, fits, True, held)
+        held, running = labels[:, _HELD] + stage.held, stage.running(counting)
+        fits = (labels[:, _LOAD] + stage.seconds <= bound * (1 + _ROUNDING)) & (held + running <= usable)
+        _add(rows, stage, numbers, fits, held, running, special=True)
     if not rows[0]:
         return None
     ways = np.concatenate(rows[0])
-    return Allocation.of(costs, _stages_of(ways[np.lexsort((ways[:, _LOAD], ways[:, _HELD]))[0]], kept), target)
+    return Allocation.of(
+        costs, _stages_of(ways[np.lexsort((ways[:, _LOAD], ways[:, _HELD] + ways[:, _RUNNING]))[0]], kept), target
+    )
 
 
 class _Stages:
@@ -304,19 +347,28 @@ class _Stages:
 
     def __init__(self, costs: ChainCosts, firsts: NDArray[np.intp], end: int, target: float, labels: Floats) -> None:
         self.firsts, self.end, self.labels = firsts, end, labels
-        part = {name: (row[end] - row[firsts])[:, None] for name, row in costs.sums.items()}
-        self.seconds, self.saved, self.static = part["seconds"], part["saved"], part["static"]
-        crossing, transfer = np.asarray(costs.crossing), np.asarray(costs.transfer)
-        self.buffers = 2.0 * (crossing[firsts] + crossing[end])[:, None]
+        part = {name: row[firsts, end][:, None] for name, row in costs.ranges.items()}
+        self.seconds, self.saved, self.working = part["seconds"], part["saved"], part["working"]
+        buffers = np.array([costs.buffers(cut) for cut in range(costs.num_layers + 1)])
+        always = part["static"] + (buffers[firsts] + buffers[end])[:, None]
+        transfer = np.asarray(costs.transfer)
         delay = labels[:, _DELAY]
-        self.in_flight = _periods(delay + self.seconds, target)
-        behind = _plus(np.broadcast_to(delay, self.in_flight.shape), self.seconds, target)
+        in_flight = _periods(delay + self.seconds, target)
+        behind = _plus(np.broadcast_to(delay, in_flight.shape), self.seconds, target)
         self.delay = _plus(behind, 2.0 * transfer[firsts][:, None], target)
+        self.held = always + (in_flight - 1) * self.saved
 
-    def memory(self, fewer: int) -> Floats:
-        """Return M(k, l, g - fewer)."""
-        held: Floats = self.static + (self.in_flight - fewer) * self.saved + self.buffers
-        return held
+    @property
+    def memory(self) -> Floats:
+        """M(k, l, g)."""
+        return self.held + self.saved + self.working
+
+    def running(self, counting: str) -> Floats:
+        """Return the most bytes of the special processor beside those that its stages always hold."""
+        before = self.labels[:, _RUNNING]
+        if counting == "most":
+            return self.saved + np.maximum(before, self.working)
+        return np.maximum(before, self.working + (self.saved if counting == "least" else 0.0))
 
 
 def _periods(seconds: Floats, target: float) -> Floats:
@@ -336,17 +388,18 @@ def _add(
     stage: _Stages,
     numbers: NDArray[np.intp],
     fits: NDArray[np.bool_],
-    special: bool,
     held: Floats,
+    running: Floats,
+    special: bool = False,
 ) -> None:
-    """Add the labels of these stages to the rows of their first layers. held: bytes on the special processor."""
+    """Add the labels of these stages to the rows of their first layers. held, running: of the special processor."""
     for place, first in enumerate(stage.firsts.tolist()):
         chosen = np.flatnonzero(fits[place])
         if not len(chosen):
             continue
         made = stage.labels[chosen]
         made[:, _DELAY] = stage.delay[place, chosen]
-        made[:, _HELD] = held[place, chosen]
+        made[:, _HELD], made[:, _RUNNING] = held[place, chosen], running[place, chosen]
         if special:
             made[:, _LOAD] += stage.seconds[place]
         else:
@@ -356,16 +409,17 @@ def _add(
 
 
 def _superfluous_left_out(labels: Floats, costs: ChainCosts, bound: float) -> Floats:
-    """Return the labels that no other one dominates in all four numbers; thin them on a grid where they are many."""
+    """Return the labels that no other one dominates in all numbers; thin them on a grid where they are many."""
     if len(labels) > _LABELS:
         scale = np.array([bound or 1.0, costs.usable or 1.0]) / _GRID
-        cells = (labels[:, [_LOAD, _HELD]] / scale).astype(np.int64)
+        sizes = np.stack([labels[:, _LOAD], labels[:, _HELD] + labels[:, _RUNNING]], axis=1)
+        cells = (sizes / scale).astype(np.int64)
         keys = (labels[:, _USED].astype(np.int64) * (_GRID[0] + 2) + cells[:, 0]) * (_GRID[1] + 2) + cells[:, 1]
-        order = np.lexsort((labels[:, _HELD], labels[:, _LOAD], labels[:, _DELAY], keys))
+        order = np.lexsort((sizes[:, 1], labels[:, _LOAD], labels[:, _DELAY], keys))
         keys = keys[order]
         labels = labels[order[np.concatenate([[True], keys[1:] != keys[:-1]])]]
-    labels = labels[np.lexsort(labels[:, _HELD::-1].T)]
-    numbers, count = labels[:, : _HELD + 1], len(labels)
+    labels = labels[np.lexsort(labels[:, _RUNNING::-1].T)]
+    numbers, count = labels[:, : _RUNNING + 1], len(labels)
     smaller = np.ones((count, count), dtype=np.bool_)
     for column in numbers.T:
         smaller &= column[:, None] <= column[None, :]

@@ -9,7 +9,8 @@ variable too: x = t / T and f = 1 / T.
     x' + h' >= x + h + d f              o' needs the output of o: one chain from the first forward to the last backward
     x + d f <= x' + y,  x' + d' f <= x + 1 - y      for two operations on one device or link; y: o starts after o'
     sum over stages s of a device of saved(s) (h_B - h_F + y(B_s, F_r) - y(F_s, F_r)) + its constant bytes <= M
-                                        when the forward of its stage r starts, including that forward's call
+                                        when an operation of its stage r starts, including its call and the working
+                                        bytes of r (where they are 0, or r is alone, only when its forward starts)
 
 In a contiguous allocation whose links are shared by both directions, T is that of 1F1B* (Proposition 1).
 """
@@ -172,10 +173,14 @@ class _Program:
             rows.append({0: self._units(second), self.start(second): 1.0, self.start(first): -1.0, after: 1.0})
             limits += [0.0, 1.0]
         if self.costs.usable is not None:
-            for number in range(len(self.stages)):
-                row, limit = self._memory(number, self.costs.usable)
-                rows.append(row)
-                limits.append(limit)
+            ranks = [stage.rank for stage in self.stages]
+            for number, rank in enumerate(ranks):
+                # of one stage, a device holds the most in a forward or after it
+                kinds = "FB" if self.costs.working is not None and ranks.count(rank) > 1 else "F"
+                for kind in kinds:
+                    row, limit = self._memory(number, kind, self.costs.usable)
+                    rows.append(row)
+                    limits.append(limit)
         matrix = np.zeros((len(rows), self.count))
         for number, row in enumerate(rows):
             for column, coefficient in row.items():
@@ -185,12 +190,12 @@ class _Program:
     def _units(self, place: int) -> float:
         return self.operations[place].seconds / self.unit
 
-    def _memory(self, number: int, usable: float) -> tuple[dict[int, float], float]:
-        """Return coefficients and limit, as shares of `usable`: bytes on a stage's device when its forward starts."""
-        row, room = dict[int, float](), usable
-        rank, at_forward = self.stages[number].rank, self.place["F", number]
+    def _memory(self, number: int, kind: str, usable: float) -> tuple[dict[int, float], float]:
+        """Return coefficients and limit, as shares of `usable`: bytes on a stage's device when its F or B starts."""
+        row, running = dict[int, float](), self.stages[number]
+        at, room = self.place[kind, number], usable - self.costs.of("working", running.first, running.end)
         for index, stage in enumerate(self.stages):
-            if stage.rank != rank:
+            if stage.rank != running.rank:
                 continue
             size = self.costs.of("saved", stage.first, stage.end)
             room -= self._always(index)
@@ -198,20 +203,21 @@ class _Program:
             row[self.shift(backward)] = row.get(self.shift(backward), 0.0) + size / usable
             row[self.shift(forward)] = row.get(self.shift(forward), 0.0) - size / usable
             for place, sign in ((backward, 1.0), (forward, -1.0)):
-                if place == at_forward:
+                if place == at:  # its call is held
+                    room -= size * (kind == "B")
                     continue
                 # y of a pair is 1 where its first operation starts after its second
-                pair, turned = ((place, at_forward), False) if place < at_forward else ((at_forward, place), True)
+                pair, turned = ((place, at), False) if place < at else ((at, place), True)
                 row[self.pairs[pair]] = row.get(self.pairs[pair], 0.0) + (-sign if turned else sign) * size / usable
                 room -= sign * size if turned else 0.0
         return row, room / usable + 1e-9
 
     def _always(self, number: int) -> float:
-        """Return the bytes that a stage always holds, with two buffers per message over its cuts to other devices."""
+        """Return the bytes that a stage always holds, with those for its messages to other devices."""
         stage = self.stages[number]
         cuts = [stage.first] if number and self.stages[number - 1].rank != stage.rank else []
         cuts += [after.first for after in self.stages[number + 1 : number + 2] if after.rank != stage.rank]
-        return self.costs.of("static", stage.first, stage.end) + 2.0 * sum(self.costs.crossing[cut] for cut in cuts)
+        return self.costs.of("static", stage.first, stage.end) + sum(map(self.costs.buffers, cuts))
 
     def pattern(self, values: NDArray[np.float64], proven: bool) -> Pattern:
         """Return the pattern of a solution."""

@@ -19,12 +19,12 @@ from varuna_capslog.planners.madpipe import (
     WEIGHED,
     Allocation,
     ChainCosts,
-    Pattern,
     best_allocation,
     periodic_pattern,
     shortest_pattern,
     weighed_allocations,
 )
+from varuna_capslog.planners.madpipe.allocation import allocation_within
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import check_devices, judged
@@ -41,6 +41,9 @@ _SEARCH_SECONDS = 60.0
 
 _ATTEMPTS = 7
 """Allocations to try for each counting, each for another number of bytes."""
+
+_FINE = 1e-3
+"""Relative difference of bytes at which the search for the plan that holds the least ends."""
 
 _MORE = 1.5
 """Factor by which the bytes of the chain's sums may grow in the next attempt, while the fold finds that they fit."""
@@ -67,6 +70,8 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
         if allocation is None or allocation.stages not in tried or search.lacks:
             search.weigh(costs, counting, allocation)
         tried.add(None if allocation is None else allocation.stages)
+    if search.limited and search.lacks:
+        search.weigh_smallest(costs)
     if search.best is None:  # the plan says what it lacks
         search.weigh(unlimited, "none", best_allocation(unlimited, "none"))
     assert search.best is not None, "without a limit some stages always fit"
@@ -120,7 +125,11 @@ class _Periodic:
             if self.best is not None and time.perf_counter() > self.ends:
                 return
             pattern = None if allocation is None else periodic_pattern(costs, allocation, self.run.microbatches)
-            if allocation is not None and pattern is not None and (lack := self._add(allocation, pattern)):
+            if (
+                allocation is not None
+                and pattern is not None
+                and (lack := self._add(allocation, pattern.ranks(self.run.microbatches)))
+            ):
                 high, less = costs.usable or 0.0, max(2 * less, lack)
             elif costs.usable is None or (pattern is not None and pattern.period <= self.free * (1 + CLOSE)):
                 return
@@ -130,9 +139,24 @@ class _Periodic:
             costs = dataclasses.replace(costs, usable=_MORE * low if math.isinf(high) else between)
             allocation = best_allocation(costs, counting)
 
-    def _add(self, allocation: Allocation, pattern: Pattern) -> float:
-        """Keep the plan if it is the best. Return the bytes that it lacks."""
-        plan, lack = self._plan(allocation, pattern), 0.0
+    def weigh_smallest(self, costs: ChainCosts) -> None:
+        """Play the plans of one microbatch after the other, which hold the least, for fewer and fewer bytes of the
+        chain's sums until none is left, or one fits.
+        """
+        low, high, tried = 0.0, _MORE * (costs.usable or 0.0), set[object]()
+        long = costs.of("seconds", 0, costs.num_layers) + sum(map(costs.delay, range(1, costs.num_layers)))
+        usable, counting = high, "most" if costs.devices > 1 else "none"
+        while high > low * (1 + _FINE) and self.lacks:
+            allocation = allocation_within(dataclasses.replace(costs, usable=usable), long, counting=counting)
+            low, high = (usable, high) if allocation is None else (low, usable)
+            usable = (low + high) / 2
+            if allocation is not None and allocation.stages not in tried:
+                tried.add(allocation.stages)
+                self._add(allocation, _one_after_the_other(allocation, self.run.microbatches))
+
+    def _add(self, allocation: Allocation, rows: Sequence[Sequence[str]]) -> float:
+        """Keep the plan of these lists if it is the best. Return the bytes that it lacks."""
+        plan, lack = self._plan(allocation, rows), 0.0
         if self.limited and self.profile.observations:  # without them the fold has no bytes
             verdict = judged(self.profile, plan, self.run)
             lack = float(verdict.shortfall.bytes) if verdict.shortfall is not None else float(verdict.fits is False)
@@ -142,9 +166,9 @@ class _Periodic:
             self.best = key, played
         return lack
 
-    def _plan(self, allocation: Allocation, pattern: Pattern) -> Plan:
+    def _plan(self, allocation: Allocation, rows: Sequence[Sequence[str]]) -> Plan:
         run, profile = self.run, self.profile
-        actions = tuple(tuple(row) for row in pattern.ranks(run.microbatches))
+        actions = tuple(map(tuple, rows))
         most = _in_flight(actions, len(allocation.stages))
         stages = tuple(
             PlanStage(((self.bounds[stage.first], self.bounds[stage.end]),), (stage.rank,), in_flight=limit)
@@ -160,6 +184,17 @@ class _Periodic:
             model=profile.model,
             profile_digest=profile.digest,
         )
+
+
+def _one_after_the_other(allocation: Allocation, microbatches: int) -> list[list[str]]:
+    """Return the action list of every rank where each microbatch ends before the next one begins."""
+    rows: list[list[str]] = [[] for _ in {stage.rank for stage in allocation.stages}]
+    stages = [(number, stage.rank) for number, stage in enumerate(allocation.stages)]
+    for call in range(microbatches):
+        for kind, order in (("F", stages), ("B", stages[::-1])):
+            for number, rank in order:
+                rows[rank].append(f"{number}{kind}{call}")
+    return rows
 
 
 def _in_flight(actions: Sequence[Sequence[str]], stages: int) -> list[int]:
