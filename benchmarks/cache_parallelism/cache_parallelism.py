@@ -2,13 +2,15 @@
 
 `count`: bytes that every rank sends for one token of every request, counted at the communicator and by the kernel
 (TCP_INFO of all sockets), and by the formulas. `plans`: sharding that the planner chooses. `link`: seconds on slow
-links, measured and planned. `seconds`: both shardings interleaved, in processes on this machine.
+links, measured and planned. `seconds`: both shardings interleaved, in processes on this machine. `answers`: tokens
+under random generation configs beside transformers' `generate`. `types`: the same by dtype, without a config.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import socket
 import stat
 import statistics
@@ -20,7 +22,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import interleave, machine, median_ratio, run_ranks
-from tests.decoding.worlds import on_ranks
+from tests.decoding.test_decoder import generated
+from tests.decoding.worlds import VOCABULARY as FEW_TOKENS
+from tests.decoding.worlds import on_ranks, small_model
 from varuna_capslog import plan_decoding
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.decoding.choice import (
@@ -34,7 +38,7 @@ from varuna_capslog.decoding.choice import (
     printed_sequence_bytes,
     sequence_bytes,
 )
-from varuna_capslog.decoding.decoder import ShardedDecoder, shape_of
+from varuna_capslog.decoding.decoder import ShardedDecoder, decode_greedily, shape_of
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.planners.seconds import Link
 
@@ -271,10 +275,99 @@ def _slow_seconds(model: Any, shard: str, degree: int, batch: int, line: Link) -
     return max(on_ranks(degree, rank_of, timeout_seconds=600))
 
 
+# -- Answers beside those of transformers
+
+
+def _generated(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Return the answers of `generate` to each prompt alone, up to the end token."""
+    ends, answers = model.generation_config.eos_token_id or [], []
+    for prompt in prompts:
+        with torch.no_grad():
+            whole = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
+        row = whole[0, len(prompt) :].tolist()
+        last = next((place for place, token in enumerate(row) if token in ends), len(row) - 1)
+        answers.append(row[: last + 1])
+    return answers
+
+
+def _random_keys(draw: random.Random) -> dict[str, Any]:
+    """Return one to four keys of a generation config that change logits, and end tokens."""
+    some = lambda count: draw.sample(range(FEW_TOKENS), count)  # noqa: E731
+    keys = {
+        "repetition_penalty": draw.choice([0.5, 1.2, 3.0]),
+        "encoder_repetition_penalty": draw.choice([0.5, 1.5, 9.0]),
+        "no_repeat_ngram_size": draw.randint(1, 3),
+        "encoder_no_repeat_ngram_size": draw.randint(1, 2),
+        "bad_words_ids": [some(draw.randint(1, 2)) for _ in range(9)],
+        "sequence_bias": [[some(draw.randint(1, 2)), draw.uniform(-5, 5)] for _ in range(9)],
+        "suppress_tokens": some(20),
+        "begin_suppress_tokens": some(40),
+        "min_length": draw.randint(1, 15),
+        "min_new_tokens": draw.randint(1, 9),
+        "exponential_decay_length_penalty": (draw.randint(0, 4), draw.uniform(1, 2)),
+        "forced_bos_token_id": draw.randrange(FEW_TOKENS),
+        "forced_eos_token_id": draw.randrange(FEW_TOKENS),
+    }
+    chosen = draw.sample(sorted(keys), draw.randint(1, 4))
+    if any(key.startswith("forced") for key in chosen):  # transformers refuses a token that is suppressed, too
+        chosen = [key for key in chosen if key != "suppress_tokens"]
+    return {**{key: keys[key] for key in chosen}, "eos_token_id": some(draw.randint(1, 12))}
+
+
+def answers(arguments: argparse.Namespace) -> None:
+    """Print how many questions are answered as `generate` answers them, and how many without the generation config."""
+    equal, plain, total = 0, 0, 10 * arguments.rounds
+    for seed in range(total):
+        draw = random.Random(seed)
+        family = draw.choice(["Llama", "GPT2", "Qwen2"])
+        shard, degree = draw.choice([(SEQUENCE, 1), (SEQUENCE, 2), (SEQUENCE, 3), (HEADS, 2)])
+        model = small_model(family, num_hidden_layers=1)
+        prompts = [[draw.randrange(1, FEW_TOKENS) for _ in range(draw.choice([1, 2, 5, 9]))] for _ in range(3)]
+        model.generation_config.eos_token_id = (keys := _random_keys(draw))["eos_token_id"]
+        without = _generated(model, prompts, 10)
+        model.generation_config.update(**keys)
+        expected = _generated(model, prompts, 10)
+        longest = max(map(len, prompts))
+        padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        given, mask = (padded, None) if draw.random() < 0.5 else (prompts, None)
+        if given is padded and 0 in keys["eos_token_id"]:  # the padding token is then no sign of padding
+            mask = padded != 0
+        work = partial(decode_greedily, model, given, 10, shard=shard, attention_mask=mask)
+        same = all(decoded.tokens == expected for decoded in on_ranks(degree, lambda ranks, work=work: work(ranks)))
+        if not same:
+            print(f"seed {seed}: {family}, {shard} on {degree}, {keys}")
+        equal, plain = equal + same, plain + (without == expected)
+    print(f"{equal} of {total} questions answered as by generate; {plain} would be without the keys")
+
+
+def types(arguments: argparse.Namespace) -> None:
+    """Print how many answers of 32 tokens, and tokens before the first that differs, equal those of `generate`."""
+    print("| dtype | sharding | ranks | equal answers | equal tokens |\n|---|---|---|---|---|")
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for shard, degree in (("generate, one batch", 1), (SEQUENCE, 1), (SEQUENCE, 2), (SEQUENCE, 3), (HEADS, 2)):
+            equal = first = total = 0
+            for seed in range(arguments.rounds):
+                draw = random.Random(seed)
+                model = small_model(draw.choice(["Llama", "GPT2"])).to(dtype)
+                prompts = [[draw.randrange(1, FEW_TOKENS) for _ in range(draw.choice([1, 5, 9, 40]))] for _ in range(4)]
+                expected = _generated(model, prompts, 32)
+                if shard in SHARDS:
+                    work = partial(decode_greedily, model, prompts, 32, shard=shard)
+                    decoded = on_ranks(degree, lambda ranks, work=work: work(ranks))[0].tokens
+                else:
+                    decoded = generated(model, prompts, 32)
+                for mine, theirs in zip(decoded, expected, strict=True):
+                    pairs = list(zip(mine, theirs, strict=True))
+                    first += next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
+                    equal, total = equal + (mine == theirs), total + 1
+            name = str(dtype).removeprefix("torch.")
+            print(f"| {name} | {shard} | {degree} | {equal} of {total} | {first / total / 32:.1%} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
-    for command in (count, plans, link, seconds):
+    for command in (count, plans, link, seconds, answers, types):
         part = commands.add_parser(command.__name__)
         part.set_defaults(run=command)
         part.add_argument("--rounds", type=int, default=7)

@@ -15,9 +15,11 @@ from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import random_layout, with_intervals
 from tests.engine.pool import WorkerPool
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, sample_dimensions
+from varuna_capslog.engine.grains import Joining, check_grains, check_joined, joined_inputs, sample_dimensions
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.model.chain import TensorSpec, Value
+from varuna_capslog.model.capture.runtime import Guard
+from varuna_capslog.model.chain import Chain, TensorSpec, Value
+from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.plans.parts import PlanStage
 
@@ -98,6 +100,28 @@ def test_a_batch_norm_takes_one_microbatch() -> None:
     layout = Layout((PlanStage(((0, len(chain)),), (0,), grain=2),), 1)
     with pytest.raises(CapslogError, match=r"stages\[0\].grain is 2, but layer 'norm' has a BatchNorm2d, whose"):
         check_grains(chain, layout)
+
+
+def test_a_model_captured_for_one_batch_size_takes_one_microbatch() -> None:
+    """Its ranks refused the second call of a stage, after the start; layers that take any batch are not refused."""
+    guard, linear = Guard("stem", ("x",), ((2, 3),), None), torch.nn.Linear(3, 2)
+
+    class Captured(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            guard(x)
+            return linear(x)
+
+    layers = [Layer("in", torch.nn.Identity(), ("image",), ("x",)), Layer("stem", Captured(), ("x",), ("y",))]
+    chain = Chain(layers, ("image",), ("y",))
+    inputs = {name: TensorSpec((2, 3)) for name in chain.inputs}
+    layout = Layout((PlanStage(((0, 1),), (0,)), PlanStage(((1, len(chain)),), (1,), grain=2)), 1)
+    with pytest.raises(CapslogError, match=r"stages\[1\].grain is 2, but layer .* was captured for .* choose grain 1"):
+        check_joined(chain, layout, inputs)
+    check_joined(chain, Layout((PlanStage(((0, len(chain)),), (0,)),), 1), inputs)
+    graph = models.GRAPHS["translation"]
+    plain_chain, (minibatch, _) = graph.build_chain(), graph.make_minibatch(2, 1, even=True)
+    whole = Layout((PlanStage(((0, len(plain_chain)),), (0,), grain=2),), 1)
+    check_joined(plain_chain, whole, dict(minibatch.inputs[0]))
 
 
 def test_the_dimension_of_the_samples_is_the_one_that_grows() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base import units
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from varuna_capslog.decoding.decoder import DecodedTokens
+    from varuna_capslog.decoding.generation import Prompts
     from varuna_capslog.engine.communicator import Communicator
 
 __all__ = ["decode", "plan_decoding"]
@@ -63,20 +63,24 @@ def plan_decoding(
 
 def decode(
     model: nn.Module,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     new_tokens: int,
     *,
+    attention_mask: Prompts | None = None,
     shard: str = "sequence",
     ranks: Communicator | None = None,
 ) -> DecodedTokens:
-    """Decode greedily on all ranks that torchrun has started; the tokens are those of transformers' `generate`.
+    """Decode greedily on all ranks that torchrun has started; the tokens are those of transformers'
+    `generate(do_sample=False)` for each request alone, with the model's generation config.
 
-    Call it on every rank with the same model and prompts; every rank gets all tokens. Sums are made in the order of the
-    ranks, so that a number of ranks always gives the same bits.
+    Call it on every rank with the same model and prompts, which the ranks compare; every rank gets all tokens. Sums are
+    made in the order of the ranks, so that a number of ranks always gives the same bits.
 
     Args:
         model: of transformers, of the form of Llama or GPT-2, on the CPU or this rank's GPU; it stays as it is.
-        prompts: token numbers of each request; lengths may differ.
+        prompts: token numbers of each request, as lists of any lengths or as a tensor [requests, tokens].
+        attention_mask: a 0 for every token that is padding; None: those equal to the generation config's
+            `pad_token_id`, unless that ends answers.
         new_tokens: at most, of each request; the model's end-of-sequence token ends it sooner.
         shard: `"sequence"`: keys and values are divided by positions, and request i is decoded on rank i mod N with all
             weights. `"heads"`: heads and columns are divided.
@@ -84,18 +88,18 @@ def decode(
             `engine.meeting.environment.connected`.
 
     Raises:
-        CapslogError: a prompt that cannot be decoded, an unknown model, a number of ranks that does not divide heads,
-            transformers is missing.
+        CapslogError: a prompt that cannot be decoded, an unknown model or key of its generation config, a number of
+            ranks that does not divide heads, weights or prompts that differ between ranks, transformers is missing.
         PeerLost: another rank does not answer.
     """
     from varuna_capslog.decoding.decoder import decode_greedily
 
     if ranks is not None:
-        return decode_greedily(model, prompts, new_tokens, ranks, shard)
+        return decode_greedily(model, prompts, new_tokens, ranks, shard, attention_mask)
     from varuna_capslog.engine.communicator import connected
 
     with connected("decoding") as joined:
-        return decode_greedily(model, prompts, new_tokens, joined, shard)
+        return decode_greedily(model, prompts, new_tokens, joined, shard, attention_mask)
 
 
 def _shape(model: nn.Module | str) -> DecoderShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +16,12 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.decoding.cache import DealtCache, Wire
 from varuna_capslog.decoding.choice import HEADS, SEQUENCE, SHARDS, DecoderShape, refuse_heads
+from varuna_capslog.decoding.generation import Prompts, TokenChoice, check_prompts, generation_keys, unpadded
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.inference_model import attention_caches
 from varuna_capslog.model.layer import TensorPiece
+from varuna_capslog.training.layer_state import digest
 
 __all__ = ["DecodedTokens", "ShardedDecoder", "decode_greedily", "rank_model", "shape_of"]
 
@@ -241,9 +244,10 @@ class DecodedTokens:
     Attributes:
         tokens: new ones of each request, in the order of the prompts; the last is the end-of-sequence token where the
             model made one.
-        sent_bytes: by this rank: `prompt` while prompts were read, `step` in all steps after the first token, `tokens`
-            for the tokens themselves.
-        cache_bytes: of this rank's keys and values.
+        sent_bytes: by this rank: `check` for digests, `prompt` while prompts were read, `step` in all steps after the
+            first token, `tokens` for the tokens themselves.
+        cache_bytes: allocated on this rank for keys and values: room for the longest prompt and the new tokens in every
+            request, filled or not.
         steps: after the first token.
     """
 
@@ -268,6 +272,9 @@ class ShardedDecoder:
     def __init__(self, model: nn.Module, communicator: Communicator, shard: str = SEQUENCE) -> None:
         fields.refuse_unknown([shard], SHARDS, "shard")
         self.shape = shape_of(model)
+        generation_keys(model)  # refuses what is not known before anything is sent
+        settings = repr((shard, getattr(model, "generation_config", None)))
+        self._digests = {"weights": digest(model.state_dict()), "shard or generation config": _hashed(settings)}
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
         self.wire = Wire(communicator, self._device)
@@ -281,9 +288,11 @@ class ShardedDecoder:
         """Read the prompts; return the logits of each own request's first new token, [own requests, vocabulary].
 
         Raises:
-            CapslogError: no prompt, or one without tokens, with tokens beyond the vocabulary, or too long.
+            CapslogError: no prompt, or one without tokens, with tokens beyond the vocabulary, or too long; another rank
+                has other prompts, weights or settings.
         """
-        self._check(prompts, new_tokens)
+        check_prompts(self._model, prompts, new_tokens)
+        self._compare({**self._digests, "prompts or new_tokens": _hashed(repr((list(map(list, prompts)), new_tokens)))})
         room = max(map(len, prompts)) + new_tokens
         self.wire.phase = "prompt"
         self.cache = DealtCache(self._cached, self.wire, self._dealt, [len(prompt) for prompt in prompts], room)
@@ -329,6 +338,21 @@ class ShardedDecoder:
             all_tokens[rank :: self.wire.degree] = theirs
         return all_tokens
 
+    def _compare(self, digests: dict[str, bytes]) -> None:
+        """Refuse to decode with a rank whose digests differ, since its part of every sum would be of another answer."""
+        self.wire.phase = "check"
+        sent = torch.frombuffer(bytearray(b"".join(digests.values())), dtype=torch.uint8).to(self._device)
+        received = self.wire.exchange(
+            {peer: [sent] for peer in self.wire.peers}, {peer: [TensorSpec.of(sent)] for peer in self.wire.peers}
+        )
+        for rank, (theirs,) in received.items():
+            for name, mine, other in zip(digests, sent.view(-1, 16), theirs.view(-1, 16), strict=True):
+                if not torch.equal(mine, other):
+                    raise CapslogError(
+                        f"rank {rank} decodes with other {name} than rank {self.wire.rank}; give every rank the same "
+                        "arguments, and load one checkpoint (or seed torch alike before the model is made)"
+                    )
+
     @property
     def _vocabulary(self) -> int:
         return int(self._model.get_output_embeddings().weight.shape[0])
@@ -340,60 +364,43 @@ class ShardedDecoder:
             )
         return made.logits[:, -1]
 
-    def _check(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
-        fields.whole(new_tokens, "new_tokens", 1)
-        if not prompts:
-            raise CapslogError("there is no prompt to decode; give at least one, a list of token numbers")
-        vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
-        most = getattr(self._model.config, "max_position_embeddings", None)
-        for place, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise CapslogError(f"prompt {place} is empty; give it a token, such as that of the beginning")
-            wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
-            if wrong is not None:
-                raise CapslogError(f"prompt {place} has token {wrong}, but the model knows 0 to {vocabulary - 1}")
-            if most is not None and len(prompt) + new_tokens > most:
-                raise CapslogError(
-                    f"prompt {place} of {len(prompt)} tokens and {new_tokens} new ones are more than the {most} "
-                    "positions of the model; shorten one of them"
-                )
-
 
 def decode_greedily(
     model: nn.Module,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     new_tokens: int,
     communicator: Communicator,
     shard: str = SEQUENCE,
+    attention_mask: Prompts | None = None,
 ) -> DecodedTokens:
-    """Decode the most likely tokens one after the other, as transformers' `generate(do_sample=False)` does. Call it on
-    every rank with equal arguments. Of the model's generation config only `eos_token_id` counts.
+    """Decode the most likely tokens one after the other, as transformers' `generate(do_sample=False)` does for each
+    request alone. Call it on every rank with equal arguments.
 
     Args:
-        prompts: token numbers of each request.
+        prompts: token numbers of each request; `generation.unpadded` leaves padding out.
         new_tokens: at most, of each request.
 
     Raises:
-        CapslogError: see `ShardedDecoder` and `ShardedDecoder.read`.
+        CapslogError: see `ShardedDecoder`, `ShardedDecoder.read` and `generation`.
         PeerLost: another rank does not answer.
     """
     decoder = ShardedDecoder(model, communicator, shard)
-    ends = _end_tokens(model)
-    made: list[list[int]] = [[] for _ in prompts]
-    logits, steps = decoder.read(prompts, new_tokens), 0
+    requests = unpadded(model, prompts, attention_mask)
+    logits, steps = decoder.read(requests, new_tokens), 0
+    assert decoder.cache is not None
+    choice = TokenChoice(model, [requests[request] for request in decoder.cache.own], new_tokens, logits.device)
+    made: list[list[int]] = [[] for _ in requests]
     while True:
-        tokens = logits.argmax(-1)
+        tokens = choice.choose(logits)
         for request, token in zip(made, decoder.tokens_of_all(tokens).tolist(), strict=True):
-            if not (request and request[-1] in ends):
+            if not (request and request[-1] in choice.ends):
                 request.append(token)
-        if steps == new_tokens - 1 or all(request[-1] in ends for request in made):
+        if steps == new_tokens - 1 or all(request[-1] in choice.ends for request in made):
             break
         # a request that has ended goes on unused, so that the ranks' shares and messages keep their sizes
         logits, steps = decoder.step(tokens), steps + 1
-    assert decoder.cache is not None
     return DecodedTokens(made, dict(decoder.wire.sent_bytes), decoder.cache.held_bytes(), steps)
 
 
-def _end_tokens(model: Any) -> set[int]:
-    token_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return set() if token_ids is None else {token_ids} if isinstance(token_ids, int) else set(token_ids)
+def _hashed(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

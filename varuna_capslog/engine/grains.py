@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layout import GradientKey, Layout, value_of
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
+from varuna_capslog.model.trace import ShapeTable
 
-__all__ = ["Joining", "check_grains", "joined_inputs", "sample_dimensions"]
+__all__ = ["Joining", "check_grains", "check_joined", "joined_inputs", "sample_dimensions"]
 
 
 def check_grains(chain: Chain, layout: Layout) -> None:
@@ -31,6 +32,25 @@ def check_grains(chain: Chain, layout: Layout) -> None:
                         f"{type(module).__name__}, whose statistics are those of one microbatch; choose grain 1 for "
                         "the stage of this layer, or another normalisation"
                     )
+
+
+def check_joined(chain: Chain, layout: Layout, inputs: Mapping[str, TensorSpec]) -> None:
+    """Raise CapslogError where the layers, on fake tensors, do not take several microbatches in one call: a model that
+    was captured for one size of the batch takes no other. inputs: of one microbatch.
+    """
+    grain = max(stage.grain for stage in layout.stages)
+    if grain == 1:
+        return
+    number = next(number for number, stage in enumerate(layout.stages) if stage.grain == grain)
+    joined = joined_inputs([inputs] * grain, range(grain))
+    try:
+        ShapeTable(chain).boundaries(joined)
+    except CapslogError as error:
+        reason = str(error).partition(";")[0]
+        raise CapslogError(
+            f"stages[{number}].grain is {grain}, but {reason}; choose grain 1 for every stage of a captured model, or "
+            "write the model as a list of layers"
+        ) from error
 
 
 def joined_inputs(rows: Sequence[Mapping[str, TensorSpec]], microbatches: Sequence[int]) -> dict[str, TensorSpec]:

@@ -373,11 +373,13 @@ def _checked_plan(config: Config) -> Plan | None:
     if plan is None:
         return None
 
-    from varuna_capslog.engine.grains import check_grains
+    from varuna_capslog.engine.grains import check_grains, check_joined
     from varuna_capslog.engine.layout import layout_of
     from varuna_capslog.engine.replicated import check_shared_updates
+    from varuna_capslog.model.workload import load_workload
 
-    chain, where = _chain(config), f"pipeline.plan={config.pipeline.plan}"
+    workload = load_workload(config)
+    chain, where = workload.chosen_chain(), f"pipeline.plan={config.pipeline.plan}"
     if plan.num_layers != len(chain):
         raise CapslogError(
             f"{where}: the plan is for {plan.num_layers} layers, the model has {len(chain)}: plan again with this "
@@ -407,6 +409,9 @@ def _checked_plan(config: Config) -> Plan | None:
     fields.within(where, lambda: plan.check_graph(chain.edges))
     layout = fields.within(where, lambda: layout_of(plan, config))
     fields.within(where, lambda: check_grains(chain, layout))
+    if grains_of(layout.stages):
+        inputs = workload.profile_inputs(config.train.microbatch_size)
+        fields.within(where, lambda: check_joined(chain, layout, inputs))
     fields.within(where, lambda: check_shared_updates(chain, layout))
     run, graph, actions = RunShape.of_config(config), layout.graph(config.num_microbatches, chain.edges), plan.actions
     if actions is None:  # refuses limits that the schedule cannot keep

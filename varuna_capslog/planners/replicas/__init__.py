@@ -6,13 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planners.replicas.capture import capture_stages
+from varuna_capslog.planners.replicas.capture import capture_stages, placements_by_bound
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage, check_tensors
 from varuna_capslog.planners.replicas.graphpipe import downset_count, graphpipe_stages, tree_of
 from varuna_capslog.planners.replicas.pipedream import pipedream_stages
 from varuna_capslog.planners.replicas.piper import piper_stages
 
-__all__ = ["COMPARES_PEAKS", "NEEDS_TENSORS", "REPLICATED", "GraphCosts", "ReplicatedStage", "check_tensors"]
+__all__ = [
+    "COMPARES_PEAKS",
+    "NEEDS_TENSORS",
+    "REPLICATED",
+    "GraphCosts",
+    "ReplicatedStage",
+    "check_tensors",
+    "placements_by_bound",
+]
 
 _FEW_DOWNSETS = 400
 """Most downsets at which `graphpipe` tries Piper's stages too, which may hold parts of several branches."""

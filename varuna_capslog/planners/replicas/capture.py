@@ -11,7 +11,8 @@ Algorithm 4 enumerates the placements, which takes exponential time. The dynamic
 best device peaks, in falling order, of the stages from layer l on do not depend on the stages before them, since all
 plans of a state have equally many. State: first layer, devices used from the end (which determine the node), and the
 microbatches in flight behind. The layer merger is as printed: while there are too many groups, it merges the two
-neighbours with the smallest M_i together.
+neighbours with the smallest M_i together. These sums are not the bytes of a rank, so `placements_by_bound` yields more
+placements, which the caller folds.
 
 Deviations, unless `printed` is True:
 
@@ -29,16 +30,22 @@ Deviations, unless `printed` is True:
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
+from varuna_capslog.memory.range_bytes import RangeBytes
+from varuna_capslog.memory.segments import treated
+from varuna_capslog.planners.intervals import Handling, stage_bytes
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.schedules.generators import table_3_2
 
-__all__ = ["DegreePeaks", "capture_stages", "merged"]
+__all__ = ["DegreePeaks", "KeptBytes", "capture_stages", "merged", "placements_by_bound"]
 
 MOST_GROUPS = 64
 """Most groups of layers; more layers are merged to so many. The paper leaves the number to its user."""
@@ -89,16 +96,11 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
     O(groups^2 x devices x log k) times the numbers in flight, each step a comparison of at most `devices` numbers.
     Raises CapslogError where the nodes are not alike, or the layers are too few for them.
     """
-    devices, size = costs.devices, costs.link.node_devices or costs.devices
-    if devices % size:
-        raise CapslogError(
-            f"{devices} devices are no whole number of nodes with {size}; choose a node size "
-            "(pipeline.node_devices) that divides the devices"
-        )
+    devices, size = costs.devices, _node_size(costs)
     bounds, peaks = merged(costs, groups), DegreePeaks(costs, printed)
     of_block = costs.microbatches // (costs.blocks or costs.microbatches)
     count = len(bounds) - 1
-    degrees = [1 << power for power in range(size.bit_length()) if 1 << power <= costs.most_replicas]
+    degrees = _degrees(size, costs.most_replicas)
     best: dict[tuple[int, int], list[_Rest]] = {(count, 0): [_Rest([], 0, 0)]}
     for used in range(1, devices + 1):
         room = (used - 1) % size + 1  # counted devices on the node of this stage
@@ -124,6 +126,21 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
         stages.append(ReplicatedStage(tuple(range(bounds[first], bounds[at.end])), at.degree))
         first, at = at.end, at.behind
     return stages
+
+
+def _node_size(costs: GraphCosts) -> int:
+    """Return the devices of a node. Raises CapslogError where the nodes are not alike."""
+    size = costs.link.node_devices or costs.devices
+    if costs.devices % size:
+        raise CapslogError(
+            f"{costs.devices} devices are no whole number of nodes with {size}; choose a node size "
+            "(pipeline.node_devices) that divides the devices"
+        )
+    return size
+
+
+def _degrees(size: int, most: int) -> list[int]:
+    return [1 << power for power in range(size.bit_length()) if 1 << power <= most]
 
 
 @dataclass
@@ -166,3 +183,156 @@ def _keep(
     made = _Rest(row, in_flight, at_once, end, degree, behind)
     tails[:] = [tail for tail in tails if not made.no_worse(tail.row, tail.in_flight, tail.at_once)]
     tails.append(made)
+
+
+# -- Placements in the order of a lower bound of their peak, for a caller that knows their bytes exactly.
+#
+#     state: first layer, devices used from the end, microbatches in flight and the widest stage behind it, blocks
+#     priority: the larger of the stages' bounds so far and the least that the layers before them need
+#     transition: one more stage before these (best-first search, A*)
+#
+# The first placement whose bound reaches a known peak ends the search: no later one is smaller.
+
+
+_MOST_STATES = 20_000
+"""States taken from the queue at most."""
+
+
+class KeptBytes:
+    """Least bytes of a device of a stage that keeps everything under 1F1B: what the fold counts without messages and
+    the gradient exchange.
+    """
+
+    def __init__(self, ranges: RangeBytes, costs: GraphCosts) -> None:
+        self._ranges, self._microbatches, self._blocks = ranges, costs.microbatches, costs.blocks or 1
+        self._known: dict[tuple[int, int, int, int, int | None], int] = {}
+
+    def of(self, first: int, end: int, degree: int, in_flight: int, blocks: int | None) -> int:
+        """Return the bytes of layers first .. end-1. in_flight: calls of a device. blocks: None: as the run has it."""
+        key = first, end, degree, in_flight, blocks
+        if key not in self._known:
+            self._known[key] = self._bytes(first, end, degree, in_flight, blocks or self._blocks)
+        return self._known[key]
+
+    def _bytes(self, first: int, end: int, degree: int, in_flight: int, blocks: int) -> int:
+        """Return the most bytes during any backward of the step."""
+        of_block = self._microbatches // blocks
+        calls = -(-blocks // degree) * of_block
+        ahead, moments = min(in_flight, calls), set[tuple[int, int, int, bool]]()
+        for call in range(calls):
+            waiting = min(call // of_block, calls if degree > 1 else 1)
+            moments.add((min(ahead, calls - call), min(calls, call + ahead), waiting, call % of_block == 0))
+        return max(self._at(first, end, *moment) for moment in moments)
+
+    def _at(self, first: int, end: int, in_flight: int, begun: int, waiting: int, fresh: bool) -> int:
+        """Return the bytes during a backward. begun: forwards so far. waiting: blocks whose gradients wait for the
+        exchange. fresh: the backward is the first of its block, so its gradients appear layer by layer.
+        """
+        ranges = self._ranges
+        if not fresh:
+            handling = Handling(calls=begun, waiting_blocks=waiting)
+            return stage_bytes(ranges, first, end, (), in_flight, handling, at_least=True)
+        treatment = treated(ranges, ((first, end),), ())
+        resident = ranges.resident(range(first, end)) + begun * ranges.statistics(first, end)
+        waits = waiting * ranges.made(first, end) + (in_flight - 1) * treatment.held
+        return int(resident + waits + treatment.first_backward)
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Stages of a step in `blocks` accumulation blocks (None: as the run has it), and the least that they hold."""
+
+    stages: list[ReplicatedStage]
+    blocks: int | None
+    bound: int
+
+
+def placements_by_bound(costs: GraphCosts, ranges: RangeBytes, groups: int = MOST_GROUPS) -> Iterator[_Placement]:
+    """Yield placements and numbers of blocks by rising bound of their largest device, as far as `_MOST_STATES` go."""
+    size, bounds = _node_size(costs), merged(costs, groups)
+    counts = [count for count in range(1, costs.microbatches + 1) if costs.microbatches % count == 0]
+    bound, order, queue = KeptBytes(ranges, costs), itertools.count(), list[tuple[int, int, _Partial]]()
+    spaces = [
+        _Space(costs, bounds, size, blocks, bound) for blocks in (None, *([costs.blocks] if costs.blocks else counts))
+    ]
+    for space in spaces:
+        start = _Partial(space, len(bounds) - 1, 0, _Rest([], 0, 0), 0)
+        if (least := space.least_before(start.first, 0)) is not None:
+            heapq.heappush(queue, (least, next(order), start))
+    for _ in range(_MOST_STATES):
+        if not queue:
+            return
+        peak, _, partial = heapq.heappop(queue)
+        if partial.first == 0:
+            yield _Placement(list(partial.listed(bounds)), partial.space.blocks, peak)
+            continue
+        for longer in partial.space.longer(partial):
+            least = partial.space.least_before(longer.first, longer.used)
+            if least is not None:
+                heapq.heappush(queue, (max(peak, longer.peak, least), next(order), longer))
+
+
+class _Space:
+    """Placements with one number of blocks; None: those without replicas."""
+
+    def __init__(self, costs: GraphCosts, bounds: list[int], size: int, blocks: int | None, bound: KeptBytes) -> None:
+        self.costs, self.bounds, self.size, self.blocks = costs, bounds, size, blocks
+        self._degrees = _degrees(size, blocks or 1)
+        self._of_block = costs.microbatches // (blocks or 1)
+        self._bound, self._least = bound, dict[tuple[int, int], int | None]()
+
+    def longer(self, partial: _Partial) -> Iterator[_Partial]:
+        """Yield the placements with one more stage before these."""
+        for degree in self._degrees_at(partial.used):
+            width = degree * self._of_block if degree > 1 else 1
+            in_flight, at_once = partial.behind.before(width)
+            for first in range(partial.first):
+                peak = self._bytes(first, partial.first, degree, in_flight)
+                rest = _Rest([0], in_flight, at_once, partial.first, degree, partial.behind)
+                widest = max(partial.widest, degree)
+                if first or widest > 1 or self.blocks is None:
+                    yield _Partial(self, first, partial.used + degree, rest, max(partial.peak, peak), widest)
+
+    def least_before(self, end: int, used: int) -> int | None:
+        """Return the least peak of layers 0 .. end-1 on the devices that are not used, with the fewest calls in flight;
+        None where they cannot be placed.
+        """
+        left = self.costs.devices - used
+        if end == 0 or left == 0:
+            return 0 if end == left == 0 else None
+        if (end, used) not in self._least:
+            peaks = []
+            for degree in self._degrees_at(used):
+                for first in range(end):
+                    others = self.least_before(first, used + degree)
+                    if others is not None:
+                        peaks.append(max(others, self._bytes(first, end, degree, degree if used == 0 else degree + 1)))
+            self._least[end, used] = min(peaks, default=None)
+        return self._least[end, used]
+
+    def _degrees_at(self, used: int) -> list[int]:
+        room = self.size - used % self.size
+        return [degree for degree in self._degrees if degree <= room and used + degree <= self.costs.devices]
+
+    def _bytes(self, first: int, end: int, degree: int, in_flight: int) -> int:
+        calls = -(-in_flight // degree)
+        return self._bound.of(self.bounds[first], self.bounds[end], degree, calls, self.blocks)
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """Stages of the layers from `first` on. used: their devices. peak: bound of the largest. widest: most replicas."""
+
+    space: _Space
+    first: int
+    used: int
+    behind: _Rest
+    peak: int
+    widest: int = 1
+
+    def listed(self, bounds: list[int]) -> Iterator[ReplicatedStage]:
+        """Yield the stages in order."""
+        first, rest = self.first, self.behind
+        while rest.behind is not None:
+            yield ReplicatedStage(tuple(range(bounds[first], bounds[rest.end])), rest.degree)
+            first, rest = rest.end, rest.behind

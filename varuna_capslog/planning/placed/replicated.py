@@ -8,6 +8,7 @@ played; of those that fit, the shortest step is taken.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
@@ -28,6 +30,7 @@ from varuna_capslog.planners.replicas import (
     GraphCosts,
     ReplicatedStage,
     check_tensors,
+    placements_by_bound,
 )
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planning.placed.equal_pipelines import with_shared_moments
@@ -58,6 +61,8 @@ __all__ = [
 # fit. The bytes that a stage of several pieces has to save are divided among the pieces at the least cost.
 
 
+_MOST_PEAKS = 200
+"""Placements that planner `capture` plays beyond those of its sums, at most."""
 _ROUNDS = 6
 """Searches, at most, each with more bytes reserved."""
 _LABELS, _PLACES = 32, 48
@@ -231,6 +236,8 @@ def replicated_plan(problem: Problem, planner: str) -> Plan:
         answers = answers[:1]
     for stages in sorted(answers, key=search.bound):
         search.weigh(stages)
+    if by_peak and profile.observations:
+        search.weigh_smaller()
     return dataclasses.replace(search.answer(), search_seconds=time.perf_counter() - begun)
 
 
@@ -320,19 +327,38 @@ class StagesPlayed:
         first_tried = (counts[0], counts[-1]) if self.frame.planner == BUDGET else (counts[-1], counts[0])
         tried = counts[:: 1 if rising else -1] if limited else list(dict.fromkeys(first_tried))
         for blocks in tried:
-            fits = lacks = False
-            for routes in self.routes_of(stages):
-                if fits and self.best is not None and self.bound(stages, routes) >= self.best.step * (1 - SAME):
-                    continue
-                frame = dataclasses.replace(self.frame, routes=routes)
-                played = self._weighed(plan_of_stages(frame, stages, blocks, self.profile.known_edges))
-                if played is None:
-                    continue
-                fits, lacks = fits or not played.lack, lacks or played.lack > 0
-                if self.best is None or played.beats(self.best):
-                    self.best = played
+            fits, lacks = self._weigh_in_blocks(stages, blocks)
             if limited and (lacks and not fits if rising else fits and not self.by_peak):
                 return  # where they fall: fewer blocks fit as well, and are not faster
+
+    def _weigh_in_blocks(self, stages: Sequence[ReplicatedStage], blocks: int) -> tuple[bool, bool]:
+        """Play the stages with so many blocks over each kind of routes; return whether some fit, and some do not."""
+        fits = lacks = False
+        for routes in self.routes_of(stages):
+            if fits and self.best is not None and self.bound(stages, routes) >= self.best.step * (1 - SAME):
+                continue
+            frame = dataclasses.replace(self.frame, routes=routes)
+            played = self._weighed(plan_of_stages(frame, stages, blocks, self.profile.known_edges))
+            if played is None:
+                continue
+            fits, lacks = fits or not played.lack, lacks or played.lack > 0
+            if self.best is None or played.beats(self.best):
+                self.best = played
+        return fits, lacks
+
+    def weigh_smaller(self) -> None:
+        """Play placements by rising bound of their peak, until the bound reaches the best peak or `_MOST_PEAKS` were
+        played: the sums that planner `capture` compares leave out what the fold counts. Nothing is done where the
+        profile does not tell the bytes of ranges.
+        """
+        try:
+            ranges = RangeBytes(self.profile, RANKS, self.run.recomputes)
+        except CapslogError:
+            return
+        for placement in itertools.islice(placements_by_bound(self.costs, ranges), _MOST_PEAKS):
+            if self.best is not None and not self.best.lack and placement.bound >= self.best.peak:
+                return
+            self._weigh_in_blocks(placement.stages, placement.blocks or self.costs.blocks or 1)
 
     @property
     def by_peak(self) -> bool:
