@@ -106,6 +106,12 @@ def test_a_rate_that_is_bits_to_some_and_bytes_to_others_is_refused(written: str
         parse_rate(written)
 
 
+def test_a_small_rate_needs_its_unit_in_text() -> None:
+    with pytest.raises(CapslogError, match="is 1, without a unit; write 1Gbit/s or 1GB/s, or 1B/s for bytes"):
+        parse_rate("1")
+    assert [parse_rate(written) for written in ("1B/s", 1, "1000000000")] == [1, 1, 10**9]
+
+
 @pytest.mark.parametrize(("share", "written"), [(0.0312, "3.1 %"), (1.029, "103 %"), (0.0997, "10 %"), (0, "0 %")])
 def test_percent_is_never_in_powers_of_ten(share: float, written: str) -> None:
     assert format_percent(share) == written

@@ -242,6 +242,8 @@ def test_every_mistake_in_a_file_is_one_sentence_naming_file_key_and_rule(tmp_pa
         ("=3", "override '=3': write key=value"),
         ("train..epochs=3", "write key=value"),
         ("train.lr.x=3", "train.lr is 0.5, not a section"),
+        ("pipeline=4", "pipeline is a section; write a key of it, such as pipeline.devices=4"),
+        ("pipeline.bandwidth=1", "pipeline.bandwidth is 1, without a unit; write 1Gbit/s or 1GB/s, or 1B/s"),
         ("model={", "override 'model={': no valid YAML value"),
         (
             "model=!!int ''",

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _LEAST_BARE = 1 << 20
-"""Bytes from which on a capacity may stand without its unit: less, such as 16, is one whose unit was forgotten."""
+"""Bytes from which on a capacity or a rate may stand without its unit: below, a unit was forgotten."""
 
 _UNITS = {
     "": 1,
@@ -98,7 +98,8 @@ def _repeated(value: str, name: str) -> list[str]:
 
 def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
     """Return bytes per second from a `parse_bytes` size ("/s" optional), or bits as in 100Mbit or 1Gbps (powers of
-    1000). Raises CapslogError as `parse_bytes`, and for 1Gb/s, which some read as bytes and some as bits.
+    1000). Raises CapslogError as `parse_bytes`, for 1Gb/s, which some read as bytes and some as bits, and for text of a
+    number below 1 MiB without a unit.
     """
     text = str(value).strip()
     if match := _BITS_OR_BYTES.fullmatch(text):
@@ -106,7 +107,12 @@ def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
         raise CapslogError(f"{name} is {value!r}, bits or bytes; write {number}{prefix}bit/s or {number}{prefix}B/s")
     if match := _BITS.fullmatch(text):
         return parse_bytes(float(match[1]) * 1000 ** (" kmg".index(match[2].lower() or " ")) / 8, name)
-    return parse_bytes(text[:-2] if text.lower().endswith("/s") else text, name)
+    rate = parse_bytes(text[:-2] if text.lower().endswith("/s") else text, name)
+    if isinstance(value, str) and rate < _LEAST_BARE and text[-1].isdigit():
+        raise CapslogError(
+            f"{name} is {text}, without a unit; write {text}Gbit/s or {text}GB/s, or {text}B/s for bytes"
+        )
+    return rate
 
 
 def parse_seconds(value: str | int | float, name: str = "duration") -> float:

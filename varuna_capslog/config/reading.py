@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
@@ -34,6 +35,15 @@ _MOST_PARTS = 20
 _ALIKE, _ALMOST = 0.6, 0.9
 """Least likeness of two names, difflib's ratio: of a suggestion for a misspelt key, and of one beside a key that has
 exactly that name in another section."""
+_SECTION_KEYS = {
+    "pipeline": "devices=4",
+    "train": "max_steps=10",
+    "profile": "source=estimated",
+    "elastic": "enabled=true",
+    "model": "factory=package.module:function",
+    "data": "root=FOLDER",
+}
+"""An example of a key for each section that somebody may give a bare value."""
 _KINDS: dict[str, type[yaml.Node]] = dict.fromkeys(("str", "int", "float", "bool", "null", "merge"), yaml.ScalarNode)
 _KINDS |= {"seq": yaml.SequenceNode, "map": yaml.MappingNode}
 _PREFIX = "tag:yaml.org,2002:"
@@ -247,6 +257,8 @@ def assign(values: dict[str, Any], key: str, value: Any, origin: str) -> None:
     """
     *parts, last = key.split(".")
     target = values
+    if not parts and last in _SECTION_KEYS and not isinstance(value, (dict, NoneType)):
+        raise ConfigError(f"{origin}: {last} is a section; write a key of it, such as {last}.{_SECTION_KEYS[last]}")
     for depth, part in enumerate(parts):
         inner = target.setdefault(part, {})
         if inner is None:

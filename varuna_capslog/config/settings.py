@@ -356,7 +356,7 @@ def _bytes(value: Any, info: ValidationInfo) -> Any:
 
 def _rate(value: Any, info: ValidationInfo) -> Any:
     """Convert `12GB/s`, `100Mbit` or a number to bytes per second; null stays null."""
-    return None if value is None else units.parse_rate(value, f"pipeline.{info.field_name}")
+    return None if value is None else units.parse_rate(str(value), f"pipeline.{info.field_name}")
 
 
 def _seconds(value: Any, info: ValidationInfo) -> float:
@@ -471,7 +471,7 @@ class Pipeline(Section):
             return {key: value for key, value in values.items() if not (key in open_keys and value == "auto")}
         return values
 
-    @field_serializer("capacity", "host_capacity", when_used="json")
+    @field_serializer("capacity", "host_capacity", "bandwidth", "host_bandwidth", when_used="json")
     def _with_units(self, value: Any) -> Any:
         return [units.with_unit(size) for size in value] if isinstance(value, list) else units.with_unit(value)
 
