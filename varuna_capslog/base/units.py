@@ -109,9 +109,8 @@ def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
         return parse_bytes(float(match[1]) * 1000 ** (" kmg".index(match[2].lower() or " ")) / 8, name)
     rate = parse_bytes(text[:-2] if text.lower().endswith("/s") else text, name)
     if isinstance(value, str) and rate < _LEAST_BARE and text[-1].isdigit():
-        raise CapslogError(
-            f"{name} is {text}, without a unit; write {text}Gbit/s or {text}GB/s, or {text}B/s for bytes"
-        )
+        hint = f"write {text}Gbit/s or {text}GB/s, or {text}B/s for bytes"
+        raise CapslogError(f"{name} is {text}, without a unit; {hint}")
     return rate
 
 
