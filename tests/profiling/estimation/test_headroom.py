@@ -110,6 +110,16 @@ def test_expandable_segments_are_stated_beside_the_default():
     assert fragmentation(stages[0]) > 1.3
 
 
+def test_stages_smaller_than_a_segment_state_its_rest_in_bytes() -> None:
+    """A factor of 170 for a model of 12 kB was refused by the profile's own check, and would grow with the peak."""
+    tiny = StepTrace(12_288, [(0, 8192), (1, 4096), (1, 0)])
+    stated = state_headroom("cuda", "gloo", [[tiny]])
+    assert stated["fragmentation"] == 1.0
+    reserved = 12_288 + stated["fixed_bytes"] - CONTEXT_BYTES - cublas_bytes("")
+    assert reserved == replay([*tiny.events, *tiny.events[1:]]).reserved_bytes == 2 * MIB
+    assert stated["parts"]["segments larger than every stage"]["bytes"] == 2 * MIB - 12_288
+
+
 def test_the_cpu_has_no_segments():
     stated = state_headroom("cpu", "gloo", [[trace(5, 5)]])
     assert (stated["fixed_bytes"], stated["fragmentation"]) == (0, 1 + UNSEEN_PART)
