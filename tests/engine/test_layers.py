@@ -205,7 +205,8 @@ def by_hand(types: Types) -> dict[str, Any]:
         "parts": parts,
         "state": {name: master.detach() for name, master in masters.items()},
         "weights": {
-            name: master.detach().to(kept if ".norm." in name or types is PURE else low) for name, master in masters.items()
+            name: master.detach().to(kept if ".norm." in name or types is PURE else low)
+            for name, master in masters.items()
         },
         "moments": {
             f"{name}.{key}": value.bfloat16() if "recipe" in types and key != "step" else value

@@ -156,7 +156,7 @@ class Train(Section):
     precision: Annotated[
         Literal["float32", "bfloat16", "float16", "bf16-weights"], BeforeValidator(defaults.precision_named)
     ] = "float32"
-    """bfloat16 and float16 (short: fp32, bf16, fp16) run layers under autocast, float16 with a loss scale; weights, sums
+    """bfloat16 and float16 (bf16, fp16) run layers under autocast, float16 with a loss scale; weights, sums
     and the optimizer stay float32, unless weights and moments say otherwise. bf16-weights: weights, gradients, sums and
     optimizer states are all bfloat16. bf16-master is short for bfloat16 with weights: bfloat16."""
 
@@ -266,7 +266,7 @@ class Train(Section):
                 )
         if self.precision == defaults.BF16_WEIGHTS and (self.weights, self.moments) != ("float32", "float32"):
             raise ValueError(
-                f"train.precision={defaults.BF16_WEIGHTS} keeps weights and optimizer states in bfloat16 already; leave "
+                f"train.precision={defaults.BF16_WEIGHTS} keeps weights and optimizer states in bfloat16; leave "
                 f"train.weights and train.moments out, or choose {defaults.BF16_MASTER} for masters in float32"
             )
         if self.weights not in ("float32", self.precision):

@@ -134,7 +134,9 @@ def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> 
         if "decoder_input_ids" in names and not trains:
             inputs["decoder_input_ids"] = inputs["input_ids"].clone()
     elif main == "pixel_values":
-        inputs = {main: torch.zeros(1, getattr(config, "num_channels", 3), *_image_size(path, config), dtype=made.dtype)}
+        shape = getattr(config, "num_channels", 3), *_image_size(path, config)
+        dtype = next((parameter.dtype for parameter in made.parameters()), torch.float32)
+        inputs = {main: torch.zeros(1, *shape, dtype=dtype)}
     else:
         raise CapslogError(f"--hf {path}: {type(made).__name__} takes {main!r}; describe its inputs with --input")
     if trains:

@@ -34,7 +34,7 @@ __all__ = ["write_report"]
 
 
 _PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4, "bf16-weights": 2}
-"""Bytes of one parameter by the profile's dtype; bfloat16 and float16 mean autocast, which leaves parameters in float32."""
+"""Bytes of one parameter by the profile's dtype; bfloat16 and float16 mean autocast, with parameters of float32."""
 _MOST_NAMES = 40
 """Names of layers per stage that the table lists in full; of more it lists the first and the last."""
 _MOST_CHARACTERS = 80
