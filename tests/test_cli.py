@@ -195,6 +195,7 @@ def test_nothing_fits_is_exit_status_3_one_sentence_and_a_plan_all_the_same(prof
         (["plan", "--profile", "P", "--devices", "two"], "--devices: the kind of GPU 'two' is not in"),
         (["plan", "--colour"], "see capslog plan --help"),
         (["plam"], "plam"),
+        (["train", "/no/such/config.yaml", "--nproc", "0"], "--nproc is '0' but must be greater than or equal to 1"),
         (["train"], "see capslog train --help"),
         (["train", "/no/such/config.yaml"], "config file /no/such/config.yaml cannot be read: No such file"),
         (["evaluate", "/no/such/run"], "/no/such/run is not the folder of a run"),
@@ -468,7 +469,7 @@ def test_a_wrong_name_is_refused_before_anything_is_imported(tmp_path):
     (tmp_path / "run.yaml").write_text("workload: takes_long:workload\npipeline: {planner: exakt}\n")
     code = "import sys; from varuna_capslog.cli import _run; print(_run(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, "train", "run.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=40, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["2", "False"]
     assert "unknown planner 'exakt'; did you mean 'exact'?" in done.stderr
 
@@ -488,7 +489,7 @@ def test_what_this_version_lacks_is_refused_and_never_replaced(command, config, 
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},  # where there is a Varuna, hide it
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"capslog: {message}")

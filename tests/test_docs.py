@@ -7,6 +7,7 @@ A page names a module as `varuna_capslog.room.module`, as `room/module.py`, or w
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -181,3 +182,12 @@ def test_what_does_not_exist_is_named(tmp_path: Path, text: str, name: str | Non
         (tmp_path / path).write_text(content, encoding="utf-8")
     expected = [] if name is None else [f"README.md names {name}, which does not exist"]
     assert wrong(tmp_path, tmp_path / "README.md") == expected
+
+
+def test_samples_are_made_again_but_for_blocks_that_leave_lines_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    remade = importlib.import_module("_samples").remade
+    page = "a\n```text\n$ one \\\n  x\nold\n\n$ two\nold\n```\n```text\n$ three\n...\n```\n```text\n$ fails\nold\n```\n"
+    new = page.replace("x\nold", "x\nONE").replace("two\nold", "two\nTWO")
+    printed = {"one \\\n  x": "ONE\n", "two": "TWO", "fails": None}
+    assert remade(page, printed.__getitem__) == new

@@ -48,7 +48,7 @@ class Command:
         self._said = os.memfd_create("output"), os.memfd_create("errors")
         self.process = start_command(arguments, variables, *self._said, ROOT)
 
-    def end(self, seconds: float = 240) -> tuple[int, str, str]:
+    def end(self, seconds: float = 400) -> tuple[int, str, str]:
         """Exit status, standard output, and the one sentence at the end of standard error."""
         try:
             status = self.process.wait(seconds)
@@ -310,7 +310,7 @@ def test_a_kill_at_any_moment_of_a_checkpoint_leaves_one_that_loads(tmp_path: Pa
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 2 * 2 * 11, "fewer moments than two per layer file: the hook saw too little"

@@ -19,7 +19,7 @@ def test_the_notebook_shows_tables_and_pictures(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     notebook = nbformat.read(ROOT / "examples" / "plan.ipynb", as_version=4)
-    client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     shown = [set().union(*(output.get("data", {}) for output in cell.outputs)) for cell in cells]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 COMMAND = f"""#!/bin/sh
 exec "{sys.executable}" -c "from varuna_capslog.cli import program; program()" "$@"
 """
-SECONDS = 240
+SECONDS = 500
 """Longest time of one recipe."""
 
 STABLE = {

@@ -254,7 +254,7 @@ def test_a_command_measures_and_trains_on_the_accelerator_that_is_there(tmp_path
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     profile = read_profile(tmp_path / "run" / "profile.json")

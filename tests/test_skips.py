@@ -38,7 +38,7 @@ def test_skipped_tests_are_one_line_per_reason(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.skips", "-p", "no:cacheprovider", "-n", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     begin = next(number for number, line in enumerate(lines) if "skipped tests by reason" in line) + 1

@@ -54,5 +54,5 @@ def run_two_nodes(config: Path, run_dir: Path) -> list[tuple[int, str]]:
     common = ["--nnodes", "2", "--master", "127.0.0.1", "--port", port]
     changed = [f"run_dir={run_dir}", "elastic.enabled=true"]  # ignored, with a message
     nodes = [start([*common, "--node-rank", str(node), str(config), *changed]) for node in range(2)]
-    outputs = [node.communicate(timeout=80)[0] for node in nodes]
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]

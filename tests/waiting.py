@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     """Wait until the condition holds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

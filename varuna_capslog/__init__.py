@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from varuna_capslog.model.workload import DataSource, Workload
     from varuna_capslog.plans.plan import Plan, read_plan, write_plan
     from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
+    from varuna_capslog.start.callbacks import STOP
 
 __all__ = [
+    "STOP",
     "CapslogError",
     "Chain",
     "Config",
@@ -79,6 +81,7 @@ _NAMES = {
     "model.chain": ("Chain", "Layer", "LayerFactory"),
     "model.workload": ("DataSource", "Workload"),
     "plans.plan": ("Plan", "read_plan", "write_plan"),
+    "start.callbacks": ("STOP",),
     "profiles.record": ("LayerProfile", "Profile", "read_profile", "write_profile"),
 }
 """The public names that each module below `varuna_capslog` defines."""

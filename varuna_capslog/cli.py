@@ -6,6 +6,7 @@ CAPSLOG_DEBUG=1. Nothing here or in the commands imports torch before a command 
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -128,7 +129,7 @@ def _status_of(arguments: list[str], commands: typer.Typer | None, name: str) ->
         if usage is not None:  # an unknown option, a missing argument
             command = getattr(getattr(error, "ctx", None), "command_path", name)
             moved = former_option(getattr(error, "option_name", ""))
-            _say(moved or f"{usage().rstrip('.')}; see {command} --help")
+            _say(moved or f"{_with_what_was_written(usage(), arguments).rstrip('.')}; see {command} --help")
             return 2
         if debug:
             raise
@@ -140,6 +141,15 @@ def _status_of(arguments: list[str], commands: typer.Typer | None, name: str) ->
     if status == 130:
         _say("interrupted")
     return status if isinstance(status, int) else 0
+
+
+def _with_what_was_written(sentence: str, arguments: list[str]) -> str:
+    """Return a sentence on a wrong option with the text that stands behind it on the command line."""
+    option, _, rule = sentence.removeprefix("Invalid value for ").partition(": Input should ")
+    words = [word for argument in arguments for word in argument.split("=", 1 if argument.startswith("--") else 0)]
+    names = [name.strip(" '") for name in option.split("/")]
+    written = [after for word, after in itertools.pairwise(words) if word in names]
+    return f"{names[-1]} is {written[-1]!r} but must {rule}" if rule and written else sentence
 
 
 def _say(sentence: str) -> None:

@@ -11,7 +11,7 @@ from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError, needed
 
 
-@pytest.mark.parametrize(("module", "extra"), [("matplotlib.axes", "report"), ("PIL", "detr"), ("skopt", "bo")])
+@pytest.mark.parametrize(("module", "extra"), [("plotly.offline", "report"), ("PIL", "detr"), ("skopt", "bo")])
 def test_a_missing_module_is_one_sentence(module, extra, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == module.split(".")[0]]:
         monkeypatch.delitem(sys.modules, name)

@@ -53,7 +53,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
         path.unlink(missing_ok=True)
         environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[2])}
         writer = subprocess.Popen([sys.executable, "-c", program, str(path)], env=environment)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.002)
         end = time.monotonic() + wait

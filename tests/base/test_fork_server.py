@@ -26,7 +26,7 @@ BORN_WITH = {name: value for name, value in os.environ.items() if name.startswit
 
 
 class Told(queue.Queue):
-    def next(self, *wanted: str, seconds: float = 30.0) -> dict[str, Any]:
+    def next(self, *wanted: str, seconds: float = 90.0) -> dict[str, Any]:
         """Return the next report that has all these keys."""
         until = time.monotonic() + seconds
         while True:
@@ -334,7 +334,7 @@ print(server.call("os:getenv", "CAPSLOG_MARK"), server.call("os:getppid") == ser
 server.close()
 print(Path(f"/proc/{{server.pid}}").exists(), flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", body], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", body], cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert done.stdout.split() == [str(not threads), "here", "True", "False"], done.stderr
 
 

@@ -262,7 +262,7 @@ def test_ctrl_c_lets_the_step_end(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 11}\n')
     process = start(tmp_path, POLITE)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert len(list(tmp_path.glob("done*"))) == 2, "a worker was not let finish its step"
     assert output.splitlines()[-1].startswith("interrupted: stopped cleanly after step 11")
@@ -271,7 +271,7 @@ def test_ctrl_c_lets_the_step_end(tmp_path):
 def test_sigterm_stops_cleanly_with_its_own_status(tmp_path):
     process = start(tmp_path, POLITE)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 143
     assert len(list(tmp_path.glob("done*"))) == 2
 
@@ -284,7 +284,7 @@ def test_a_closing_terminal_stops_cleanly_though_it_signals_twice(tmp_path):
     for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
         process.send_signal(number)
         time.sleep(0.1)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 143
     assert output.splitlines()[-1].startswith("interrupted: stopped cleanly")
     assert len(list(tmp_path.glob("done*"))) == 2
@@ -299,7 +299,7 @@ def test_ctrl_c_before_the_workers_listen_ends_them_too(tmp_path):
     """
     process = start(tmp_path, body)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 130
     assert not any(alive(pid) for pid in pids(tmp_path))
 
@@ -315,7 +315,7 @@ def test_a_second_ctrl_c_kills(tmp_path):
     process.send_signal(signal.SIGINT)
     wait_until(lambda: len(list(tmp_path.glob("asked*"))) == 2)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "killed in the middle of a step" in output
     assert not any(alive(pid) for pid in pids(tmp_path))
@@ -335,7 +335,7 @@ def test_a_failure_while_stopping_is_still_a_failure(tmp_path):
     """
     process = start(tmp_path, body)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "disk full" in output
 
@@ -364,7 +364,7 @@ def test_two_runs_never_share_a_folder(tmp_path):
         assert all(alive(pid) for pid in pids(tmp_path)), "the running workers were disturbed"
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def test_a_second_run_of_the_same_process_is_refused_too(tmp_path):

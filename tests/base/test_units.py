@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.units import format_bytes, parse_bytes, parse_capacity, parse_rate, with_unit
+from varuna_capslog.base.units import format_bytes, format_percent, parse_bytes, parse_capacity, parse_rate, with_unit
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,25 @@ def test_short_sizes_survive_both_ways(size: str) -> None:
 
 @pytest.mark.parametrize(
     ("written", "rate"),
-    [("1GiB/s", 1 << 30), ("5MB", 5_000_000), ("100Mbit", 12_500_000), ("2.5 kbit/s", 312), ("1Gbit", 125_000_000)],
+    [
+        ("1GiB/s", 1 << 30),
+        ("5MB", 5_000_000),
+        ("100Mbit", 12_500_000),
+        ("2.5 kbit/s", 312),
+        ("1Gbit", 125_000_000),
+        ("1Gbps", 125_000_000),
+    ],
 )
 def test_rates_are_bytes_or_bits_of_a_second(written: str, rate: int) -> None:
     assert parse_rate(written) == rate
+
+
+@pytest.mark.parametrize("written", ["1Gb/s", "1.5 Mb"])
+def test_a_rate_that_is_bits_to_some_and_bytes_to_others_is_refused(written: str) -> None:
+    with pytest.raises(CapslogError, match=r"bits or bytes; write 1(.5)?[GM]bit/s or 1(.5)?[GM]B/s"):
+        parse_rate(written)
+
+
+@pytest.mark.parametrize(("share", "written"), [(0.0312, "3.1 %"), (1.029, "103 %"), (0.0997, "10 %"), (0, "0 %")])
+def test_percent_is_never_in_powers_of_ten(share: float, written: str) -> None:
+    assert format_percent(share) == written

@@ -46,7 +46,7 @@ def some_prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(1, VOCABULARY, (length,), generator=drawn).tolist() for length in lengths]
 
 
-def on_ranks(degree: int, work: Callable[[Communicator], Any], timeout_seconds: float = 20) -> list[Any]:
+def on_ranks(degree: int, work: Callable[[Communicator], Any], timeout_seconds: float = 60) -> list[Any]:
     """Run `work` on every rank, each in a thread, and return the results in rank order."""
     store = dist.HashStore()
 

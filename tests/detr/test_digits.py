@@ -86,7 +86,7 @@ def test_several_processes_may_ask_at_once(tmp_path):
     workers = [context.Process(target=_ask, args=(tmp_path, answers)) for _ in range(3)]
     for worker in workers:
         worker.start()
-    folders = {answers.get(timeout=60) for _ in workers}
+    folders = {answers.get(timeout=180) for _ in workers}
     for worker in workers:
         worker.join(60)
     assert len(folders) == 1

@@ -11,7 +11,15 @@ import torch
 
 from detr_pipeline.coco import read_coco
 from detr_pipeline.data import DATA_VARIABLE, CocoSource, DataConfig
-from detr_pipeline.evaluation import STATISTICS, CocoEvaluator, best_classes, coco_statistics, detections
+from detr_pipeline.evaluation import (
+    STATISTICS,
+    CocoEvaluator,
+    _scorer,
+    best_classes,
+    coco_statistics,
+    detection_curves,
+    detections,
+)
 from varuna_capslog.base.errors import CapslogError
 
 KNOWN = (
@@ -173,6 +181,36 @@ def test_outputs_become_pixels_and_original_ids(tmp_path):
     assert written == detections(results)
     assert set(written[0]) == {"image_id", "category_id", "bbox", "score"}
     assert len(written) == 3
+    curves = json.loads((tmp_path / "out/detection-curves.json").read_text())
+    assert curves["AP"] is None
+    assert curves["precision"] == {"dog": None, "brush": None}, "no object of them"
+    assert curves["confusion"]["counts"] == [[0, 0, 0], [0, 0, 0], [1, 0, 0]], "only the score of the dog reaches 0.5"
+
+
+def test_curves_and_confusion_of_a_detector_that_errs(source):
+    """The mean precision at IoU 0.5 is AP50; an object counts once in its row, a sure detection once in its column."""
+
+    def shifted(source, minibatch, microbatch):
+        outputs = perfect_outputs(source, minibatch, microbatch)
+        for row in outputs["logits"][-1]:
+            row[0] = row[0].roll(1)  # a wrong class, or no-object
+            row[-1, 2] = 31.0  # a detection of nothing: the box of an unused query
+        return outputs
+
+    results = collect_all(source, evaluator := CocoEvaluator(source.index, source.category_ids), shifted)
+    found = detections(results)
+    scores = evaluator.summarize(results)
+    curves = detection_curves(source.index, _scorer(source.index, found), found)
+    known = [column for column in curves["precision"].values() if column is not None]
+    assert len(curves["recall"]) == 101
+    assert np.mean(known) == pytest.approx(scores["AP50"], abs=1e-4)
+    counts = np.array(curves["confusion"]["counts"])
+    truth = [entry["category_id"] for entry in source.index.ground_truth()["annotations"]]
+    assert counts[:-1].sum(1).tolist() == [truth.count(category) for category in source.category_ids]
+    sure = [detection["category_id"] for detection in found if detection["score"] >= 0.5]
+    assert counts[:, :-1].sum(0).tolist() == [sure.count(category) for category in source.category_ids]
+    assert counts[-1, 2] > 0, "detections of nothing"
+    assert 0 < np.trace(counts[:-1, :-1]) < len(truth)
 
 
 def test_best_classes_keep_leading_dimensions():

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import base64
 import importlib.util
+import io
+import json
 import logging
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from tests.detr.tiny import tiny_config
 from varuna_capslog.base.errors import CapslogError, ConfigError, settle
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
+from varuna_capslog.reports.detections import read_sample
 from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention
 
 TINY = tiny_config().model_dump(mode="json", exclude_defaults=True)
@@ -118,6 +122,12 @@ def test_predictions_are_drawn_into_the_folder(tmp_path: Path) -> None:
     written = task.predict(task.build_chain(), [tmp_path / "seen.jpg"], tmp_path / "out")
     assert written == [tmp_path / "out" / "seen.png"]
     assert Image.open(written[0]).size[1] > Image.open(written[0]).size[0]
+    record = json.loads((tmp_path / "out" / "seen.boxes.json").read_text())
+    bare = Image.open(io.BytesIO(base64.b64decode(record["jpeg"])))
+    assert bare.size == (record["width"], record["height"]) == (60, 90)
+    scores = [entry["score"] for entry in record["boxes"]]
+    assert scores == sorted(scores, reverse=True)
+    assert read_sample(tmp_path / "out" / "seen.boxes.json").name == "seen", "the report takes it"
     with pytest.raises(CapslogError, match=r"gone\.jpg is missing"):
         task.predict(task.build_chain(), [tmp_path / "gone.jpg"], tmp_path / "out")
 

@@ -324,7 +324,7 @@ class Live:
         """Declare a generation broken: all members meet again in the next one."""
         self.tell("broken", "nobody", generation=generation)
 
-    def until(self, done: Callable[[], bool], awaited: str, seconds: float = 60.0) -> None:
+    def until(self, done: Callable[[], bool], awaited: str, seconds: float = 180.0) -> None:
         """Wait until `done`, and write losses into the log meanwhile."""
         self._until(done, seconds, awaited)
 
@@ -340,14 +340,14 @@ class Live:
     def lose_store(self) -> None:
         self.server.close()
 
-    def when(self, name: str, seconds: float = 60.0) -> None:
+    def when(self, name: str, seconds: float = 180.0) -> None:
         """Wait until a member stands at the "wait" fault of this name."""
         self._until((self.run_dir / "faults" / f"{name}.here").exists, seconds, f"the point {name!r}")
 
     def go(self, name: str) -> None:
         (self.run_dir / "faults" / f"{name}.go").touch()
 
-    def reaches(self, step: int, seconds: float = 60.0) -> None:
+    def reaches(self, step: int, seconds: float = 180.0) -> None:
         """Waits until a step is in the metrics."""
         path = self.run_dir / "metrics.jsonl"
         self._until(
@@ -368,7 +368,7 @@ class Live:
     def generation(self) -> Generation:
         return self.store.read()
 
-    def finish(self, seconds: float = 90.0) -> Outcome:
+    def finish(self, seconds: float = 240.0) -> Outcome:
         """Wait until all members have ended; return the outcome."""
         self._until(lambda: len(self.status) == self._count - self._first, seconds, "the end of all members")
         outcome = self._outcome()

@@ -107,7 +107,7 @@ class Machines:
         awaited = f"a generation of {sorted(wanted)}"
         self.wait_for(lambda: any(set(e["members"]) == wanted for e in self.events() if "members" in e), awaited)
 
-    def wait_for(self, condition: Callable[[], Any], awaited: str, seconds: float = 90.0) -> None:
+    def wait_for(self, condition: Callable[[], Any], awaited: str, seconds: float = 200.0) -> None:
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, f"waited in vain for {awaited}:\n{self.said()}"
@@ -117,9 +117,9 @@ class Machines:
         """Kill all processes of the machine at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(20)
+        process.wait(60)
 
-    def end(self, process: Process, seconds: float = 60.0) -> int:
+    def end(self, process: Process, seconds: float = 200.0) -> int:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

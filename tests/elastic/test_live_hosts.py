@@ -59,7 +59,7 @@ def test_a_run_folder_that_is_read_only_is_refused_in_one_sentence(tmp_path: Pat
     )
     program = f"mount -t tmpfs -o ro none {folder} && exec {words} pipeline.devices=2"
     for unshare in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
-        done = subprocess.run([*unshare, "sh", "-c", program], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*unshare, "sh", "-c", program], capture_output=True, text=True, timeout=300)
         if "capslog" in done.stderr:
             break
     else:

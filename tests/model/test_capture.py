@@ -13,6 +13,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import automatic_cut_points, source_modules
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.signature import layer_signature
 from varuna_capslog.model.trace import ShapeTable
 
 torch.set_num_threads(1)
@@ -342,6 +343,32 @@ def test_constants_and_plain_tensors_travel_with_their_layer() -> None:
     assert not any("constant" in name for layer in chain.layers for name in layer.module.state_dict())
     meta = copy.deepcopy(chain.layers[0].module).to("meta")
     assert {tensor.device.type for tensor in meta(torch.empty(2, 3, device="meta"))} == {"meta"}
+
+
+def test_a_layer_that_reads_nothing_and_names_a_device_first_follows_its_buffer() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", torch.tensor([1.0, 0.5, 0.25]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.arange(3, device=x.device) * self.frequencies
+
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.first = Positions(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            angles = self.positions(x)
+            return self.first(x) + angles
+
+    model, x = Rotated(), torch.randn(2, 3)
+    chain = Chain.from_module(model, ["positions", "first"], (x,))
+    layer = next(layer for layer in chain.layers if "positions" in layer.name)
+    assert not layer.reads
+    assert len({layer_signature(each) for each in chain.layers}) == len(chain.layers)
+    assert copy.deepcopy(layer.module).to("meta")().device.type == "meta"
 
 
 def test_bad_requests_get_one_sentence() -> None:

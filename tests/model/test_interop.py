@@ -123,7 +123,7 @@ def main(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_cut_list_runs_in_torch_pipelining(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

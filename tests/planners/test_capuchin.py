@@ -72,8 +72,8 @@ def test_a_free_time_below_zero_ends_the_swaps_that_cost_nothing() -> None:
     assert [(choice.seconds, choice.lack) for choice in choices] == [(9.0, 0), (10.0, 0), (14.0, 0)]
 
 
-def test_where_calls_keep_what_they_save_until_they_end_one_in_flight_swaps_nothing() -> None:
-    for in_flight, kind in ((1, "recompute"), (2, "offload")):
+def test_where_calls_keep_what_they_save_until_they_end_two_in_flight_swap_nothing() -> None:
+    for in_flight, kind in ((1, "recompute"), (2, "recompute"), (3, "offload")):
         usable = 22 * in_flight
         chain = chain_of([1.0] * 3, [10] * 3, [in_flight], [usable], freed=[5, 5, 0], moved=[8] * 3, host_bandwidth=4.0)
         choice = treated_stage(dataclasses.replace(chain, swaps_within_calls=False), 0, 0, 3)
@@ -107,7 +107,8 @@ def slowly(chain: Layerwise, stage: int, first: int, end: int) -> tuple[dict[int
     total = sum(took.values())
     gap = {n: sum(took[m] for m in took if m > n) + (chain.in_flight[stage] - 1) * total for n in took}
     chosen: dict[int, str] = {}
-    cost, lane, free = Fraction(0), Fraction(0), True
+    costs: dict[int, Fraction] = {}
+    lane, free = Fraction(0), True
     blocks = not chain.copies_beside and rate is not None
 
     def lack(of: dict[int, str]) -> int:
@@ -116,17 +117,21 @@ def slowly(chain: Layerwise, stage: int, first: int, end: int) -> tuple[dict[int
         held -= chain.in_flight[stage] * sum(less[kind][n] for n, kind in of.items())
         return max(0, held - chain.usable[stage])
 
+    def exposed(n: int) -> Fraction:
+        return 2 * copy[n] if blocks else max(Fraction(0), 2 * copy[n] - gap[n], min(copy[n], lane + copy[n] - total))
+
     while lack(chosen):
         remaining = [n for n in took if n not in chosen]
         able = sorted((n for n in remaining if chain.moved[n]), key=lambda n: 2 * copy[n] - gap[n])
         if free and able and not blocks and gap[able[0]] >= 2 * copy[able[0]] and lane + copy[able[0]] <= total:
             chosen[able[0]] = "offload"
+            costs[able[0]] = Fraction(0)
             lane += copy[able[0]]
             continue
         free = False
         options = []
         for n in remaining:
-            shown = 2 * copy[n] if blocks else max(0, 2 * copy[n] - gap[n], min(copy[n], lane + copy[n] - total))
+            shown = exposed(n)
             if chain.moved[n]:
                 options.append((chain.moved[n], shown, n, "offload"))
             if chain.freed[n]:
@@ -138,11 +143,21 @@ def slowly(chain: Layerwise, stage: int, first: int, end: int) -> tuple[dict[int
         )
         _, seconds, n, kind = options[0]
         chosen[n] = kind
-        cost += seconds
+        costs[n] = seconds
         lane += copy[n] if kind == "offload" else 0
+    for n in list(chosen):  # all layers are treated: the other way where it frees more
+        kind = "recompute" if chain.freed[n] >= chain.moved[n] else "offload"
+        if lack(chosen) and kind != chosen[n]:
+            costs[n] = Fraction(chain.forward[n]) if kind == "recompute" else exposed(n)
+            lane += copy[n] if kind == "offload" else -copy[n]
+            chosen[n] = kind
     if (missing := lack(chosen)) and missing >= lack({}):
-        return {}, float(total), lack({})
-    return chosen, float(total + cost), lack(chosen)
+        chosen, costs = {}, {}
+    outcome = chosen, float(total + sum(costs.values())), lack(chosen)
+    if outcome[2] and any(chain.moved):
+        alone = slowly(dataclasses.replace(chain, moved=[0] * len(chain.moved)), stage, first, end)
+        return min(outcome, alone, key=lambda answer: answer[2])
+    return outcome
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -133,6 +134,18 @@ def test_cuts_that_many_tensors_cross_are_passed_over() -> None:
     # if every cut has several tensors, all cuts count
     assert walked(crossing) == [0, 5]
     assert walked([frozenset({"mask", "x", "skip", f"own {cut}", f"other {cut}"}) for cut in range(13)]) == [0, 5]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_fits_fits_whatever_the_speed_of_the_tier_and_without_one(seed: int) -> None:
+    """A faster tier used to offload what two calls in flight hold anyway, and to recompute nothing."""
+    dice = random.Random(f"tier {seed}")
+    chain = replace(random_chain(dice, seed % 4 + 1), swaps_within_calls=False)
+    tiers = [replace(chain, host_bandwidth=bandwidth) for bandwidth in (0.01, 0.5, 2.0, 8.0, 1e9)]
+    fits = [not any(stage.lack for stage in dawnpiper_stages(tier)) for tier in tiers]
+    without = replace(chain, moved=[0] * chain.num_layers)
+    assert len(set(fits)) == 1
+    assert fits[0] or any(stage.lack for stage in dawnpiper_stages(without))
 
 
 # -- Algorithm 1, line by line, with stages from 1

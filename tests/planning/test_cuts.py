@@ -168,7 +168,7 @@ for name in planners.PLANNERS:
 loaded = [name for name in sys.modules if name.split(".")[0] in ("torch", "torchvision")]
 assert not loaded, loaded
 """
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60, env=_path())
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=180, env=_path())
 
 
 def observed_profile(headroom: dict[str, Any] | None = None, source: str | None = None) -> Profile:

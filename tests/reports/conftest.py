@@ -26,15 +26,3 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
     monkeypatch.setattr(style, "Figure", Kept)
     yield drawn
     assert drawn, "the test drew nothing"
-
-
-class _Sketch(Figure):
-    def savefig(self, *arguments: Any, **named: Any) -> None:
-        self.set_layout_engine("none")
-        super().savefig(*arguments, dpi=16, **named)
-
-
-@pytest.fixture
-def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw everything at a tenth of its size without moving labels, for tests that read only the text of the page."""
-    monkeypatch.setattr(style, "Figure", _Sketch)

@@ -1,16 +1,18 @@
-"""Parses a report's page: its tables by id, its sections' texts, and the files that it refers to."""
+"""Parses a report's page: its tables by id, its sections' texts and figures, and what it refers to."""
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Parsed page. tables: id -> rows of cells (heading row included); texts: section id -> its text; sources: src and
-    href values.
+    """Parsed page. tables: id -> rows of cells (heading row included); texts: section id -> its text; plots: section id
+    -> the figures of plotly in it; sources: src and href values.
 
     A wrongly closed tag raises an error.
     """
@@ -19,6 +21,7 @@ class Page(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.tables: dict[str, list[list[str]]] = {}
         self.texts: dict[str, str] = {}
+        self.plots: dict[str, list[dict[str, Any]]] = {}
         self.sources: list[str] = []
         self.tags: set[str] = set()
         self.attributes: set[str] = set()
@@ -46,6 +49,10 @@ class Page(HTMLParser):
         elif tag in ("td", "th"):
             self._cell = []
 
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
     def handle_endtag(self, tag: str) -> None:
         assert self._open, f"</{tag}> closes nothing"
         assert self._open.pop() == tag, f"</{tag}> closes something else"
@@ -56,6 +63,10 @@ class Page(HTMLParser):
             self._section = ""
 
     def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("script", "style"):
+            if self._section:
+                self.plots.setdefault(self._section, []).append(json.loads(data))
+            return
         if self._cell is not None:
             self._cell.append(data)
         if self._section:

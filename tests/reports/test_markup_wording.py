@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from varuna_capslog.reports import markup
-from varuna_capslog.reports.markup import duration, moment, percent, plain, plural, significant
+from varuna_capslog.reports import markup, plots
+from varuna_capslog.reports.markup import Box, duration, moment, percent, plain, plural, significant
+from varuna_capslog.reports.plots import Curve
 from varuna_capslog.reports.style import byte_unit, second_unit, shorten
 
 
@@ -60,11 +63,17 @@ def test_text_from_a_run_is_never_markup() -> None:
         markup.join("a", evil),
         markup.table("t", [evil], [[evil]]),
         markup.facts("f", {evil: evil}),
-        markup.figure("a.png", evil, evil),
-        markup.gallery({"a.png": evil}),
+        markup.figure(plots.curves([Curve(evil, [1], [2], "red")], "x", "y"), evil, evil),
+        markup.gallery([markup.picture("", 1, 1, evil, [Box((0, 0, 1, 1), evil, 0.5, "red")])]),
+        markup.folded(evil, []),
+        markup.described(evil, evil),
         markup.page(evil, evil, []),
     ]
     for made in made_of_it:
         assert "<img src=x" not in made
         assert "&lt;img" in made
+    text = markup.script_json({"</script><!--": "<b>&"})
+    assert not set("<>&") & set(text), "nothing in it ends the script or begins a comment"
+    assert json.loads(text) == {"</script><!--": "<b>&"}
+    assert plots.label(evil, 99) == '&lt;img src=x onerror="alert(1)"&gt;', "plotly takes names for a kind of HTML"
     assert markup.join(markup.code("x"), "<") == "<code>x</code>&lt;"

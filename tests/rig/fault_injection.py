@@ -20,7 +20,7 @@ from varuna_capslog.membership.generation import Member
 __all__ = ["READY_SECONDS", "Strikes"]
 
 
-READY_SECONDS = 90.0
+READY_SECONDS = 200.0
 """Longest wait for a run that begins, or begins again."""
 
 _FIRE_SECONDS = 10.0

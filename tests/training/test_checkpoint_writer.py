@@ -227,7 +227,7 @@ while True:
 
 
 def test_killed_while_writing_the_checkpoint_before_is_whole(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)], cwd=ROOT, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)], cwd=ROOT, timeout=240)
     assert ended.returncode == -signal.SIGKILL
     partial = next((tmp_path / "checkpoints").glob(".partial-step-00000004-*"))
     assert len(list(partial.iterdir())) == 5

@@ -209,3 +209,50 @@ def test_which_step_is_measured(
         with meter.applying(Nothing(), skipped):  # type: ignore[arg-type]
             pass
     assert measured == [step + skips], "a step that is skipped before it makes no moments"
+
+
+def test_a_run_that_no_longer_improves_stops_also_after_a_resume(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The evaluations since the best one are counted by the run's files, so that a new process counts on."""
+    scores = iter([0.5, 0.7, 0.6, 0.7, 0.8])
+
+    def judged(until: int, base: int = 0) -> TrainingLoop:
+        loop = loop_of(tmp_path, train={"evaluate_every": 1, "stop_after_evaluations": 2})
+        monkeypatch.setattr(loop.boundaries, "evaluate", lambda engine: {"AP": next(scores)})
+        begin(loop, 1, base, saved=base > 0)
+        while loop.step < until and not loop.is_done(loop.step):
+            make(loop, 1)
+            loop.boundaries.between(loop.step)
+        return loop
+
+    first = judged(3)
+    assert not first.is_done(3)  # worse once
+    first.close()
+    second = judged(9, base=3)
+    assert second.step == 4  # as good as the best one is no improvement
+    second.finish(4, stopped=False)
+    second.close()
+    why = files.read_jsonl(tmp_path / "events.jsonl")[-1]["why"]
+    assert "the last 2 evaluations did not improve on the best one, which is that of step 2" in why
+    assert why in capsys.readouterr().out
+
+
+def test_early_stopping_needs_evaluations(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train\.stop_after_evaluations=2 but train\.evaluate_every=null"):
+        cases.run_config(str(tmp_path), train={"stop_after_evaluations": 2})
+
+
+@pytest.mark.parametrize(("best", "ends"), [((0.9, 2), False), (None, True)], ids=["one_knows_a_better", "none_does"])
+def test_members_count_alike_before_one_of_them_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: tuple[float, int] | None, ends: bool
+) -> None:
+    """A member may read the files before the best score is in them: it would end alone, and the others wait for it."""
+    loop = loop_of(tmp_path, train={"evaluate_every": 1, "stop_after_evaluations": 2}, elastic={"enabled": True})
+    for step in (2, 3):
+        files.append_jsonl(tmp_path / "evaluations.jsonl", {"step": step, "scores": {}})
+    begin(loop, 2, 3, saved=True)
+    assert not loop.is_done(3), "no member has heard of the others"
+    other = 3, 3, False, best, {3}
+    monkeypatch.setattr(loop.running.communicator, "gather", lambda mine: [mine, other])
+    loop.boundaries.between(3)
+    assert loop.is_done(3) is ends
+    loop.close()

@@ -124,7 +124,7 @@ class Live:
                 with contextlib.suppress(StoreGone):
                     self.store.append({"kind": "dead", "member": member, "why": f"ended with {self.status[member]}"})
 
-    def until(self, done: Callable[[], bool], awaited: str, seconds: float = 90.0) -> None:
+    def until(self, done: Callable[[], bool], awaited: str, seconds: float = 200.0) -> None:
         until = time.monotonic() + seconds
         while not done():
             if time.monotonic() > until:

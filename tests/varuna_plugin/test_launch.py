@@ -31,7 +31,7 @@ def start(varuna: FoundVaruna, *options: str, script: tuple[str, ...] = ()) -> t
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     return done.returncode, done.stderr, time.monotonic() - began
 

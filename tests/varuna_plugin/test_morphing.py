@@ -166,7 +166,7 @@ def test_the_script_is_its_own_host(varuna: FoundVaruna, truth: Truth, tmp_path:
     for steps, workers in (("5", "2"), (str(STEPS), "3")):
         command = [sys.executable, script, str(run_dir), "--steps", steps, "--workers", workers]
         done = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
         assert "ended, stopped=False" in done.stderr

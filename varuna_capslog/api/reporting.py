@@ -23,27 +23,36 @@ _NUM_SAMPLES = 8
 
 
 def write_run_report(config: Config, refusal: str | None = None) -> tuple[Path, str | None, RunRecord]:
-    """Write the report page into the folder of a run. Returns its path, a sentence where sample predictions are missing
-    (else None), and the folder's record.
+    """Write the report page into the folder of a run. Returns its path, a sentence on what is missing in it (else
+    None), and the folder's record.
 
     refusal: why the code that the config names may not run; the page is then made of the folder's data alone. Raises
-    CapslogError where matplotlib is not installed (the extra `report` brings it), or the folder cannot be read or
-    written.
+    CapslogError where matplotlib or plotly is not installed (the extra `report` brings them), or the folder cannot be
+    read or written.
     """
     with needed("a report"):
         from varuna_capslog.reports.page import write_report
         from varuna_capslog.reports.run import read_run
 
-    problem = None
+    problems = []
+
+    def rehearse(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[int]:
+        try:
+            return peaks_of_stages(config, plan, shapes)
+        except (CapslogError, OSError) as error:
+            problems.append(f"no peaks predicted at the measured sizes: {error}")
+            raise
+
     try:
         if refusal is None:
             _draw_samples(config)
         else:
-            problem = f"no new sample predictions, and no peaks predicted at the measured sizes: {refusal}"
+            problems.append(f"no new sample predictions, and no peaks predicted at the measured sizes: {refusal}")
     except CapslogError as error:
-        problem = f"no sample predictions: {error}"  # a page without pictures is better than none
+        problems.append(f"no sample predictions: {error}")  # a page without pictures is better than none
     run = read_run(config.run_dir)
-    return write_report(run, peaks_of_stages if refusal is None else None), problem, run
+    page = write_report(run, rehearse if refusal is None else None)
+    return page, "; ".join(problems) or None, run
 
 
 def peaks_of_stages(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[int]:

@@ -16,6 +16,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table, printable
 from varuna_capslog.config.reading import Config, assign, load_config, section
 from varuna_capslog.config.settings import FUNCTION
+from varuna_capslog.start.callbacks import Callback, Callbacks
 from varuna_capslog.start.chosen_variants import with_checked_variants
 from varuna_capslog.start.given_plan import OWN_DATA, fill_defaults, with_given_plan
 
@@ -198,8 +199,8 @@ class TrainedRun:
         numbers = [["steps", str(len(steps))]]
         for name, step in (("first loss", first), ("last loss", last)):
             numbers.append([name, "unknown" if step is None or step.loss is None else f"{step.loss:.5g}"])
-        if last is not None and last.samples_per_second is not None:
-            numbers.append(["samples/s of the last step", f"{last.samples_per_second:.4g}"])
+        if (rate := self.record.samples_per_second) is not None:
+            numbers.append(["samples/s (median of the last 100 steps)", f"{rate:.3g}"])
         if (account := account_of(self.record)) is not None:
             numbers.append(["productive", account.sentence()])
         if (share := self.record.waited_share()) is not None:
@@ -219,6 +220,9 @@ def train(
     settings: Mapping[str, Any] | None = None,
     *,
     show: bool = True,
+    on_step: Callback | None = None,
+    on_evaluation: Callback | None = None,
+    on_checkpoint: Callback | None = None,
     **data: Any,
 ) -> TrainedRun:
     """Profile, plan and train on this machine; return when the training has ended.
@@ -239,6 +243,11 @@ def train(
             prefetch; functions as themselves or by name.
         show: print the plan, notes and the progress of profiling; the workers' own lines appear in any case, where the
             standard output of this process goes (in a notebook, that of its server).
+        on_step: called in this process with each new row of metrics.jsonl, a dict, while the run goes on. Where it
+            returns `capslog.STOP`, the run ends after the step that is under way then, and saves it. Training does not
+            wait for a slow function; Ctrl-C breaks it off.
+        on_evaluation: the same with each row of evaluations.jsonl.
+        on_checkpoint: the same with step, generation, time and path of each new checkpoint.
 
     Returns:
         The run: losses, plan, report.
@@ -247,6 +256,7 @@ def train(
         DoesNotFit: no plan fits the capacity; no worker was started.
         CapslogError: a key, the model, or a worker failed; several data sets in place of one.
         KeyboardInterrupt: the run was interrupted; the same call continues it.
+        Exception: of a callback; the run was stopped and saved before, as by `capslog.STOP`.
     """
     from varuna_capslog.start.local_run import train_here
 
@@ -272,7 +282,8 @@ def train(
     elif data:
         raise CapslogError(f"{next(iter(data))} goes with a dataset, and there is none; give it after the model")
     config = with_checked_variants(with_given_plan(_config(run, settings, tell), tell), tell)
-    train_here(config, show_plan, tell, show)
+    functions = {"on_step": on_step, "on_evaluation": on_evaluation, "on_checkpoint": on_checkpoint}
+    train_here(config, show_plan, tell, show, Callbacks(config.run_dir, functions))
     return TrainedRun(config.run_dir)
 
 

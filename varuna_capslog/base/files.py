@@ -23,6 +23,7 @@ from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.base.units import format_bytes
 
 __all__ = [
+    "Tail",
     "append_jsonl",
     "cache_home",
     "digest_of",
@@ -305,6 +306,26 @@ def objects_in(data: bytes) -> Iterator[dict[str, Any]]:
             value = parse_json(line, "the line")
             if isinstance(value, dict):
                 yield value
+
+
+class Tail:
+    """Reads what is added to a line file from now on; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects of the whole lines that were added since the last call."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except OSError:
+            return
+        length = data.rfind(b"\n") + 1
+        self._at += length
+        yield from objects_in(data[:length])
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

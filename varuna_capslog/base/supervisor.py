@@ -232,6 +232,7 @@ class Supervisor:
         environment: variables for every worker on top of this process's own.
         grace_seconds: time between asking a worker to end (SIGTERM) and killing it.
         say: prints one line for the user.
+        look: called again and again while they run; True: stop at the end of the step under way, as the caller asks.
     """
 
     def __init__(
@@ -243,6 +244,7 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         grace_seconds: float = 10.0,
         say: Callable[[str], None] = lambda line: None,
+        look: Callable[[], bool] = lambda: False,
     ) -> None:
         if num_workers < 1:
             raise CapslogError(f"num_workers={num_workers}; a run needs at least one worker")
@@ -252,7 +254,7 @@ class Supervisor:
         self.num_workers = num_workers
         self.environment = dict(environment or {})
         self.grace_seconds = grace_seconds
-        self.say = say
+        self.say, self._look = say, look
         self._workers: list[Worker] = []
         self._ended: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
@@ -296,7 +298,7 @@ class Supervisor:
             write_unless_there(self.folder / f"{rank}.json", started)
 
     def _watch(self) -> None:
-        num_signals = 0
+        num_signals, called_off = 0, False
         while len(self._ended) < self.num_workers:
             if len(self._signals) > num_signals:
                 num_signals = len(self._signals)
@@ -305,14 +307,18 @@ class Supervisor:
                     raise Interrupted(self._farewell("killed in the middle of a step"), 128 + self._signals[0])
                 self.say("stopping at the end of this step; Ctrl-C again kills the workers at once")
                 self._signal(signal.SIGINT)
+            if not (called_off or num_signals) and self._look():
+                called_off = True
+                self._signal(signal.SIGINT)
+            stopping = called_off or num_signals > 0
             self._memory_kills.look(time.monotonic())
             self._collect()
             # During a requested stop, a worker that ends by that same signal, because it had no handler yet, has not
             # failed.
-            if any(self._is_failure(rank, num_signals > 0) for rank in self._ended):
-                self._fail(num_signals > 0)
+            if any(self._is_failure(rank, stopping) for rank in self._ended):
+                self._fail(stopping)
             if self._stopped_for_long():
-                self._fail(num_signals > 0)
+                self._fail(stopping)
             if num_signals and any(self._workers[rank].returncode == -signal.SIGINT for rank in self._ended):
                 self._stop()
             time.sleep(POLL_SECONDS)

@@ -11,6 +11,7 @@ from varuna_capslog.base.errors import CapslogError
 
 __all__ = [
     "format_bytes",
+    "format_percent",
     "format_seconds",
     "parse_bytes",
     "parse_capacity",
@@ -33,7 +34,8 @@ _UNITS = {
 _BINARY_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*(\D*)")
-_BITS = re.compile(r"([0-9]+(?:\.[0-9]*)?)\s*([kmg]?)bit(?:/s)?", re.IGNORECASE)
+_BITS = re.compile(r"([0-9]+(?:\.[0-9]*)?)\s*([kmg]?)(?:bit(?:/s)?|bps)", re.IGNORECASE)
+_BITS_OR_BYTES = re.compile(r"([0-9.]+)\s*([KMGT])b(?:/s)?")
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
 
 
@@ -95,8 +97,13 @@ def _repeated(value: str, name: str) -> list[str]:
 
 
 def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
-    """Return bytes per second from a `parse_bytes` size ("/s" optional), or bits as in 100Mbit (powers of 1000)."""
+    """Return bytes per second from a `parse_bytes` size ("/s" optional), or bits as in 100Mbit or 1Gbps (powers of
+    1000). Raises CapslogError as `parse_bytes`, and for 1Gb/s, which some read as bytes and some as bits.
+    """
     text = str(value).strip()
+    if match := _BITS_OR_BYTES.fullmatch(text):
+        number, prefix = match.groups()
+        raise CapslogError(f"{name} is {value!r}, bits or bytes; write {number}{prefix}bit/s or {number}{prefix}B/s")
     if match := _BITS.fullmatch(text):
         return parse_bytes(float(match[1]) * 1000 ** (" kmg".index(match[2].lower() or " ")) / 8, name)
     return parse_bytes(text[:-2] if text.lower().endswith("/s") else text, name)
@@ -118,6 +125,12 @@ def format_bytes(count: int) -> str:
     size, unit = unit_of(count)
     digits = f"{abs(count) / size:.2f}".rstrip("0").rstrip(".")
     return f"{'-' if count < 0 else ''}{digits} {unit}"
+
+
+def format_percent(share: float) -> str:
+    """Return a share as text in percent, two digits below 10 %: 0.0312 -> 3.1 %, 1.029 -> 103 %."""
+    percent = share * 100
+    return f"{percent:.2g} %" if abs(percent) < 9.95 else f"{percent:.0f} %"
 
 
 def format_seconds(seconds: float) -> str:

@@ -103,7 +103,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
-    from varuna_capslog.base.units import format_bytes
+    from varuna_capslog.base.units import format_bytes, format_percent
     from varuna_capslog.reports.markup import duration
 
     def cells(row: Row) -> list[str]:
@@ -123,7 +123,7 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
         """Return "yes" where no plan is faster, else how far the step is above a bound, in percent."""
         if row.step_seconds is None or not row.bound_seconds or row.proven:
             return "yes" if row.proven else ""
-        return f"within {(row.step_seconds / row.bound_seconds - 1) * 100:.1f} %"
+        return f"within {format_percent(row.step_seconds / row.bound_seconds - 1)}"
 
     title = f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices"
     reasons = [f"{row.planner}: {row.reason}" for row in rows if row.reason is not None]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.base.units import format_seconds
+from varuna_capslog.base.units import format_percent, format_seconds
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.questions import PlannerFlags, costs_of, question_of, read_profiles, settled
 from varuna_capslog.commands.shared import print_json, print_table
@@ -261,4 +261,4 @@ def _against(seconds: float, fastest: float) -> str:
 
 
 def _proof(seconds: float, bound: float, proven: bool) -> str:
-    return "yes" if proven else f"within {(seconds / bound - 1 if bound > 0 else 0.0) * 100:.2g} %"
+    return "yes" if proven else f"within {format_percent(seconds / bound - 1 if bound > 0 else 0.0)}"

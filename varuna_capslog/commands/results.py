@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.commands import shared
 
 if TYPE_CHECKING:
@@ -87,11 +87,22 @@ def predict(
         shared.say(str(picture))
 
 
-def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust: shared.Trust = False) -> None:
-    """Write a page on a run: time, peaks predicted and measured, schedule, curves, samples. It lies in RUN_DIR/report.
-    Without --trust, the page of a run that somebody else started is made of its data alone.
+def report(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR", help="The folder of a run, or of several.", show_default=False)
+    ],
+    as_json: shared.AsJson = False,
+    trust: shared.Trust = False,
+) -> None:
+    """Write a page on a run: curves, scores, samples, time, peaks predicted and measured. It lies in RUN_DIR/report.
+    Of several runs: their curves over one another, in the first one's folder. Without --trust, the page of a run that
+    somebody else started is made of its data alone.
     """
+    run_dir, *others = run_dirs
     settings = shared.run_config(run_dir)  # says so in one sentence where this is no run
+    if others:
+        _compare(run_dirs, as_json)
+        return
 
     from varuna_capslog.api.reporting import write_run_report
     from varuna_capslog.reports.changes import account_of
@@ -112,4 +123,16 @@ def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False, trust: 
     else:
         if account is not None:
             shared.say(f"productive: {account.sentence()}")
+        shared.say(f"report: {page}")
+
+
+def _compare(run_dirs: list[Path], as_json: bool) -> None:
+    with needed("a report"):
+        from varuna_capslog.reports.page import write_comparison
+        from varuna_capslog.reports.run import read_run
+
+    page = write_comparison([read_run(folder) for folder in run_dirs])
+    if as_json:
+        shared.print_json({"report": str(page)})
+    else:
         shared.say(f"report: {page}")

@@ -252,7 +252,8 @@ def assign(values: dict[str, Any], key: str, value: Any, origin: str) -> None:
         if inner is None:
             inner = target[part] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"{origin}: {'.'.join(parts[: depth + 1])} is {inner!r}, not a section")
+            section = ".".join(parts[: depth + 1])
+            raise ConfigError(f"{origin}: {section} is {inner!r}, not a section; write a key of it, such as {key}=...")
         target = inner
     target[last] = value
 

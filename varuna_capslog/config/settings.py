@@ -191,6 +191,10 @@ class Train(Section):
     evaluate_every: int | None = Field(0, ge=0)
     """Steps between evaluations on the validation data; 0 evaluates at the end only, null never."""
 
+    stop_after_evaluations: int | None = Field(None, gt=0)
+    """Ends the run once so many evaluations in a row have not improved on the best one, by the first number of their
+    scores: the larger is better, but of a loss or perplexity the smaller. A resumed run counts on; null: never."""
+
     log_every: int = Field(1, gt=0)
     """Steps between refreshes of the terminal and the loggers; metrics.jsonl gets every step."""
 
@@ -252,6 +256,12 @@ class Train(Section):
             raise ValueError(
                 f"train.minibatch_size={self.minibatch_size} is not divisible by "
                 f"train.microbatch_size={self.microbatch_size}; choose sizes that divide"
+            )
+        if self.stop_after_evaluations is not None and not self.evaluate_every:
+            raise ValueError(
+                f"train.stop_after_evaluations={self.stop_after_evaluations} but train.evaluate_every="
+                f"{'null' if self.evaluate_every is None else 0}, so that none takes place before the end; set "
+                "train.evaluate_every to a number of steps"
             )
         if self.loss_scale != "dynamic":
             if self.precision != "float16":

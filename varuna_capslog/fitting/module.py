@@ -7,6 +7,7 @@ Outside training (eval mode, no gradients) the module's own forward runs.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import parse_bytes, parse_rate
 from varuna_capslog.fitting.search import Fit, Loop, SegmentedChain, StepSearch
+from varuna_capslog.model.batch_norm import warning_of_one_sample
 from varuna_capslog.model.capture import LEFT, capture_layers, captured_result, leave_behind, open_state
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import NeedsValues
@@ -24,6 +26,8 @@ from varuna_capslog.model.layer import in_training
 from varuna_capslog.model.python_state import PythonState
 
 __all__ = ["FittedModule", "fit"]
+
+_log = logging.getLogger(__name__)
 
 _Key = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype] | str, ...]]
 """Nesting of a call's arguments; shape and dtype of each tensor among them, text of each other value."""
@@ -98,6 +102,7 @@ class FittedModule(nn.Module):
         self._model = (model,)  # in a tuple it is no submodule
         self._budget, self._loss, self._cut_points, self._loop = budget, loss, cut_points, loop
         self._runs: dict[_Key, _Run] = {}
+        self._warned = False  # of batch norms over one sample
 
     @property
     def fits(self) -> list[Fit]:
@@ -131,10 +136,23 @@ class FittedModule(nn.Module):
         model = self._model[0]
         key = _key(_bound(model, args, kwargs))
         run = self._runs.get(key)
+        if run is None:
+            self._warn(key)
         if run is None or run.changed:
             options = self._budget, self._loss, self._cut_points, self._loop
             self._runs[key] = run = _Run.of(model, args, kwargs, options, run)
         return run
+
+    def _warn(self, key: _Key) -> None:
+        """Warn, once, of batch norms that see one sample at a time."""
+        if self._warned or not _has_one_sample(key):
+            return
+        model = self._model[0]
+        with in_training(model):
+            note = warning_of_one_sample(model.named_modules(), "the batch", "give larger batches")
+        if note is not None:
+            self._warned = True
+            _log.warning("%s", note)
 
 
 class _Run:
@@ -269,6 +287,12 @@ def _key(bound: Any) -> _Key:
     return str(spec), tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     )
+
+
+def _has_one_sample(key: _Key) -> bool:
+    """True where the tensors of such calls have one sample each; those without a dimension do not count."""
+    batches = {leaf[0][0] for leaf in key[1] if not isinstance(leaf, str) and leaf[0]}
+    return batches == {1}
 
 
 def _shapes(key: _Key) -> str:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model import fake_kernels as _shapes  # noqa: F401  (fake runs of experts in float32)
 
 __all__ = [
     "VALUE_ERRORS",

@@ -16,14 +16,18 @@ Choices where the text is silent or refers to tensors:
 - A recomputed layer runs from its own input, which stays; so layers do not change each other's savings, and Capuchin's
   case of recomputed sources does not occur.
 - Where copies take the device's own time, nothing overlaps.
-- Where a call's saved tensors leave the device only when the call has ended, as in this engine, nothing is swapped on a
-  stage with one microbatch in flight, as its backward follows immediately.
+- Where a call's saved tensors leave the device only when the call has ended, as in this engine, a swap frees nothing of
+  two of the calls in flight: at the peak of a stage one computes, and the copy of another is on its way. So nothing is
+  swapped on a stage with up to two microbatches in flight.
+- Where all layers are treated and the stage does not fit, each layer that the other way frees more of is treated that
+  way; where that does not fit either, the choice is made again without swaps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from varuna_capslog.planners.layerwise import Choice, Layerwise, StageChoice
@@ -41,10 +45,16 @@ class _Pick(NamedTuple):
 
 
 def treated_stage(chain: Layerwise, stage: int, first: int, end: int) -> StageChoice:
-    """Return layers first .. end-1 as stage `stage`, with the fewest picks of the greedy choice that make it fit; see
-    `Layerwise.fewest` where all picks together do not fit.
+    """Return layers first .. end-1 as stage `stage`, with the fewest picks of the greedy choice that make it fit; where
+    all picks together do not fit, with the fewest of the choice without a host tier; see `Layerwise.fewest` where these
+    do not either. So whether a stage fits does not depend on how fast the tier is.
     """
-    return chain.fewest(stage, first, end, lambda: _choices(chain, stage, first, end))
+    treated = chain.fewest(stage, first, end, lambda: _choices(chain, stage, first, end))
+    if not treated.lack or not any(chain.moved):
+        return treated
+    alone = replace(chain, moved=[0] * chain.num_layers)
+    recomputed = chain.fewest(stage, first, end, lambda: _choices(alone, stage, first, end))
+    return min(treated, recomputed, key=lambda choice: choice.lack)
 
 
 def overlapped_swaps(chain: Layerwise, stage: int, first: int, end: int) -> list[int]:
@@ -66,41 +76,56 @@ def overlapped_swaps(chain: Layerwise, stage: int, first: int, end: int) -> list
 
 
 def _choices(chain: Layerwise, stage: int, first: int, end: int) -> list[Choice]:
-    """Return the choices of the first pick, of the first two picks, and so on."""
+    """Return the choices of the first pick, of the first two picks, and so on; a later pick of a layer replaces the
+    earlier one.
+    """
     choices: list[Choice] = []
-    kinds: dict[int, str] = {}
-    cost = 0.0
+    picks: dict[int, _Pick] = {}
     for pick in _picks(chain, stage, first, end):
-        kinds[pick.layer] = pick.kind
-        cost += pick.seconds
-        choices.append((tuple(MemoryInterval(at, at + 1, kinds[at]) for at in sorted(kinds)), cost))
+        picks[pick.layer] = pick
+        cost = sum(chosen.seconds for chosen in picks.values())
+        choices.append((tuple(MemoryInterval(at, at + 1, picks[at].kind) for at in sorted(picks)), cost))
     return choices
 
 
 def _picks(chain: Layerwise, stage: int, first: int, end: int) -> Iterator[_Pick]:
     swapped = overlapped_swaps(chain, stage, first, end)
-    yield from (_Pick(layer, "offload", 0.0) for layer in swapped)
+    picks = [_Pick(layer, "offload", 0.0) for layer in swapped]
+    yield from picks
     busy, copied = chain.seconds(first, end), sum(map(chain.copy_seconds, swapped))
     remaining = [layer for layer in range(first, end) if layer not in swapped]
     while True:
         best: tuple[float, _Pick] | None = None
         for layer in remaining:
-            ways = []
-            if (moved := chain.moved_on(stage, layer)) > 0:
-                shown = _exposed_seconds(chain, layer, copied, busy, _free_seconds(chain, stage, layer, end, busy))
-                ways.append((moved, _Pick(layer, "offload", shown)))
-            if chain.freed[layer] > 0:
-                ways.append((chain.freed[layer], _Pick(layer, "recompute", chain.forward[layer])))
-            for saved, pick in ways:
+            for saved, pick in _ways(chain, stage, layer, end, copied, busy):
                 rate = saved / pick.seconds if pick.seconds > 0 else math.inf
                 if best is None or rate > best[0]:
                     best = rate, pick
         if best is None:
-            return
+            break
         pick = best[1]
         remaining.remove(pick.layer)
         copied += chain.copy_seconds(pick.layer) if pick.kind == "offload" else 0.0
+        picks.append(pick)
         yield pick
+    for pick in picks:
+        ways = _ways(chain, stage, pick.layer, end, copied, busy)
+        # of equal ways the recomputation, so that the last choice is the same for tiers of every speed
+        most = max(ways, key=lambda way: (way[0], way[1].kind == "recompute"))[1]
+        if most.kind != pick.kind:
+            copied += chain.copy_seconds(pick.layer) * (1 if most.kind == "offload" else -1)
+            yield most
+
+
+def _ways(chain: Layerwise, stage: int, layer: int, end: int, copied: float, busy: float) -> list[tuple[float, _Pick]]:
+    """Return the bytes that each way to treat a layer frees, of each call in flight, and the pick of this way."""
+    ways = list[tuple[float, _Pick]]()
+    if (moved := chain.moved_on(stage, layer)) > 0:
+        shown = _exposed_seconds(chain, layer, copied, busy, _free_seconds(chain, stage, layer, end, busy))
+        ways.append((moved, _Pick(layer, "offload", shown)))
+    if chain.freed[layer] > 0:
+        ways.append((chain.freed[layer], _Pick(layer, "recompute", chain.forward[layer])))
+    return ways
 
 
 def _free_seconds(chain: Layerwise, stage: int, layer: int, end: int, busy: float) -> float:

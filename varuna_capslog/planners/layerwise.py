@@ -182,9 +182,13 @@ class Layerwise:
         again = sum(sum(self.forward[interval.first : interval.end]) for interval in intervals if interval.recomputes)
         return StageChoice(first, end, intervals, self.seconds(first, end) + again, 0)
 
-    def moved_on(self, stage: int, layer: int) -> int:
-        """Return `moved` where the stage can offload the layer between its forward and its backward, else 0."""
-        return self.moved[layer] if self.swaps_within_calls or self.in_flight[stage] > 1 else 0
+    def moved_on(self, stage: int, layer: int) -> float:
+        """Return the bytes, at the peak of the stage, that offloading the layer saves, divided by its calls in flight.
+        Where calls keep what they save until they end, one call computes and the copy of another is on its way.
+        """
+        in_flight = self.in_flight[stage]
+        away = in_flight if self.swaps_within_calls else max(0, in_flight - 2)
+        return self.moved[layer] * (away / in_flight)
 
     def copy_seconds(self, layer: int) -> float:
         """Return the seconds of one copy of a layer's saved tensors of one microbatch, in one direction."""

@@ -591,6 +591,9 @@ def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
     largest = max(range(count), key=lambda layer: alone[layer])
     why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(alone[largest])} there"
     # another planner's numbers, by a closed form: this one would have to search for every number of devices
-    sentence = verdict.sentence(enough, why if alone[largest] > least else None, "planner exact under schedule varuna")
+    way = "planner exact under schedule varuna"
+    if enough is not None and enough > len(plan.ranks) + 1:
+        way += f", and perhaps fewer with planner {plan.planner}"
+    sentence = verdict.sentence(enough, why if alone[largest] > least else None, way)
     note = f"{sentence}; with {format_bytes(max(verdict.needed))} on every device this plan fits"
     return dataclasses.replace(plan, notes=(note,), shortfall=verdict.shortfall(enough))

@@ -265,11 +265,10 @@ class Ways:
         return _Way(intervals, earlier + ahead, least, key, self._own_order and bool(runs))
 
     def _copied(self, interval: MemoryInterval) -> int:
-        """Bytes that go to the host tier for each call."""
+        """Bytes that the play counts for the copy of one call, which are not those that leave the device."""
         if interval.recomputes:
-            assert self._chain.question is not None, "made by Layerwise.of_profile"
-            return self._chain.question.ranges.crossing[interval.first]
-        return sum(self._chain.moved[interval.first : interval.end])
+            return self._chain.entering[interval.first]
+        return sum(self._chain.copied[interval.first : interval.end])
 
     def _lists(self, stage: int, first: int, end: int) -> set[Intervals]:
         if end - first <= self._short:

@@ -7,21 +7,27 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.failures import losses_in_words
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.reports import markup
-from varuna_capslog.reports.markup import UNKNOWN, Markup, duration, moment, plain, plural
-from varuna_capslog.reports.memory import COLOURS, MOST_GENERATIONS, GenerationPeaks, draw_generations
+from varuna_capslog.reports.markup import UNKNOWN, Markup, duration, in_words, moment, plain, plural
+from varuna_capslog.reports.memory import COLOURS, MOST_GENERATIONS, GenerationPeaks, plot_generations
 from varuna_capslog.reports.run import Event, RunRecord, StepLine
-from varuna_capslog.reports.titles import title_of
 
-__all__ = ["KINDS", "Account", "account_of", "change_kind", "change_parts", "changes_in_short", "goodput_parts"]
+__all__ = [
+    "KINDS",
+    "Account",
+    "account_of",
+    "change_kind",
+    "change_parts",
+    "changes_in_short",
+    "event_words",
+    "goodput_parts",
+]
 
 
-_PICTURE = "generations.png"
 _MOST_ROWS = 60
 _BEGINNINGS = ("start", "resume", "morph")
 
@@ -47,7 +53,7 @@ def changes_in_short(run: RunRecord) -> str | None:
     )
 
 
-def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
+def change_parts(run: RunRecord) -> list[Markup]:
     """Return picture and table; nothing for a run that no member joined or left."""
     short = changes_in_short(run)
     waits = [event for event in run.events if event.kind == "waiting"]
@@ -58,16 +64,15 @@ def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
     generations = _generations(run, [event for event, _ in changes])
     shown = generations[-MOST_GENERATIONS:]
     if any(generation.stages for generation in shown):
-        draw_generations(folder / _PICTURE, title_of("Peak memory by generation", run.model, ""), shown)
         caption = "Peak memory of each stage by generation, which is what a time between two changes is called."
         if len(shown) < len(generations):
             caption += f" The last {len(shown)} of {len(generations)}."
         if any(generation.measured is None for generation in shown):
             caption += " A generation of a few steps is not measured."
-        parts.append(markup.figure(_PICTURE, "Bars of the memory of each stage, by generation", caption))
+        parts.append(markup.figure(plot_generations(shown), "Bars of the memory of each stage, by generation", caption))
     rows = [_row(event, words) for event, words in changes[-_MOST_ROWS:]]
     headings = ("time (UTC)", "step", "generation", "what happened", "devices", "cuts", "pause", "search", "moved")
-    parts.append(markup.table("change-table", headings, rows, left=(0, 3, 5)))
+    parts.append(markup.table("change-table", headings, rows, left=(3,)))
     if len(rows) < len(changes):
         parts.append(markup.paragraph(f"The last {len(rows)} of {len(changes)} are shown."))
     parts.append(
@@ -83,6 +88,12 @@ def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
         for event in {str(event.details.get("why")): event for event in waits}.values()
     ]
     return parts
+
+
+def event_words(event: Event) -> str:
+    """Return what an event tells in words: its reason first, then every number with its unit; zeros are left out."""
+    reasons = [str(reason) for reason in _listed(event.details.get("why")) or [event.details.get("why")] if reason]
+    return "; ".join([*reasons, *in_words({key: entry for key, entry in event.details.items() if key != "why"})])
 
 
 def _changes(events: Sequence[Event]) -> list[tuple[Event, str]]:
@@ -172,7 +183,7 @@ def _listed(value: Any) -> list[Any]:
 KINDS: Mapping[str, str] = {
     "productive": "steps that count: the last time that each was made",
     "repeated": "steps that were made again later, and the part of a step that a loss broke off",
-    "paused": "between the last step before a change of the devices and the first one after it, but for what follows",
+    "paused": "changes of the devices, without their waiting, checkpoints and broken-off steps, which have rows here",
     "waiting": "waiting for devices",
     "checkpointing": "standing still for a checkpoint",
     "evaluating": "evaluations, with what else happens between the two steps",
@@ -186,9 +197,12 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Account:
-    """Seconds by kind, in the order of `KINDS`."""
+    """Seconds by kind, in the order of `KINDS`; pauses: those of them between the last step before a change of the
+    devices and the first one after it.
+    """
 
     seconds: Mapping[str, float]
+    pauses: Mapping[str, float]
 
     @property
     def total(self) -> float:
@@ -213,11 +227,8 @@ def account_of(run: RunRecord) -> Account | None:
     steps = [line for line in run.every_step if line.time is not None and line.step_seconds is not None]
     if not steps or len(steps) < len(run.every_step):
         return None
-    return Account(
-        _Ledger(
-            steps, run.events, {(evaluation.step, evaluation.generation) for evaluation in run.evaluations}
-        ).account()
-    )
+    evaluated = {(evaluation.step, evaluation.generation) for evaluation in run.evaluations}
+    return _Ledger(steps, run.events, evaluated).account()
 
 
 class _Ledger:
@@ -232,15 +243,18 @@ class _Ledger:
         self._evaluated = evaluated
         self._stalls: dict[tuple[int | None, int | None], float] = defaultdict(float)
         self._broken_off: dict[int | None, float] = {}
+        self._pauses: dict[int | None, float] = {}
         for event in self._events:
             if event.kind == "checkpoint":
                 self._stalls[event.step, event.generation] += _seconds_of(event, "stall_seconds")
             elif event.kind in ("morph", "resume"):
                 self._broken_off.setdefault(event.generation, _seconds_of(event, "lost_step_seconds"))
+                if (pause := _number(event, "pause_seconds")) is not None:
+                    self._pauses.setdefault(event.generation, pause)
         self._last = {line.step: number for number, line in enumerate(self._steps)}
-        self._found = dict.fromkeys(KINDS, 0.0)
+        self._found, self._in_pauses = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
 
-    def account(self) -> dict[str, float]:
+    def account(self) -> Account:
         """Return seconds by kind."""
         first = self._steps[0]
         begin = _begin(first)
@@ -255,7 +269,7 @@ class _Ledger:
                 begin = max(end, _begin(following))
                 self._before_a_step(end, begin, line, following)
         self._found["ending"] += max([end, *self._times[-1:]]) - end
-        return self._found
+        return Account(self._found, self._in_pauses)
 
     def _before_a_step(self, begin: float, end: float, before: StepLine | None, after: StepLine) -> None:
         """Account for the time without a step before a step begins."""
@@ -269,12 +283,22 @@ class _Ledger:
             self._found["not running"] += launched - stopped
             self._found["starting"] += end - launched
             return
+        changes = before.generation != after.generation
         remaining_seconds = end - begin
+        if changes and after.generation in self._pauses:
+            # the event's own number is the length of the pause, so that every table tells the same one
+            remaining_seconds = min(remaining_seconds, self._pauses[after.generation])
+            self._found["between steps"] += end - begin - remaining_seconds
         for kind, seconds in self._known(end, inside, before, after):
             taken = min(remaining_seconds, max(0.0, seconds))
-            self._found[kind] += taken
+            self._spend(kind, taken, changes)
             remaining_seconds -= taken
-        self._found["between steps" if before.generation == after.generation else "paused"] += remaining_seconds
+        self._spend("paused" if changes else "between steps", remaining_seconds, changes)
+
+    def _spend(self, kind: str, seconds: float, in_pause: bool) -> None:
+        self._found[kind] += seconds
+        if in_pause:
+            self._in_pauses[kind] += seconds
 
     def _known(self, end: float, inside: Sequence[Event], before: StepLine, after: StepLine) -> list[tuple[str, float]]:
         """Return the known events between two steps, as kinds with their longest possible seconds."""
@@ -313,6 +337,12 @@ def goodput_parts(run: RunRecord) -> list[Markup]:
     for kind, meaning in KINDS.items():
         if (seconds := account.seconds[kind]) > 0:
             share = seconds / account.total
-            rows.append([kind, duration(seconds), f"{100 * share:.2f} %", markup.cell_bar(share), meaning])
-    rows.append(["all", duration(account.total), "100.00 %", "", ""])
-    return [markup.table("goodput-table", ("kind", "time", "share", "", "what it is"), rows, left=(0, 3, 4))]
+            words = markup.described(kind, meaning)
+            rows.append([words, duration(seconds), f"{100 * share:.2f} %", markup.cell_bar(share)])
+    rows.append(["all", duration(account.total), "100.00 %", ""])
+    parts = [markup.table("goodput-table", ("kind", "time", "share", ""), rows, left=(0, 3))]
+    inside = [f"{kind} {duration(seconds)}" for kind, seconds in account.pauses.items() if seconds > 0]
+    if inside:
+        total = duration(sum(account.pauses.values()))
+        parts.append(markup.paragraph(f"The pauses of all changes of the devices, {total}, are: {', '.join(inside)}."))
+    return parts

@@ -1,266 +1,35 @@
-"""Curves over the steps of a run: loss and its parts, gradient norm, learning rate, the run's events, and scores.
-
-All points are drawn, with gaps where a number is missing.
-"""
+"""Pictures from before a run, for the commands `compare`, `front` and `simulate --trace`."""
 
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.planning.comparison import Row
 from varuna_capslog.planning.trace_replay import Replay
-from varuna_capslog.reports.changes import change_kind
 from varuna_capslog.reports.markup import duration, significant
-from varuna_capslog.reports.memory import COLOURS
-from varuna_capslog.reports.run import Evaluation, Event, StepLine
 from varuna_capslog.reports.style import (
     ALARM,
     AMBER,
     BLUE,
-    GREEN,
     GREY,
-    INK,
-    LINES,
     SKY,
     byte_unit,
     head_picture,
     name_rows,
     picture,
     second_unit,
-    shorten,
     title_picture,
 )
-from varuna_capslog.training.journal import goodness
 
-__all__ = ["FrontPoint", "draw_comparison", "draw_front", "draw_replay", "draw_scores", "draw_training", "main_parts"]
-
-
-_ROUTINE = frozenset({"checkpoint"})
-"""Kinds of events that happen often and change nothing; they get a mark but no line through the plots."""
-_CAUSES = frozenset({"notice", "lost", "join"})
-"""Kinds of events that cause a change of the devices; the line through the plots marks the change itself."""
-_ORDER = ("start", "resume", "error", "", "notice", "lost", "join", "morph", "checkpoint", "stop")
-"""Order of the rows of the strip; other kinds go to the empty place."""
-_ABOVE: dict[str, Any] = {
-    "loc": "lower left",
-    "bbox_to_anchor": (0, 1),
-    "borderaxespad": 0.3,
-    "borderpad": 0,
-    "columnspacing": 1.3,
-    "handlelength": 1.6,
-}
-"""Legends are above the plot, where no curve can run behind them."""
-_LOSS_SMOOTHING = 50
-"""The window of a smoothed loss is the run's length divided by this number."""
-
-
-def main_parts(steps: Sequence[StepLine]) -> tuple[list[str], list[str]]:
-    """Return the loss parts with a colour, at most as many as there are colours, and the others.
-
-    A name that ends in a number (`loss_bbox_3`, the auxiliary losses of DETR) is one of the others if the name without
-    it is there.
-    """
-    names = list(dict.fromkeys(name for line in steps for name in line.parts))
-    main = [name for name in names if (bare := re.sub(r"[._]\d+$", "", name)) == name or bare not in names]
-    chosen = main[: len(LINES)]
-    return chosen, [name for name in names if name not in chosen]
-
-
-def draw_training(
-    path: Path, title: str, steps: Sequence[StepLine], events: Sequence[Event], clip_norm: float | None
-) -> None:
-    """Draw loss, its parts, gradient norm (with the clipping limit, if any) and learning rate over one axis of steps.
-
-    Events of a known step are in a strip on top, one row per kind.
-    """
-    x = [line.step for line in steps]
-    marks = [event for event in events if event.step is not None and event.step <= x[-1]]
-    kinds = list(dict.fromkeys(event.kind for event in marks))
-    kinds.sort(key=lambda kind: _ORDER.index(kind) if kind in _ORDER else _ORDER.index(""))
-    main, others = main_parts(steps)
-    panels = _panels(main)
-    heights = [0.2 * len(kinds) + 0.1] * bool(kinds) + [2.5] + [2.2, 1.4][: len(panels)] + [1.3, 1.0]
-    with picture(path, height=sum(heights) + 1.4) as figure:
-        title_picture(figure, title)
-        rows = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-        plots = rows[1:] if kinds else rows
-        if kinds:
-            _event_strip(rows[0], marks, kinds)
-        for mark in marks:
-            if mark.kind not in _ROUTINE | _CAUSES:
-                strong = mark.kind == "morph"
-                look = {"linewidth": 1.2 if strong else 0.7, "alpha": 0.9 if strong else 0.6}
-                for axes in plots:
-                    axes.axvline(_place(mark), color=_colour(mark, GREY), zorder=1, **look)
-        loss = _column([line.loss for line in steps])
-        axes = plots[0]
-        _loss_curve(axes, x, loss)
-        _scale(axes, loss, "loss")
-        for axes, (label, names) in zip(plots[1:], panels, strict=False):
-            _part_curves(axes, x, steps, names, others if label == "loss parts" else [], label)
-        axes = plots[-2]
-        norms = _column([line.grad_norm for line in steps])
-        _line(axes, x, norms, color=BLUE, linewidth=1.0)
-        if clip_norm:
-            axes.axhline(clip_norm, color=ALARM, linestyle="--", linewidth=1.0, label=f"clipped to {clip_norm:g}")
-            axes.legend(**_ABOVE)
-        _scale(axes, norms, "gradient norm")
-        axes = plots[-1]
-        rates = _column([line.lr for line in steps])
-        _line(axes, x, rates, color=BLUE)
-        axes.set_ylabel("learning\nrate")
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=False)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("optimizer step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
-        axes.set_xlim(min([x[0] - 1, *map(_place, marks)]), x[-1] + 0.01 * (x[-1] - x[0]) + 0.2)
-        for axes in plots:
-            axes.grid(True)
-        figure.align_ylabels(plots)
-
-
-def draw_scores(path: Path, title: str, evaluations: Sequence[Evaluation], names: Sequence[str]) -> None:
-    """Draw the named scores over steps, a mark per evaluation, the best of each with a ring and its value."""
-    x = [evaluation.step for evaluation in evaluations]
-    with picture(path, height=3.3) as figure:
-        axes = figure.add_subplot()
-        for number, name in enumerate(names):
-            values = _column([evaluation.scores.get(name) for evaluation in evaluations])
-            if np.all(np.isnan(values)):
-                continue
-            colour = LINES[number % len(LINES)]
-            axes.plot(x, values, color=colour, label=name, marker="o" if number == 0 else "s", markersize=3.5)
-            best = int(np.nanargmax([goodness(name, value) for value in values]))
-            axes.plot(x[best], values[best], marker="o", markersize=9, markerfacecolor="none", color=colour)
-            axes.annotate(
-                f"{values[best]:.3f}",
-                (x[best], values[best]),
-                (0, 8),
-                textcoords="offset points",
-                ha="center",
-                color=INK,
-                fontsize=8.5,
-            )
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel("score")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
-        axes.margins(x=0.05, y=0.18)
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-        axes.grid(True)
-        head_picture(figure, title, ncols=len(names))
-
-
-def _event_strip(axes: Axes, marks: Sequence[Event], kinds: Sequence[str]) -> None:
-    for row, kind in enumerate(kinds):
-        mine = [mark for mark in marks if mark.kind == kind]
-        for colour in dict.fromkeys(_colour(mark, INK) for mark in mine):
-            where = [_place(mark) for mark in mine if _colour(mark, INK) == colour]
-            look: dict[str, Any] = {
-                "marker": "|",
-                "markersize": 8,
-                "markeredgewidth": 1.4,
-                "color": colour,
-                "clip_on": False,
-            }
-            axes.plot(where, [row] * len(where), linestyle="", **look)
-    name_rows(axes, kinds)
-    axes.tick_params(axis="both", length=0, labelsize=8, labelbottom=False, pad=10)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def _place(mark: Event) -> float:
-    """Return an event's position on the axis: a change of devices before its first step, its cause after the last."""
-    assert mark.step is not None, "only events of a known step are drawn"
-    return mark.step + {"morph": -0.5, "lost": 0.5}.get(mark.kind, 0)
-
-
-def _colour(mark: Event, usual: str) -> str:
-    if mark.kind == "morph":
-        return COLOURS.get(change_kind(mark), usual)
-    kinds = {"error": ALARM, "lost": ALARM, "notice": AMBER, "join": GREEN, **dict.fromkeys(_ROUTINE, GREY)}
-    return kinds.get(mark.kind, usual)
-
-
-def _loss_curve(axes: Axes, x: Sequence[int], loss: np.ndarray[Any, Any]) -> None:
-    window = len(x) // _LOSS_SMOOTHING
-    if window < 3 or np.isnan(loss).any():
-        _line(axes, x, loss, color=BLUE, label="loss")
-        return
-    _line(axes, x, loss, color=SKY, linewidth=0.9, label="loss of each step")
-    place = np.arange(len(x))
-    # windows shrink towards both ends so that they stay centred: a falling loss is not lifted
-    half = np.minimum(np.minimum(place, len(x) - 1 - place), window // 2)
-    sums = np.concatenate([[0.0], np.cumsum(loss)])
-    smooth = (sums[place + half + 1] - sums[place - half]) / (2 * half + 1)
-    axes.plot(x, smooth, color=BLUE, label=f"mean of {2 * (window // 2) + 1} steps")
-    axes.legend(ncols=2, **_ABOVE)
-
-
-def _panels(main: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return a panel for losses and one for other parts (`class_error`, in percent), which need another scale."""
-    losses = [name for name in main if name.startswith("loss")]
-    other_parts = [name for name in main if name not in losses]
-    if not losses or not other_parts:
-        return [("loss parts", list(main))] if main else []
-    return [("loss parts", losses), ("other parts", other_parts)]
-
-
-def _part_curves(
-    axes: Axes, x: Sequence[int], steps: Sequence[StepLine], main: Sequence[str], others: Sequence[str], label: str
-) -> None:
-    for number, name in enumerate(others):
-        values = _column([line.parts.get(name) for line in steps])
-        others_label = f"{len(others)} more" if number == 0 else None
-        _line(axes, x, values, color="#c9d0d6", linewidth=0.6, label=others_label)
-    # the legend is one row: names are cut only where all of them together are too long for it
-    longest = 60 if sum(map(len, main)) <= 60 else 60 // len(main)
-    everything = []
-    for name, colour in zip(main, LINES, strict=False):
-        values = _column([line.parts.get(name) for line in steps])
-        everything.append(values)
-        _line(axes, x, values, color=colour, linewidth=1.1, label=shorten(name, longest))
-    _scale(axes, np.concatenate(everything), label)
-    handles, labels = axes.get_legend_handles_labels()
-    # colours first, the grey rest last
-    order = sorted(range(len(labels)), key=lambda index: index < bool(others))
-    axes.legend([handles[i] for i in order], [labels[i] for i in order], ncols=len(labels), **_ABOVE)
-
-
-def _line(axes: Axes, x: Sequence[int], values: np.ndarray[Any, Any], **look: Any) -> None:
-    axes.plot(x, values, marker="o" if len(x) < 25 else None, markersize=3, **look)
-
-
-def _scale(axes: Axes, values: np.ndarray[Any, Any], name: str) -> None:
-    """Set a logarithmic scale where all values are positive and span more than a factor of 30; else start at 0 if no
-    value is negative.
-    """
-    finite = values[~np.isnan(values)]
-    axes.set_ylabel(name)
-    if finite.size and finite.min() > 0 and finite.max() / finite.min() > 30:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    elif finite.size and finite.min() >= 0:
-        axes.set_ylim(0, 1.12 * finite.max() or 1.0)
-
-
-def _column(values: Sequence[float | None]) -> np.ndarray[Any, Any]:
-    """Return the values, with NaN for None."""
-    return np.array(values, dtype=float)
-
-
-# -- Pictures from before a run, for the commands `compare`, `front` and `simulate --trace`.
+__all__ = ["FrontPoint", "draw_comparison", "draw_front", "draw_replay"]
 
 
 _MARKS = {"leave": (AMBER, "leave, announced"), "crash": (ALARM, "crash"), "stop": (ALARM, "nothing fits")}

@@ -1,35 +1,46 @@
 """HTML elements of a report, and its style sheet.
 
-Every text that comes from a run is escaped here and nowhere else. No scripts, no fonts, nothing from the network: a
-page must read the same from a zipped folder in ten years.
+Every text that comes from a run is escaped here, as HTML or as JSON, and nowhere else. A page is one file: pictures,
+plotly.js and data are inside, and its policy refuses every request to the network.
 """
 
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from typing import Any, NamedTuple
 
+from varuna_capslog.base.errors import needed
 from varuna_capslog.base.tables import printable
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.reports.plots import Plot
 
 __all__ = [
     "UNKNOWN",
+    "Box",
     "Markup",
     "cell_bar",
     "code",
+    "described",
     "duration",
     "facts",
     "figure",
+    "folded",
     "gallery",
+    "in_words",
     "join",
     "moment",
     "note",
     "page",
     "paragraph",
     "percent",
+    "picture",
     "plain",
     "plural",
     "preformatted",
+    "script_json",
     "section",
     "significant",
     "table",
@@ -45,22 +56,58 @@ def escape(text: str) -> str:
     return html.escape("\n".join(map(printable, text.split("\n"))))
 
 
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""Nothing is loaded and nothing is sent: not by the page, by plotly.js, or by a text that was taken for markup."""
+_DRAW = """\
+const draw = (place) => {
+  const figure = JSON.parse(place.nextElementSibling.textContent);
+  figure.layout.showlegend = figure.data.length > 1 && (innerWidth > 600 || figure.data.length < 8);
+  figure.layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
+  const buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]];
+  Plotly.newPlot(place, figure.data, figure.layout,
+    {responsive: true, displaylogo: false, modeBarButtons: buttons});
+};
+const shown = new IntersectionObserver((entries) => entries.forEach((entry) => {
+  if (entry.isIntersecting) { shown.unobserve(entry.target); draw(entry.target); }
+}), {rootMargin: "100000px 0px"});
+document.querySelectorAll(".plot").forEach((place) => shown.observe(place));
+"""
+"""Hands every figure to plotly.js once it has a width: those in a folded part when it is opened."""
+
+
 def page(title: str, subtitle: str, sections: Sequence[Markup]) -> Markup:
-    """Return the whole document."""
+    """Return the whole document. Raises CapslogError where plotly is not installed."""
+    with needed("a report"):
+        from plotly.offline import get_plotlyjs
+
     return Markup(
         "<!DOCTYPE html>\n"
         '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n<main>\n"
         f"<header>\n<h1>{escape(title)}</h1>\n<p>{escape(subtitle)}</p>\n</header>\n"
         + "\n".join(sections)
-        + "\n</main>\n</body>\n</html>\n"
+        + f"\n</main>\n<script>{get_plotlyjs()}</script>\n<script>\n{_DRAW}</script>\n</body>\n</html>\n"
     )
 
 
-def section(name: str, heading: str, parts: Sequence[Markup]) -> Markup:
-    """Return a part of the page; `name` is its anchor."""
-    return Markup(f'<section id="{escape(name)}">\n<h2>{escape(heading)}</h2>\n' + "\n".join(parts) + "\n</section>\n")
+def section(name: str, heading: str, parts: Sequence[Markup], folded: bool = False) -> Markup:
+    """Return a part of the page; `name` is its anchor. folded: the reader opens it."""
+    head, content = f"<h2>{escape(heading)}</h2>\n", "\n".join(parts)
+    if folded:
+        return Markup(f'<section id="{escape(name)}">\n{_folded(head, content)}\n</section>\n')
+    return Markup(f'<section id="{escape(name)}">\n{head}{content}\n</section>\n')
+
+
+def folded(heading: str, parts: Sequence[Markup]) -> Markup:
+    """Return parts of a section that the reader opens."""
+    return _folded(escape(heading), "\n".join(parts))
+
+
+def _folded(head: str, content: str) -> Markup:
+    return Markup(f"<details>\n<summary>{head}</summary>\n{content}\n</details>")
 
 
 def paragraph(text: str) -> Markup:
@@ -83,22 +130,71 @@ def code(text: str) -> Markup:
     return Markup(f"<code>{escape(text)}</code>")
 
 
-def figure(source: str, description: str, caption: str) -> Markup:
-    """Return a picture from a file beside the page; `description` is its alternative text."""
+def figure(drawn: Plot, description: str, caption: str) -> Markup:
+    """Return a picture that plotly.js draws; `description` is its alternative text."""
+    height = drawn["layout"]["height"]
     return Markup(
-        f'<figure>\n<img src="{escape(source)}" alt="{escape(description)}">\n'
-        f"<figcaption>{_inner(caption)}</figcaption>\n</figure>"
+        f'<figure>\n<div class="plot" role="img" aria-label="{escape(description)}" '
+        f'style="height:{height:d}px"></div>\n'
+        f'<script type="application/json">{script_json(drawn)}</script>\n'
+        + (f"<figcaption>{_inner(caption)}</figcaption>\n</figure>" if caption else "</figure>")
     )
 
 
-def gallery(sources: Mapping[str, str]) -> Markup:
-    """Return pictures side by side, each a link to itself in full size; source -> caption."""
-    items = (
-        f'<figure><a href="{escape(source)}"><img src="{escape(source)}" alt="{escape(caption)}"></a>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-        for source, caption in sources.items()
+def script_json(value: object) -> str:
+    """Return JSON that no text in it can end: no character of a tag or a comment, and ASCII alone."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def picture(jpeg: str, width: int, height: int, caption: str, boxes: Sequence[Box] = ()) -> Markup:
+    """Return a picture with boxes, each shown while its score reaches the page's threshold.
+
+    jpeg: in base64. width, height: of the picture, in whose pixels the boxes are.
+    """
+    size = max(width / 24, height / 20)
+    return Markup(
+        f'<figure><svg viewBox="0 0 {width:d} {height:d}" role="img" aria-label="{escape(caption)}">'
+        f'<image href="data:image/jpeg;base64,{escape(jpeg)}" width="{width:d}" height="{height:d}"/>'
+        + "".join(_box(box, size) for box in boxes)
+        + f"</svg><figcaption>{escape(caption)}</figcaption></figure>"
     )
-    return Markup('<div class="gallery">\n' + "\n".join(items) + "\n</div>")
+
+
+class Box(NamedTuple):
+    """Box of corners x0 y0 x1 y1 in a picture, with its name and score."""
+
+    corners: Sequence[float]
+    name: str
+    score: float
+    colour: str
+
+
+def _box(box: Box, size: float) -> str:
+    x0, y0, x1, y1 = box.corners
+    place = f'x="{x0:.1f}" y="{y0:.1f}" width="{max(0, x1 - x0):.1f}" height="{max(0, y1 - y0):.1f}"'
+    baseline = y0 - 0.3 * size if y0 > 1.3 * size else y0 + 1.1 * size
+    return (
+        f'<g class="box" style="--score:{box.score:.3f};color:{box.colour}"><rect {place}/>'
+        f'<text x="{x0 + 0.2 * size:.1f}" y="{baseline:.1f}" font-size="{size:.1f}">'
+        f"{escape(box.name)} {box.score:.2f}</text></g>"
+    )
+
+
+def gallery(pictures: Sequence[Markup], threshold: float | None = None) -> Markup:
+    """Return pictures side by side; threshold: the first position of a slider that hides boxes of lower scores."""
+    slider = ""
+    if threshold is not None:
+        move = "this.closest('.samples').style.setProperty('--threshold',this.value);"
+        move += "this.nextElementSibling.value=this.value"
+        slider = (
+            '<p><label>boxes with a score of at least <input type="range" min="0.05" max="0.95" step="0.05" '
+            f'value="{threshold}" oninput="{move}"> <output>{threshold}</output></label></p>\n'
+        )
+    style = "" if threshold is None else f' style="--threshold:{threshold}"'
+    return Markup(
+        f'<div class="samples"{style}>\n{slider}<div class="gallery">\n' + "\n".join(pictures) + "\n</div></div>"
+    )
 
 
 def facts(name: str, rows: Mapping[str, str]) -> Markup:
@@ -106,19 +202,29 @@ def facts(name: str, rows: Mapping[str, str]) -> Markup:
     body = "".join(
         f'<tr><th scope="row">{escape(key)}</th><td>{_inner(value)}</td></tr>\n' for key, value in rows.items()
     )
-    return Markup(f'<table class="facts" id="{escape(name)}">\n<tbody>\n{body}</tbody>\n</table>')
+    return Markup(
+        f'<div class="wide"><table class="facts" id="{escape(name)}">\n<tbody>\n{body}</tbody>\n</table></div>'
+    )
 
 
-def table(name: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Markup:
-    """Return a table of numbers, set to the right; the columns in `left` hold text."""
+def table(
+    name: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), most_beside: int = 4
+) -> Markup:
+    """Return a table of numbers, set to the right; the columns in `left` hold text. On a narrow screen, a row of more
+    than `most_beside` cells is a block, with a line and its heading for each cell.
+    """
 
     def cells(tag: str, row: Sequence[str]) -> str:
         kind = ("", ' class="left"')
-        return "".join(f"<{tag}{kind[column in left]}>{_inner(value)}</{tag}>" for column, value in enumerate(row))
+        names = [f' data-name="{escape(heading)}"' if tag == "td" else "" for heading in headings]
+        return "".join(
+            f"<{tag}{kind[column in left]}{names[column]}>{_inner(value)}</{tag}>" for column, value in enumerate(row)
+        )
 
     body = "".join(f"<tr>{cells('td', row)}</tr>\n" for row in rows)
+    stacked = ' class="stacked"' if len(headings) > most_beside else ""
     return Markup(
-        f'<div class="wide"><table id="{escape(name)}">\n<thead><tr>{cells("th", headings)}</tr></thead>\n'
+        f'<div class="wide"><table{stacked} id="{escape(name)}">\n<thead><tr>{cells("th", headings)}</tr></thead>\n'
         f"<tbody>\n{body}</tbody>\n</table></div>"
     )
 
@@ -126,6 +232,11 @@ def table(name: str, headings: Sequence[str], rows: Sequence[Sequence[str]], lef
 def join(*parts: str) -> Markup:
     """Return the parts one after the other; parts that are not HTML yet are escaped."""
     return Markup("".join(_inner(part) for part in parts))
+
+
+def described(name: str, meaning: str) -> Markup:
+    """Return a name with its meaning in small type below it, for a table's cell."""
+    return Markup(f"{escape(name)}<small>{escape(meaning)}</small>")
 
 
 def cell_bar(share: float) -> Markup:
@@ -138,40 +249,75 @@ def _inner(text: str) -> str:
 
 
 _STYLE = """\
-:root { color-scheme: light; }
+:root { color-scheme: light dark; --ink: #22303c; --soft: #5c6873; --line: #dfe4e8; --pale: #eceff2; --page: #f6f7f8;
+  --card: #fff; --blue: #2a6bab; --amber: #d9962b; }
+@media (prefers-color-scheme: dark) { :root { --ink: #dfe5ea; --soft: #a3afba; --line: #36414b; --pale: #2a333c;
+  --page: #10151a; --card: #181f26; --blue: #62a5e0; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: #f6f7f8; color: #22303c;
+body { margin: 0; background: var(--page); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", Arial, sans-serif; }
-main { max-width: 66rem; margin: 0 auto; padding: 3rem 3.2rem 4rem; background: #fff; min-height: 100vh; }
-header { border-bottom: 3px solid #2a5f8f; padding-bottom: .9rem; }
-h1 { font-size: 1.9rem; line-height: 1.2; margin: 0; overflow-wrap: anywhere; }
-header p { margin: .4rem 0 0; color: #5c6873; }
+main { max-width: 66rem; margin: 0 auto; padding: 3rem 3.2rem 4rem; background: var(--card); min-height: 100vh; }
+header { border-bottom: 3px solid var(--blue); padding-bottom: .9rem; }
+h1 { font-size: 1.9rem; line-height: 1.2; margin: 0; overflow-wrap: break-word; }
+header p { margin: .4rem 0 0; color: var(--soft); }
 h2 { font-size: 1.25rem; margin: 2.8rem 0 .8rem; }
-p { max-width: 46rem; margin: .7rem 0; }
-.note { color: #5c6873; border-left: 3px solid #e8b44f; padding: .1rem 0 .1rem .8rem; overflow-wrap: anywhere; }
+p { max-width: 46rem; margin: .7rem 0; overflow-wrap: break-word; }
+.note { color: var(--soft); border-left: 3px solid var(--amber); padding: .1rem 0 .1rem .8rem; }
+details { margin: .6rem 0; }
+summary { cursor: pointer; color: var(--blue); }
+summary h2 { display: inline-block; margin: .5rem 0; color: var(--ink); }
 figure { margin: 1.2rem 0 1.6rem; }
-figure img { display: block; width: 100%; height: auto; }
-figcaption { margin-top: .5rem; max-width: 46rem; font-size: .88rem; line-height: 1.45; color: #5c6873; }
-pre { max-width: 46rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+figcaption { margin-top: .5rem; max-width: 46rem; font-size: .88rem; line-height: 1.45; color: var(--soft);
+  overflow-wrap: break-word; }
+pre { max-width: 46rem; white-space: pre-wrap; overflow-wrap: break-word; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .9rem; line-height: 1.4; font-variant-numeric: tabular-nums; }
-th, td { padding: .32rem .8rem; border-bottom: 1px solid #e3e7ea; text-align: right; vertical-align: top; }
+th, td { padding: .32rem .8rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 td { white-space: nowrap; }
 th { font-weight: 600; }
-thead th { border-bottom: 1.5px solid #8a949e; }
+thead th { border-bottom: 1.5px solid var(--soft); }
 .left, .facts th, .facts td { text-align: left; }
-td.left, .facts td { white-space: normal; overflow-wrap: anywhere; }
+td.left, .facts td { white-space: normal; }
+td.left { min-width: 5rem; }
+td small { display: block; max-width: 30rem; color: var(--soft); }
 .facts { width: 100%; }
-.facts th { width: 15rem; padding-left: 0; font-weight: 400; color: #5c6873; }
+.facts th { width: 15rem; padding-left: 0; font-weight: 400; color: var(--soft); }
 code { font: .92em/1.4 ui-monospace, "SF Mono", Consolas, "DejaVu Sans Mono", monospace; }
-.bar { display: inline-block; width: 9rem; height: .7em; background: #eceff2; }
-.bar span { display: block; height: 100%; background: #2a5f8f; }
-.gallery { display: flex; flex-wrap: wrap; gap: 1.4rem 1.2rem; }
-.gallery figure { margin: 0; flex: 1 1 17rem; max-width: 28rem; }
-.gallery figcaption { overflow-wrap: anywhere; }
-@media (max-width: 50rem) { main { padding: 1.5rem 1rem; } .facts th { width: 8rem; } }
+.bar { display: inline-block; width: 9rem; height: .7em; background: var(--pale); }
+.bar span { display: block; height: 100%; background: var(--blue); }
+.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(15rem, 1fr)); gap: 1.2rem; }
+.gallery figure { margin: 0; }
+.gallery svg { display: block; width: 100%; aspect-ratio: 4 / 3; background: var(--pale); }
+.box { opacity: calc(1000 * (var(--score) - var(--threshold) + .0005)); }
+.box rect { fill: none; stroke: currentColor; stroke-width: 2px; vector-effect: non-scaling-stroke; }
+.box text { fill: #fff; stroke: currentColor; stroke-width: .22em; paint-order: stroke; font-weight: 600; }
+input[type=range] { vertical-align: middle; width: 12rem; max-width: 100%; accent-color: var(--blue); }
+.plot .main-svg text:not(.bartext-inside) { fill: var(--ink) !important; }
+.plot .heatmap-label { font-weight: 600; }
+.plot .gridlayer path { stroke: var(--line) !important; }
+.plot .hoverlayer .legend .bg, .plot .hoverlayer .hovertext path { fill: var(--card) !important;
+  stroke: var(--soft) !important; }
+.plot .modebar-group { background: none !important; }
+.plot .modebar-btn path { fill: var(--soft) !important; }
+@media (max-width: 50rem) {
+  main { padding: 1.5rem 1rem; }
+  th, td { padding: .32rem .5rem; }
+  .facts, .facts tbody, .facts tr, .facts th, .facts td { display: block; width: auto; }
+  .facts th { border: 0; padding: .5rem 0 0; }
+  .facts td { padding: 0 0 .4rem; overflow-wrap: break-word; }
+  .stacked, .stacked tbody, .stacked tr, .stacked td { display: block; }
+  .stacked thead { display: none; }
+  .stacked tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  .stacked td, .stacked td.left { border: 0; padding: .05rem 0; text-align: left; white-space: normal;
+    overflow-wrap: break-word; }
+  .stacked td::before { content: attr(data-name) ": "; color: var(--soft); }
+  .stacked td[data-name=""] { font-weight: 600; }
+  .stacked td[data-name=""]::before { content: none; }
+  td:has(.bar), :is(th, td):empty, .modebar { display: none; }
+}
 @media print {
-  body { background: #fff; font-size: 10.5pt; }
+  body, main { background: #fff; }
+  body { font-size: 10.5pt; }
   main { max-width: none; padding: 0; }
   figure, tr { break-inside: avoid; }
   h2 { break-after: avoid; }
@@ -226,6 +372,32 @@ def plain(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(plain(entry) for entry in value)}]"
     return UNKNOWN if value is None else str(value)
+
+
+def in_words(details: Mapping[str, Any], longest: int = 200) -> list[str]:
+    """Return a text such as "step time 12.3 ms" for each entry of a JSON object, with the unit that its key names; of
+    what is longer than `longest` characters its length. Zeros and what is empty are left out.
+    """
+    words = []
+    for key, entry in details.items():
+        name, number = key.replace("_", " "), isinstance(entry, (int, float)) and not isinstance(entry, bool)
+        if not entry:
+            continue
+        if number and (key.endswith("seconds") or key == "deadline"):
+            words.append(f"{name.removesuffix('seconds').strip() or 'took'} {duration(entry)}")
+        elif number and key.endswith("bytes"):
+            words.append(f"{name.removesuffix('bytes').strip()} {format_bytes(int(entry))}")
+        elif isinstance(entry, dict):
+            words += [f"{name} ({', '.join(inner)})"] if (inner := in_words(entry, longest)) else []
+        elif entry is True:
+            words.append(name)
+        elif len(text := plain(entry)) > longest:
+            words.append(
+                f"{name} of {len(entry):,}" if isinstance(entry, (list, tuple)) else f"{name} {text[:longest]}…"
+            )
+        else:
+            words.append(f"{name} {text}")
+    return words
 
 
 def plural(number: int, noun: str, ending: str = "s") -> str:

@@ -12,21 +12,19 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile
-from varuna_capslog.reports import markup
+from varuna_capslog.reports import markup, plots
 from varuna_capslog.reports.markup import UNKNOWN, Markup, percent
+from varuna_capslog.reports.plots import Plot
 from varuna_capslog.reports.run import MeasuredPeaks, RunRecord, Shapes, shapes_of
 from varuna_capslog.reports.style import (
-    ALARM,
     AMBER,
     BLUE,
-    GREEN,
     GREY,
     INK,
     PALE,
@@ -35,19 +33,18 @@ from varuna_capslog.reports.style import (
     head_picture,
     name_axis,
     picture,
-    shorten,
 )
-from varuna_capslog.reports.titles import plan_title
 
 __all__ = [
     "COLOURS",
     "MOST_GENERATIONS",
     "GenerationPeaks",
     "Rehearsal",
-    "draw_generations",
     "draw_layers",
-    "draw_stage_peaks",
+    "layer_parts",
     "peak_parts",
+    "plot_generations",
+    "plot_stage_peaks",
     "shows_capacity",
     "size_text",
 ]
@@ -55,17 +52,8 @@ __all__ = [
 
 MOST_GENERATIONS = 16
 """Largest number of generations that can be read beside each other."""
-COLOURS = {"lost": ALARM, "left": AMBER, "joined": GREEN}
+COLOURS = {"lost": plots.ALARM, "left": plots.AMBER, "joined": plots.GREEN}
 """Colour of a change's line, by the kind of change, the gravest kind first."""
-
-_MOST_WORDS = 8
-"""Largest number of generations with space for words under them; more have only their numbers."""
-_INSIDE = WIDTH - 0.9
-
-_PREDICTED: dict[str, Any] = {"label": "predicted by the plan", "color": AMBER, "hatch": "////"}
-_PREDICTED_ANEW: dict[str, Any] = {"label": "predicted for the measured size", "color": GREY, "hatch": "...."}
-_MEASURED: dict[str, Any] = {"label": "measured", "color": BLUE}
-_CAPACITY: dict[str, Any] = {"label": "capacity of the device", "colors": ALARM, "linestyles": "--"}
 
 _MOST_ABOVE = 2.5
 """A capacity higher than this many times the highest bar is not drawn: the bars would shrink to nothing."""
@@ -76,43 +64,26 @@ def shows_capacity(capacity: Sequence[int] | None, peaks: Sequence[int]) -> bool
     return capacity is not None and max(capacity) <= _MOST_ABOVE * max([0, *peaks])
 
 
-def draw_stage_peaks(
-    path: Path,
-    title: str,
-    predicted: Sequence[int] | None,
+_PLANNED, _PREDICTED, _MEASURED = "planned", "predicted for the measured size", "measured"
+
+
+def plot_stage_peaks(
+    planned: Sequence[int] | None,
     measured: Sequence[int] | None,
     capacity: Sequence[int] | None,
-    at_measured_size: Sequence[int] | None = None,
-) -> None:
-    """Draw bars of every stage, in bytes: peaks predicted by the plan, peaks predicted for the measured sizes (where
-    these differ), and measured peaks. At least one kind of bar is needed. capacity: of each stage's device.
+    predicted: Sequence[int] | None = None,
+) -> Plot:
+    """Return bars of every stage, in bytes: peaks of the plan, peaks predicted for the measured sizes (where these
+    differ), and measured peaks. At least one kind of bar is needed. capacity: of each stage's device.
     """
-    peaks = [*(predicted or ()), *(at_measured_size or ()), *(measured or ())]
-    stages = len(predicted or measured or ())
-    drawn = capacity if shows_capacity(capacity, peaks) else None
+    peaks = [*(planned or ()), *(predicted or ()), *(measured or ())]
     divisor, unit = byte_unit(peaks)
-    kinds = ((predicted, _PREDICTED), (at_measured_size, _PREDICTED_ANEW), (measured, _MEASURED))
-    bars = [(values, look) for values, look in kinds if values is not None]
-    width = 0.76 / len(bars)
-    width = min(width, 0.055 * max(stages, 4))  # few stages: bars stay bars
-    with picture(path, height=3.6) as figure:
-        axes = figure.add_subplot()
-        size = min(8.5, 0.85 * 72 * WIDTH * width / max(1, stages) / 2.2)
-        for number, (values, look) in enumerate(bars):
-            places = [stage + (number - (len(bars) - 1) / 2) * width for stage in range(stages)]
-            _draw_bars(axes, places, [value / divisor for value in values], width, size, look)
-        if drawn is not None:
-            limits = [limit / divisor for limit in drawn]
-            axes.hlines(limits, [n - 0.5 for n in range(stages)], [n + 0.5 for n in range(stages)], **_CAPACITY)
-        axes.set_xticks(range(stages), [f"stage {stage}" if stages <= 12 else str(stage) for stage in range(stages)])
-        beside = 0.5 + max(0, 4 - stages) / 2
-        axes.set_xlim(-beside, stages - 1 + beside)
-        axes.set_xlabel("" if stages <= 12 else "stage")
-        axes.set_ylabel(f"peak memory [{unit}]")
-        axes.tick_params(axis="x", length=0)
-        axes.margins(y=0.1)
-        axes.grid(axis="y")
-        head_picture(figure, title, ncols=3)
+    groups = ((_PLANNED, planned, plots.GREY), (_PREDICTED, predicted, plots.AMBER), (_MEASURED, measured, plots.BLUE))
+    known = [(name, [size / divisor for size in sizes], colour) for name, sizes, colour in groups if sizes is not None]
+    limits = [limit / divisor for limit in capacity or ()] if shows_capacity(capacity, peaks) else None
+    stages = len(known[0][1])
+    names = [f"stage {stage}" if stages <= 12 else str(stage) for stage in range(stages)]
+    return plots.bars(names, known, f"peak memory [{unit}]", limits, numbers=stages <= 8)
 
 
 _ALONE = "M_i: memory of the layer alone"
@@ -185,79 +156,34 @@ class GenerationPeaks:
         return len(self.predicted or self.measured or ())
 
 
-def draw_generations(path: Path, title: str, generations: Sequence[GenerationPeaks]) -> None:
-    """Draw for each generation two bars per stage, predicted and measured, in bytes, and a line for each change.
+def plot_generations(generations: Sequence[GenerationPeaks]) -> Plot:
+    """Return bars for each generation, two per stage, planned and measured, in bytes.
 
     At most `MOST_GENERATIONS`, with at least one bar among them.
     """
-    peaks = [
-        peak for generation in generations for peak in (*(generation.predicted or ()), *(generation.measured or ()))
-    ]
-    divisor, unit = byte_unit(peaks)
-    widest = max(generation.stages for generation in generations)
-    room = _INSIDE / len(generations)  # inches for each
-    slot = min(1 / (widest + 1.0), 1.1 / room)  # of the room, for one stage
-    width = 0.4 * slot
-    size = min(8.5, 72 * room * width / 2.5)
-    with picture(path, height=3.9) as figure:
-        axes = figure.add_subplot()
-        for place, generation in enumerate(generations):
-            if place % 2:
-                axes.axvspan(place - 0.5, place + 0.5, color=PALE, zorder=0, linewidth=0)
-            if place:
-                axes.axvline(place - 0.5, color=COLOURS.get(generation.change, GREY), linewidth=1.6)
-            middles = [place + (stage - (generation.stages - 1) / 2) * slot for stage in range(generation.stages)]
-            for values, side, look in ((generation.predicted, -1, _PREDICTED), (generation.measured, 1, _MEASURED)):
-                if values is not None:
-                    places = [middle + side * width / 2 for middle in middles]
-                    _draw_bars(axes, places, [value / divisor for value in values], width, size, look)
-            if generation.capacity is not None and shows_capacity(generation.capacity, peaks):
-                limits = [limit / divisor for limit in generation.capacity]
-                axes.hlines(limits, [x - slot / 2 for x in middles], [x + slot / 2 for x in middles], **_CAPACITY)
-        for change, colour in COLOURS.items():
-            if any(generation.change == change for generation in generations[1:]):
-                axes.plot([], [], color=colour, linewidth=1.6, label=f"a device {change}")
-        axes.set_xlim(-0.5, len(generations) - 0.5)
-        texts = [_words(generation, len(generations), room) for generation in generations]
-        axes.set_xticks(range(len(generations)), texts, color=INK)
-        axes.tick_params(axis="x", length=0, labelsize=8)
-        if len(generations) > _MOST_WORDS:
-            axes.set_xlabel("generation")
-        axes.set_ylabel(f"peak of each stage [{unit}]")
-        axes.margins(y=0.12)
-        axes.grid(axis="y")
-        handles, labels = axes.get_legend_handles_labels()
-        handle_of = dict(zip(labels, handles, strict=True))  # each label once
-        order = sorted(handle_of, key=lambda label: label.startswith("a device"))  # bars before lines
-        handles = [handle_of[label] for label in order]
-        head_picture(figure, title, handles=handles, labels=order, ncols=6, columnspacing=1.3, handlelength=1.6)
+    kinds = [(_PLANNED, [era.predicted for era in generations]), (_MEASURED, [era.measured for era in generations])]
+    divisor, unit = byte_unit(peak for _, rows in kinds for sizes in rows for peak in sizes or ())
+    outer = [_heading(era) for era in generations for _ in range(era.stages)]
+    inner = [f"stage {stage}" for era in generations for stage in range(era.stages)]
+    groups = []
+    for (name, rows), colour in zip(kinds, (plots.GREY, plots.BLUE), strict=True):
+        heights: list[float | None] = []
+        for era, sizes in zip(generations, rows, strict=True):
+            heights += [None] * era.stages if sizes is None else [size / divisor for size in sizes]
+        groups.append((name, heights, colour))
+    capacity = [limit for era in generations for limit in era.capacity or [0] * era.stages]
+    peaks = [size for _, rows in kinds for sizes in rows for size in sizes or ()]
+    limits = (
+        [limit / divisor or None for limit in capacity] if any(capacity) and shows_capacity(capacity, peaks) else None
+    )
+    return plots.bars([outer, inner], groups, f"peak memory [{unit}]", limits, numbers=False)
 
 
-def _words(generation: GenerationPeaks, count: int, room: float) -> str:
-    """Return the text under a generation: its number, its steps, and its cause."""
-    if count > _MOST_WORDS:
-        return str(generation.number)
-    longest = round(room / 0.068)
+def _heading(generation: GenerationPeaks) -> str:
+    """Return the text under a generation: its number, its steps, and the kind of its change."""
     made = generation.steps
     steps = "no step" if made is None else f"steps {made[0]:,}\N{EN DASH}{made[1]:,}"
-    return "\n".join(shorten(line, longest) for line in (f"generation {generation.number}", steps, generation.why))
-
-
-def _draw_bars(
-    axes: Axes, places: Sequence[float], heights: Sequence[float], width: float, size: float, look: Mapping[str, Any]
-) -> None:
-    """Draw bars, each with its number over it, in three significant digits (6.19, 61.9, 619); no numbers where `size`,
-    in points, would be too small.
-    """
-    bars = axes.bar(places, heights, 0.94 * width, edgecolor="white", linewidth=0, **look)
-    if size < 5:
-        return
-    texts = [
-        f"{height:.2f}" if abs(height) < 10 else f"{height:.1f}" if abs(height) < 100 else f"{height:.0f}"
-        for height in heights
-    ]
-    for text in axes.bar_label(bars, texts, padding=2, fontsize=size):  # over the capacity line, and readable there
-        text.set(zorder=5, path_effects=[withStroke(linewidth=3, foreground="white")])
+    return "<br>".join([f"{generation.number}: {generation.change}".removesuffix(": "), steps])
 
 
 # -- The section on the peak memory of each stage: the plan's prediction beside the run's measurement.
@@ -267,16 +193,12 @@ def _draw_bars(
 # came. Where these differ, the caller's function predicts the peaks again for the measured sizes.
 
 
-_PICTURE = "stage-memory.png"
-
 Rehearsal = Callable[[Config, Plan, Mapping[str, Sequence[int]]], list[int]]
 """(config, plan, input shapes) -> peak bytes by stage; raises CapslogError where it cannot predict them."""
 
 
-def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list[Markup]:
-    """Return picture and table; draw `stage-memory.png` where there is a prediction or a measurement. rehearse: as for
-    `write_report`.
-    """
+def peak_parts(run: RunRecord, rehearse: Rehearsal | None) -> list[Markup]:
+    """Return picture and table of the peaks, predicted and measured. rehearse: as for `write_report`."""
     if run.plan is None:
         return [markup.note(f"No stages are known: {run.reason('plan')}.")]
     plan, peaks_found = run.plan, run.measured_peaks()
@@ -304,20 +226,24 @@ def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list
         try:
             anew = _peaks_at_measured_sizes(run, predicted, peaks_found, rehearse)
             errors = [_error(*pair) for pair in zip(anew or predicted, peaks_found.bytes, strict=True)]
-        except (CapslogError, OSError) as error:
-            notes.append(f"No error is given, since predictions and measurements hold for other sizes: {error}.")
+        except (CapslogError, OSError):  # the caller's function has told the reason
+            notes.append(
+                "No error is given: the peaks were measured at another input size than the plan's, and no peaks could "
+                "be predicted for it."
+            )
     peaks = [*(predicted or ()), *(anew or ()), *(measured or ())]
-    title = plan_title("Peak memory of each stage", plan, run.profile, run.schedule_text)
-    draw_stage_peaks(folder / _PICTURE, title, predicted, measured, capacity, anew)
     divisor, unit = byte_unit(peaks)
     columns: dict[str, list[str]] = {
         "stage": [str(stage) for stage in range(len(plan.stages))],
-        f"predicted [{unit}]": _column(predicted, divisor, len(plan.stages)),
+        f"measured [{unit}]": _column(measured, divisor, len(plan.stages)),
     }
     if anew is not None:
-        columns[f"for the measured size [{unit}]"] = _column(anew, divisor, len(plan.stages))
-    columns[f"measured [{unit}]"] = _column(measured, divisor, len(plan.stages))
+        columns[f"{_PREDICTED} [{unit}]"] = _column(anew, divisor, len(plan.stages))
+    else:
+        columns[f"predicted [{unit}]"] = _column(predicted, divisor, len(plan.stages))
     columns["error"] = errors or [UNKNOWN] * len(plan.stages)
+    if anew is not None:
+        columns[f"{_PLANNED} for the largest size [{unit}]"] = _column(predicted, divisor, len(plan.stages))
     if capacity is not None:
         columns[f"capacity [{unit}]"] = _column(capacity, divisor, len(plan.stages))
     caption = _caption(run, plan, peaks_found)
@@ -326,12 +252,16 @@ def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list
     if capacity is not None and not shows_capacity(capacity, peaks):
         caption.append(f"The capacity, {_capacity_text(capacity)}, lies far above the picture.")
     parts = [
-        markup.figure(_PICTURE, "Bars of the predicted and the measured peak of each stage", " ".join(caption)),
+        markup.figure(
+            plot_stage_peaks(predicted, measured, capacity, anew),
+            "Bars of the predicted and the measured peak of each stage",
+            " ".join(caption),
+        ),
         markup.table("peak-table", list(columns), list(zip(*columns.values(), strict=True))),
     ]
     if errors is not None:
         of = "predicted for the measured size" if anew is not None else "predicted"
-        parts.append(markup.paragraph(f"Error: {of} less measured, in percent of the measured peak."))
+        parts.append(markup.paragraph(f"The error: {of} less measured, in percent of the measured peak."))
     if plan.fits is False:
         short = plan.shortfall
         lack = "" if short is None else f": stage {short.stage} lacks {format_bytes(short.bytes)}"
@@ -403,3 +333,34 @@ def size_text(shapes: Shapes | None) -> str:
     if shapes is None:
         return "a size that is not recorded"
     return ", ".join(f"{name} {'x'.join(map(str, sizes)) or 'scalar'}" for name, sizes in shapes.items())
+
+
+# -- The section on the memory of each layer.
+
+
+def layer_parts(run: RunRecord) -> list[Markup]:
+    """Return bars of the memory of each layer, alone and added, with the plan's cuts."""
+    if run.profile is None:
+        return [markup.note(f"No memory of layers is known: {run.reason('profile.json')}.")]
+    layers = run.profile.layers
+    plan = run.plan if run.plan is not None and run.plan.num_layers == len(layers) else None
+    cuts = None if plan is None else plan.cuts
+    divisor, unit = byte_unit(layer.isolated_bytes for layer in layers)
+    groups = [
+        ("alone", [layer.isolated_bytes / divisor for layer in layers], plots.BLUE),
+        ("added", [(layer.added_bytes or 0) / divisor for layer in layers], plots.AMBER),
+    ]
+    names = [f"{number} {plots.label(layer.name, 24)}" for number, layer in enumerate(layers)]
+    caption = (
+        "Alone: peak memory of a stage that holds only this layer. Added: what the layer adds to a stage that holds "
+        "the one before it; below 0, the stage needs less with it. The bytes are "
+        f"{run.profile.source or 'of an unknown source'}."
+    )
+    if cuts is None:
+        why = "it is for another number of layers" if run.plan is not None else run.reason("plan")
+        why = why if plan is None else "its stages are not one pipeline in the order of the layers"
+        caption += f" The plan's cuts are not drawn: {why}."
+    else:
+        caption += " Lines are the plan's cuts."
+    drawn = plots.bars(names, groups, f"memory [{unit}]", cuts=[cut for cut in cuts or () if cut], numbers=False)
+    return [markup.figure(drawn, "Bars of the memory of each layer with the cuts", caption)]

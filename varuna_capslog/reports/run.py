@@ -25,10 +25,20 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, read_profile
+from varuna_capslog.reports.detections import CURVES_FILE, DetectionCurves, Sample, read_curves, read_sample
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 from varuna_capslog.training.journal import goodness
 
-__all__ = ["Evaluation", "Event", "MeasuredPeaks", "RunRecord", "Shapes", "StepLine", "read_run", "shapes_of"]
+__all__ = [
+    "Evaluation",
+    "Event",
+    "MeasuredPeaks",
+    "RunRecord",
+    "Shapes",
+    "StepLine",
+    "read_run",
+    "shapes_of",
+]
 
 T = TypeVar("T")
 R = TypeVar("R", bound="StepLine | Evaluation")
@@ -154,7 +164,9 @@ class RunRecord:
     plans: by generation. plan: the newest one, and its generation.
     steps, evaluations: rising in step, the last line of a step counts. last_step: the step of the last line.
     every_step: all lines of steps as they were written, including steps that were repeated later.
-    predictions, texts: the trained model's output on samples, as pictures and as text.
+    samples, predictions, texts: the trained model's output on samples, as pictures with their detections, as drawn
+        pictures where there are no such records, and as text.
+    curves: precision by recall of the last evaluation; None where it wrote none.
     problems: by file name, the reason why the file cannot be used (not written, not readable), or the part left out.
     """
 
@@ -169,8 +181,10 @@ class RunRecord:
     last_step: int | None
     evaluations: tuple[Evaluation, ...]
     events: tuple[Event, ...]
+    samples: tuple[Sample, ...]
     predictions: tuple[Path, ...]
     texts: tuple[str, ...]
+    curves: DetectionCurves | None
     problems: Mapping[str, str]
 
     @property
@@ -227,6 +241,12 @@ class RunRecord:
         seconds = sum(line.step_seconds or 0 for line in later)
         return sum(line.waited_seconds or 0 for line in later) / seconds if seconds > 0 else None
 
+    @property
+    def samples_per_second(self) -> float | None:
+        """Median samples per second of the last 100 steps; None where it was not recorded."""
+        rates = [line.samples_per_second for line in self.steps[-100:] if line.samples_per_second is not None]
+        return statistics.median(rates) if rates else None
+
     def reason(self, name: str) -> str:
         """Return why the file whose name begins with `name` cannot be used, as a clause without full stop."""
         for file, problem in self.problems.items():
@@ -263,6 +283,9 @@ def read_run(run_dir: Path) -> RunRecord:
     steps = _records(lines["metrics.jsonl"], StepLine, "metrics.jsonl", problems)
     evaluations = _records(list(map(_scored, lines["evaluations.jsonl"])), Evaluation, "evaluations.jsonl", problems)
     events = _records(list(map(_detailed, lines["events.jsonl"])), Event, "events.jsonl", problems)
+    boxes = _predictions(run_dir, "boxes.json", problems)
+    samples = [sample for path in boxes if (sample := _whole(path, read_sample, problems)) is not None]
+    drawn = [path for path in _predictions(run_dir, "png", problems) if path.stem not in {s.name for s in samples}]
     return RunRecord(
         run_dir=run_dir,
         config=_whole(run_dir / "config.yaml", load_config, problems),
@@ -276,7 +299,9 @@ def read_run(run_dir: Path) -> RunRecord:
         evaluations=_last_of_each_step(evaluations),
         events=tuple(events),
         texts=tuple(filter(None, (_whole(path, _text, problems) for path in _predictions(run_dir, "txt", problems)))),
-        predictions=tuple(_predictions(run_dir, "png", problems)),
+        samples=tuple(samples),
+        predictions=tuple(drawn),
+        curves=_whole(run_dir / CURVES_FILE, read_curves, problems),
         problems=problems,
     )
 

@@ -27,8 +27,9 @@ from varuna_capslog.planning.simulation import Simulation
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.reports import markup
+from varuna_capslog.reports import markup, plots
 from varuna_capslog.reports.markup import UNKNOWN, Markup, duration, plural, significant
+from varuna_capslog.reports.plots import Plot
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.style import (
     ALARM,
@@ -59,7 +60,7 @@ from varuna_capslog.schedules import (
     simulate,
 )
 
-__all__ = ["Limits", "busy_parts", "draw_schedule", "draw_simulation", "simulation_title", "step_parts"]
+__all__ = ["Limits", "busy_parts", "draw_simulation", "plot_schedule", "simulation_title", "step_parts"]
 
 
 # -- Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time
@@ -77,20 +78,38 @@ _SMALLEST, _LARGEST = 4.0, 8.5
 """Points of the numbers in the boxes; where not even the smallest fits, boxes stay empty."""
 
 
-def draw_schedule(path: Path, title: str, timeline: Timeline, in_seconds: bool) -> bool:
-    """Draw the timeline and return True where every box has its number.
+_PLOT_COLOURS = {
+    "F": plots.SKY, "R": plots.AMBER, "B": plots.BLUE, "I": plots.BLUE, "W": "#6f97c4", "O": "#b39ac6", "L": "#b39ac6",
+    "U": plots.GREY,
+}  # fmt: skip
+_MOST_BOXES = 3000
+"""Actions of a step that are drawn: more would make the page too large, and could not be told apart."""
 
-    Where a rank runs several stages, boxes read `stage.microbatch`. in_seconds: False where the times are units of one
-    forward pass, not seconds.
+
+def plot_schedule(timeline: Timeline, in_seconds: bool) -> Plot | None:
+    """Return the timeline as rows of boxes with the numbers of the microbatches, `stage.microbatch` where a rank runs
+    several stages; None for too many actions. in_seconds: False where the times are units of one forward pass.
     """
     rows = timeline.actions
-    height = _row_height(len(rows))
-    with picture(path, height=1.4 + height * len(rows)) as figure:
-        axes = figure.add_subplot()
-        labels = [_row_name(rank, list({timed.action.stage for timed in row})) for rank, row in enumerate(rows)]
-        numbered = _draw_boxes(axes, rows, labels, timeline.step_seconds or 1.0, in_seconds, height)
-        _key(figure, title, rows)
-    return numbered
+    if sum(map(len, rows)) > _MOST_BOXES:
+        return None
+    end = timeline.step_seconds or 1.0
+    unit, unit_name = second_unit(end) if in_seconds else (1.0, "forward passes")
+    several = any(len({timed.action.stage for timed in row}) > 1 for row in rows)
+    names = [_row_name(rank, list({timed.action.stage for timed in row})) for rank, row in enumerate(rows)]
+    boxes: dict[str, list[tuple[int, float, float, str, str]]] = {}
+    for rank, row in enumerate(rows):
+        for timed in row:
+            begin, length = timed.start_seconds / unit, (timed.end_seconds - timed.start_seconds) / unit
+            place = f"stage {timed.action.stage}" + (
+                "" if timed.action.microbatch is None else f", microbatch {timed.action.microbatch}"
+            )
+            times = f"{significant(begin)} to {significant(begin + length)} {unit_name}"
+            text = f"{KINDS[timed.action.kind]}, {place}: {times}"
+            box = (rank, float(f"{begin:.5g}"), float(f"{length:.5g}"), _label(timed, several), text)
+            boxes.setdefault(timed.action.kind, []).append(box)
+    kinds = [(KINDS[kind], colour, boxes[kind]) for kind, colour in _PLOT_COLOURS.items() if kind in boxes]
+    return plots.row_boxes(names, kinds, f"time [{unit_name}] from the start of the step", end / unit)
 
 
 class Limits(NamedTuple):
@@ -318,11 +337,8 @@ def _label(timed: TimedAction, several: bool) -> str:
 # -- The section on one step
 
 
-_PICTURE = "schedule.png"
-
-
-def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
-    """Return picture, facts and notes; draw `schedule.png` where the plan has a schedule."""
+def step_parts(run: RunRecord) -> list[Markup]:
+    """Return picture, facts and notes."""
     if run.plan is None:
         return [markup.note(f"No schedule is known: {run.reason('plan')}.")]
     try:
@@ -332,9 +348,7 @@ def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
     except CapslogError as error:
         return [markup.note(f"No picture: {str(error).rstrip('.')}.")]
     microbatches = len({action.microbatch for row in schedule for action in row})
-    known = (f"schedule {name}", f"{plural(microbatches, 'microbatch', 'es')} per pipeline")
-    title = plan_title("One step", run.plan, run.profile, *known)
-    numbered = draw_schedule(folder / _PICTURE, title, timeline, in_seconds=why_uniform is None)
+    drawn = plot_schedule(timeline, in_seconds=why_uniform is None)
 
     measured = run.median_step_seconds()
     size = f"{plural(len(run.plan.stages), 'stage')}, {plural(microbatches, 'microbatch', 'es')} per pipeline"
@@ -352,7 +366,7 @@ def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
             rows["Measured / simulated"] = significant(measured / timeline.step_seconds)
     rows["Most microbatches in flight"] = ", ".join(map(str, timeline.max_in_flight)) + " (by stage)"
     numbers = "stage.microbatch" if len(run.plan.stages) > len(timeline.actions) else "microbatches"
-    caption = f"Simulated; the numbers are {numbers}{'' if numbered else ', left out where a box is too narrow'}."
+    caption = f"Simulated; the numbers are {numbers}, left out where a box is too narrow."
     notes = []
     if why_uniform is not None:
         notes.append(
@@ -365,10 +379,9 @@ def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
             "transfers, optimizer or data loading, and no ranks that share a processor."
         )
         notes += _other_conditions(run)
-    parts = [
-        markup.figure(_PICTURE, "Boxes of the passes of every microbatch over time, a row per rank", caption),
-        markup.facts("step-table", rows),
-    ]
+    words = "Boxes of the passes of every microbatch over time, a row per rank"
+    parts = [] if drawn is None else [markup.figure(drawn, words, caption)]
+    parts.append(markup.facts("step-table", rows))
     return [*parts, *map(markup.note, notes)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table
-from varuna_capslog.base.units import format_bytes, format_seconds, unit_of
+from varuna_capslog.base.units import format_bytes, format_percent, format_seconds, unit_of
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import play
@@ -102,7 +102,7 @@ def _said_of_bound(plan: Plan, step: float, bound: float) -> str:
     head = f"step time {format_seconds(step)}{'' if plan.schedule is None else f', schedule {plan.schedule}'}"
     if plan.proven:
         return f"{head}: proven to be the shortest of {plan.search_space}"
-    above = f"at most {(step / bound - 1) * 100:.2g} % above" if bound > 0 else "perhaps above"
+    above = f"at most {format_percent(step / bound - 1)} above" if bound > 0 else "perhaps above"
     return f"{head}: {above} the shortest of {plan.search_space} (lower bound {format_seconds(bound)})"
 
 
@@ -111,7 +111,8 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
     peak, headroom and margin, which together are the capacity of the device; the blocks where stages share them out;
     with `memory` the plan's memory intervals. Lines below describe the run that the plan is for.
     """
-    title = f"{plan.planner or 'given cuts'}: {len(plan.stages)} stages of {plan.num_layers} layers"
+    count = f"{len(plan.stages)} stage{'s' * (len(plan.stages) != 1)}"
+    title = f"{plan.planner or 'given cuts'}: {count} of {plan.num_layers} layers"
     ranks, sizes, rows = plan.placement(), plan.stage_bytes, []
     if sizes is None and len(set(ranks)) == len(ranks) <= len(plan.ranks):  # the bytes of a rank are its stage's
         known_sizes = [size for rank in ranks if (size := plan.ranks[rank].bytes) is not None]

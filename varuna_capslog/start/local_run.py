@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.start.callbacks import Callbacks
 from varuna_capslog.start.preloading import training_modules
 from varuna_capslog.start.prepare import check_names, prepare_run
 
@@ -24,7 +25,11 @@ Say = Callable[[str], None]
 
 
 def train_here(
-    config: Config, show_plan: Callable[[Plan, Profile | None], object], say: Say, show: bool = True
+    config: Config,
+    show_plan: Callable[[Plan, Profile | None], object],
+    say: Say,
+    show: bool = True,
+    callbacks: Callbacks | None = None,
 ) -> None:
     """Profile, plan and train; return when the training has ended.
 
@@ -32,28 +37,34 @@ def train_here(
         show_plan: called with the plan, and the profile where one was made, before the first worker starts.
         say: called with a line for each event of the workers.
         show: draw progress bars.
+        callbacks: of the caller.
 
     Raises:
         DoesNotFit: no plan fits; no worker was started.
         CapslogError: the config, the model or a worker failed.
         Interrupted: the run was asked to stop; the same call continues it.
+        Exception: of a callback; the run has stopped, and its last step is saved.
     """
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.start.elastic_host import server_of
     from varuna_capslog.start.resuming import take_held
 
+    callbacks = callbacks or Callbacks(config.run_dir, {})
     with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers
         if config.elastic.enabled:
             options = HostOptions(config.run_dir, num_workers=config.world_size)
             with server_of(config) as server:
                 show_plan(*prepared_run(config, show, server))
-                run_elastic(config, dataclasses.replace(options, fork_server=server), "the same command continues")
+                options = dataclasses.replace(options, fork_server=server, look=callbacks.look)
+                with callbacks:
+                    run_elastic(config, options, "the same command continues")
             return
         with worker_starter(config) as starter:
             show_plan(*prepared_run(config, show, starter.server))
             if config.resume == "auto":
                 take_held(config.run_dir)  # an elastic run may have stopped here between two checkpoints
-            run_workers(config, say, starter)
+            with callbacks:
+                run_workers(config, say, starter, look=callbacks.look)
 
 
 def prepared_run(config: Config, show: bool = True, server: ForkServer | None = None) -> tuple[Plan, Profile | None]:
@@ -70,8 +81,13 @@ def prepared_run(config: Config, show: bool = True, server: ForkServer | None = 
     return plan, read_profile(path) if plan.profile_digest and path.exists() else None
 
 
-def run_workers(config: Config, say: Say, starter: Starter, workers: int | None = None) -> None:
-    """Start the workers of a run (`workers`, or as many as the config says) here and watch them until they end."""
+def run_workers(
+    config: Config, say: Say, starter: Starter, workers: int | None = None, look: Callable[[], bool] = lambda: False
+) -> None:
+    """Start the workers of a run (`workers`, or as many as the config says) here and watch them until they end.
+
+    look: see `Supervisor`.
+    """
     from varuna_capslog.base.supervisor import Supervisor
 
     Supervisor(
@@ -80,6 +96,7 @@ def run_workers(config: Config, say: Say, starter: Starter, workers: int | None 
         workers or config.world_size,
         environment={"OMP_NUM_THREADS": str(config.train.threads)},
         say=say,
+        look=look,
     ).run()
 
 

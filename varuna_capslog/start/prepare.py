@@ -5,6 +5,7 @@ that does not fit is refused here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -195,6 +196,8 @@ def settled_plan(config: Config, show: bool, say: Callable[[str], object]) -> tu
         config, profile = profile_and_variants(config, show, memo, say=say)
     config = with_defaults(config, profile)
     plan = naming_variants(config, _plan(config, profile, named_plan, memo))
+    if profile is not None:
+        plan = _with_norms_named(config, plan, lambda: _profiled_chain(config, memo))
     if config.train.blocks_are_open and not plan.short and plan.units.blocks not in (None, config.num_blocks):
         say(f"{plan.units.blocks} accumulation blocks are chosen, a constant of the run (train.accumulation_blocks)")
     return config, profile, plan
@@ -280,6 +283,8 @@ def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) 
     """
     settled = with_defaults(config, profile)
     plan = naming_variants(settled, _plan(settled, profile, _checked_plan(settled), memo))
+    if memo is not None and profile is not None:  # a profile alone builds no model
+        plan = _with_norms_named(settled, plan, lambda: _profiled_chain(settled, memo))
     pipeline = settled.pipeline
     lacks_time = pipeline.planner_is_default and pipeline.planner != settled.default_planner
     if lacks_time and profile is not None and not is_for_inference(profile):
@@ -290,7 +295,9 @@ def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) 
 def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo: Memo | None = None) -> Plan:
     """Plan like `plan_run`. named_plan: the plan that `pipeline.plan` names, read and checked."""
     if profile is None:
-        return named_plan or _of_cuts(config)
+        chain = functools.cache(lambda: _chain(config))
+        plan = named_plan or _of_cuts(config, chain())
+        return _with_norms_named(config, plan, chain)
     problem, protection = Problem.of_config(config, profile, named_plan), None
     if config.elastic.enabled:
         from varuna_capslog.membership.protection import RunProtection
@@ -314,6 +321,42 @@ def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo
     if named_plan is not None and named_plan.short:
         return plan if plan.fits is False else dataclasses.replace(named_plan, notes=plan.notes)
     return plan
+
+
+def _with_norms_named(config: Config, plan: Plan, chain_of: Callable[[], Chain]) -> Plan:
+    """Return the plan with a note where batch norms train on microbatches of one sample. Notes of a plan that does not
+    fit say what is missing, and nothing else. chain_of: makes the chain, where it is needed.
+    """
+    trains = plan.purpose == "training" and plan.fits is not False and config.workload != WITHOUT_MODEL
+    if config.train.microbatch_size > 1 or not trains:
+        return plan
+    from varuna_capslog.model.batch_norm import warning_of_one_sample
+
+    modules = (
+        (".".join(filter(None, (layer.name, name))), part)
+        for layer in chain_of().layers
+        for name, part in layer.module.named_modules()
+    )
+    remedy = "take microbatches of 2 samples or more"
+    note = warning_of_one_sample(modules, "a microbatch (train.microbatch_size=1)", remedy)
+    return plan if note is None else dataclasses.replace(plan, notes=(*plan.notes, note))
+
+
+def _profiled_chain(config: Config, memo: Memo | None) -> Chain:
+    """Return the chain of a profile that was made here, without memory for its weights; that of an estimate is built
+    already.
+    """
+    if memo is not None:
+        from varuna_capslog.profiling.estimate import StageEstimator
+
+        return StageEstimator.of_config(config, memo).chain
+    import torch
+
+    from varuna_capslog.model.workload import load_workload
+    from varuna_capslog.profiling.trim import skeleton
+
+    with torch.random.fork_rng(devices=[]):
+        return skeleton(load_workload(config))
 
 
 def needs_profile(config: Config, named_plan: Plan | None) -> bool:
@@ -400,10 +443,10 @@ def _chain(config: Config) -> Chain:
     return load_workload(config).chosen_chain()
 
 
-def _of_cuts(config: Config) -> Plan:
+def _of_cuts(config: Config, chain: Chain) -> Plan:
     """Return the plan of the config's cuts without predictions; more stages than devices are placed round-robin."""
     pipeline, train, devices = config.pipeline, config.train, config.pipeline.devices
-    chain, cuts = _chain(config), pipeline.cuts or [0]
+    cuts = pipeline.cuts or [0]
     chain.check_cuts(cuts)
     if len(cuts) <= devices:
         return Plan.of_cuts(

@@ -34,6 +34,7 @@ __all__ = [
     "RecentSteps",
     "check_loggers",
     "goodness",
+    "judged_steps",
     "peak_record",
     "score_line",
     "step_bar",
@@ -389,6 +390,13 @@ class Journal:
         if self._bar is not None:
             self._bar[1].stop()
         self._loggers.close()
+
+
+def judged_steps(run_dir: Path) -> list[int]:
+    """Return the steps of the evaluations in a run's folder, in the order of the file."""
+    path = run_dir / "evaluations.jsonl"
+    rows = files.read_jsonl(path) if path.exists() else []
+    return [row["step"] for row in rows if isinstance(row.get("step"), int)]
 
 
 # -- Which of two scores is the better one: more, except of losses, which are known by their names.

@@ -28,7 +28,7 @@ from varuna_capslog.training.checkpoint import prune
 from varuna_capslog.training.checkpoint_writer import CheckpointWriter, HostCopies
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import DataWatch, Feed, evaluation_groups
-from varuna_capslog.training.journal import Journal, goodness, peak_record, step_record
+from varuna_capslog.training.journal import Journal, goodness, judged_steps, peak_record, step_record
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.manifest import read_best
 from varuna_capslog.training.run_setup import RunSetup
@@ -54,6 +54,8 @@ class Boundaries:
         self._copies = HostCopies()
         self._all_written = self._broken_off = False
         self._best: tuple[float, int] | None = None
+        self._without_better: set[int] = set()  # steps of the evaluations since the best one
+        self._counts_alike = True  # all ranks know the same evaluations
         self.scores: Mapping[str, Any] | None = None
 
     def begin(self, engine: Engine, generation: int, base: int, saved: bool) -> None:
@@ -63,6 +65,11 @@ class Boundaries:
         self._named = base if saved else self._named if self._named <= base else 0
         self._judged = self._judged if self._judged <= base else 0
         self._best = read_best(self._setup.checkpoints) if base else None
+        best_step = 0 if self._best is None else self._best[1]
+        judged = judged_steps(self._setup.run_dir) if base else []
+        self._without_better = {step for step in judged if best_step < step <= base}
+        # the files of a generation before may still be written, or come late to another host
+        self._counts_alike = not (base and self._setup.config.elastic.enabled)
 
     def end(self) -> None:
         """End the generation: give up a checkpoint under way; the next generation begins with its own."""
@@ -80,6 +87,19 @@ class Boundaries:
         """Return the ballots as they were before `sealed`."""
         plain, self._all_written = CheckpointWriter.opened(ballots)
         return plain
+
+    @property
+    def is_stuck(self) -> bool:
+        """True where the last evaluations were no better than the best one, as often as the config allows."""
+        limit = self._setup.config.train.stop_after_evaluations
+        return limit is not None and self._counts_alike and len(self._without_better) >= limit
+
+    def why_stuck(self) -> str:
+        """Sentence on the end of a run that `is_stuck`."""
+        count = len(self._without_better)
+        last = "evaluation" if count == 1 else f"{count} evaluations"
+        best = "" if self._best is None else f", which is that of step {self._best[1]}"
+        return f"stopped early: the last {last} did not improve on the best one{best} (train.stop_after_evaluations)"
 
     def between(self, step: int, save: bool = False) -> int | None:
         """Do the work that is due after this step; return the newest step whose checkpoint was completed here.
@@ -209,11 +229,14 @@ class Boundaries:
         A rank that joined has none, so all take over the newest. True where the checkpoint that the generation before
         had begun is missing.
         """
-        records = self._engine.communicator.gather((self._named, self._judged, self._broken_off))
-        self._named = max(named for named, _, _ in records)
-        self._judged = max(judged for _, judged, _ in records)
-        self._broken_off = False
-        return self._saved < step and any(broken_off for _, _, broken_off in records)
+        mine = self._named, self._judged, self._broken_off, self._best, self._without_better
+        named, judged, broken_off, best, without_better = zip(*self._engine.communicator.gather(mine), strict=True)
+        self._named, self._judged, self._broken_off = max(named), max(judged), False
+        self._best = max((record for record in best if record is not None), default=None)
+        best_step = 0 if self._best is None else self._best[1]
+        self._without_better = {judged_step for judged_step in set().union(*without_better) if judged_step > best_step}
+        self._counts_alike = True
+        return self._saved < step and any(broken_off)
 
     def _judge(self, step: int) -> None:
         """Evaluate, and record the best step."""
@@ -225,8 +248,10 @@ class Boundaries:
         self._log.scores(step, scores)
         numbers = ((name, value) for name, value in scores.items() if isinstance(value, (int, float)))
         value = next((goodness(name, value) for name, value in numbers), None)
+        self._without_better.add(step)
         if value is not None and not math.isnan(value) and (self._best is None or value > self._best[0]):
             self._best = (float(value), step)
+            self._without_better.clear()
             if self._log.writes:
                 self._setup.checkpoints.mkdir(parents=True, exist_ok=True)
                 files.write_json(self._setup.checkpoints / "best.json", {"step": step, "value": self._best[0]})
@@ -398,7 +423,7 @@ class TrainingLoop:
 
     def is_done(self, step: int) -> bool:
         """True where the run ends with this step."""
-        return self.setup.total_steps is not None and step >= self.setup.total_steps
+        return self.boundaries.is_stuck or (self.setup.total_steps is not None and step >= self.setup.total_steps)
 
     def compute(self, step: int) -> None:
         """Run forward and backward, and sum the gradients; nothing of the model changes."""
@@ -458,6 +483,9 @@ class TrainingLoop:
         """
         requested = stopped and any(self.running.communicator.gather(self._stop_wished()))
         self.boundaries.finish(step, judges=not requested)
-        self.log.event("stop", step=step, asked=requested)
+        why = {"why": self.boundaries.why_stuck()} if self.boundaries.is_stuck else {}
+        self.log.event("stop", step=step, asked=requested, **why)
+        for sentence in why.values():
+            self.log.say(sentence)
         self.log.close()
         return requested

@@ -159,9 +159,9 @@ def test_a_message_beyond_what_its_reader_expects_is_refused():
 def test_records_of_another_connection_with_the_same_secret_are_refused(served):
     """The bytes may be recorded from a member of an old generation."""
     first = dial("127.0.0.1", served.port, KEY, 5.0)
-    served.inside.get(timeout=5)
+    served.inside.get(timeout=20)
     second = dial("127.0.0.1", served.port, KEY, 5.0)
-    inside = served.inside.get(timeout=5)
+    inside = served.inside.get(timeout=20)
     line, first._line = first._line, second._line  # the first connection's bytes travel on the second
     first.send([b"hello"])
     with pytest.raises(Forged):
@@ -183,7 +183,7 @@ def test_nobody_is_let_in_or_answered_without_the_key(served):
             assert ended(line)
     assert served.inside.empty()
     friend = dial("127.0.0.1", served.port, KEY, 5.0)
-    served.inside.get(timeout=5).send([b"welcome"])
+    served.inside.get(timeout=20).send([b"welcome"])
     assert friend.read(7) == b"welcome"
 
 
@@ -195,7 +195,7 @@ def test_a_proof_that_was_seen_before_opens_nothing(served):
         proof = own_nonce + trust.proof(KEY, nonce, own_nonce)
         assert accepted(KEY, nonce, proof) is not None
         line.sendall(proof)
-        served.inside.get(timeout=5)
+        served.inside.get(timeout=20)
     with served.knock() as line:
         line.recv(trust.CHALLENGE_BYTES, socket.MSG_WAITALL)
         line.sendall(proof)
@@ -227,7 +227,7 @@ def test_a_crowd_of_strangers_costs_no_thread_and_few_descriptors_and_friends_co
     threads = threading.active_count()
     strangers = [served.knock() for _ in range(400)]
     friend = dial("127.0.0.1", served.port, KEY, 5.0)
-    served.inside.get(timeout=5).send([b"welcome"])
+    served.inside.get(timeout=20).send([b"welcome"])
     assert friend.read(7) == b"welcome"
     assert threading.active_count() == threads
     assert len(served.door._guests) <= GUESTS
@@ -263,7 +263,7 @@ def test_a_door_that_is_closed_in_the_middle_is_tried_again(monkeypatch):
 
     monkeypatch.setattr(AuthenticatedListener, "_accept", crowded)
     dial("127.0.0.1", served.port, KEY, 5.0)
-    served.inside.get(timeout=5)
+    served.inside.get(timeout=20)
     assert len(dismissed) == 2
     served.door.close()
 
@@ -281,7 +281,7 @@ def test_a_caller_for_whom_there_is_no_thread_is_turned_away_and_the_next_one_co
     assert "a connection to door is closed: CapslogError: can't start new thread" in caplog.text
     served.door._admitted = served.inside.put
     dial("127.0.0.1", served.port, KEY, 5.0)
-    served.inside.get(timeout=5)
+    served.inside.get(timeout=20)
     assert served.ends == []
     served.door.close()
 

@@ -42,7 +42,7 @@ def act(arguments: dict[str, Any]) -> int:
 
 
 def hang(arguments: dict[str, Any], member: str, value: str) -> None:
-    until = time.monotonic() + 100
+    until = time.monotonic() + 240
     wish: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: wish.append(number))
     while time.monotonic() < until and not wish:
@@ -56,7 +56,7 @@ def deaf(arguments: dict[str, Any], member: str, value: str) -> None:
 
 def wait(arguments: dict[str, Any], member: str, value: str) -> None:
     """Wait until a file of this name is in the folder, at most 100 s."""
-    until = time.monotonic() + 100
+    until = time.monotonic() + 240
     while time.monotonic() < until and not (Path(arguments["folder"]) / value).exists():
         time.sleep(0.01)
 

@@ -106,7 +106,7 @@ class Running:
     def go(self, name: str = "go") -> None:
         (self.host.options.run_dir / name).touch()
 
-    def end(self, seconds: float = 20.0) -> Any:
+    def end(self, seconds: float = 60.0) -> Any:
         self.thread.join(seconds)
         assert not self.thread.is_alive(), f"the host still waits; it said {self.lines}"
         return self.result

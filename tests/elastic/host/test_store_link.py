@@ -56,7 +56,7 @@ class Connected:
 
     def log(self, count: int) -> list[dict[str, Any]]:
         """Return the next entries of the log that are passed on, taken as the host takes them."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while len(self.heard) < count:
             self.calls.get(timeout=max(0.0, until - time.monotonic()))()
         entries, self.heard = self.heard, []

@@ -38,6 +38,11 @@ def test_a_script_without_cuts_has_none():
     assert describe(MORPH) == "generation 4: vm-2 lost; vm-4 joined, paused 61 ms, moved 3 MiB"
 
 
+def test_an_early_stop_says_why_and_the_usual_end_nothing():
+    assert describe({"kind": "stop", "step": 6, "why": "stopped early: ..."}) == "stopped early: ..."
+    assert describe({"kind": "stop", "step": 6, "asked": False}) is None
+
+
 def test_a_loss_that_the_host_has_said_is_not_said_again_by_the_file(tmp_path, capsys):
     loss = {"kind": "lost", "generation": 1, "member": "vm-2", "why": "worker vm-2 was killed by SIGKILL"}
     with Terminal(tmp_path, 5) as terminal:

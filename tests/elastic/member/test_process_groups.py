@@ -45,7 +45,7 @@ def paths(begin_pairs: Callable[[Communicator, Pairs], None]) -> list[ProcessGro
     ]
 
 
-def until_met(path: ProcessGroups, record: Generation, seconds: float = 20.0) -> bool:
+def until_met(path: ProcessGroups, record: Generation, seconds: float = 60.0) -> bool:
     until = time.monotonic() + seconds
     while not path.has_met(record, [("join", "m1")], set()):
         if time.monotonic() > until:

@@ -34,7 +34,7 @@ class Inbox:
     def __call__(self, notice: Notice) -> None:
         self._queue.put(notice)
 
-    def next(self, seconds: float = 20.0) -> Notice:
+    def next(self, seconds: float = 60.0) -> Notice:
         """Return the next notice; fail after `seconds`."""
         return self._queue.get(timeout=seconds)
 

@@ -64,9 +64,9 @@ def test_what_comes_later_is_another_announcement() -> None:
     program = CallbackListener("a")
     with Gathering([program], announcements.put, window=0.01):
         program.announce(id="first")
-        assert [received.id for received in announcements.get(timeout=20).notices] == ["first"]
+        assert [received.id for received in announcements.get(timeout=60).notices] == ["first"]
         program.announce(id="second")
-        assert [received.id for received in announcements.get(timeout=20).notices] == ["second"]
+        assert [received.id for received in announcements.get(timeout=60).notices] == ["second"]
 
 
 def test_a_repeat_is_told_once_a_stronger_one_again_a_weaker_one_not() -> None:
@@ -93,9 +93,9 @@ def test_a_notice_to_leave_now_waits_for_nothing() -> None:
     try:
         program.announce(Kind.LEAVE, id="1")
         program.announce(Kind.NOW, id="2")
-        assert [received.id for received in announcements.get(timeout=20).notices] == ["1", "2"]
+        assert [received.id for received in announcements.get(timeout=60).notices] == ["1", "2"]
         program.announce(Kind.NOW, id="3")
-        assert [received.id for received in announcements.get(timeout=20).notices] == ["3"]
+        assert [received.id for received in announcements.get(timeout=60).notices] == ["3"]
     finally:
         gathering.stop()
 
@@ -128,9 +128,9 @@ def test_a_callback_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) ->
     try:
         with Gathering([program], fails, window=0.0):
             program.announce(id="1")
-            assert notices.get(timeout=20).id == "1"
+            assert notices.get(timeout=60).id == "1"
             program.announce(id="2")
-            assert notices.get(timeout=20).id == "2"
+            assert notices.get(timeout=60).id == "2"
     finally:
         take_back()
         take_back_too()

@@ -125,13 +125,13 @@ else:
 
 def test_a_forked_child_ends_as_if_there_were_no_handler() -> None:
     """A data loader's worker that swallowed SIGTERM would hang its parent."""
-    done = subprocess.run([sys.executable, "-c", CHILD, "fork"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CHILD, "fork"], capture_output=True, text=True, timeout=180)
     assert done.stdout.split() == [str(int(signal.SIGTERM)), "0"], done.stderr
 
 
 def test_once_stopped_from_another_thread_a_signal_does_what_it_did_before() -> None:
     """Another thread cannot remove the handler; it must not swallow the signal that ends the process."""
-    done = subprocess.run([sys.executable, "-c", CHILD, "stop"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CHILD, "stop"], capture_output=True, text=True, timeout=180)
     assert done.returncode == -signal.SIGTERM, done.stderr
 
 

@@ -296,7 +296,7 @@ def test_both_examples_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     assert plain == elastic
 
 
-def wait_until(condition: Callable[[], bool], process: Fork, log: Path, seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], process: Fork, log: Path, seconds: float = 180.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, f"it has ended: {log.read_text()}"

@@ -70,7 +70,7 @@ def measured(*shape):
     except CapslogError as error:
         pytest.skip(str(error))
     words = [*command, sys.executable, "-m", "tests.rig.tests.shaped", *shape]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=180)
     if "no TUN device can be opened" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr

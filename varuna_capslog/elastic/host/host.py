@@ -67,6 +67,7 @@ class Host:
         self._useless: dict[int, int] = {}
         self._founded = 0.0
         self._asked = 0
+        self._called_off = False  # by `options.look`
         self._noticed = False
         self._acknowledged = False
         self._resting = False  # workers of this host left by request; a later request may want them back
@@ -117,6 +118,9 @@ class Host:
                 with contextlib.suppress(queue.Empty):
                     self._calls.get(timeout=POLL_SECONDS)()
                 self._check_liveness()
+                if not (self._called_off or self._asked) and self.options.look():
+                    self._called_off = True
+                    self.workers.signal(signal.SIGINT)
             self.workers.say_losses(all_of_them=True)
             self.link.leave()
         return self._end()
@@ -151,7 +155,7 @@ class Host:
             reached = f" after step {step}" if step else ""
             goes_on = f"continues the run in {run_dir}" if finished is not None else self._resume_hint()
             raise Interrupted(f"interrupted: {how}{reached}; the same command {goes_on}")
-        if finished is not None and finished.asked:
+        if finished is not None and finished.asked and not self._called_off:
             how = f"interrupted: stopped cleanly after step {finished.step}, as asked on another host"
             raise Interrupted(f"{how}; the same command continues the run in {run_dir}")
         failures = self.workers.failures
@@ -277,6 +281,7 @@ class Host:
                 del self._settling[member]
                 self._settle(member)
         self.workers.say_losses()
+        self.workers.say_absent(now)
         self.workers.kill_hung(now)
         if self._noticed and not self._acknowledged and not self.workers.living():
             self._acknowledged = True

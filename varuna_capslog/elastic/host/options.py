@@ -35,6 +35,7 @@ class HostOptions:
             workers; a later host joins.
         environment: variables for workers on top of this process's own.
         say: prints one line for the user.
+        look: called again and again; True: end the run after the step under way, as asked by the caller.
         sources: of notices; None: those of `auto_sources`, and the file `run_dir/notices/<host>`.
         modules: imported ahead for the workers, besides the entry's.
         fork_server: a running one with this entry, which the host closes; None: the host starts one.
@@ -53,6 +54,7 @@ class HostOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Elastic = field(default_factory=Elastic)
     say: Callable[[str], None] = lambda line: None
+    look: Callable[[], bool] = lambda: False
     sources: Sequence[Listener] | None = None
     modules: Sequence[str] = PRELOADED
     fork_server: ForkServer | None = None

@@ -9,7 +9,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class Terminal:
     ) -> None:
         self._console, self._progress, self._task = step_bar(total_steps, 0, max_seconds)
         self._live = self._console.is_terminal
-        self._metrics, self._events = _Tail(run_dir / "metrics.jsonl"), _Tail(run_dir / "events.jsonl")
-        self._evaluations = _Tail(run_dir / "evaluations.jsonl")
+        self._metrics, self._events = files.Tail(run_dir / "metrics.jsonl"), files.Tail(run_dir / "events.jsonl")
+        self._evaluations = files.Tail(run_dir / "evaluations.jsonl")
         self._total = total_steps
         self._end = threading.Event()
         self._thread = OwnedThread("terminal", self._run, logged)
@@ -156,7 +156,7 @@ def describe(event: Mapping[str, Any]) -> str | None:
     if kind == "rebalance":
         gain = float(event.get("planned_gain", 1.0))
         return f"{event.get('why')}; by the plans a step takes {gain:.2f} times as long without them"
-    if kind == "lost":
+    if kind == "lost" or (kind == "stop" and "why" in event):
         return str(event.get("why"))
     if kind == "waiting":
         return f"{head} waits: {event.get('why')}"
@@ -193,22 +193,3 @@ def _notice(event: Mapping[str, Any]) -> str:
     deadline = event.get("deadline")
     when = "at once" if event.get("urgent") else "soon" if deadline is None else f"within {deadline:.0f} s"
     return f"notice ({event.get('source')}): {event.get('member')} is to leave {when}"
-
-
-class _Tail:
-    """Objects added to a line file since the last call."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = path.stat().st_size if path.exists() else 0
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(self._at)
-                data = file.read()
-        except OSError:
-            return
-        length = data.rfind(b"\n") + 1
-        self._at += length
-        yield from files.objects_in(data[:length])

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ SETTLE_SECONDS = 0.3
 
 FAREWELL_SECONDS = 60.0
 """Limit for a worker to end after the run has finished."""
+
+JOIN_SECONDS = 60.0
+"""Seconds after which a worker that is not in the run yet is named."""
 
 _QUIET = {
     # gloo asks the name server for this machine's name; a lost answer costs 1 s instead of 5
@@ -58,7 +61,7 @@ class HostWorker:
 
     verdict, cause: why this host killed it, and the kind of reason, a name of `failures.CAUSES`. stopped_since,
     expelled_since: when it was first seen stopped, and when the log declared it dead while it lived; by the monotonic
-    clock.
+    clock. asked_at: when it was asked for, by the same clock; absence_said: its absence was printed.
     """
 
     member: Member
@@ -69,6 +72,8 @@ class HostWorker:
     cause: str = "hung"
     stopped_since: float | None = None
     expelled_since: float | None = None
+    asked_at: float = field(default_factory=time.monotonic)
+    absence_said: bool = False
 
 
 class HostWorkers:
@@ -246,6 +251,19 @@ class HostWorkers:
                 self._options.say(sentence)
             else:
                 self._unsaid.append((due, sentence))
+
+    def say_absent(self, now: float) -> None:
+        """Print, once for each, which workers here were asked for long ago and are in no generation yet."""
+        if self._roster.finished is not None:
+            return
+        for worker in self.living():
+            absent = now - worker.asked_at > JOIN_SECONDS and not self._roster.was_named(worker.member)
+            if absent and not worker.absence_said:
+                worker.absence_said = True
+                self._options.say(
+                    f"worker {worker.member} (device {worker.slot} of {self._host}) has not joined the run, "
+                    f"{JOIN_SECONDS:g} s after it was asked for; its output is in {self.log(worker.member)}"
+                )
 
     def root(self, since: float) -> WorkerFailed:
         """Error that ends a run of which all workers here have failed.

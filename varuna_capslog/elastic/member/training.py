@@ -138,6 +138,9 @@ class Training:
                 self._finish()
                 return
             self._between()
+            if parts.work.is_done(loop.state.at.step):  # by the evaluation that was made there
+                self._finish()
+                return
             loop.look_at_deadline()
             self._began = time.monotonic()
             self._computing = step

@@ -494,6 +494,8 @@ def follow_device(graph: fx.Graph, tensor: fx.Node | None) -> None:
     ]
     if not users or tensor is None:
         return
+    if tensor.op == "get_attr" and (first := next(iter(graph.nodes))) is not tensor:
+        first.prepend(tensor)  # a layer that reads nothing may name a device before it reads its buffer
     last_input = [node for node in graph.nodes if node.op == "placeholder"] or [tensor]
     with graph.inserting_after(max(tensor, last_input[-1])):
         device = graph.call_function(getattr, (tensor, "device"))

@@ -470,13 +470,20 @@ def _parts(
         for module in part:
             if any(module in later for later in parts[number + 1 :]):
                 raise CapslogError(f"a cut lies inside {module!r}, but {rule}; move the cut before or behind it")
-    for (first, end), part in zip(line.stages, parts, strict=True):
-        for name in (name for layer in held[first:end] for name in layer.parameters):
-            if not _is_below(unit(name.rpartition(".")[0]), part):
-                raise CapslogError(
-                    f"{system} would give every stage a copy of the parameter {name!r}, which belongs to no module of "
-                    "its list; put it into a submodule"
-                )
+    outside = {
+        name: stage
+        for stage, ((first, end), part) in enumerate(zip(line.stages, parts, strict=True))
+        for layer in held[first:end]
+        for name in layer.parameters
+        if not _is_below(unit(name.rpartition(".")[0]), part)
+    }
+    if outside and len(line.stages) > 1:
+        # torch.distributed.checkpoint writes one copy of a name, chosen by how much each rank writes
+        named = ", ".join(f"{name!r} (stage {stage})" for name, stage in outside.items())
+        raise CapslogError(
+            f"{named}: {system} copies parameters of the model itself into every stage, and a checkpoint may keep an "
+            f"untrained copy; put {'it' if len(outside) == 1 else 'each'} into a submodule"
+        )
     return [[*part, *(module for module in everywhere if module not in part)] for part in parts]
 
 

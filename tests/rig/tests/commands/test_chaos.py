@@ -92,7 +92,7 @@ def test_machines_with_networks_of_their_own_are_cut_off_by_the_kernel(tmp_path)
     words = ["--network", "namespaces", "--workers", "1", "--faults", "1", "--kinds", "cut", "--mean", "50ms"]
     command = [str(CHAOS), *words, "--seed", "5", "-o", str(folder), "--json"]
     environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["outcome"], report["network"], report["faults"]) == ("passed", "namespaces", 1)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[4]
 def chaos(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""}
     return subprocess.run(
-        [ROOT / "launch" / "chaos.sh", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        [ROOT / "launch" / "chaos.sh", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

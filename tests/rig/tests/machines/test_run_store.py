@@ -23,17 +23,17 @@ def test_a_lost_store_takes_nothing_and_the_next_one_is_empty(tmp_path):
     assert client.get("key") == "first"
     client.close()
     store.append(RequestEntry(2))
-    assert heard.get(timeout=5.0) == {"kind": "request", "devices": 2}
+    assert heard.get(timeout=20.0) == {"kind": "request", "devices": 2}
     store.found(Generation(1, ("a-1",)))
     store.found(Generation(1, ("a-2",)))  # there is one already
-    assert heard.get(timeout=5.0)["record"]["members"] == ["a-1"]
+    assert heard.get(timeout=20.0)["record"]["members"] == ["a-1"]
     store.lose()
     assert store.is_lost
     store.append(RequestEntry(3))
     store.found(Generation(1, ("a-3",)))
     store.begin({"key": "second"}, heard.put)
     store.append(RequestEntry(4))
-    assert heard.get(timeout=5.0) == {"kind": "request", "devices": 4}
+    assert heard.get(timeout=20.0) == {"kind": "request", "devices": 4}
     store.close()
 
 
