@@ -23,6 +23,16 @@ from torch import nn
 
 def pair():
     return nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return x
 """
 PARAMETERS = 2 * 256 * 512 + 512 + 256
 INPUT = "x=float32[1,4,256]"
@@ -61,6 +71,32 @@ def test_the_verdict_is_the_allocators() -> None:
     assert enough.kinds["optimizer states"] == pytest.approx(8 * PARAMETERS, rel=1e-4)
 
 
+def test_one_capture_serves_every_batch_and_the_answer_is_that_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures, capture = [], capslog.Chain.from_module.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type, *arguments: Any, **options: Any) -> Any:
+        captures.append(arguments)
+        return capture(cls, *arguments, **options)
+
+    monkeypatch.setattr(capslog.Chain, "from_module", classmethod(counted))
+    tried: list[str] = []
+    options: dict[str, Any] = {"devices": 1, "device": "cpu", "capacity": "4MiB"}
+    fit = capslog.fits("net_of_fits:Blocks", "x=float32[1,64,256]", **options, say=tried.append)
+    best = fit.largest_batch.size
+    assert fit.fits
+    assert best is not None
+    assert best > 1
+    assert len(captures) == 2
+    assert len(tried) <= 5
+    for size, fits in ((best, True), (best + 1, False)):
+        settings = {"train.microbatch_size": size, "pipeline.host_capacity": 0}
+        plan = capslog.plan("net_of_fits:Blocks", "x=float32[1,64,256]", **options, settings=settings)
+        assert plan.fits is fits
+    monkeypatch.setattr("varuna_capslog.api.fits._SEARCH_SECONDS", 0)
+    late = capslog.fits("net_of_fits:Blocks", "x=float32[1,64,256]", **options)
+    assert late.largest_batch.text().startswith("at least 1 (stopped after ")
+
+
 @pytest.mark.parametrize(
     ("precision", "each"),
     [("fp32", (4, 0, 4, 8)), ("bf16", (4, 0, 4, 8)), ("bfloat16-master", (2, 4, 4, 8)), ("bf16-weights", (2, 0, 2, 4))],
@@ -86,12 +122,18 @@ def test_the_command_says_the_verdict_first_and_exits_with_it(
 
 
 def test_a_name_that_the_hub_does_not_give_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(name: str, file: str) -> str:
-        raise OSError(f"no network for {name}, {file}")
+    asked: list[bool] = []
 
-    monkeypatch.setattr("transformers.utils.cached_file", offline)
-    with pytest.raises(CapslogError, match=r"maker/net is no folder here, .*no network for maker/net, config.json"):
-        capslog.fits("maker/net", devices="t4")
+    def refused(name: str, file: str, local_files_only: bool) -> str:
+        asked.append(local_files_only)
+        raise OSError(f"no {file} of {name}")
+
+    monkeypatch.setattr("transformers.utils.cached_file", refused)
+    for offline, sentence in ((True, "there is no network, and no copy"), (False, "no config.json of maker/net")):
+        monkeypatch.setattr("varuna_capslog.model.hugging_face._hub_has_an_address", lambda known=not offline: known)
+        with pytest.raises(CapslogError, match=f"maker/net is no folder here, .*{sentence}"):
+            capslog.fits("maker/net", devices="t4")
+    assert asked == [True, False]
 
 
 def test_weights_are_bfloat16_where_the_config_says_so() -> None:

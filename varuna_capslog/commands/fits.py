@@ -48,6 +48,9 @@ class FitsFlags:
             panel=MODEL,
         ),
     ] = None
+    lora: Annotated[
+        int | None, option("Rank of peft's adapters, trained in place of the weights.", False, min=1, panel=MODEL)
+    ] = None
     optimizer: Annotated[
         str | None,
         option("Optimizer, of torch or package.module:Class; the key train.optimizer.", "adamw", panel=MODEL),
@@ -92,6 +95,7 @@ def fits(flags: FitsFlags) -> None:
         "train.optimizer": flags.optimizer,
         "train.minibatch_size": flags.batch,
         "pipeline.host_capacity": flags.host_capacity,
+        "model.arguments.lora": flags.lora,
     }
     fit = ask(
         flags.model,
@@ -115,11 +119,9 @@ def fits(flags: FitsFlags) -> None:
 
 def _show_others(fit: Fit) -> None:
     """Print what else fits, each line as soon as it is known."""
-    batch = fit.largest_batch
-    say("largest microbatch at this sequence: " + ("none" if batch is None else str(batch)))
-    if fit.takes_sequence:
-        tokens = fit.largest_sequence
-        say("longest sequence at this batch: " + ("none" if tokens is None else f"{tokens} tokens"))
+    say(f"largest microbatch at this sequence: {fit.largest_batch.text()}")
+    if fit.largest_sequence is not None:
+        say(f"longest sequence at this batch: {fit.largest_sequence.text(' tokens')}")
     cards = fit.cards
     more = f" and {len(cards) - _CARDS} more" if len(cards) > _CARDS else ""
     say(f"as many of these would do, by memory: {', '.join(cards[:_CARDS]) or 'none of the table'}{more}")

@@ -372,8 +372,10 @@ def _transport(value: str) -> str:
 
 
 def _bytes(value: Any, info: ValidationInfo) -> Any:
-    """Convert `16GiB` or a number to bytes; null stays null."""
-    return None if value is None else units.parse_memory(value, f"pipeline.{info.field_name}")
+    """Convert `16GiB` or a number to bytes; null stays null, and 0 needs no unit."""
+    if value is None or str(value) == "0":
+        return value if value is None else 0
+    return units.parse_memory(value, f"pipeline.{info.field_name}")
 
 
 def _rate(value: Any, info: ValidationInfo) -> Any:
@@ -453,7 +455,8 @@ class Pipeline(Section):
     mapped into memory. On a CPU only a folder spares memory, best one on a fast disk of this machine."""
 
     host_capacity: Annotated[int | None, BeforeValidator(_bytes)] = None
-    """Most bytes of the host tier for each worker: a size such as 64GiB, or null for no limit."""
+    """Most bytes of the host tier for each worker: a size such as 64GiB, 0 (nothing is offloaded), or null for no
+    limit."""
 
     bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None
     """Bytes in a second, such as 10Gbit, of every link between two devices, for the planner alone; null: bytes take no
