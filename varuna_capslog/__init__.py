@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from varuna_capslog.api.decoding import decode, plan_decoding
     from varuna_capslog.api.estimating import Estimate, estimate
+    from varuna_capslog.api.fits import fits
     from varuna_capslog.api.planning import ModelPlan, plan
     from varuna_capslog.api.training import TrainedRun, train
     from varuna_capslog.base.errors import CapslogError
@@ -53,6 +54,7 @@ __all__ = [
     "decode",
     "estimate",
     "fit",
+    "fits",
     "load_config",
     "on_notice",
     "plan",
@@ -68,6 +70,7 @@ __all__ = [
 _NAMES = {
     "api.decoding": ("decode", "plan_decoding"),
     "api.estimating": ("Estimate", "estimate"),
+    "api.fits": ("fits",),
     "api.planning": ("ModelPlan", "plan"),
     "api.training": ("TrainedRun", "train"),
     "base.errors": ("CapslogError",),

@@ -20,6 +20,7 @@ from varuna_capslog.base.version import __version__
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.export import export
+from varuna_capslog.commands.fits import fits
 from varuna_capslog.commands.front import front
 from varuna_capslog.commands.help import FIRST_STEPS, SUMMARIES, HelpCommand
 from varuna_capslog.commands.largest import largest
@@ -44,7 +45,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # in the order of `capslog --help`, which is that in which a new user needs them
-for _command in (init, profile, variants, plan, front, largest, compare, simulate, export, lint, check, train, host):
+_COMMANDS = (init, fits, profile, variants, plan, front, largest, compare, simulate, export, lint, check, train, host)
+for _command in _COMMANDS:
     app.command(cls=HelpCommand, short_help=SUMMARIES[_command.__name__])(_command)
 # what follows FILE is its own
 app.command(

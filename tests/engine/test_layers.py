@@ -159,20 +159,22 @@ Types = dict[str, Any]
 BFLOAT16 = {"precision": "bfloat16", "weights": "bfloat16"}
 FLOAT16 = {"precision": "float16", "weights": "float16", "loss_scale": LossScale(8.0)}
 ROUNDED = {"recipe": dataclasses.replace(cases.SETTINGS["recipe"], moments="bfloat16")}
+PURE = {"precision": "bf16-weights"}
 TYPES = pytest.mark.parametrize(
     "types",
-    [BFLOAT16, FLOAT16, ROUNDED, BFLOAT16 | ROUNDED],
-    ids=["bfloat16 weights", "float16 weights", "bfloat16 moments", "bfloat16 weights and moments"],
+    [BFLOAT16, FLOAT16, ROUNDED, BFLOAT16 | ROUNDED, PURE],
+    ids=["bfloat16 weights", "float16 weights", "bfloat16 moments", "bfloat16 weights and moments", "all bfloat16"],
 )
 
 
 def by_hand(types: Types) -> dict[str, Any]:
     """Train the unsplit model in a plain loop for some steps: masters of float32, weights that are rounded anew before
     every step, gradients that are added in float32 in the order of the blocks, torch's AdamW over the masters, and its
-    moments rounded behind every step.
+    moments rounded behind every step. Where all is bfloat16 there are no masters, and sums are bfloat16 too.
     """
     graph, precision = models.LINE["line"], types.get("precision", "float32")
-    chain, low = graph.build_chain(), getattr(torch, types.get("weights", "float32"))
+    kept = torch.bfloat16 if types is PURE else torch.float32
+    chain, low = graph.build_chain(dtype=kept), getattr(torch, types.get("weights", "float32"))
     weights = chain.named_parameters()
     masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=1e-4, fused=True)
@@ -180,7 +182,7 @@ def by_hand(types: Types) -> dict[str, Any]:
     parts = []
     for step in range(1, STEPS + 1):
         for name, weight in weights.items():
-            weight.data = masters[name].detach().to(torch.float32 if ".norm." in name else low)
+            weight.data = masters[name].detach().to(kept if ".norm." in name or types is PURE else low)
         blocks: list[dict[str, Tensor]] = [{}, {}]
 
         def add(index: int, sums: list[dict[str, Tensor]] = blocks) -> None:
@@ -188,10 +190,10 @@ def by_hand(types: Types) -> dict[str, Any]:
                 assert weight.grad is not None
                 assert weight.grad.dtype == weight.dtype
                 total = sums[index // 2].get(name)
-                sums[index // 2][name] = weight.grad.float() if total is None else total + weight.grad.float()
+                sums[index // 2][name] = weight.grad.to(kept) if total is None else total + weight.grad.to(kept)
                 weight.grad = None
 
-        minibatch, inputs = graph.make_minibatch(4, step)
+        minibatch, inputs = graph.make_minibatch(4, step, kept)
         parts.append(models.plain_step(chain, minibatch, inputs, 7, step, graph.loss, precision, scaler, add))
         for name, master in masters.items():
             master.grad = (blocks[0][name] + blocks[1][name]) / scaler.get_scale()
@@ -203,7 +205,8 @@ def by_hand(types: Types) -> dict[str, Any]:
         "parts": parts,
         "state": {name: master.detach() for name, master in masters.items()},
         "weights": {
-            name: master.detach().to(torch.float32 if ".norm." in name else low) for name, master in masters.items()
+            name: master.detach().to(kept if ".norm." in name or types is PURE else low)
+            for name, master in masters.items()
         },
         "moments": {
             f"{name}.{key}": value.bfloat16() if "recipe" in types and key != "step" else value
@@ -215,7 +218,8 @@ def by_hand(types: Types) -> dict[str, Any]:
 
 def trained(pool: WorkerPool, types: Types, layout: Any, made: str = "line", **options: Any) -> list[dict[str, Any]]:
     settings = {"schedule": "1f1b", "recompute": False} | types | options
-    return pool.run(cases.train, layout.world_size, layout, settings, STEPS, torch.float32, None, None, made)
+    dtype = torch.bfloat16 if types is PURE else torch.float32
+    return pool.run(cases.train, layout.world_size, layout, settings, STEPS, dtype, None, None, made)
 
 
 @TYPES

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
 import pytest
 
 from varuna_capslog.memory.inflight import waiting
-from varuna_capslog.planning.largest import enough_microbatches, image_of, largest, microbatch_sizes, microbatch_step
+from varuna_capslog.planning.largest import (
+    coarse_sizes,
+    enough_microbatches,
+    image_of,
+    largest,
+    largest_by_bytes,
+    microbatch_sizes,
+    microbatch_step,
+)
 from varuna_capslog.schedules import RunShape
 
 
@@ -35,6 +44,46 @@ def test_the_search_asks_rarely_and_doubles_first(limit):
     assert len(tried) <= 2 * math.log2(max(2, limit)) + 2
     doubled = tried[: max(1, limit).bit_length() + 1]
     assert doubled == [2**power for power in range(len(doubled))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_search_by_bytes_finds_what_trying_every_value_finds(seed):
+    draw = random.Random(seed)
+    for _ in range(50):
+        values = sorted(draw.sample(range(1, 2000), draw.randint(1, 60)))
+        step, power, capacity = draw.uniform(0.1, 10), draw.choice([1.0, 1.3, 2.0]), draw.randint(1, 20000)
+        start, tried = draw.choice(values), []
+
+        def lack(value, tried=tried, step=step, power=power, capacity=capacity):
+            return math.ceil(step * value**power) - capacity
+
+        def asked(value, tried=tried, lack=lack):
+            tried.append(value)
+            return lack(value)
+
+        rising = list(largest_by_bytes(values, asked, {0: -capacity, start: lack(start)}))
+        assert rising == sorted(set(rising))
+        assert (rising or [None])[-1] == max((value for value in values if lack(value) <= 0), default=None)
+        assert len(tried) == len({*tried} - {start})
+        if power == 1.0:
+            assert len(tried) <= 3
+
+
+def test_a_search_by_bytes_halves_where_the_line_leads_nowhere():
+    tried = []
+    steps = largest_by_bytes(range(1, 4097), lambda value: tried.append(value) or (1 if value > 3000 else -1), {1: -1})
+    assert max(steps) == 3000
+    assert len(tried) < 40
+
+
+def test_sizes_lie_a_sixteenth_apart_at_most():
+    sizes = coarse_sizes(64, 1000000)
+    assert sizes[:32] == list(range(64, 33 * 64, 64))
+    assert all(size % 64 == 0 for size in sizes[:-1])
+    assert all(above <= size * 17 / 16 for size, above in itertools.pairwise(sizes[31:]))
+    assert sizes[-1] == 1000000
+    assert len(sizes) < 190
+    assert coarse_sizes(64, 64) == [64]
 
 
 def test_sizes_divide_the_samples_of_every_block():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from varuna_capslog.api.estimating import Model, Sample
     from varuna_capslog.planning.simulation import Simulation
 
-__all__ = ["ModelPlan", "Picture", "plan"]
+__all__ = ["ModelPlan", "Picture", "plan", "with_units"]
 
 
 # -- A picture as an object: a notebook draws it inline, a program saves it.
@@ -175,7 +175,7 @@ def plan(
 
     named = parse_devices(devices)
     named.refuse_beside({"capacity": capacity, "device": device}, f"devices={devices!r}", f"devices={named.count}")
-    keys = {"capacity": _with_units(capacity), "planner": planner, **named.pipeline_keys}
+    keys = {"capacity": with_units(capacity), "planner": planner, **named.pipeline_keys}
     pipeline = {name: value for name, value in keys.items() if value is not None}
     if isinstance(model, Profile):
         model_options = {"sample": sample, "device": device}
@@ -191,7 +191,7 @@ def plan(
     return ModelPlan(**vars(plan_run(config, costs, memo)), profile=costs)
 
 
-def _with_units(capacity: int | str | Sequence[int | str] | None) -> int | str | list[int | str] | None:
+def with_units(capacity: int | str | Sequence[int | str] | None) -> int | str | list[int | str] | None:
     """Return the capacity, with a unit on whole numbers: in Python a number is one of bytes, however small."""
     if capacity is None or isinstance(capacity, str):
         return capacity

@@ -34,6 +34,7 @@ First steps:
 
 SUMMARIES = {
     "init": "Copy configs, examples and launchers into a folder",
+    "fits": "Say whether a model trains on these devices",
     "profile": "Measure or estimate memory and seconds of every layer",
     "variants": "Find the fastest kernels of every layer on this machine",
     "plan": "Find where to cut a model into stages that fit",
@@ -57,6 +58,11 @@ SUMMARIES = {
 
 EXAMPLES = {
     "init": ("capslog init", "capslog init myrun", "capslog init myrun --force"),
+    "fits": (
+        "capslog fits llama --devices '2x rtx4090'",
+        "capslog fits mine:net --input x=float32[8,3,224,224] --devices t4",
+        "capslog fits --free",
+    ),
     "profile": (
         "capslog profile configs/tiny.yaml --estimate -o profile.json",
         "capslog profile --model mine:net --input x=float32[8,3,224,224]",

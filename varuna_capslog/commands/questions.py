@@ -190,7 +190,7 @@ def config_of_model(flags: ModelFlags, settings: Mapping[str, Any], minibatch: i
         CapslogError: a flag that cannot be read, or a value that `ModelSection` refuses.
     """
     from varuna_capslog.config.reading import assignments
-    from varuna_capslog.start.ordinary import OrdinaryModel, ordinary_config
+    from varuna_capslog.start.ordinary import OrdinaryModel, folder_keys, ordinary_config
 
     keys = dict(settings)
     device, source = keys.pop("profile.device", None), keys.pop("profile.source", "estimated")
@@ -204,8 +204,8 @@ def config_of_model(flags: ModelFlags, settings: Mapping[str, Any], minibatch: i
             "--sequence is for the inputs that --hf makes itself; give sizes with --input, or leave it out"
         )
     if flags.folder is not None:
-        folder_arguments = {"path": str(flags.folder), "sequence": flags.sequence, "example": not flags.inputs}
-        arguments = {"dtype": "float32", **arguments, **folder_arguments}
+        arguments, keys = folder_keys(str(flags.folder), arguments, keys)
+        arguments |= {"sequence": flags.sequence, "example": not flags.inputs}
         keys.setdefault("model.name", str(flags.folder))
     if measured and device is not None and device.startswith("cuda:"):
         raise CapslogError(f"--measure runs on the device that is here; --device {device} goes with --estimate")
@@ -244,9 +244,12 @@ def say_assumptions(config: Config) -> None:
     else:
         where = "this machine's cpu (--device cuda:KIND plans for GPUs)"
     limit = "without a limit of memory" if capacity is None else "within its capacity"
+    optimizer = "AdamW" if train.optimizer == "adamw" else train.optimizer
+    held = config.model.get("arguments", {}).get("dtype", "float32") if train.precision == "float32" else "float32"
+    types = train.types if held == "float32" else f"weights, gradients and optimizer states in {held}"
     again = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"
     shared.say(
-        f"capslog: estimated for {where}, {limit}: {train.types}, AdamW, microbatches of {train.microbatch_size}, "
+        f"capslog: estimated for {where}, {limit}: {types}, {optimizer}, microbatches of {train.microbatch_size}, "
         f"activations recomputed {again}; --measure runs the layers here instead",
         err=True,
     )

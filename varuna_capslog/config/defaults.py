@@ -7,6 +7,8 @@ from typing import Any, Final
 
 __all__ = [
     "ALL",
+    "BF16_MASTER",
+    "BF16_WEIGHTS",
     "FASTEST",
     "MEMORY",
     "MICROBATCHES_PER_DEVICE",
@@ -18,6 +20,7 @@ __all__ = [
     "SMALLEST",
     "STAGES_PER_RANK",
     "fill_own_train",
+    "precision_named",
 ]
 
 
@@ -37,6 +40,18 @@ MICROBATCHES_PER_DEVICE: Final = 4
 """Microbatches of a step for each device of a pipeline, where no config says how many samples a step has."""
 STAGES_PER_RANK: Final = 2
 """`pipeline.stages_per_rank` under schedule interleaved."""
+
+BF16_WEIGHTS: Final = "bf16-weights"
+"""`train.precision` of a training whose weights, gradients and optimizer states are all bfloat16."""
+BF16_MASTER: Final = "bf16-master"
+"""Short for a `train.precision` of bfloat16 with `train.weights` of bfloat16: masters, sums and states are float32."""
+_PRECISIONS: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bfloat16-weights": BF16_WEIGHTS}
+
+
+def precision_named(name: Any) -> Any:
+    """Return the value of `train.precision` that a short or long name means; any other name as it is."""
+    return _PRECISIONS.get(name, name) if isinstance(name, str) else name
+
 
 OWN_TRAIN: Final = {"optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.0}
 """`train` of a run on the user's model and data set: no clipping. The defaults in `config/settings.py` are DETR's."""

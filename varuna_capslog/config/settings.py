@@ -153,9 +153,12 @@ class Train(Section):
     clip_norm: float = Field(0.1, ge=0)
     """Largest norm of all gradients of all stages together; longer gradients are scaled down. 0 switches it off."""
 
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """bfloat16 and float16 run layers under autocast, float16 with a loss scale; weights, sums and the optimizer stay
-    float32, unless weights and moments say otherwise."""
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16", "bf16-weights"], BeforeValidator(defaults.precision_named)
+    ] = "float32"
+    """bfloat16 and float16 (bf16, fp16) run layers under autocast, float16 with a loss scale; weights, sums
+    and the optimizer stay float32, unless weights and moments say otherwise. bf16-weights: weights, gradients, sums and
+    optimizer states are all bfloat16. bf16-master is short for bfloat16 with weights: bfloat16."""
 
     loss_scale: Literal["dynamic"] | float = "dynamic"
     """What the losses of float16 are multiplied by before they are differentiated, and gradients divided by again: a
@@ -228,8 +231,22 @@ class Train(Section):
     @property
     def types(self) -> str:
         """Types of the run in words, such as "bfloat16, weights bfloat16, moments bfloat16"."""
+        if self.precision == defaults.BF16_WEIGHTS:
+            return "weights, gradients and optimizer states in bfloat16"
         others = {"weights": self.weights, "moments": self.moments}
         return ", ".join([self.precision, *(f"{name} {kind}" for name, kind in others.items() if kind != "float32")])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_masters(cls, keys: Any) -> Any:
+        if not isinstance(keys, dict) or keys.get("precision") not in (defaults.BF16_MASTER, "bfloat16-master"):
+            return keys
+        if keys.get("weights", "bfloat16") != "bfloat16":
+            raise ValueError(
+                f"train.precision={defaults.BF16_MASTER} keeps weights in bfloat16, but train.weights="
+                f"{keys['weights']}; leave train.weights out"
+            )
+        return keys | {"precision": "bfloat16", "weights": "bfloat16"}
 
     @model_validator(mode="after")
     def _agree(self) -> Train:
@@ -257,6 +274,11 @@ class Train(Section):
                     f"train.loss_scale={self.loss_scale:g} is no power of two, so that dividing by it would change "
                     "gradients; choose one, such as 1024, or dynamic"
                 )
+        if self.precision == defaults.BF16_WEIGHTS and (self.weights, self.moments) != ("float32", "float32"):
+            raise ValueError(
+                f"train.precision={defaults.BF16_WEIGHTS} keeps weights and optimizer states in bfloat16; leave "
+                f"train.weights and train.moments out, or choose {defaults.BF16_MASTER} for masters in float32"
+            )
         if self.weights not in ("float32", self.precision):
             raise ValueError(
                 f"train.weights={self.weights} but train.precision={self.precision}: what operations take besides "
@@ -350,8 +372,10 @@ def _transport(value: str) -> str:
 
 
 def _bytes(value: Any, info: ValidationInfo) -> Any:
-    """Convert `16GiB` or a number to bytes; null stays null."""
-    return None if value is None else units.parse_memory(value, f"pipeline.{info.field_name}")
+    """Convert `16GiB` or a number to bytes; null stays null, and 0 needs no unit."""
+    if value is None or str(value) == "0":
+        return value if value is None else 0
+    return units.parse_memory(value, f"pipeline.{info.field_name}")
 
 
 def _rate(value: Any, info: ValidationInfo) -> Any:
@@ -431,7 +455,8 @@ class Pipeline(Section):
     mapped into memory. On a CPU only a folder spares memory, best one on a fast disk of this machine."""
 
     host_capacity: Annotated[int | None, BeforeValidator(_bytes)] = None
-    """Most bytes of the host tier for each worker: a size such as 64GiB, or null for no limit."""
+    """Most bytes of the host tier for each worker: a size such as 64GiB, 0 (nothing is offloaded), or null for no
+    limit."""
 
     bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None
     """Bytes in a second, such as 10Gbit, of every link between two devices, for the planner alone; null: bytes take no

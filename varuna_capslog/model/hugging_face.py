@@ -1,11 +1,16 @@
 """Builds Hugging Face models from a local folder, for `--hf PATH`: from config.json alone, on the meta device.
 
-Nothing is downloaded, no code of the folder runs, no weights are read. transformers is imported when a model is built.
+No code of the folder runs, no weights are read. transformers is imported when a model is built. Only `folder_of` asks
+the hub, for a config.json.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +20,11 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError, needed
 
-__all__ = ["FACTORY", "model"]
+__all__ = ["FACTORY", "folder_of", "model", "most_tokens"]
 
 FACTORY = f"{__name__}:model"
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""Of a model on the hub."""
 
 _CLASSES = (
     "AutoModelForCausalLM",
@@ -44,6 +51,7 @@ def model(
     dtype: str | None = None,
     trains: bool = True,
     example: bool = True,
+    lora: int | None = None,
     **changes: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model that `config.json` in a folder describes, without memory for its weights, and its example inputs.
@@ -53,11 +61,12 @@ def model(
         dtype: of its weights; None: that of the config, or float32.
         trains: whether labels are among the inputs; else logits are asked for the last token alone, as in `generate`.
         example: False: the caller has other inputs.
+        lora: rank of peft's adapters of all linear layers, which are trained in place of the weights; None: none.
         changes: keys of the config that are replaced, such as `num_hidden_layers=4`.
 
     Raises:
-        CapslogError: transformers is not installed; no such folder; a config that transformers cannot read or build
-            from without code of the folder; inputs that are neither tokens nor pictures.
+        CapslogError: transformers, or peft for adapters, is not installed; no such folder; a config that transformers
+            cannot read or build from without code of the folder; inputs that are neither tokens nor pictures.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -73,8 +82,55 @@ def model(
             made = chosen.from_config(config, dtype=getattr(torch, size) if isinstance(size, str) else size)
     except Exception as error:  # whatever the model's own code raises
         raise CapslogError(f"--hf {path}: transformers cannot build the model ({_first_line(error)})") from error
+    if lora is not None:
+        _add_adapters(made, lora)
     constants = {"logits_to_keep": 1} if not trains and "logits_to_keep" in _names(made) else {}
     return made, {**(_example(path, made, sequence, trains) if example else {}), **constants}
+
+
+def _add_adapters(model: nn.Module, rank: int) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise CapslogError(
+            "adapters (--lora) are those of peft, which is not installed; run pip install peft"
+        ) from error
+    with torch.device("meta"):
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules="all-linear"), model)
+
+
+def folder_of(name: str) -> str:
+    """Return the folder of a model with config.json, given as a folder or by its name on the Hugging Face hub.
+
+    Raises CapslogError where it is neither, or the hub cannot be asked.
+    """
+    if Path(name).is_dir() or not _NAME.fullmatch(name):
+        return name  # what its folder lacks is said when it is read
+    with needed("a model of the Hugging Face hub"):
+        from transformers.utils import cached_file
+    online = _hub_has_an_address()
+    try:
+        file = cached_file(name, "config.json", local_files_only=not online)
+    except Exception as error:  # no such model, no permission
+        why = _first_line(error) if online else "there is no network, and no copy of it on this machine"
+        raise CapslogError(
+            f"{name} is no folder here, and the Hugging Face hub does not give its config.json ({why}); give a folder "
+            "with config.json, or package.module:function"
+        ) from error
+    return str(Path(str(file)).parent)
+
+
+def _hub_has_an_address() -> bool:
+    """False where the hub would be asked in vain, which takes half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    host = urllib.parse.urlsplit(constants.ENDPOINT).hostname
+    try:
+        return bool(urllib.request.getproxies() or socket.getaddrinfo(host, 443))
+    except OSError:
+        return False
 
 
 def most_tokens(path: str, changes: Mapping[str, Any]) -> int | None:
@@ -132,7 +188,9 @@ def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> 
         if "decoder_input_ids" in names and not trains:
             inputs["decoder_input_ids"] = inputs["input_ids"].clone()
     elif main == "pixel_values":
-        inputs = {main: torch.zeros(1, getattr(config, "num_channels", 3), *_image_size(path, config))}
+        shape = getattr(config, "num_channels", 3), *_image_size(path, config)
+        dtype = next((parameter.dtype for parameter in made.parameters()), torch.float32)
+        inputs = {main: torch.zeros(1, *shape, dtype=dtype)}
     else:
         raise CapslogError(f"--hf {path}: {type(made).__name__} takes {main!r}; describe its inputs with --input")
     if trains:

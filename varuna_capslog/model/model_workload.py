@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.functions import call_function
-from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
+from varuna_capslog.config.defaults import BF16_MASTER, BF16_WEIGHTS, MICROBATCHES_PER_DEVICE
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import FUNCTION, Section
 from varuna_capslog.model.capture import FixedSize, Kept, OneOf, Varying
@@ -239,6 +239,7 @@ class ModelWorkload(Workload):
         self._size = microbatch_size
         self._captured_size: int | None = None
         self._made = made or self._call_factory
+        self._floats: torch.dtype | None = None
         self._kept = None if run_dir is None else Kept(run_dir / "captured", [settings.factory.partition(":")[0]])
 
     def __len__(self) -> int:
@@ -260,6 +261,28 @@ class ModelWorkload(Workload):
         made = self._made()
         model = made[0] if isinstance(made, tuple) else made
         return model if isinstance(model, nn.Module) else None
+
+    def hold_bfloat16(self) -> None:
+        """Cast the model and its floating-point inputs, unless it has bfloat16 weights already."""
+        self._floats = torch.bfloat16
+        self._specs = tuple(map(self._cast_spec, self._specs))
+
+    def _cast_spec(self, spec: InputSpec) -> InputSpec:
+        if self._floats is None or not spec.dtype.is_floating_point:
+            return spec
+        return replace(spec, dtype=self._floats)
+
+    def _cast_model(self, model: nn.Module | Chain) -> None:
+        """Cast all weights, as `Module.to` does; a model that mixes types knows better, and is left as it is."""
+        parameters = model.named_parameters().values() if isinstance(model, Chain) else model.parameters()
+        if self._floats is None or any(parameter.dtype == self._floats for parameter in parameters):
+            return
+        if isinstance(model, Chain):
+            raise CapslogError(
+                f"train.precision={BF16_WEIGHTS} casts an nn.Module, but {self.name!r} is a chain of float32; make its "
+                f"layers in bfloat16, or choose {BF16_MASTER}"
+            )
+        model.to(self._floats)
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
         """Map address -> the model's own name: the address without the layer's name at its beginning."""
@@ -294,6 +317,7 @@ class ModelWorkload(Workload):
                 "pair of an nn.Module and its example inputs"
             )
         self.take_example(made, example)
+        self._cast_model(made)
         self._ready(made)
         if isinstance(made, Chain):
             chain = made
@@ -465,7 +489,7 @@ class ModelWorkload(Workload):
             self._constants = {name: value for name, value in example.items() if not isinstance(value, Tensor)}
             if not self._specs:
                 self._specs = tuple(
-                    InputSpec(place, tensor.dtype, tuple(tensor.shape), high=_above(tensor))
+                    self._cast_spec(InputSpec(place, tensor.dtype, tuple(tensor.shape), high=_above(tensor)))
                     for name, value in example.items()
                     for place, tensor in input_tensors(name, value).items()
                 )

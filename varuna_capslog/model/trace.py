@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.defaults import BF16_WEIGHTS
 from varuna_capslog.model.capture.python_calls import PythonCall, Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, kept_tensors, replace_parameters, unlogged
@@ -31,12 +32,14 @@ _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
-    """Return the context that a layer runs under: none for "float32", autocast for "bfloat16" and "float16"."""
-    if precision == "float32":
+    """Return the context that a layer runs under: autocast for "bfloat16" and "float16", else none, since the types of
+    the weights decide.
+    """
+    if precision in ("float32", BF16_WEIGHTS):
         return nullcontext()
     if precision in _AUTOCAST:
         return torch.autocast(device_type, _AUTOCAST[precision])
-    raise CapslogError(f"precision={precision!r} is unknown; choose float32, bfloat16 or float16")
+    raise CapslogError(f"precision={precision!r} is unknown; choose float32, bfloat16, float16 or {BF16_WEIGHTS}")
 
 
 class ShapeTable:

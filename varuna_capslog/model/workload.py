@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError, ConfigError, RunFinding
 from varuna_capslog.base.functions import call_function
+from varuna_capslog.config.defaults import BF16_MASTER, BF16_WEIGHTS
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.splitting.chains import split_chain
 from varuna_capslog.variants.registry import apply_variants, tell_readers
@@ -182,6 +183,17 @@ class Workload(ABC):
         """
         return self.build_chain()
 
+    def hold_bfloat16(self) -> None:
+        """Make models whose weights and floating-point inputs are bfloat16 from now on (`train.precision`).
+
+        Raises:
+            CapslogError: the workload makes its chain itself.
+        """
+        raise CapslogError(
+            f"train.precision={BF16_WEIGHTS} casts a model before it is captured, but {type(self).__name__} makes its "
+            f"own chain; return layers in bfloat16 with train.precision=float32, or choose {BF16_MASTER}"
+        )
+
     def check(self) -> Iterable[RunFinding]:
         """Return findings on data and weights that the user should know, or that would stop or spoil the run.
 
@@ -288,7 +300,7 @@ def load_workload(config: Config) -> Workload:
     Raises ConfigError: as `call_function`, or the function returned no Workload.
     """
     if config.given_workload is not None:
-        return _with_variants(config.given_workload, config)
+        return _with_choices(config.given_workload, config)
     name = f"workload={config.workload!r}"
     try:
         workload = call_function(config.workload, name, config)
@@ -298,10 +310,12 @@ def load_workload(config: Config) -> Workload:
             )
     except ConfigError as error:
         raise ConfigError(f"{config.source}: {error}" if config.source else str(error)) from error
-    return _with_variants(workload, config)
+    return _with_choices(workload, config)
 
 
-def _with_variants(workload: Workload, config: Config) -> Workload:
+def _with_choices(workload: Workload, config: Config) -> Workload:
+    if config.train.precision == BF16_WEIGHTS:
+        workload.hold_bfloat16()
     if not (config.variants or config.splits):
         return workload
     workload = copy.copy(workload)

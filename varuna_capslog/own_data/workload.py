@@ -122,7 +122,8 @@ class DatasetWorkload(ModelWorkload):
                     f"the batch has no tensor {key!r} for the model's input {name!r} ({_described(batch)}); say with "
                     "data.inputs what of a batch the model takes"
                 )
-            inputs[name] = value
+            casts = self._floats is not None and value.is_floating_point()
+            inputs[name] = value.to(self._floats) if casts else value
         return inputs
 
     def _find_names(self, model: nn.Module | Chain) -> dict[str, str | int]:

@@ -477,7 +477,7 @@ def layerwise_plan(problem: Problem, planner: str) -> Plan:
     """Return the plan of a planner of `LAYERWISE` for one pipeline of the problem, not judged yet.
 
     Where `budget` chooses the schedule, it gives a device several stages, which send more messages, only if the link
-    tells what messages cost. Nothing is offloaded where the host tier is the device's own memory.
+    tells what messages cost. Nothing is offloaded where the host tier is the device's own memory, or may hold nothing.
 
     Raises CapslogError for seconds or runs that the profile lacks, and for more devices than layers.
     """
@@ -491,7 +491,7 @@ def layerwise_plan(problem: Problem, planner: str) -> Plan:
             f"holds at least one layer, so set devices lower, or choose schedule 1f1b{why_few(profile.conditions)}"
         )
     shape = dataclasses.replace(run, schedule="1f1b" if names[0] in WIDER else names[0])
-    has_tier = not tier.is_device(profile)
+    has_tier = tier.capacity != 0 and not tier.is_device(profile)
     chain = Layerwise.of_profile(profile, shape, devices, problem.usable, link, has_tier, problem.speeds)
 
     def plan_of(stages: Sequence[StageChoice], shape: RunShape) -> Plan:

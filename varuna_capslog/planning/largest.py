@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from varuna_capslog.memory.inflight import waiting
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["IMAGE_STEP", "enough_microbatches", "image_of", "largest", "microbatch_sizes", "microbatch_step"]
+__all__ = [
+    "IMAGE_STEP",
+    "coarse_sizes",
+    "enough_microbatches",
+    "image_of",
+    "largest",
+    "largest_by_bytes",
+    "microbatch_sizes",
+    "microbatch_step",
+]
 
 IMAGE_STEP = 32
 """Pixels between candidate image sides: the backbones of detectors divide an image by it."""
@@ -36,6 +45,64 @@ def largest(values: Sequence[int], fits: Callable[[int], bool]) -> int | None:
             break
         position = (low + high) // 2
     return None if low < 0 else values[low]
+
+
+def coarse_sizes(step: int, most: int) -> list[int]:
+    """Return multiples of `step` up to `most`, rising: all up to 32 of them, then those with five binary digits, each
+    at most a sixteenth above the one before; `most` is the last.
+    """
+    sizes, size, gap = [], step, step
+    while size < most:
+        sizes.append(size)
+        gap *= 2 if size >= 32 * gap else 1
+        size += gap
+    return [*sizes, most]
+
+
+_STRAIGHT = 4
+"""Questions that follow the straight line; after them every second one halves what is open."""
+
+
+def largest_by_bytes(values: Sequence[int], lack: Callable[[int], int], known: Mapping[int, int]) -> Iterator[int]:
+    """Yield every value that fits and is larger than all before; the last is the largest of `values` (rising).
+
+    Memory is nearly affine in the value, so each question is asked where the straight line through two answers meets
+    the capacity, kept between the largest value that fits and the smallest that does not. Assumes that no value fits
+    which is larger than one that does not.
+
+    Args:
+        lack: bytes that a value lacks; 0 or less: it fits.
+        known: lacks by value, of `values` or not, at least one; they are not asked for again.
+    """
+    points, asked = dict(known), 0
+    low = max((bisect_right(values, value) - 1 for value in points if points[value] <= 0), default=-1)
+    high = min((bisect_left(values, value) for value in points if points[value] > 0), default=len(values))
+    if low >= 0:
+        yield values[low]
+    while high - low > 1:
+        near = bisect_right(values, _crossing(points)) - 1
+        halves = asked >= _STRAIGHT and asked % 2 == 1
+        position = (low + high) // 2 if halves else min(max(near, low + 1), high - 1)
+        value, asked = values[position], asked + 1
+        points[value] = lack(value)
+        if points[value] <= 0:
+            low = position
+            yield value
+        else:
+            high = position
+
+
+def _crossing(points: Mapping[int, int]) -> float:
+    """Return where the straight line through the two points nearest to the bound has no lack; twice the largest value
+    where it never has one.
+    """
+    fitting = sorted(value for value in points if points[value] <= 0)
+    lacking = sorted(value for value in points if points[value] > 0)
+    first, second = (sorted([*fitting[-2:], *lacking[:2]], key=lambda value: abs(points[value]))[:2] * 2)[:2]
+    if fitting and lacking:
+        first, second = fitting[-1], lacking[0]
+    slope = (points[second] - points[first]) / (second - first) if second != first else 0.0
+    return 2.0 * max(points) if slope <= 0 else first - points[first] / slope
 
 
 def microbatch_sizes(minibatch_size: int, blocks: int) -> list[int]:

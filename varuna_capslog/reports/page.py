@@ -37,8 +37,8 @@ __all__ = ["write_comparison", "write_report"]
 # A fact that is in no file is left out.
 
 
-_PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4}
-"""Bytes of one parameter by the profile's dtype; 16 bits mean autocast, which leaves parameters in float32."""
+_PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4, "bf16-weights": 2}
+"""Bytes of one parameter by the profile's dtype; bfloat16 and float16 mean autocast, with parameters of float32."""
 _MOST_NAMES = 40
 """Names of layers per stage that the table lists in full; of more it lists the first and the last."""
 _MOST_CHARACTERS = 80

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table
 from varuna_capslog.base.units import format_bytes, format_percent, format_seconds, unit_of
 from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.kinds import kinds_on
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import play
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
@@ -141,6 +142,8 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
         notes.append(f"peak {'+ headroom ' if verdict.needed != verdict.peaks else ''}+ margin = {each}")
     if verdict is not None and profile is not None:
         notes += _device_notes(verdict, profile)
+    if sizes and profile is not None and plan.purpose == "training":
+        notes += _kind_notes(plan, profile, sizes)
     if profile is not None:
         notes += idle_notes(plan, profile)
     if plan.bound_seconds is not None and plan.step_seconds is not None:
@@ -156,6 +159,15 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
     ]
     headings = ["stage", "rank", "layers", "from", "to", *of_bytes, "blocks", "memory"]
     return Table(title, headings, rows, (3, 4, 9, 10), notes, (3, 4))
+
+
+def _kind_notes(plan: Plan, profile: Profile, sizes: Sequence[int]) -> list[str]:
+    """Return a line on the bytes of the heaviest stage by kind; none where they are not known."""
+    heaviest = max(range(len(sizes)), key=lambda stage: sizes[stage])
+    kinds = kinds_on(plan, profile, heaviest, "stage", sizes[heaviest])
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds.items() if size)
+    where = "peak" if len(sizes) == 1 else f"peak of stage {heaviest}"
+    return [f"{where}: {parts}"] if parts else []
 
 
 def _parts_of_capacity(verdict: MemoryVerdict, number: int, unit: int) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from varuna_capslog.base import fields
@@ -28,6 +30,7 @@ __all__ = [
     "check_kinds",
     "config_of_profile",
     "default_planner",
+    "folder_keys",
     "ordinary_config",
     "with_choices_of",
     "with_default_capacity",
@@ -124,6 +127,33 @@ def ordinary_config(
             "the name of a function that builds it, as 'package.module:function'"
         )
     return config.with_workload(workload)
+
+
+def folder_keys(
+    folder: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the function that builds a Hugging Face folder's model, and the config's keys, for
+    training: weights are bfloat16 where their type, `dtype` of arguments or else of config.json, is bfloat16 and no
+    other precision is asked for; else float32, unless `dtype` says otherwise.
+    """
+    precision = defaults.precision_named(settings.get("train.precision"))
+    stated = arguments.get("dtype") or (_type_of(folder) if precision is None else None)
+    keys = dict(settings)
+    if precision is None and stated == "bfloat16":
+        keys["train.precision"] = precision = defaults.BF16_WEIGHTS
+    dtype = "bfloat16" if precision == defaults.BF16_WEIGHTS else "float32"
+    return {"dtype": dtype, **arguments, "path": folder}, keys
+
+
+def _type_of(folder: str) -> str | None:
+    """Return the type of weights that a folder's config.json states; None where it states none, or cannot be read."""
+    try:
+        stated = json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # the one that builds the model says what is wrong
+    sections = [stated, stated.get("text_config")] if isinstance(stated, dict) else []
+    names = (part.get(key) for part in sections if isinstance(part, dict) for key in ("dtype", "torch_dtype"))
+    return next((name for name in names if isinstance(name, str)), None)
 
 
 def config_of_profile(

@@ -1,0 +1,181 @@
+"""The question of `capslog.fits`, asked again with other sizes and devices; captures of the model are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.gpus import NamedDevices
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.kinds import kinds_on
+from varuna_capslog.planning.verdict import MemoryVerdict, judge_plan, judge_ranks
+from varuna_capslog.start.ordinary import OrdinaryModel, folder_keys, ordinary_config
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+    from varuna_capslog.model.sized import SizedWorkload
+    from varuna_capslog.plans.plan import Plan
+    from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.profiling.estimate import Memo
+
+__all__ = ["Answer", "Question"]
+
+_PRESS = 1024
+"""Times less memory than there is makes planners look for the smallest peak."""
+_NEAR = 0.02
+"""Part of the capacity within which a plan is rehearsed before its size is said to fit."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, so that it can be asked again with one part changed.
+
+    model, sample, capacity, device, sequence, settings: as of `fits`. devices: with or without kinds. microbatch,
+    batch: samples; None: those of settings. memo, captured: shared by questions about one model; None: not asked yet.
+    """
+
+    model: Any
+    sample: Any
+    devices: NamedDevices
+    capacity: int | str | Sequence[int | str] | None = None
+    device: str | None = None
+    sequence: int | None = None
+    batch: int | None = None
+    microbatch: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    memo: Memo | None = None
+    captured: SizedWorkload | None = None
+
+    @property
+    def of_folder(self) -> bool:
+        """True where the model is a folder with config.json."""
+        return isinstance(self.model, str) and ":" not in self.model
+
+    def config(self) -> Config:
+        """Return the config of the run that is asked about."""
+        pipeline = {name: value for name, value in self.devices.pipeline_keys.items() if value is not None}
+        if self.capacity is not None:
+            pipeline["capacity"] = self.capacity
+        model, settings = OrdinaryModel(self.model, self.sample), dict(self.settings)
+        if self.of_folder:
+            from varuna_capslog.model.hugging_face import FACTORY
+
+            arguments, settings = folder_keys(self.model, {}, settings)
+            arguments |= {"sequence": self.sequence, "example": not self.sample}
+            model = OrdinaryModel(FACTORY, self.sample, None, arguments)
+            settings["model.name"] = Path(self.model).name
+        elif self.sequence is not None:
+            raise CapslogError(
+                "a sequence is for the inputs of a folder with config.json; of other models give the sample its length"
+            )
+        sizes = {"train.microbatch_size": self.microbatch, "train.minibatch_size": self.batch}
+        settings = {"pipeline.host_capacity": 0, "train.microbatch_size": 1} | settings
+        settings |= {key: size for key, size in sizes.items() if size is not None}
+        device = self.device if self.devices.fastest is None else f"cuda:{self.devices.fastest}"
+        return ordinary_config(model, pipeline, None, device, settings=settings)
+
+    def changed(self, **parts: Any) -> Question:
+        """Return the question with other parts."""
+        return Question(**{**vars(self), **parts})
+
+    def answer(self) -> Answer:
+        """Return the run, its costs and its plan. Raises CapslogError where its memory cannot be predicted."""
+        from varuna_capslog.start.prepare import estimate_memo, plan_run, profile_run
+
+        config, captured = self._captured()
+        memo = self.memo or estimate_memo(config)
+        profile = profile_run(config, show=False, memo=memo)
+        plan = plan_run(config, profile, memo)
+        if plan.fits is None:
+            raise CapslogError(f"whether it fits cannot be predicted: {'; '.join(plan.notes)}")
+        return Answer(replace(self, memo=memo, captured=captured), config, profile, plan)
+
+    def _captured(self) -> tuple[Config, SizedWorkload]:
+        """Return the config with its model, of which captures are kept, and the model of the first question."""
+        from varuna_capslog.model.sized import SizedWorkload
+
+        config = self.config()
+        if self.captured is None:
+            first = SizedWorkload.of_config(config)
+            return config.with_workload(first), first
+        first, size, length = self.captured, config.train.microbatch_size, self.sequence
+        model = first.at(None if size == first.batch else size, None if length in (None, first.length) else length)
+        return config.with_workload(model), first
+
+    def lack(self) -> int:
+        """Return the bytes that the device with least to spare lacks in the plan of the smallest peak; 0 or less: it
+        fits. Near the capacity, the planner decides as for `answer`.
+        """
+        from varuna_capslog.start.prepare import plan_run, profile_run
+
+        config, _ = self._captured()
+        profile, capacity = profile_run(config, show=False, memo=self.memo), config.pipeline.capacity
+        missing = Answer(self, config, profile, plan_run(_pressed(config), profile, self.memo)).pressed_lack()
+        alike = isinstance(capacity, int) or capacity is None or len(set(capacity)) == 1
+        most = capacity if isinstance(capacity, int) else max(capacity or [0])
+        if abs(missing) > _NEAR * most and (alike or missing <= 0):
+            return missing
+        plan = plan_run(config, profile, self.memo)
+        if plan.fits is None:
+            raise CapslogError(f"whether it fits cannot be predicted: {'; '.join(plan.notes)}")
+        return min(missing, 0) if plan.fits else max(missing, 1)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question's run, costs and plan."""
+
+    question: Question
+    config: Config
+    profile: Profile
+    plan: Plan
+
+    @property
+    def memory(self) -> MemoryVerdict:
+        """Bytes of every device. Raises CapslogError where no capacity is known."""
+        known = [rank.bytes for rank in self.plan.ranks if rank.bytes is not None]
+        if len(known) == len(self.plan.ranks) > 0:
+            memory = judge_ranks(self.plan, known, Headroom.of(self.profile))
+        else:
+            memory = judge_plan(self.plan, self.profile)
+        if memory is None:
+            raise CapslogError(
+                "there is no memory to fit: name kinds of GPUs, devices='2x rtx4090', or give the capacity of each "
+                "device"
+            )
+        return memory
+
+    def kinds(self) -> dict[str, int]:
+        """Return the allocated bytes of the fullest device by kind."""
+        memory = self.memory
+        return kinds_on(self.plan, self.profile, memory.worst, memory.of, memory.peaks[memory.worst])
+
+    def pressed_lack(self) -> int:
+        """Return the bytes that the worst device lacks, of a plan for `_pressed` devices."""
+        memory = self.memory
+        return max(need - _PRESS * has for need, has in zip(memory.needed, memory.capacities, strict=True))
+
+    def least(self) -> tuple[int, int]:
+        """Return the lack of the plan with the smallest peak, and the same without activations, at most 0."""
+        from varuna_capslog.start.prepare import plan_run
+
+        config = _pressed(self.config)
+        pressed = replace(self, config=config, plan=plan_run(config, self.profile, self.question.memo))
+        lack, headroom = pressed.pressed_lack(), Headroom.of(self.profile)
+        peak = max(pressed.memory.peaks)
+        kinds = pressed.kinds()
+        activations = kinds.get("activations and workspaces", peak // 2)
+        return lack, min(0, lack - headroom.device(peak) + headroom.device(peak - activations))
+
+
+def _pressed(config: Config) -> Config:
+    """Return the config with so little memory that planners look for the smallest peak."""
+    capacity = config.pipeline.capacity
+    if isinstance(capacity, int):
+        less: Any = max(1, capacity // _PRESS)
+    else:
+        less = None if capacity is None else [max(1, size // _PRESS) for size in capacity]
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"capacity": less})})

@@ -1,0 +1,282 @@
+"""`capslog.fits`: whether a training fits devices, by how much, and what else would."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from varuna_capslog.api.fit_question import Answer, Question
+from varuna_capslog.api.planning import with_units
+from varuna_capslog.base.gpus import GPUS, NamedDevices, parse_devices
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.config import defaults
+from varuna_capslog.planning.largest import coarse_sizes, largest_by_bytes
+from varuna_capslog.planning.simulation import treatments
+from varuna_capslog.planning.verdict import MemoryVerdict
+from varuna_capslog.plans.parts import spans_of
+from varuna_capslog.reports.markup import plural
+from varuna_capslog.schedules import RunShape
+
+if TYPE_CHECKING:
+    from varuna_capslog.api.estimating import Model, Sample
+    from varuna_capslog.plans.plan import Plan
+
+__all__ = ["Fit", "Largest", "fits"]
+
+_MOST_SAMPLES = 1 << 16
+"""Of a microbatch; the end of the search for the largest."""
+_TOKENS_STEP, _MOST_TOKENS = 64, 1 << 20
+"""Between the lengths of sequences that come into question; the end of their search where the model names none."""
+_SEARCH_SECONDS = 90.0
+"""After which a search asks no further question."""
+_ALIKE = 0.9
+"""Part of the memory that these devices need below which other kinds do not come into question."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """Largest size that fits.
+
+    size: None where no smaller one than the smallest that was tried fits. stopped_after: seconds, where the search was
+    ended before it was sure that no larger size fits.
+    """
+
+    size: int | None
+    stopped_after: float | None = None
+
+    def text(self, unit: str = "") -> str:
+        """Return it in words, such as "at least 4096 tokens (stopped after 130 s)"."""
+        stop = "" if self.stopped_after is None else f" (stopped after {self.stopped_after:.0f} s)"
+        if self.size is None:
+            return f"not known{stop}" if stop else "none"
+        return f"{'at least ' if stop else ''}{self.size}{unit}{stop}"
+
+
+class _Late(Exception):
+    """A search has taken its time."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a training fits its devices. It prints as the verdict; its methods ask what else would fit, with an
+    estimate for every size that they try.
+
+    Attributes:
+        fits: True where every device holds what it needs at most.
+        plan: the fastest that fits, else the one with the smallest peak.
+        memory: bytes of every device: peaks (allocated), needed (also what the allocator and the driver hold besides)
+            and capacities.
+        kinds: bytes on the fullest device, by kind: weights, gradients, optimizer states, activations and workspaces.
+    """
+
+    fits: bool
+    plan: Plan
+    memory: MemoryVerdict
+    kinds: Mapping[str, int]
+    _answer: Answer = field(repr=False)
+    _say: Callable[[str], object] = field(repr=False, default=lambda line: None)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: fits or not, and by how much."""
+        where = _where(self._answer.question.devices, self.memory)
+        size = format_bytes(abs(min(self.memory.margins)))
+        if self.fits:
+            return f"fits: {self.plan.model} trains on {where}, with {size} to spare on the fullest"
+        return f"does not fit: {self.plan.model} on {where} lacks {size} on the fullest"
+
+    @property
+    def split(self) -> str:
+        """One line: the layers of every device, which of them run again, and the microbatches."""
+        device = str(self._answer.profile.conditions.get("device", "cpu"))
+        stages = []
+        for stage, treatment in zip(
+            self.plan.stages, treatments(self.plan, RunShape.of_config(self._answer.config), device), strict=True
+        ):
+            again = f" ({spans_of(treatment.recomputed)} recomputed)" if treatment.recomputed else ""
+            stages.append(f"{stage.spans} on {', '.join(map(str, stage.ranks))}{again}")
+        train = self._answer.config.train
+        count = plural(train.minibatch_size // train.microbatch_size, "microbatch", "es")
+        samples = plural(train.minibatch_size, "sample")
+        return f"layers {'; '.join(stages)}; {samples} per step in {count} of {train.microbatch_size}"
+
+    @property
+    def takes_sequence(self) -> bool:
+        """True where the model reads tokens, of a length that is chosen here."""
+        question, inputs = self._answer.question, self._answer.profile.conditions.get("input", {})
+        return question.of_folder and not question.sample and "input_ids" in inputs
+
+    @functools.cached_property
+    def largest_batch(self) -> Largest:
+        """Largest microbatch, in samples, at this sequence and with as many microbatches; sizes above 32 are tried at
+        most a sixteenth apart.
+        """
+        train = self._answer.config.train
+        size, count = train.microbatch_size, train.minibatch_size // train.microbatch_size
+
+        def lack(size: int) -> int:
+            return self._lack(f"microbatches of {size}", microbatch=size, batch=size * count)
+
+        return self._search(sorted({size, *coarse_sizes(1, _MOST_SAMPLES)}), size, lack)
+
+    @functools.cached_property
+    def largest_sequence(self) -> Largest | None:
+        """Longest sequence, in tokens, at this batch, tried as for `largest_batch`; None without `takes_sequence`."""
+        if not self.takes_sequence:
+            return None
+        from varuna_capslog.model.hugging_face import most_tokens
+
+        tokens = self._answer.profile.conditions["input"]["input_ids"][-1]
+        most = max(tokens, most_tokens(self._answer.question.model, {}) or _MOST_TOKENS)
+        sizes = sorted({tokens, *coarse_sizes(_TOKENS_STEP, most)})
+        return self._search(sizes, tokens, lambda size: self._lack(f"{size} tokens", sequence=size))
+
+    @functools.cached_property
+    def _least(self) -> tuple[int, int]:
+        return self._answer.least()
+
+    def _search(self, sizes: Sequence[int], size: int, lack: Callable[[int], int]) -> Largest:
+        """Search from the size of the question. The bytes without activations stand for the size 0."""
+        begun, largest = time.perf_counter(), size if self.fits else None
+        missing, static = self._least
+        known = {0: static, size: min(0, missing) if self.fits else max(1, missing)}
+
+        def timed(value: int) -> int:
+            if time.perf_counter() - begun > _SEARCH_SECONDS:
+                raise _Late
+            return lack(value)
+
+        try:
+            for size_that_fits in largest_by_bytes([0, *sizes], timed, known):
+                largest = size_that_fits
+        except _Late:
+            return Largest(largest or None, time.perf_counter() - begun)
+        return Largest(largest or None)
+
+    def _lack(self, tried: str, **parts: Any) -> int:
+        self._say(tried)
+        return self._answer.question.changed(**parts).lack()
+
+    @functools.cached_property
+    def cards(self) -> tuple[str, ...]:
+        """Kinds of GPU of which as many would do, the smallest memory first: those with as much memory as the smallest
+        that was tried and does. Kinds with far less than these devices need are not tried.
+        """
+        low = self._answer.config.train.precision in ("bfloat16", defaults.BF16_WEIGHTS)
+        kinds = [name for name, gpu in GPUS.items() if gpu.has_bfloat16 or not low]
+        kinds.sort(key=lambda name: GPUS[name].memory_bytes)
+        need = max(self.memory.capacities) + self._least[0]
+        count, begun = self._answer.question.devices.count, time.perf_counter()
+        for first, name in enumerate(kinds):
+            if GPUS[name].memory_bytes < _ALIKE * need:
+                continue
+            late = time.perf_counter() - begun > _SEARCH_SECONDS and GPUS[name].memory_bytes > need
+            devices = NamedDevices(count, (name,) * count)
+            if late or self._lack(f"{count}x {name}", devices=devices, capacity=None, device=None) <= 0:
+                return tuple(kinds[first:])
+        return ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return fields for programs: bytes, samples and tokens. It asks all questions."""
+        train = self._answer.config.train
+        return {
+            "fits": self.fits,
+            "verdict": self.verdict,
+            "model": self.plan.model,
+            "devices": [
+                {"peak_bytes": peak, "needed_bytes": need, "capacity_bytes": has, "margin_bytes": has - need}
+                for peak, need, has in zip(self.memory.peaks, self.memory.needed, self.memory.capacities, strict=True)
+            ],
+            "bytes_by_kind": dict(self.kinds),
+            "precision": train.precision,
+            "weights": train.weights,
+            "optimizer": train.optimizer,
+            "minibatch_size": train.minibatch_size,
+            "microbatch_size": train.microbatch_size,
+            "split": self.split,
+            "plan": self.plan.to_json(),
+            "largest_microbatch": vars(self.largest_batch),
+            "largest_sequence": None if self.largest_sequence is None else vars(self.largest_sequence),
+            "cards": list(self.cards),
+        }
+
+    def lines(self) -> list[str]:
+        """Return what is known without further estimates, a line each."""
+        train = self._answer.config.train
+        rows = [self.verdict]
+        for rank, margin in enumerate(self.memory.margins):
+            peak, needs, has = (
+                sizes[rank] for sizes in (self.memory.peaks, self.memory.needed, self.memory.capacities)
+            )
+            word = "to spare" if margin >= 0 else "too little"
+            rows.append(
+                f"device {rank}: needs {format_bytes(needs)} of {format_bytes(has)} ({format_bytes(peak)} allocated), "
+                f"{format_bytes(abs(margin))} {word}"
+            )
+        lora = self._answer.config.model.get("arguments", {}).get("lora")
+        adapters = "" if lora is None else f" (adapters of rank {lora} in float32, other weights frozen)"
+        kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.kinds.items())
+        return [
+            *rows,
+            *([f"allocated on the fullest: {kinds}"] if kinds else []),
+            f"split: {self.split}",
+            f"assumed: {train.types}{adapters}, optimizer {train.optimizer}, activations recomputed where memory asks "
+            "for it",
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def fits(
+    model: Model | str,
+    sample: Sample | None = None,
+    *,
+    devices: int | str,
+    capacity: int | str | Sequence[int | str] | None = None,
+    device: str | None = None,
+    sequence: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Fit:
+    """Say whether a training step of a model fits devices, by the default planner and estimates alone.
+
+    *Fits*: the bytes of every device (allocated, reserved, context) are at most its memory. Activations may be
+    recomputed; nothing is offloaded unless `settings` has a `pipeline.host_capacity`.
+
+    Args:
+        model: as `capslog.plan` takes it; or a folder with a Hugging Face config.json, or a name of its hub.
+        sample: as of `capslog.plan`; a folder needs none.
+        devices: how many, or of which kinds, such as `"2x rtx4090"`.
+        capacity, device: memory of each device, and the device of the costs, where `devices` is a number.
+        sequence: tokens of a sequence, of a folder; default: 1024, or as many as it takes.
+        settings: further keys of a config, such as `{"train.optimizer": "sgd"}`; with `{"model.arguments.lora": 8}` a
+            folder's model trains adapters of peft of that rank in place of its weights. Defaults: `train.precision` of
+            `bf16-weights` where config.json says bfloat16, else `fp32`; `train.minibatch_size` of four samples for each
+            device, in microbatches of one.
+        say: called with what is estimated, before each estimate.
+
+    Raises:
+        CapslogError: no capacity is known, its memory cannot be predicted, and as `capslog.plan`.
+    """
+    named = parse_devices(devices)
+    named.refuse_beside({"capacity": capacity, "device": device}, f"devices={devices!r}", f"devices={named.count}")
+    if isinstance(model, str) and ":" not in model:
+        from varuna_capslog.model.hugging_face import folder_of
+
+        model = folder_of(model)
+    question = Question(model, sample, named, with_units(capacity), device, sequence, settings=settings or {})
+    say("the layers")
+    answer = question.answer()
+    memory = answer.memory
+    return Fit(answer.plan.fits is True, answer.plan, memory, answer.kinds(), answer, say)
+
+
+def _where(devices: NamedDevices, memory: MemoryVerdict) -> str:
+    counts = {kind: devices.kinds.count(kind) for kind in devices.kinds}
+    if counts:
+        return ", ".join(f"{count}x {kind}" for kind, count in counts.items())
+    return f"{plural(devices.count, 'device')} of {' and '.join(map(format_bytes, sorted(set(memory.capacities))))}"
