@@ -30,18 +30,20 @@ Deviations, unless `printed` is True:
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.segments import treated
-from varuna_capslog.planners.intervals import Handling, stage_bytes
+from varuna_capslog.planners.intervals import stage_bytes
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.schedules.generators import table_3_2
 
@@ -198,6 +200,19 @@ _MOST_STATES = 20_000
 """States taken from the queue at most."""
 
 
+class _RangeParts(NamedTuple):
+    """Bytes of a range of layers. first, later: resident ones and those of a backward, the first of its block or not.
+    held: by each other call in flight. gradients: of a block that waits. statistics: left by each forward.
+    """
+
+    resident: int
+    first: int
+    later: int
+    held: int
+    gradients: int
+    statistics: int
+
+
 class KeptBytes:
     """Least bytes of a device of a stage that keeps everything under 1F1B: what the fold counts without messages and
     the gradient exchange.
@@ -205,37 +220,41 @@ class KeptBytes:
 
     def __init__(self, ranges: RangeBytes, costs: GraphCosts) -> None:
         self._ranges, self._microbatches, self._blocks = ranges, costs.microbatches, costs.blocks or 1
-        self._known: dict[tuple[int, int, int, int, int | None], int] = {}
+        self.parts = functools.cache(self._parts)
+        self._moments = functools.cache(self._moments_of)
+        self.of = functools.cache(self._bytes)
 
-    def of(self, first: int, end: int, degree: int, in_flight: int, blocks: int | None) -> int:
-        """Return the bytes of layers first .. end-1. in_flight: calls of a device. blocks: None: as the run has it."""
-        key = first, end, degree, in_flight, blocks
-        if key not in self._known:
-            self._known[key] = self._bytes(first, end, degree, in_flight, blocks or self._blocks)
-        return self._known[key]
+    def _bytes(self, first: int, end: int, degree: int, in_flight: int, blocks: int | None) -> int:
+        """Return the most bytes of layers first .. end-1 during any backward. in_flight: calls of a device. blocks:
+        None: as the run has it.
+        """
+        parts = self.parts(first, end)
+        return max(
+            (parts.first if fresh else parts.later)
+            + others * parts.held
+            + waiting * parts.gradients
+            + begun * parts.statistics
+            for others, begun, waiting, fresh in self._moments(degree, in_flight, blocks or self._blocks)
+        )
 
-    def _bytes(self, first: int, end: int, degree: int, in_flight: int, blocks: int) -> int:
-        """Return the most bytes during any backward of the step."""
+    def _moments_of(self, degree: int, in_flight: int, blocks: int) -> set[tuple[int, int, int, bool]]:
+        """Return for each backward: the other calls in flight, the forwards so far, the blocks whose gradients wait for
+        the exchange, and whether it is the first of its block, so that its gradients appear layer by layer.
+        """
         of_block = self._microbatches // blocks
         calls = -(-blocks // degree) * of_block
         ahead, moments = min(in_flight, calls), set[tuple[int, int, int, bool]]()
         for call in range(calls):
             waiting = min(call // of_block, calls if degree > 1 else 1)
-            moments.add((min(ahead, calls - call), min(calls, call + ahead), waiting, call % of_block == 0))
-        return max(self._at(first, end, *moment) for moment in moments)
+            moments.add((min(ahead, calls - call) - 1, min(calls, call + ahead), waiting, call % of_block == 0))
+        return moments
 
-    def _at(self, first: int, end: int, in_flight: int, begun: int, waiting: int, fresh: bool) -> int:
-        """Return the bytes during a backward. begun: forwards so far. waiting: blocks whose gradients wait for the
-        exchange. fresh: the backward is the first of its block, so its gradients appear layer by layer.
-        """
-        ranges = self._ranges
-        if not fresh:
-            handling = Handling(calls=begun, waiting_blocks=waiting)
-            return stage_bytes(ranges, first, end, (), in_flight, handling, at_least=True)
-        treatment = treated(ranges, ((first, end),), ())
-        resident = ranges.resident(range(first, end)) + begun * ranges.statistics(first, end)
-        waits = waiting * ranges.made(first, end) + (in_flight - 1) * treatment.held
-        return int(resident + waits + treatment.first_backward)
+    def _parts(self, first: int, end: int) -> _RangeParts:
+        ranges, treatment = self._ranges, treated(self._ranges, ((first, end),), ())
+        resident, statistics = int(ranges.resident(range(first, end))), int(ranges.statistics(first, end))
+        later = stage_bytes(ranges, first, end, (), 1) - statistics
+        others = int(treatment.held), int(ranges.made(first, end)), statistics
+        return _RangeParts(resident, resident + int(treatment.first_backward), later, *others)
 
 
 @dataclass(frozen=True)
@@ -247,13 +266,18 @@ class _Placement:
     bound: int
 
 
-def placements_by_bound(costs: GraphCosts, ranges: RangeBytes, groups: int = MOST_GROUPS) -> Iterator[_Placement]:
-    """Yield placements and numbers of blocks by rising bound of their largest device, as far as `_MOST_STATES` go."""
+def placements_by_bound(
+    costs: GraphCosts, ranges: RangeBytes, below: int | None = None, groups: int = MOST_GROUPS
+) -> Iterator[_Placement]:
+    """Yield placements and numbers of blocks by rising bound of their largest device, as far as `_MOST_STATES` go.
+    below: only bounds below so many bytes.
+    """
     size, bounds = _node_size(costs), merged(costs, groups)
     counts = [count for count in range(1, costs.microbatches + 1) if costs.microbatches % count == 0]
     bound, order, queue = KeptBytes(ranges, costs), itertools.count(), list[tuple[int, int, _Partial]]()
     spaces = [
-        _Space(costs, bounds, size, blocks, bound) for blocks in (None, *([costs.blocks] if costs.blocks else counts))
+        _Space(costs, bounds, size, blocks, bound, below)
+        for blocks in (None, *([costs.blocks] if costs.blocks else counts))
     ]
     for space in spaces:
         start = _Partial(space, len(bounds) - 1, 0, _Rest([], 0, 0), 0)
@@ -275,7 +299,10 @@ def placements_by_bound(costs: GraphCosts, ranges: RangeBytes, groups: int = MOS
 class _Space:
     """Placements with one number of blocks; None: those without replicas."""
 
-    def __init__(self, costs: GraphCosts, bounds: list[int], size: int, blocks: int | None, bound: KeptBytes) -> None:
+    def __init__(
+        self, costs: GraphCosts, bounds: list[int], size: int, blocks: int | None, bound: KeptBytes, below: int | None
+    ) -> None:
+        self._below = below
         self.costs, self.bounds, self.size, self.blocks = costs, bounds, size, blocks
         self._degrees = _degrees(size, blocks or 1)
         self._of_block = costs.microbatches // (blocks or 1)
@@ -286,8 +313,7 @@ class _Space:
         for degree in self._degrees_at(partial.used):
             width = degree * self._of_block if degree > 1 else 1
             in_flight, at_once = partial.behind.before(width)
-            for first in range(partial.first):
-                peak = self._bytes(first, partial.first, degree, in_flight)
+            for first, peak in self._stages(partial.first, degree, in_flight):
                 rest = _Rest([0], in_flight, at_once, partial.first, degree, partial.behind)
                 widest = max(partial.widest, degree)
                 if first or widest > 1 or self.blocks is None:
@@ -303,10 +329,10 @@ class _Space:
         if (end, used) not in self._least:
             peaks = []
             for degree in self._degrees_at(used):
-                for first in range(end):
+                for first, peak in self._stages(end, degree, degree if used == 0 else degree + 1):
                     others = self.least_before(first, used + degree)
                     if others is not None:
-                        peaks.append(max(others, self._bytes(first, end, degree, degree if used == 0 else degree + 1)))
+                        peaks.append(max(others, peak))
             self._least[end, used] = min(peaks, default=None)
         return self._least[end, used]
 
@@ -314,9 +340,15 @@ class _Space:
         room = self.size - used % self.size
         return [degree for degree in self._degrees if degree <= room and used + degree <= self.costs.devices]
 
-    def _bytes(self, first: int, end: int, degree: int, in_flight: int) -> int:
-        calls = -(-in_flight // degree)
-        return self._bound.of(self.bounds[first], self.bounds[end], degree, calls, self.blocks)
+    def _stages(self, end: int, degree: int, in_flight: int) -> Iterator[tuple[int, int]]:
+        """Yield the first layer of each stage that ends before layer `end`, and its bytes."""
+        calls, last = -(-in_flight // degree), self.bounds[end]
+        for first in range(end - 1, -1, -1):
+            if self._below is not None and self._bound.parts(self.bounds[first], last).resident >= self._below:
+                return  # resident bytes only grow with the stage
+            peak = self._bound.of(self.bounds[first], last, degree, calls, self.blocks)
+            if self._below is None or peak < self._below:
+                yield first, peak
 
 
 @dataclass(frozen=True)

@@ -355,8 +355,9 @@ class StagesPlayed:
             ranges = RangeBytes(self.profile, RANKS, self.run.recomputes)
         except CapslogError:
             return
-        for placement in itertools.islice(placements_by_bound(self.costs, ranges), _MOST_PEAKS):
-            if self.best is not None and not self.best.lack and placement.bound >= self.best.peak:
+        assert self.best is not None, "the placements of its sums were weighed"
+        for placement in itertools.islice(placements_by_bound(self.costs, ranges, self.best.peak), _MOST_PEAKS):
+            if placement.bound >= self.best.peak:
                 return
             self._weigh_in_blocks(placement.stages, placement.blocks or self.costs.blocks or 1)
 
