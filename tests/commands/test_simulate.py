@@ -185,9 +185,9 @@ def test_the_row_of_a_planner_is_what_plan_answers(tmp_path: Path, capsys: pytes
             assert (row["peak_bytes"], row["step_seconds"]) == (peak, pytest.approx(reply.step_seconds)), row["planner"]
 
 
-@pytest.mark.parametrize(("capacity", "mark"), [(240_000, "no"), (480_000, "yes")])
+@pytest.mark.parametrize("capacity", [240_000, 480_000])
 def test_compare_marks_every_plan_that_does_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, capacity: int, mark: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, capacity: int
 ) -> None:
     """Plans with ranks had no margin, so that 47.5 GiB stood unmarked in a table for devices of 16 GiB."""
     monkeypatch.setenv("COLUMNS", "120")
@@ -195,14 +195,14 @@ def test_compare_marks_every_plan_that_does_not_fit(
     write_profile(path, profile)
     words = ("--profile", path, "--devices", 3, "--minibatch", 8, "pipeline.schedule=1f1b", "pipeline.recompute=false")
     assert run("compare", *words, "--capacity", f"{capacity}B", "--planners", ",".join(names), "-o", tmp_path) == 0
-    cells = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
-    marks = {row[1]: row[4] for row in cells if len(row) > 4}
+    text = capsys.readouterr().out
+    assert ("do not fit: pipedream, graphpipe" in text) == (capacity < 400_000)
     rows = {row["planner"]: row for row in json.loads((tmp_path / "comparison.json").read_text())}
     for name in names:
         answer = planned(profile, 3, name, capacity=capacity, run=RunShape(8, "1f1b", False))
         margin = capacity - max(rank.peak_bytes for rank in fold_plan(profile, answer, RunShape(8, "1f1b", False)))
         assert (rows[name]["margin_bytes"], rows[name]["fits"]) == (margin, margin >= 0), name
-        assert marks[name] == mark == ("yes" if margin >= 0 else "no")
+        assert (margin < 0) == (capacity < 400_000)
 
 
 def test_compare_asks_mcap_bo_only_by_name_and_says_which_planner_it_asks(

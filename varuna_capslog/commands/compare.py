@@ -40,7 +40,7 @@ class CompareFlags(QuestionFlags):
 
 @shared.options_of(CompareFlags)
 def compare(flags: CompareFlags) -> None:
-    """Show all planners side by side: peak, margin to the capacity, what fits, simulated step time, search time."""
+    """Show all planners side by side: peak, margin to the capacity, simulated step time, search time."""
     from varuna_capslog.planners import BUDGET
     from varuna_capslog.planning.problem import Problem
 
@@ -106,16 +106,13 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
     from varuna_capslog.base.units import format_bytes, format_percent
     from varuna_capslog.reports.markup import duration
 
-    limited = any(row.fits is not None for row in rows)
-
     def cells(row: Row) -> list[str]:
         if row.plan is None:
-            return [row.planner, *(["-"] * 2), "-" if limited else "", *(["-"] * 4)]
+            return [row.planner, *(["-"] * 6)]
         return [
             row.planner,
             "unknown" if row.peak_bytes is None else format_bytes(row.peak_bytes),
             "" if row.margin_bytes is None else format_bytes(row.margin_bytes),
-            {True: "yes", False: "no", None: "unknown" if limited else ""}[row.fits],
             "unknown" if row.step_seconds is None else duration(row.step_seconds),
             "" if row.bubble_fraction is None else f"{100 * row.bubble_fraction:.1f} %",
             "" if row.search_seconds is None else duration(row.search_seconds),
@@ -130,5 +127,7 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
 
     title = f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices"
     reasons = [f"{row.planner}: {row.reason}" for row in rows if row.reason is not None]
-    headings = ("planner", "peak", "margin", "fits", "step", "bubble", "search", "proven")
+    if without_room := [row.planner for row in rows if row.fits is False]:
+        reasons.insert(0, f"do not fit: {', '.join(without_room)}")
+    headings = ("planner", "peak", "margin", "step", "bubble", "search", "proven")
     shared.print_table(title, headings, map(cells, rows), left=(0,), notes=reasons)
