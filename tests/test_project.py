@@ -19,6 +19,8 @@ PACKAGES = ("varuna_capslog", "detr_pipeline")
 DISTRIBUTIONS = {"PIL": "pillow", "skopt": "scikit-optimize", "sklearn": "scikit-learn", "yaml": "PyYAML"}
 """Import name -> name of the distribution, where the two differ."""
 OPTIONAL = {
+    "huggingface_hub": "a requirement of transformers, which is declared",
+    "peft": "used by --lora, which is refused with the command to install it",
     "varuna": "Microsoft's, from its git repository; the plugin says how to install it",
     "wandb": "used where train.loggers names it, which is refused with the command to install it",
 }
