@@ -18,7 +18,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.estimate import Memo
 from varuna_capslog.profiling.rehearsal import rehearse_plan
-from varuna_capslog.start.ordinary import OrdinaryModel, config_of_profile, ordinary_config
+from varuna_capslog.start.ordinary import OrdinaryModel, config_of_profile, ordinary_config, with_choices_of
 from varuna_capslog.start.prepare import plan_run
 
 JUST_ABOVE = 64 << 10
@@ -98,6 +98,6 @@ def test_a_profile_file_and_its_model_fit_the_same_devices(number: int) -> None:
     above = headroom.device(peak + JUST_ABOVE)
     plan = of_file(above)
     assert (plan.fits, of_model(above).fits) == (True, True)
-    rehearsed = rehearse_plan(asked("schedule", plan.schedule), plan, memo=memo)
+    rehearsed = rehearse_plan(with_choices_of(asked("schedule", plan.schedule), plan), plan, memo=memo)
     for rank, size in zip(plan.ranks, rehearsed, strict=True):
         assert abs(size - (rank.bytes or 0)) <= JUST_ABOVE
