@@ -57,6 +57,14 @@ def test_a_layout_has_its_cuts_and_ours_beside_them(
     assert "1 layer for multi-token prediction" not in text
 
 
+def test_a_layout_may_be_longer_than_a_file_name(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = [["tok_embeddings", "layers.0"], [f"layers.{n}" for n in range(1, BLOCKS)]]
+    text = json.dumps(stages) + 300 * " "
+    assert run(text, "--profile", profile, "--devices", 2, "--minibatch", 8, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["system"], record["blocks"]) == ("torchtitan", [1, 5])
+
+
 def test_chunks_go_round_the_ranks(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "primus.yaml").write_text("decoder_pipeline_manual_split_list: [1, 2, 2, 1]\n")
     picture = tmp_path / "layout.png"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,12 +70,14 @@ def lint(flags: LintFlags) -> None:
     """Judge a layout of another system for a model, beside our fastest cuts for the same run: one schedule, and all
     activations kept unless pipeline.recompute says otherwise. Exit status 3 if it is illegal or does not fit.
     """
+    from varuna_capslog.planning.chunks import chunk_bound
     from varuna_capslog.planning.export import names_in
     from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
+    from varuna_capslog.planning.problem import Problem
 
     if flags.config is None:
         raise CapslogError("no layout is given: capslog lint LAYOUT, such as 'Et*4|t*4L', 16,16,16,13 or a file")
-    text = flags.config.read_text() if flags.config.is_file() else str(flags.config)
+    text = flags.config.read_text() if os.path.isfile(flags.config) else str(flags.config)
     config_file, overrides = shared.words_of(None, flags.overrides)
     flags = settled(replace(flags, config=config_file, overrides=overrides))
     (profile,) = read_profiles([flags.profile] if flags.profile else None, flags) or (None,)
@@ -90,12 +93,14 @@ def lint(flags: LintFlags) -> None:
     asked = _of_one_run(config, len(layout.counts) // ranks, keys_of(flags.overrides))
     theirs = _planned(asked, profile, memo, cuts=layout_cuts(layout, names, flags.block_names), planner="exact")
     ours = _planned(asked, profile, memo, cuts=None)
+    plans = {f"{layout.system} layout": theirs, f"planner {ours.planner}": ours}
+    steps = {name: _rank_steps(plan, asked, profile) for name, plan in plans.items()}
     if flags.plot is not None:
-        _draw(flags.plot, layout, theirs, ours, asked, profile)
+        _draw(flags.plot, theirs, steps, asked, profile)
     if flags.as_json:
         shared.print_json(_record(layout, theirs, ours))
     else:
-        _print(layout, theirs, ours, asked, profile)
+        _print(layout, theirs, ours, list(steps.values()), chunk_bound(Problem.of_config(asked, profile)))
     if theirs.fits is False:
         raise DoesNotFit(f"the layout {_fit(theirs)}")
 
@@ -119,33 +124,31 @@ def _planned(config: Config, profile: Profile, memo: Memo | None, **changes: Any
     return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
 
 
-def _ranks(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:
-    """Return the step of each rank."""
+def _rank_steps(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:
+    """Return the step of each rank, with the peak by which the plan was judged."""
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.simulation import simulate_plan
     from varuna_capslog.schedules import RunShape
 
     run = RunShape.of_config(config).settled()
     step = simulate_plan(profile, plan, recompute=run.recompute, run=run, link=Link.of_config(config))
-    return sorted(step.rank_steps, key=lambda rank_step: rank_step.rank)
+    known = {rank: size.bytes for rank, size in enumerate(plan.ranks) if size.bytes is not None}
+    steps = (replace(row, peak_bytes=known.get(row.rank, row.peak_bytes)) for row in step.rank_steps)
+    return sorted(steps, key=lambda row: row.rank)
 
 
-def _print(layout: Layout, theirs: Plan, ours: Plan, config: Config, profile: Profile) -> None:
+def _print(layout: Layout, theirs: Plan, ours: Plan, steps: Sequence[Sequence[RankStep]], bound: float) -> None:
+    """Print a row per rank. steps: of each rank of the two plans. bound: seconds that no cuts undercut."""
     from varuna_capslog.base.units import unit_of
-    from varuna_capslog.planning.chunks import chunk_bound
-    from varuna_capslog.planning.problem import Problem
     from varuna_capslog.reports.markup import plural
 
-    ranks, rows = config.pipeline.devices, []
-    plans = [(plan, _ranks(plan, config, profile)) for plan in (theirs, ours)]
-    unit, name = unit_of(max(step.peak_bytes or 0 for _, steps in plans for step in steps))
+    ranks, rows = len(steps[0]), []
+    unit, name = unit_of(max(step.peak_bytes or 0 for of_plan in steps for step in of_plan))
     for rank in range(ranks):
-        counts = layout.counts[rank::ranks]
-        row = [str(rank), "+".join(map(str, counts))]
-        for plan, steps in plans:
-            row += _cells(plan, steps[rank], unit)
+        row = [str(rank), "+".join(map(str, layout.counts[rank::ranks]))]
+        for plan, of_plan in zip((theirs, ours), steps, strict=True):
+            row += _cells(plan, of_plan[rank], unit)
         rows.append(row)
-    bound = chunk_bound(Problem.of_config(config, profile))
     title = f"{layout.system} layout of {plural(ranks, 'rank')} beside planner {ours.planner}"
     peak = f"peak\n{name}"
     headings = ("rank", "blocks", "layers", peak, "busy", "our\nlayers", peak, "busy")
@@ -157,9 +160,8 @@ def _cells(plan: Plan, step: RankStep, unit: int) -> list[str]:
     from varuna_capslog.reports.markup import duration
 
     layers = ", ".join(spans_of(ranges_of(plan.stages[stage].numbers)) for stage in step.stages)
-    peak = plan.ranks[step.rank].bytes if step.rank < len(plan.ranks) else None
-    peak = peak if peak is not None else step.peak_bytes
-    return [layers, "unknown" if peak is None else f"{peak / unit:.2f}", duration(step.busy_seconds)]
+    peak = "unknown" if step.peak_bytes is None else f"{step.peak_bytes / unit:.2f}"
+    return [layers, peak, duration(step.busy_seconds)]
 
 
 def _fit(plan: Plan) -> str:
@@ -213,14 +215,12 @@ def _record(layout: Layout, theirs: Plan | None, ours: Plan | None) -> dict[str,
     }
 
 
-def _draw(path: Path, layout: Layout, theirs: Plan, ours: Plan, config: Config, profile: Profile) -> None:
+def _draw(path: Path, theirs: Plan, steps: Mapping[str, Sequence[RankStep]], config: Config, profile: Profile) -> None:
     from varuna_capslog.reports.curves import draw_ranks
     from varuna_capslog.reports.markup import plural
     from varuna_capslog.reports.style import device_kind, title_of
 
-    names: Sequence[str] = (f"{layout.system} layout", f"planner {ours.planner}")
-    steps = [_ranks(plan, config, profile) for plan in (theirs, ours)]
     capacities = [rank.capacity_bytes for rank in theirs.ranks if rank.capacity_bytes is not None]
     devices = f"{plural(config.pipeline.devices, 'device')}{device_kind(profile.conditions, config.pipeline.speeds)}"
-    title = title_of(f"A {layout.system} layout", profile.model, devices, f"schedule {theirs.schedule}")
-    draw_ranks(path, title, dict(zip(names, steps, strict=True)), capacities)
+    title = title_of(f"A {next(iter(steps))}", profile.model, devices, f"schedule {theirs.schedule}")
+    draw_ranks(path, title, steps, capacities)
