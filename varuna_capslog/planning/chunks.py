@@ -8,19 +8,20 @@ only. A program over the chain finds the rounds with the smallest sum; then laye
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning.playing import SAME, with_step_seconds
+from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import Known, judged
-from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.parts import PlanRank, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 
-__all__ = ["chunk_bound", "fastest_chunks"]
+__all__ = ["chunk_bound", "fastest_chunks", "plan_of_rounds"]
 
 _ALL_LISTS = 1000
 """Up to this number of cut lists, all are played."""
@@ -36,8 +37,27 @@ _Value = tuple[int, float, int]
 
 def chunk_bound(problem: Problem) -> float:
     """Return seconds that no step of a pipeline of whole layers undercuts, however its stages go round the devices."""
-    layers, speeds = _layer_seconds(problem, False), problem.speeds or (1.0,) * problem.width
-    return problem.share.microbatches * max(sum(layers) / sum(speeds), max(layers) / max(speeds))
+    speeds, microbatches = problem.speeds or (1.0,) * problem.width, problem.share.microbatches
+    slowest = max(_layer_seconds(problem, False)) / max(speeds)
+    return max(even_share_seconds(problem.profile, microbatches, 1) / sum(speeds), microbatches * slowest)
+
+
+def plan_of_rounds(problem: Problem, cuts: Sequence[int]) -> Plan:
+    """Return the plan, neither judged nor played, whose stages go round the devices of every pipeline.
+
+    cuts: first layers of all stages of a pipeline.
+    """
+    profile, run, devices = problem.profile, problem.run, problem.width
+    placement = [stage % devices for stage in range(len(cuts))]
+    return Plan(
+        profile.num_layers,
+        stages_of_pipelines(profile.num_layers, cuts, problem.pipelines, run.num_blocks, placement),
+        Units(run.num_microbatches, run.microbatch_size, run.num_blocks),
+        run.schedule,
+        ranks=problem.devices if any(device != PlanRank() for device in problem.devices) else (),
+        model=profile.model,
+        profile_digest=profile.digest,
+    )
 
 
 def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
@@ -158,10 +178,12 @@ class _Rounds:
 
 
 class _Plays:
-    """Values of cut lists, each judged and played once; `count` of them so far."""
+    """Values of cut lists of one pipeline, each judged and played once; `count` of them so far."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, self._known, self._values = problem, Known(), dict[tuple[int, ...], _Value]()
+        run = problem.share.settled()
+        self._problem = dataclasses.replace(problem, devices=problem.devices[: problem.width], run=run, pipelines=1)
+        self._known, self._values = Known(), dict[tuple[int, ...], _Value]()
 
     @property
     def count(self) -> int:
@@ -173,11 +195,8 @@ class _Plays:
         return self._values[cuts]
 
     def _played(self, cuts: tuple[int, ...]) -> _Value:
-        problem = self._problem
-        profile, run, width = problem.profile, problem.share.settled(), problem.width
-        stages = stages_of_pipelines(profile.num_layers, cuts, 1, 1, [stage % width for stage in range(len(cuts))])
-        units = Units(run.num_microbatches, run.microbatch_size, run.num_blocks)
-        plan = Plan(profile.num_layers, stages, units, run.schedule, ranks=problem.devices[:width])
+        problem, run = self._problem, self._problem.run
+        profile, plan = problem.profile, plan_of_rounds(problem, cuts)
         verdict, lack = plan, 0
         if problem.capacities is not None:
             verdict = judged(profile, plan, run, None, problem.tier, self._known)

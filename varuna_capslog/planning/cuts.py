@@ -18,12 +18,12 @@ from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import find_cuts
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.planning.chunks import fastest_chunks
+from varuna_capslog.planning.chunks import fastest_chunks, plan_of_rounds
 from varuna_capslog.planning.playing import message_bytes, stage_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import check_devices, fold_plan, judge, predictable
-from varuna_capslog.plans.parts import PlanRank, Units
-from varuna_capslog.plans.plan import Plan, stages_of_pipelines
+from varuna_capslog.plans.parts import PlanRank
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import why_few
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, StageGraph
@@ -238,21 +238,8 @@ def going_round(problem: Problem, planner: str) -> Plan:
         cuts, name = cut_plan(rounds, planner).cut_list, planner
         if planner == "throughput" and stages > devices and profile.timed:
             cuts = fastest_chunks(problem, cuts)
-    cuts = fields.cut_list(cuts, profile.num_layers)
-    run = problem.run
-    plan = Plan(
-        profile.num_layers,
-        stages_of_pipelines(
-            profile.num_layers, cuts, problem.pipelines, run.num_blocks, [at % devices for at in range(len(cuts))]
-        ),
-        Units(run.num_microbatches, run.microbatch_size, run.num_blocks),
-        run.schedule,
-        ranks=problem.devices if any(device != PlanRank() for device in problem.devices) else (),
-        model=profile.model,
-        planner=name,
-        profile_digest=profile.digest,
-    )
-    return with_limits(profile, plan, run, problem.link) if run.limits_by_plan else plan
+    plan = dataclasses.replace(plan_of_rounds(problem, fields.cut_list(cuts, profile.num_layers)), planner=name)
+    return with_limits(profile, plan, problem.run, problem.link) if problem.run.limits_by_plan else plan
 
 
 def _enough_devices(
