@@ -77,10 +77,6 @@ class Question:
         device = self.device if self.devices.fastest is None else f"cuda:{self.devices.fastest}"
         return ordinary_config(model, pipeline, None, device, settings=settings)
 
-    def changed(self, **parts: Any) -> Question:
-        """Return the question with other parts."""
-        return Question(**{**vars(self), **parts})
-
     def answer(self) -> Answer:
         """Return the run, its costs and its plan. Raises CapslogError where its memory cannot be predicted."""
         from varuna_capslog.start.prepare import estimate_memo, plan_run, profile_run
@@ -88,9 +84,7 @@ class Question:
         config, captured = self._captured()
         memo = self.memo or estimate_memo(config)
         profile = profile_run(config, show=False, memo=memo)
-        plan = plan_run(config, profile, memo)
-        if plan.fits is None:
-            raise CapslogError(f"whether it fits cannot be predicted: {'; '.join(plan.notes)}")
+        plan = _predicted(plan_run(config, profile, memo))
         return Answer(replace(self, memo=memo, captured=captured), config, profile, plan)
 
     def _captured(self) -> tuple[Config, SizedWorkload]:
@@ -118,9 +112,7 @@ class Question:
         most = capacity if isinstance(capacity, int) else max(capacity or [0])
         if abs(missing) > _NEAR * most and (alike or missing <= 0):
             return missing
-        plan = plan_run(config, profile, self.memo)
-        if plan.fits is None:
-            raise CapslogError(f"whether it fits cannot be predicted: {'; '.join(plan.notes)}")
+        plan = _predicted(plan_run(config, profile, self.memo))
         return min(missing, 0) if plan.fits else max(missing, 1)
 
 
@@ -169,6 +161,13 @@ class Answer:
         kinds = pressed.kinds()
         activations = kinds.get("activations and workspaces", peak // 2)
         return lack, min(0, lack - headroom.device(peak) + headroom.device(peak - activations))
+
+
+def _predicted(plan: Plan) -> Plan:
+    """Return the plan. Raises CapslogError where it is not known whether it fits."""
+    if plan.fits is None:
+        raise CapslogError(f"whether it fits cannot be predicted: {'; '.join(plan.notes)}")
+    return plan
 
 
 def _pressed(config: Config) -> Config:

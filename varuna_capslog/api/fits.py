@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.api.fit_question import Answer, Question
@@ -13,12 +13,13 @@ from varuna_capslog.api.planning import with_units
 from varuna_capslog.base.gpus import GPUS, NamedDevices, parse_devices
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config import defaults
-from varuna_capslog.planning.largest import coarse_sizes, largest_by_bytes
+from varuna_capslog.planning.largest import MOST_SAMPLES, MOST_TOKENS, TOKENS_STEP, coarse_sizes, largest_by_bytes
 from varuna_capslog.planning.simulation import treatments
 from varuna_capslog.planning.verdict import MemoryVerdict
 from varuna_capslog.plans.parts import spans_of
 from varuna_capslog.reports.markup import plural
 from varuna_capslog.schedules import RunShape
+from varuna_capslog.start.ordinary import held_types
 
 if TYPE_CHECKING:
     from varuna_capslog.api.estimating import Model, Sample
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Fit", "Largest", "fits"]
 
-_MOST_SAMPLES = 1 << 16
-"""Of a microbatch; the end of the search for the largest."""
-_TOKENS_STEP, _MOST_TOKENS = 64, 1 << 20
-"""Between the lengths of sequences that come into question; the end of their search where the model names none."""
 _SEARCH_SECONDS = 90.0
 """After which a search asks no further question."""
 _ALIKE = 0.9
@@ -120,7 +117,7 @@ class Fit:
         def lack(size: int) -> int:
             return self._lack(f"microbatches of {size}", microbatch=size, batch=size * count)
 
-        return self._search(sorted({size, *coarse_sizes(1, _MOST_SAMPLES)}), size, lack)
+        return self._search(sorted({size, *coarse_sizes(1, MOST_SAMPLES)}), size, lack)
 
     @functools.cached_property
     def largest_sequence(self) -> Largest | None:
@@ -130,8 +127,8 @@ class Fit:
         from varuna_capslog.model.hugging_face import most_tokens
 
         tokens = self._answer.profile.conditions["input"]["input_ids"][-1]
-        most = max(tokens, most_tokens(self._answer.question.model, {}) or _MOST_TOKENS)
-        sizes = sorted({tokens, *coarse_sizes(_TOKENS_STEP, most)})
+        most = max(tokens, most_tokens(self._answer.question.model, {}) or MOST_TOKENS)
+        sizes = sorted({tokens, *coarse_sizes(TOKENS_STEP, most)})
         return self._search(sizes, tokens, lambda size: self._lack(f"{size} tokens", sequence=size))
 
     @functools.cached_property
@@ -158,7 +155,7 @@ class Fit:
 
     def _lack(self, tried: str, **parts: Any) -> int:
         self._say(tried)
-        return self._answer.question.changed(**parts).lack()
+        return replace(self._answer.question, **parts).lack()
 
     @functools.cached_property
     def cards(self) -> tuple[str, ...]:
@@ -223,8 +220,8 @@ class Fit:
             *rows,
             *([f"allocated on the fullest: {kinds}"] if kinds else []),
             f"split: {self.split}",
-            f"assumed: {train.types}{adapters}, optimizer {train.optimizer}, activations recomputed where memory asks "
-            "for it",
+            f"assumed: {held_types(self._answer.config)}{adapters}, optimizer {train.optimizer}, "
+            "activations recomputed where memory asks for it",
         ]
 
     def __str__(self) -> str:

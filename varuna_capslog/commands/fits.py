@@ -141,7 +141,8 @@ def _show_free(flags: FitsFlags) -> None:
         rows.append({"device": str(device), "name": accelerator.device_name(kind), "free": free, "total": total})
     if flags.as_json:
         shared.print_json({"devices": rows})
-    elif not rows:
+        return
+    if not rows:
         say("torch sees no accelerator on this machine; name devices to ask about, such as --devices '2x rtx4090'")
-    for row in [] if flags.as_json else rows:
+    for row in rows:
         say(f"{row['device']} ({row['name']}): {format_bytes(row['free'])} free of {format_bytes(row['total'])}")

@@ -29,14 +29,10 @@ KEYS = {
 }
 """The words for the size that grows, and the config's key of each."""
 
-_LARGEST_MICROBATCH = 65536
-"""Samples; the end of the search where the samples of a step are not given."""
 _MOST_MICROBATCHES = 1024
 """Of a step; the end of the search for a minibatch, where memory grows with it."""
 _LARGEST_SIDE = 4096
 """Pixels; the end of the search for an image."""
-_TOKENS_STEP, _MOST_TOKENS = 64, 1 << 20
-"""Between the lengths of sequences that come into question; the end of their search where the model names none."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +205,7 @@ def _find(word: str, search: _Search, config: Config, flags: LargestFlags) -> Co
 
 
 def _search_of(word: str, config: Config, keeps_samples: bool) -> _Search:
-    from varuna_capslog.planning.largest import IMAGE_STEP, image_of, microbatch_sizes
+    from varuna_capslog.planning.largest import IMAGE_STEP, MOST_SAMPLES, image_of, microbatch_sizes
 
     train, count = config.train, config.num_microbatches
     if word == "minibatch":
@@ -231,9 +227,9 @@ def _search_of(word: str, config: Config, keeps_samples: bool) -> _Search:
             f"{'microbatches' if config.num_blocks == 1 else f'{config.num_blocks} blocks of microbatches'}",
         )
     return _Search(
-        range(1, _LARGEST_MICROBATCH + 1),
+        range(1, MOST_SAMPLES + 1),
         lambda size: {"train.microbatch_size": size, "train.minibatch_size": size * count},
-        f"and the search ends at {_LARGEST_MICROBATCH} samples",
+        f"and the search ends at {MOST_SAMPLES} samples",
     )
 
 
@@ -262,13 +258,14 @@ def _sequences(flags: LargestFlags) -> _Search:
     """Return lengths up to the model's limit."""
     from varuna_capslog.config.reading import assignments
     from varuna_capslog.model.hugging_face import most_tokens
+    from varuna_capslog.planning.largest import MOST_TOKENS, TOKENS_STEP
 
     changes = assignments(flags.arguments or [], "--model-arg")
     changes.pop("dtype", None)
     model_limit = most_tokens(str(flags.folder), changes)
-    end = f"and the search ends at {_MOST_TOKENS}" if model_limit is None else "and the model takes no more tokens"
-    most = model_limit or _MOST_TOKENS
-    step = min(_TOKENS_STEP, most)
+    end = f"and the search ends at {MOST_TOKENS}" if model_limit is None else "and the model takes no more tokens"
+    most = model_limit or MOST_TOKENS
+    step = min(TOKENS_STEP, most)
     return _Search(range(step, most + 1, step), lambda tokens: {KEYS["sequence"]: tokens}, end)
 
 

@@ -231,6 +231,7 @@ def say_assumptions(config: Config) -> None:
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.planners import LAYERWISE
     from varuna_capslog.profiling.conditions import kind_here
+    from varuna_capslog.start.ordinary import held_types
 
     device, train = config.profile.device or "cpu", config.train
     capacity = config.pipeline.capacity
@@ -245,12 +246,11 @@ def say_assumptions(config: Config) -> None:
         where = "this machine's cpu (--device cuda:KIND plans for GPUs)"
     limit = "without a limit of memory" if capacity is None else "within its capacity"
     optimizer = "AdamW" if train.optimizer == "adamw" else train.optimizer
-    held = config.model.get("arguments", {}).get("dtype", "float32") if train.precision == "float32" else "float32"
-    types = train.types if held == "float32" else f"weights, gradients and optimizer states in {held}"
     again = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"
     shared.say(
-        f"capslog: estimated for {where}, {limit}: {types}, {optimizer}, microbatches of {train.microbatch_size}, "
-        f"activations recomputed {again}; --measure runs the layers here instead",
+        f"capslog: estimated for {where}, {limit}: {held_types(config)}, {optimizer}, "
+        f"microbatches of {train.microbatch_size}, activations recomputed {again}; "
+        "--measure runs the layers here instead",
         err=True,
     )
 

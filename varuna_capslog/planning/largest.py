@@ -12,6 +12,9 @@ from varuna_capslog.schedules import RunShape
 
 __all__ = [
     "IMAGE_STEP",
+    "MOST_SAMPLES",
+    "MOST_TOKENS",
+    "TOKENS_STEP",
     "coarse_sizes",
     "enough_microbatches",
     "image_of",
@@ -23,6 +26,10 @@ __all__ = [
 
 IMAGE_STEP = 32
 """Pixels between candidate image sides: the backbones of detectors divide an image by it."""
+MOST_SAMPLES = 1 << 16
+"""Of a microbatch; the end of the search where the samples of a step are not given."""
+TOKENS_STEP, MOST_TOKENS = 64, 1 << 20
+"""Between the lengths of sequences that come into question; the end of their search where the model names none."""
 
 
 def largest(values: Sequence[int], fits: Callable[[int], bool]) -> int | None:

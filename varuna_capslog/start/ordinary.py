@@ -31,6 +31,7 @@ __all__ = [
     "config_of_profile",
     "default_planner",
     "folder_keys",
+    "held_types",
     "ordinary_config",
     "with_choices_of",
     "with_default_capacity",
@@ -143,6 +144,14 @@ def folder_keys(
         keys["train.precision"] = precision = defaults.BF16_WEIGHTS
     dtype = "bfloat16" if precision == defaults.BF16_WEIGHTS else "float32"
     return {"dtype": dtype, **arguments, "path": folder}, keys
+
+
+def held_types(config: Config) -> str:
+    """Return the types of a training in words, also where an argument of the model gives its weights their type."""
+    held = config.model.get("arguments", {}).get("dtype", "float32")
+    if config.train.precision != "float32" or held == "float32":
+        return config.train.types
+    return f"weights, gradients and optimizer states in {held}"
 
 
 def _type_of(folder: str) -> str | None:
