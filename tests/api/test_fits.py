@@ -97,6 +97,12 @@ def test_one_capture_serves_every_batch_and_the_answer_is_that_of_plans(monkeypa
     assert late.largest_batch.text().startswith("at least 1 (stopped after ")
 
 
+def test_a_search_is_told_how_much_is_lacking() -> None:
+    small, large = fit(1 << 20), fit(1 << 30)
+    assert small._answer.question.lack() == -min(small.memory.margins) > 0
+    assert -(1 << 30) < large._answer.question.lack() <= -min(large.memory.margins) < -(1 << 29)
+
+
 @pytest.mark.parametrize(
     ("precision", "each"),
     [("fp32", (4, 0, 4, 8)), ("bf16", (4, 0, 4, 8)), ("bfloat16-master", (2, 4, 4, 8)), ("bf16-weights", (2, 0, 2, 4))],
