@@ -1,8 +1,9 @@
 """Looks for plans faster than those of `budget` with a host tier: random chains of 3 to 8 layers, every interval.
 
 Each chain has 1 to 6 devices (so many that no stage has more than 4 layers), tensors that several layers read, 2 to 5
-microbatches, schedule `1f1b` or `gpipe`, a host bandwidth, and a capacity between 0.3 and 0.95 times what keeps all;
-copies run beside the computation or block it. Prints a row for README.md, and every chain with a faster plan.
+microbatches, schedule `1f1b` or `gpipe`, a host bandwidth, and a capacity from a little below the smallest peak that
+`budget` reaches to nearly what keeps all; copies run beside the computation or block it. Prints a row for README.md,
+and every chain with a faster plan.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def main() -> None:
         )
         run = RunShape(draw.choice([2, 3, 5]), schedule, microbatch_size=1, num_blocks=1)
         link = Link(host_bandwidth=draw.choice([1e3, 1e4, 2e4, 1e5]), copies_beside=draw.random() < 0.7)
-        kept = judged_layerwise_plan(profile, devices, "budget", "auto", None, run, link)
-        capacity = int(max(rank.bytes or 0 for rank in kept.ranks) * draw.uniform(0.3, 0.95))
+        plans = (judged_layerwise_plan(profile, devices, "budget", "auto", limit, run, link) for limit in (1, None))
+        smallest, kept = (max(rank.bytes or 0 for rank in plan.ranks) for plan in plans)
+        capacity = int(smallest + (kept - smallest) * draw.uniform(-0.1, 0.9))
         answer = judged_layerwise_plan(profile, devices, "budget", "auto", capacity, run, link)
         step = answer.step_seconds if answer.fits and answer.step_seconds else float("inf")
         faster = faster_plan(profile, devices, run, link, capacity, step * (1 - 1e-9))

@@ -60,6 +60,7 @@ class _Enumeration:
         self.ranges, self.graph = RangeBytes(profile, RANKS, run.recomputes), StageGraph.line(devices, run.microbatches)
         self.units = Units(run.microbatches, None, run.num_blocks)
         self.choices = cache(self._choices)
+        self.peaks: dict[tuple[object, ...], int] = {}
 
     def faster(self, bounds: Sequence[tuple[int, int]], limit: float) -> Iterator[tuple[float, list[PlanStage]]]:
         rows = [self.choices(*layers) for layers in bounds]
@@ -115,7 +116,16 @@ class _Enumeration:
                     break
 
     def _peak(self, stages: Sequence[PlanStage], rank: int, intervals: Intervals) -> int:
-        """Return the peak of a rank; of the other stages only their lists matter to it."""
+        """Return the peak of a rank. Of the other stages only their lists matter to it, and of these only those of its
+        neighbours, which send it messages: stages with the same flags beside it are folded once.
+        """
+        beside = tuple((near.recomputes(self.run), near.offloads) for near in stages[max(0, rank - 1) : rank + 2])
+        key = rank, stages[rank].layers, intervals, beside
+        if key not in self.peaks:
+            self.peaks[key] = self._folded(stages, rank, intervals)
+        return self.peaks[key]
+
+    def _folded(self, stages: Sequence[PlanStage], rank: int, intervals: Intervals) -> int:
         of_rank = [_with(stage, intervals) if number == rank else stage for number, stage in enumerate(stages)]
         actions = scheduled(self.run.schedule, of_rank, self.graph, self.run)
         return fold(self.ranges, of_rank, self.units, actions, self.run, only=rank)[0].peak_bytes

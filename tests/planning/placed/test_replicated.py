@@ -59,7 +59,7 @@ def test_replicas_take_turns_at_the_blocks_and_the_stage_before_them_keeps_them_
     assert [(stage.layers, stage.blocks) for stage in others] == [
         (((1, 2),), tuple(range(at, 12, 3))) for at in range(3)
     ]
-    assert (alone.blocks, alone.in_flight, answer.units.blocks, answer.schedule) == (None, 6, 12, "1f1b")
+    assert (alone.blocks, alone.in_flight, answer.units.blocks, answer.schedule) == (None, 5, 12, "1f1b")
     step = simulate_plan(profile, answer).step_seconds
     # 12 microbatches of a second, the way to the loss and back, and the delay of the last replica
     assert step <= 12 + 3 + 3

@@ -50,6 +50,7 @@ __all__ = [
     "plan_of_stages",
     "replicated_plan",
     "stage_limits",
+    "with_least_limits",
     "with_lists",
 ]
 
@@ -382,6 +383,10 @@ class StagesPlayed:
         if told and (self.costs.usable is not None or self.by_peak):
             verdict = self._judged(plan)
             lack = _lack(verdict)
+            if lack and not self.by_peak:  # which minimises the peak under the limits of the schedule
+                plan = with_least_limits(self.profile, played.plan, self.run, self.link)
+                verdict = self._judged(plan)
+                lack = _lack(verdict)
             shared = with_shared_moments(self.profile, plan) if lack and self._may_share else None
             if shared is not None and _lack(less := self._judged(shared)) < lack:
                 note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"
@@ -403,8 +408,25 @@ class StagesPlayed:
     def _judged(self, plan: Plan) -> Plan:
         return judged(self.profile, plan, self.run, known=self._known)
 
+    def settle(self) -> None:
+        """Give the best plan the least limits in flight that keep its step, unless messages that wait then take more.
+        A plan that lacked bytes may fit with them.
+        """
+        best = self.best
+        assert best is not None, "without a limit some stages always fit"
+        plan = with_least_limits(self.profile, best.plan, self.run, self.link)
+        if plan is best.plan:
+            return
+        lack = peak = 0
+        if self.profile.observations and (self.costs.usable is not None or self.by_peak):
+            verdict = self._judged(plan)
+            lack, peak = _lack(verdict), (verdict.peak_bytes or 0) if self.by_peak else 0
+        if (lack, peak) <= (best.lack, best.peak):
+            self.best = PlayedPlan(lack, plan.step_seconds or best.step, plan, peak)
+
     def answer(self) -> Plan:
         """Return the best plan; that of `graphpipe` with a bound."""
+        self.settle()
         assert self.best is not None, "without a limit some stages always fit"
         plan, step = self.best.plan, self.best.step
         if plan.planner != "graphpipe" or self.best.lack:
@@ -464,6 +486,38 @@ def _one_by_one(number: int, stage: PlanStage, units: Units) -> tuple[str, ...]:
         names.append(f"{number}B{call}")
         names += [f"{number}F{call + ahead}"] if call + ahead < calls else []
     return tuple(names)
+
+
+def with_least_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None) -> Plan:
+    """Return a played plan with the fewest calls in flight that make its step no longer, one limit for all replicas.
+
+    `stage_limits` takes all calls for equally long and messages for free. Here each limit is bisected by the step, from
+    the last stage to the first: what a stage needs depends on those behind it. Without replicas the plan stays.
+    """
+    if plan.actions is None or all(stage.blocks is None for stage in plan.stages):
+        return plan
+    assert plan.step_seconds is not None, "the plan was played"
+    step = plan.step_seconds
+    for stage in {stage.layers: stage for stage in reversed(plan.stages)}.values():
+        too_few, enough = 0, stage.in_flight or 1
+        while enough - too_few > 1:
+            limit = (too_few + enough) // 2
+            try:
+                limited = with_step_seconds(profile, _with_limit(plan, stage.layers, limit), run, link)
+            except CapslogError:  # with so few, the lists wait for ever
+                too_few = limit
+                continue
+            if limited.step_seconds is not None and limited.step_seconds <= step * (1 + SAME):
+                plan, enough, step = limited, limit, min(step, limited.step_seconds)
+            else:
+                too_few = limit
+    return plan
+
+
+def _with_limit(plan: Plan, layers: tuple[tuple[int, int], ...], limit: int) -> Plan:
+    """Return the plan whose replicas of the stage with these layers have so many calls in flight at most."""
+    rows = [dataclasses.replace(stage, in_flight=limit) if stage.layers == layers else stage for stage in plan.stages]
+    return with_lists(dataclasses.replace(plan, stages=tuple(rows), actions=None))
 
 
 def stage_limits(

@@ -75,6 +75,8 @@ def faster_plan(problem: Problem, line: Plan, until: float | None = None) -> Pla
         if until is not None and time.perf_counter() >= until:
             break
         search.weigh(stages)
+    if search.best is not None and search.best.plan is not line:
+        search.settle()
     best = search.best
     if best is None or best.lack or best.plan is line:
         return line
