@@ -8,7 +8,7 @@ another choice that fits is no slower in any action. Bytes are those of the fold
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from tests.planners.intervals.stages import all_choices
@@ -20,8 +20,9 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import copy_seconds, gradient_edges, message_bytes, stage_seconds
 from varuna_capslog.plans.parts import PlanStage, Units, scheduled
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import RunShape, StageGraph
+from varuna_capslog.schedules import RunShape, Schedule, StageGraph
 from varuna_capslog.schedules.simulate import StageSeconds, simulated
+from varuna_capslog.schedules.stage_graph import Edge
 
 Flags = tuple[bool, bool]
 """True where a stage recomputes, and where it offloads: with these flags of all stages the action lists are known."""
@@ -61,6 +62,8 @@ class _Enumeration:
         self.units = Units(run.microbatches, None, run.num_blocks)
         self.choices = cache(self._choices)
         self.peaks: dict[tuple[object, ...], int] = {}
+        self.lists: dict[tuple[Flags, ...], Schedule] = {}
+        self.crossing: dict[object, Mapping[Edge, int | None]] = {}
 
     def faster(self, bounds: Sequence[tuple[int, int]], limit: float) -> Iterator[tuple[float, list[PlanStage]]]:
         rows = [self.choices(*layers) for layers in bounds]
@@ -127,13 +130,22 @@ class _Enumeration:
 
     def _folded(self, stages: Sequence[PlanStage], rank: int, intervals: Intervals) -> int:
         of_rank = [_with(stage, intervals) if number == rank else stage for number, stage in enumerate(stages)]
-        actions = scheduled(self.run.schedule, of_rank, self.graph, self.run)
+        actions = self._actions(of_rank)
         return fold(self.ranges, of_rank, self.units, actions, self.run, only=rank)[0].peak_bytes
+
+    def _actions(self, stages: Sequence[PlanStage]) -> Schedule:
+        flags = tuple((stage.recomputes(self.run), stage.offloads) for stage in stages)
+        if flags not in self.lists:
+            self.lists[flags] = scheduled(self.run.schedule, stages, self.graph, self.run)
+        return self.lists[flags]
 
     def _step(self, stages: Sequence[PlanStage], numbers: Sequence[Numbers]) -> float:
         """Return the played step of stages whose actions take these seconds."""
         *columns, copies = zip(*numbers, strict=True)
-        crossing = message_bytes(self.profile, stages, self.graph, "relay")
+        layers = tuple(stage.layers for stage in stages)
+        if layers not in self.crossing:
+            self.crossing[layers] = message_bytes(self.profile, stages, self.graph, "relay")
+        crossing = self.crossing[layers]
         transfer = {way: self.link.seconds(size or 0) for way, size in crossing.items()}
         handover = {way: self.link.handover_seconds(size or 0) for way, size in crossing.items()}
         seconds = StageSeconds(
@@ -142,7 +154,7 @@ class _Enumeration:
             handover=handover,
             other={"O": copies, "L": copies},
         )
-        actions = scheduled(self.run.schedule, stages, self.graph, self.run)
+        actions = self._actions(stages)
         gradients, beside = gradient_edges(crossing, self.graph), self.link.copies_beside is not False
         played = simulated(actions, seconds, None, gradients, self.graph, self.link.shared, beside)
         return played.step_seconds

@@ -12,7 +12,7 @@ from tests.planning.placed.test_replicated import profile_of_graph, towers
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.replicas.costs import ReplicatedStage
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.placed.replicated import plan_of_stages, with_least_limits, with_lists
+from varuna_capslog.planning.placed.replicated import plan_of_stages, with_least_limits, with_lists, with_wider_limits
 from varuna_capslog.planning.playing import with_step_seconds
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -90,3 +90,67 @@ def test_plans_of_planners_have_the_least_limits_and_without_replicas_those_of_t
     assert with_least_limits(profile, answer, run, Link(10.0)) is answer
     alone = planned(towers([2, 2]), 4, "graphpipe", run=RunShape(12, "1f1b", False), link=Link(10000.0))
     assert [stage.in_flight for stage in alone.stages] == [None] * 4
+
+
+SHAPES = ([(0, 1), (1, 2)], [(0, 2), (1, 2)], [(0, 1), (0, 2), (1, 3), (2, 3)], [(0, 1), (2, 3), (1, 4), (3, 4)])
+
+
+def drawn_graph(seed: int, most: int = 5) -> tuple[Profile, Plan, Link]:
+    """Draw a played plan of one layer a stage, in line or with branches, of up to `most` stages; 8 microbatches."""
+    dice = random.Random(seed)
+    edges = dice.choice([edges for edges in SHAPES if edges[-1][1] < most])
+    count = edges[-1][1] + 1
+    profile = profile_of_graph(edges, [float(dice.randrange(1, 9)) for _ in range(count)], 10)
+    link = Link(dice.choice([None, 20.0]), dice.choice([0, 0, 0.5, 1, 2]))
+    stages = tuple(PlanStage(((at, at + 1),), (at,), memory=()) for at in range(count))
+    plan = Plan(count, stages, Units(8, 1, 1), "1f1b", routes="direct")
+    return profile, with_step_seconds(profile, plan, RunShape(8, "1f1b", False), link), link
+
+
+def shortest_in_groups(profile: Profile, plan: Plan, link: Link) -> float:
+    """Return the shortest step of all microbatches per call (1, 2, 4) of every stage, with groups of 1, 2 or 4 calls
+    (kFkB).
+    """
+    steps = []
+    for grains in itertools.product((1, 2, 4), repeat=len(plan.stages)):
+        stages = tuple(
+            dataclasses.replace(stage, grain=grain) for stage, grain in zip(plan.stages, grains, strict=True)
+        )
+        for k, schedule in ((1, "1f1b"), (2, "kfkb"), (4, "kfkb")):
+            try:
+                grained = dataclasses.replace(plan, stages=stages, schedule=schedule)
+                run = RunShape(8, schedule, False, k=k)
+                steps.append(with_step_seconds(profile, grained, run, link).step_seconds or 0.0)
+            except CapslogError:  # a grain that does not divide its neighbour's
+                continue
+    return min(steps)
+
+
+def test_no_grains_and_no_groups_of_calls_are_faster_than_wider_limits() -> None:
+    """GraphPipe hides messages by k forwards in a row; 1F1B with more calls in flight does it with fewer of them."""
+    faster = 0
+    for seed in range(16):
+        profile, plan, link = drawn_graph(seed, 4)
+        wider = with_wider_limits(profile, plan, RunShape(8, "1f1b", False), link)
+        assert wider.step_seconds is not None
+        assert plan.step_seconds is not None
+        # less than a hundredth is not worth more in flight
+        assert wider.step_seconds <= shortest_in_groups(profile, plan, link) * 1.0102, seed
+        faster += wider.step_seconds < plan.step_seconds
+    assert faster > 6
+
+
+def test_graphpipe_takes_wider_limits_where_messages_take_time_and_its_devices_hold_them() -> None:
+    profile, run, link = profile_of_graph([(0, 1), (1, 2)], [3.0, 3.0, 3.0], 1), RunShape(12, "1f1b", False), Link(1.0)
+    profile = dataclasses.replace(
+        profile, layers=tuple(dataclasses.replace(layer, parameter_bytes=10**6) for layer in profile.layers)
+    )
+    answer = planned(profile, 3, "graphpipe", run=run, link=link)
+    bare = dataclasses.replace(
+        answer, stages=tuple(dataclasses.replace(stage, in_flight=None) for stage in answer.stages)
+    )
+    step = with_step_seconds(profile, bare, run, link).step_seconds
+    assert step is not None
+    assert answer.step_seconds is not None
+    assert answer.step_seconds < 0.9 * step
+    assert planned(profile, 3, "pipedream", run=run, link=link).stages[0].in_flight is None  # as published

@@ -41,7 +41,7 @@ from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanRank,
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, Schedule, from_strings
-from varuna_capslog.schedules.generators import table_3_2
+from varuna_capslog.schedules.generators import in_flight_microbatches, table_3_2
 
 __all__ = [
     "PlacedIntervals",
@@ -52,6 +52,7 @@ __all__ = [
     "stage_limits",
     "with_least_limits",
     "with_lists",
+    "with_wider_limits",
 ]
 
 
@@ -64,6 +65,10 @@ __all__ = [
 
 _MOST_PEAKS = 200
 """Placements that planner `capture` plays beyond those of its sums, at most."""
+_CHOOSES_LIMITS = ("graphpipe", BUDGET)
+"""Planners that choose the limits in flight for the shortest step."""
+_WIDER, _WORTH = (2, 3, 4, 8), 0.01
+"""Times the limits of 1F1B that are tried, and the least part of a step that they must save."""
 _ROUNDS = 6
 """Searches, at most, each with more bytes reserved."""
 _LABELS, _PLACES = 32, 48
@@ -409,14 +414,23 @@ class StagesPlayed:
         return judged(self.profile, plan, self.run, known=self._known)
 
     def settle(self) -> None:
-        """Give the best plan the least limits in flight that keep its step, unless messages that wait then take more.
-        A plan that lacked bytes may fit with them.
+        """Give the best plan the least limits in flight that keep its step, or shorten it where the planner chooses
+        them, unless the plan then lacks more bytes; messages that wait may take some. Before, it may have lacked some.
         """
         best = self.best
         assert best is not None, "without a limit some stages always fit"
         plan = with_least_limits(self.profile, best.plan, self.run, self.link)
-        if plan is best.plan:
-            return
+        if plan is not best.plan:
+            self._take(plan)
+        if self.frame.planner in _CHOOSES_LIMITS and not self.best.lack:
+            shorter = with_wider_limits(self.profile, self.best.plan, self.run, self.link)
+            if shorter is not self.best.plan:
+                self._take(shorter)
+
+    def _take(self, plan: Plan) -> None:
+        """Take the plan in place of the best if it lacks no more bytes, and has no larger peak where that counts."""
+        best = self.best
+        assert best is not None, "other limits of the best plan"
         lack = peak = 0
         if self.profile.observations and (self.costs.usable is not None or self.by_peak):
             verdict = self._judged(plan)
@@ -492,9 +506,9 @@ def with_least_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     """Return a played plan with the fewest calls in flight that make its step no longer, one limit for all replicas.
 
     `stage_limits` takes all calls for equally long and messages for free. Here each limit is bisected by the step, from
-    the last stage to the first: what a stage needs depends on those behind it. Without replicas the plan stays.
+    the last stage to the first: what a stage needs depends on those behind it. Without limits the plan stays.
     """
-    if plan.actions is None or all(stage.blocks is None for stage in plan.stages):
+    if all(stage.in_flight is None for stage in plan.stages):
         return plan
     assert plan.step_seconds is not None, "the plan was played"
     step = plan.step_seconds
@@ -512,6 +526,30 @@ def with_least_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
             else:
                 too_few = limit
     return plan
+
+
+def with_wider_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None) -> Plan:
+    """Return a played plan with more calls in flight if that makes its step shorter by `_WORTH`; else the plan itself.
+
+    GraphPipe's kFkB has k times the calls of 1F1B in flight, which hides messages. 1F1B with other limits needs fewer
+    calls for a step as short (`benchmarks/graphpipe`): k times its limits, then the least that keep that step.
+    """
+    if plan.step_seconds is None:
+        return plan
+    graph, rows = plan.stage_graph(profile.known_edges), list[Plan]()
+    limits = [stage.in_flight or count for stage, count in zip(plan.stages, in_flight_microbatches(graph), strict=True)]
+    for times in _WIDER:
+        most = [min(times * limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
+        stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(plan.stages, most, strict=True)]
+        try:
+            wider = with_lists(dataclasses.replace(plan, stages=tuple(stages), actions=None))
+            rows.append(with_step_seconds(profile, wider, run, link))
+        except CapslogError:  # with these limits the lists wait for ever
+            continue
+    best = min(rows, key=lambda wider: wider.step_seconds or 0.0, default=plan)
+    if (best.step_seconds or 0.0) > plan.step_seconds * (1 - _WORTH):
+        return plan
+    return with_least_limits(profile, best, run, link)
 
 
 def _with_limit(plan: Plan, layers: tuple[tuple[int, int], ...], limit: int) -> Plan:
