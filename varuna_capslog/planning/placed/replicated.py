@@ -69,6 +69,8 @@ _CHOOSES_LIMITS = ("graphpipe", BUDGET)
 """Planners that choose the limits in flight for the shortest step."""
 _WIDER, _WORTH = (2, 3, 4, 8), 0.01
 """Times the limits of 1F1B that are tried, and the least part of a step that they must save."""
+_MOST_CALLS = 256
+"""Microbatches times stages up to which limits are chosen by the step; above, they are those of the table."""
 _ROUNDS = 6
 """Searches, at most, each with more bytes reserved."""
 _LABELS, _PLACES = 32, 48
@@ -508,7 +510,7 @@ def with_least_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     `stage_limits` takes all calls for equally long and messages for free. Here each limit is bisected by the step, from
     the last stage to the first: what a stage needs depends on those behind it. Without limits the plan stays.
     """
-    if all(stage.in_flight is None for stage in plan.stages):
+    if all(stage.in_flight is None for stage in plan.stages) or _is_long(plan):
         return plan
     assert plan.step_seconds is not None, "the plan was played"
     step = plan.step_seconds
@@ -534,7 +536,7 @@ def with_wider_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     GraphPipe's kFkB has k times the calls of 1F1B in flight, which hides messages. 1F1B with other limits needs fewer
     calls for a step as short (`benchmarks/graphpipe`): k times its limits, then the least that keep that step.
     """
-    if plan.step_seconds is None:
+    if plan.step_seconds is None or _is_long(plan):
         return plan
     graph, rows = plan.stage_graph(profile.known_edges), list[Plan]()
     limits = [stage.in_flight or count for stage, count in zip(plan.stages, in_flight_microbatches(graph), strict=True)]
@@ -550,6 +552,11 @@ def with_wider_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     if (best.step_seconds or 0.0) > plan.step_seconds * (1 - _WORTH):
         return plan
     return with_least_limits(profile, best, run, link)
+
+
+def _is_long(plan: Plan) -> bool:
+    """Return True where a step has so many calls that playing it for each limit would take seconds."""
+    return (plan.num_microbatches or 0) * len({stage.layers for stage in plan.stages}) > _MOST_CALLS
 
 
 def _with_limit(plan: Plan, layers: tuple[tuple[int, int], ...], limit: int) -> Plan:
