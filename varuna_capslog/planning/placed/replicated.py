@@ -423,22 +423,21 @@ class StagesPlayed:
         assert best is not None, "without a limit some stages always fit"
         plan = with_least_limits(self.profile, best.plan, self.run, self.link)
         if plan is not best.plan:
-            self._take(plan)
-        if self.frame.planner in _CHOOSES_LIMITS and not self.best.lack:
-            shorter = with_wider_limits(self.profile, self.best.plan, self.run, self.link)
-            if shorter is not self.best.plan:
-                self._take(shorter)
+            best = self._take(best, plan)
+        if self.frame.planner in _CHOOSES_LIMITS and not best.lack:
+            shorter = with_wider_limits(self.profile, best.plan, self.run, self.link)
+            if shorter is not best.plan:
+                best = self._take(best, shorter)
+        self.best = best
 
-    def _take(self, plan: Plan) -> None:
-        """Take the plan in place of the best if it lacks no more bytes, and has no larger peak where that counts."""
-        best = self.best
-        assert best is not None, "other limits of the best plan"
+    def _take(self, best: PlayedPlan, plan: Plan) -> PlayedPlan:
+        """Return the plan if it lacks no more bytes, and has no larger peak where that counts; else the best so far."""
         lack = peak = 0
         if self.profile.observations and (self.costs.usable is not None or self.by_peak):
             verdict = self._judged(plan)
             lack, peak = _lack(verdict), (verdict.peak_bytes or 0) if self.by_peak else 0
-        if (lack, peak) <= (best.lack, best.peak):
-            self.best = PlayedPlan(lack, plan.step_seconds or best.step, plan, peak)
+        worse = (lack, peak) > (best.lack, best.peak)
+        return best if worse else PlayedPlan(lack, plan.step_seconds or best.step, plan, peak)
 
     def answer(self) -> Plan:
         """Return the best plan; that of `graphpipe` with a bound."""
