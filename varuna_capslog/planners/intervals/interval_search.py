@@ -14,6 +14,7 @@ Labels of ranges that equal earlier ones (`equal_ranges`) are copied: in a chain
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -375,8 +376,10 @@ class IntervalSearch:
     def _resident_bytes(self) -> Floats:
         """Return [L, L + 1]: for every range that has a choice, the bytes held beside its calls."""
         resident = self._handling.calls * self.statistics + self._handling.waiting_blocks * self.made
-        for first, cut in self._finished.ranges:
-            resident[first, cut] += self._ranges.resident(range(first, cut))
+        ranges = self._ranges
+        for first, cut in self._finished.ranges:  # searches of other handlings ask for the same
+            key = "resident", first, cut, ranges.moments_wait
+            resident[first, cut] += ranges.once(key, functools.partial(ranges.resident, range(first, cut)))
         return resident
 
     def _call_seconds(self) -> Floats:
