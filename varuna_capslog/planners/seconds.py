@@ -244,4 +244,9 @@ def step_player(run: RunShape, stages: int, keeps: bool = False) -> StepPlayer:
 
 
 def _running(seconds: Sequence[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])
+    """Return the running sums, with each layer rounded to 2^-48 of the whole chain: then all sums and differences are
+    exact, and ranges of equal layers have equal seconds wherever they begin.
+    """
+    rows = np.asarray(seconds, dtype=np.float64)
+    unit = 2.0 ** (np.frexp(np.abs(rows).sum())[1] - 48)
+    return np.concatenate([[0.0], np.cumsum(np.round(rows / unit) * unit)])

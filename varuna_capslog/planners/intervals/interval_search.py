@@ -8,11 +8,13 @@ layer, cut and state, that which is not better in any number is dropped, since a
 both, or take the same maximum (`Dominance`: two states). Cost: `tables.combined_seconds` of labels that fit.
 
 With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers.
+Labels of ranges that equal earlier ones (`equal_ranges`) are copied: in a chain of equal layers O(L^2 n) remain.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -23,6 +25,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.costs import NEVER, Bytes
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.segments import CallSegment, PrecedingSegments, SharedInputs
+from varuna_capslog.planners.intervals.equal_ranges import Copies, EqualRanges
 from varuna_capslog.planners.intervals.partial_choices import (
     ON_DEVICE,
     WHOLE,
@@ -30,6 +33,7 @@ from varuna_capslog.planners.intervals.partial_choices import (
     Finished,
     PartialChoices,
     Thinning,
+    by_first,
     fewer,
     joined,
 )
@@ -107,16 +111,17 @@ class IntervalSearch:
         """labels at each cut, by their first layers"""
         firsts = [first for first in (range(size) if firsts is None else sorted(firsts)) if may[first]]
         ends: list[PartialChoices] = []
+        copies = Copies(self._equal_ranges(within, firsts), self._states)
         for cut in range(size + 1):
-            some = [self._reached(cut)] if may[cut] and any(map(len, self._at)) else []
+            (copied, copied_ends), new = copies.up_to(cut, self._steps, (self._at, ends))
+            some = [self._reached(cut, new)] if may[cut] and any(map(len, self._at)) else []
             if handling.at_once:
                 kept = [choices[choices.whole[WHOLE.index("kind")] == KINDS.index(KEEP)] for choices in some]
-                ends.append(joined([*(self._fewer(choices) for choices in kept if len(choices)), self._empty(cut, 0)]))
-            self._at.append(
-                joined(
-                    [*(self._fewer(choices) for choices in some if len(choices)), self._empty(cut, int(cut in firsts))]
-                )
-            )
+                fewest = [self._fewer(choices) for choices in kept if len(choices)]
+                ends.append(by_first([*copied_ends, *fewest, self._empty(cut, 0)]))
+            fewest = [self._fewer(choices) for choices in some if len(choices)]
+            self._at.append(by_first([*copied, *fewest, self._empty(cut, int(cut in firsts))]))
+            copies.note(self._at[-1], self._steps)
         self._finished = Finished.of(
             [
                 self._of_end(cut, [first for first in firsts if first < cut and may[cut]], choices)
@@ -225,13 +230,29 @@ class IntervalSearch:
         numbers[1 + self._names.index(self._peak)] = self._ranges.crossing[cut]
         return PartialChoices(integers, numbers, self._names)
 
-    def _reached(self, end: int) -> PartialChoices:
-        """Return all choices up to the cut that extend an earlier label by one segment."""
+    def _equal_ranges(self, within: NDArray[np.bool_], firsts: Sequence[int]) -> EqualRanges:
+        size = self._ranges.num_layers
+        used = [KINDS.index(kind) for kind in KINDS if kind in self._kinds]
+        numbers = self._table.numbers[used].reshape(-1, size, size + 1)
+        whether = within, self._table.again > 0
+        at_cuts = [self._ranges.crossing, [self._table.kept(cut) for cut in range(size + 1)]]
+        return EqualRanges.of(
+            np.concatenate([numbers, np.array(whether, dtype=np.float64)]),
+            np.array([self._own, self._table.again]),
+            np.array(at_cuts, dtype=np.float64),
+            np.isin(np.arange(size), firsts),
+        )
+
+    def _reached(self, end: int, new: NDArray[np.bool_]) -> PartialChoices:
+        """Return all choices up to the cut, of first layers that are `new` [L], which extend an earlier label by one
+        segment.
+        """
         kept, states = self._table.kept(end), self._states.columns()
         low = int(np.argmax(self._own[:end, end] <= self._longest)) if end else 0
-        earlier = self._at[low:]
+        chosen_places = [np.flatnonzero(new[labels.first]) for labels in self._at[low:]]
+        earlier = [labels[chosen] for labels, chosen in zip(self._at[low:], chosen_places, strict=True)]
         before, counts = joined(earlier), [len(labels) for labels in earlier]
-        cuts, places = np.repeat(np.arange(low, end), counts), np.concatenate([*map(np.arange, counts)])
+        cuts, places = np.repeat(np.arange(low, end), counts), np.concatenate(chosen_places)
         layer_seconds = self._own[before.first, end]
         near, some = before.first >= low, []
         for kind, name in enumerate(KINDS):
@@ -355,8 +376,10 @@ class IntervalSearch:
     def _resident_bytes(self) -> Floats:
         """Return [L, L + 1]: for every range that has a choice, the bytes held beside its calls."""
         resident = self._handling.calls * self.statistics + self._handling.waiting_blocks * self.made
-        for first, cut in self._finished.ranges:
-            resident[first, cut] += self._ranges.resident(range(first, cut))
+        ranges = self._ranges
+        for first, cut in self._finished.ranges:  # searches of other handlings ask for the same
+            key = "resident", first, cut, ranges.moments_wait
+            resident[first, cut] += ranges.once(key, functools.partial(ranges.resident, range(first, cut)))
         return resident
 
     def _call_seconds(self) -> Floats:

@@ -25,6 +25,7 @@ __all__ = [
     "Finished",
     "PartialChoices",
     "Thinning",
+    "by_first",
     "fewer",
     "joined",
     "undominated",
@@ -99,6 +100,12 @@ def joined(some: Sequence[PartialChoices]) -> PartialChoices:
         return some[0]
     integers = np.concatenate([labels.whole for labels in some], axis=-1)
     return PartialChoices(integers, np.concatenate([labels.numbers for labels in some], axis=-1), some[0].names)
+
+
+def by_first(some: Sequence[PartialChoices]) -> PartialChoices:
+    """Concatenate labels by their first layers, those of one first layer in this order."""
+    labels = joined(some)
+    return labels[np.argsort(labels.first, kind="stable")] if len(some) > 1 else labels
 
 
 def undominated(points: Floats, classes: Numbers, may: NDArray[np.bool_]) -> Numbers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -316,3 +316,10 @@ class States:
             part = MemoryInterval(self.cut[state], end, KINDS[kind])
             self._behind[key] = self.number(end, self.before[state].behind(part, kept), KINDS[kind] == KEEP)
         return self._behind[key]
+
+    def moved(self, state: int, by: int) -> int | None:
+        """Return the state of the same choices `by` layers later, behind equal layers; None where it differs."""
+        parts = (part and replace(part, first=part.first + by, end=part.end + by) for part in self.before[state])
+        later = self.number(self.cut[state] + by, PrecedingSegments(*parts), self.keeps[state])
+        same = (self.beside[later], self.outputs[later]) == (self.beside[state], self.outputs[state])
+        return later if same else None
