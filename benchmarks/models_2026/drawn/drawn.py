@@ -147,7 +147,7 @@ def _compared(chain: Any) -> dict[str, Any]:
     """Return whether the layers hold all parameters, and torch's FLOPs of layers and module."""
     workload = _CHAINS[1]
     made = workload._made()  # as the capture gets it: the model and its example
-    model, example = made if isinstance(made, tuple) else (made, None)
+    model = made[0] if isinstance(made, tuple) else made
     held = {id(parameter): parameter.numel() for parameter in chain.named_parameters().values()}
     wanted = sum(parameter.numel() for parameter in model.parameters())
     row = {"parameters": f"{wanted:,}" if sum(held.values()) == wanted else f"{sum(held.values()):,} of {wanted:,}"}
@@ -156,7 +156,9 @@ def _compared(chain: Any) -> dict[str, Any]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             whole = _flops(model, lambda: model(**_fake(arguments)))
             layers = nn.ModuleList(layer.module for layer in chain.layers)
-            inputs = {key: leaf for name, value in arguments.items() for key, leaf in input_tensors(name, value).items()}
+            inputs = {
+                key: leaf for name, value in arguments.items() for key, leaf in input_tensors(name, value).items()
+            }
             parts = _flops(layers, lambda: chain.run(_fake(inputs)))
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
