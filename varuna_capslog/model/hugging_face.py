@@ -19,6 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError, needed
+from varuna_capslog.model.capture.opaque import OpaqueCalls
+from varuna_capslog.model.capture.trial import try_model
+from varuna_capslog.model.hollow import VALUE_ERRORS
 
 __all__ = ["FACTORY", "folder_of", "model", "most_tokens"]
 
@@ -200,8 +203,10 @@ def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> 
     inputs: dict[str, Tensor] = {}
     if main == "input_ids" or "input_ids" in names:
         inputs["input_ids"] = _tokens(path, made, sequence, told=main == "input_ids")
-    if main == "pixel_values" or (trains and "pixel_values" in names and _has_tower(made)):
+    if main == "pixel_values":
         inputs["pixel_values"] = torch.zeros(1, _channels(config), *_image_size(path, config), dtype=dtype)
+    elif trains and "pixel_values" in names and (size := _size_of_pictures(config)):
+        inputs |= _pictures_that_run(made, inputs, torch.zeros(1, _channels(config), *size, dtype=dtype))
     elif main == "input_features" and getattr(config, "num_mel_bins", None) and _frames(config):
         inputs[main] = torch.zeros(1, config.num_mel_bins, _frames(config), dtype=dtype)
     elif main == "input_values" and getattr(config, "conv_stride", None):
@@ -224,9 +229,17 @@ def _names(made: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(made.forward).parameters
 
 
-def _has_tower(made: nn.Module) -> bool:
-    """True where a model has a part for pictures beside its text."""
-    return any(getattr(made.config, key, None) is not None for key in _TOWERS)
+def _pictures_that_run(made: nn.Module, inputs: dict[str, Tensor], pictures: Tensor) -> dict[str, Tensor]:
+    """Return pictures beside tokens, batch first or as several of one sample; {} where the model takes neither."""
+    for tried in (pictures, pictures[:, None]):
+        try:
+            try_model(made, (), {**inputs, "pixel_values": tried}, OpaqueCalls({}))
+        except VALUE_ERRORS:  # by the number of places for pictures among the tokens, which captured code does not ask
+            pass
+        except Exception:  # whatever code says to another shape
+            continue
+        return {"pixel_values": tried}
+    return {}
 
 
 _TOWERS = ("vision_config", "backbone_config")
@@ -260,16 +273,23 @@ def _tokens(path: str, made: nn.Module, sequence: int | None, told: bool = True)
     return torch.ones(1, min(sequence or _TOKENS, most or sequence or _TOKENS), dtype=torch.int64)
 
 
-def _image_size(path: str, config: Any) -> tuple[int, int]:
+def _size_of_pictures(config: Any) -> tuple[int, int] | None:
     for part in _picture_configs(config):
         size = getattr(part, "image_size", None)
         if isinstance(size, int):
             return size, size
         if isinstance(size, (list, tuple)) and len(size) == 2:
             return int(size[0]), int(size[1])
-    raise CapslogError(
-        f"--hf {path}: config.json has no image_size; give the pictures with --input pixel_values=float32[1,3,H,W]"
-    )
+    return None
+
+
+def _image_size(path: str, config: Any) -> tuple[int, int]:
+    size = _size_of_pictures(config)
+    if size is None:
+        raise CapslogError(
+            f"--hf {path}: config.json has no image_size; give the pictures with --input pixel_values=float32[1,3,H,W]"
+        )
+    return size
 
 
 def _labels(name: str, inputs: dict[str, Tensor]) -> Tensor | None:

@@ -87,7 +87,7 @@ def test_a_mask_that_may_change_stays(changes: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decoder_keeps_its_bits_and_sends_no_mask(dtype: torch.dtype) -> None:
-    """transformers builds a mask of sequence x sequence and repeats keys and values where it is exported, only there."""
+    """Exported, transformers builds a mask of sequence x sequence and repeats keys and values; running, neither."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=16, num_hidden_layers=2, use_cache=False)

@@ -86,7 +86,7 @@ QUIRKS = {
         "memory-efficient one, which also drops out, and plain matrices where neither is allowed; the CPU's falls back "
         "to these when it must drop out. Hopper and the data centre's Blackwell prefer cuDNN's kernel for 16-bit "
         "inputs, which takes masks (check_prefer_cudnn_attention, sdp_utils.cpp; seen on an H200). These two share "
-        "keys and values among heads, which memory-efficient attention does not (check_batch_size_and_num_heads_dense).",
+        "keys and values among heads, which the memory-efficient one does not (check_batch_size_and_num_heads_dense).",
     ),
     "attention workspace": Quirk(
         ("cuda",),
