@@ -33,9 +33,13 @@ from varuna_capslog.model.capture.export import input_tensors
 from varuna_capslog.profiling.estimate import StageEstimator
 
 HEADINGS = ("library", "model", "answer", "layers", "processor", "GiB", "parameters", "FLOPs")
-INPUTS: dict[str, list[str]] = {}
+_PICTURE = "pixel_values=float32[1,3,224,224]"
+INPUTS: dict[str, list[str]] = {
+    **dict.fromkeys(("resnet", "pp_ocrv6_small_det", "slanet", "rf_detr", "dinov3_convnext", "tipsv2_dpt"), [_PICTURE]),
+    "vitmatte": ["pixel_values=float32[1,4,224,224]"],
+}
 """Model type -> the inputs that `--hf` asks for by its sentence."""
-REPLACED: dict[str, str] = {}
+REPLACED: dict[str, str] = {"cohere_compass": "transformers cannot build it from its class's default config"}
 """Name of a drawn model that its own library cannot build -> why."""
 
 

@@ -162,8 +162,8 @@ def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
     part = sum(parameter.numel() for parameter in idle.values()) / max(1, of_all)
     if part > _LARGE_IDLE_PART:
         _log.warning(
-            "%s: %.0f %% of its parameters, such as %s, are in no operation on these inputs: their bytes are counted, in "
-            "the last layer, but no activations and no seconds of theirs; give inputs that reach them (--input)",
+            "%s: %.0f %% of its parameters, such as %s, are in no operation on these inputs: their bytes are counted, "
+            "in the last layer, but no activations and no seconds of theirs; give inputs that reach them (--input)",
             type(model).__name__,
             100 * part,
             next(iter(idle)),
