@@ -35,10 +35,13 @@ from varuna_capslog.profiling.estimate import StageEstimator
 HEADINGS = ("library", "model", "answer", "layers", "processor", "GiB", "parameters", "FLOPs")
 _PICTURE = "pixel_values=float32[1,3,224,224]"
 INPUTS: dict[str, list[str]] = {
-    **dict.fromkeys(("resnet", "pp_ocrv6_small_det", "slanet", "rf_detr", "dinov3_convnext", "tipsv2_dpt"), [_PICTURE]),
+    kind: [_PICTURE] for kind in ("resnet", "pp_ocrv6_small_det", "slanet", "rf_detr", "dinov3_convnext", "tipsv2_dpt")
+} | {
     "vitmatte": ["pixel_values=float32[1,4,224,224]"],
 }
 """Model type -> the inputs that `--hf` asks for by its sentence."""
+SEQUENCES = {"owlvit": 16, "clipseg": 77}
+"""Model type -> its longest text, where that is below 128 tokens."""
 REPLACED: dict[str, str] = {"cohere_compass": "transformers cannot build it from its class's default config"}
 """Name of a drawn model that its own library cannot build -> why."""
 
@@ -109,7 +112,7 @@ def _child(library: str, name: str) -> None:
         from small_models import write_folder
 
         write_folder(name, folder)
-        model = ["--hf", str(folder), "--sequence", "128"]
+        model = ["--hf", str(folder), "--sequence", str(SEQUENCES.get(name, 128))]
         model += [part for text in INPUTS.get(name, []) for part in ("--input", text)]
     else:
         model = ["--model", "small_models:model", "--model-arg", f"library={library}", "--model-arg", f"name={name}"]

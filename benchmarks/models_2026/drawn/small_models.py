@@ -166,8 +166,9 @@ def _timm(name: str) -> tuple[nn.Module, Any]:
 def _torchvision(name: str) -> tuple[nn.Module, Any]:
     import torchvision
 
-    model = torchvision.models.get_model(name)
-    if "fpn" not in name:
+    detects = "fpn" in name
+    model = torchvision.models.get_model(name, **({"weights_backbone": None} if detects else {}))
+    if not detects:
         return model, {"x": torch.randn(2, 3, 224, 224)}
     targets = [{"boxes": torch.tensor([[10.0, 10.0, 60.0, 60.0]]), "labels": torch.ones(1, dtype=torch.int64)}]
     return model, {"images": [torch.randn(3, 320, 320)], "targets": targets}
