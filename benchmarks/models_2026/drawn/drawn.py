@@ -112,8 +112,8 @@ def _child(library: str, name: str) -> None:
         from small_models import write_folder
 
         write_folder(name, folder)
-        model = ["--hf", str(folder), "--sequence", str(SEQUENCES.get(name, 128))]
-        model += [part for text in INPUTS.get(name, []) for part in ("--input", text)]
+        inputs = [part for text in INPUTS.get(name, []) for part in ("--input", text)]
+        model = ["--hf", str(folder), *(inputs or ("--sequence", str(SEQUENCES.get(name, 128))))]
     else:
         model = ["--model", "small_models:model", "--model-arg", f"library={library}", "--model-arg", f"name={name}"]
     row = _planned(model, folder / "plan.json")
