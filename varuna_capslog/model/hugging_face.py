@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.model.capture.opaque import OpaqueCalls
 from varuna_capslog.model.capture.trial import try_model
-from varuna_capslog.model.hollow import VALUE_ERRORS
 
 __all__ = ["FACTORY", "folder_of", "model", "most_tokens"]
 
@@ -177,7 +177,7 @@ def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
 def _class(transformers: Any, config: Any) -> Any:
     """Return the Auto class of the architecture that the config names; without one, the first that knows the type."""
     wanted = (getattr(config, "architectures", None) or [None])[0]
-    others = [name for name in dir(transformers.models.auto.modeling_auto) if name.startswith("AutoModel")]
+    others = [name for name in dir(transformers.models.auto.modeling_auto) if name.startswith("Auto")]
     classes = [getattr(transformers.models.auto.modeling_auto, name) for name in dict.fromkeys([*_CLASSES, *others])]
     classes = [auto_class for auto_class in classes if hasattr(auto_class, "_model_mapping")]
     fitting = [auto_class for auto_class in classes if type(config) in auto_class._model_mapping]
@@ -230,12 +230,13 @@ def _names(made: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def _pictures_that_run(made: nn.Module, inputs: dict[str, Tensor], pictures: Tensor) -> dict[str, Tensor]:
-    """Return pictures beside tokens, batch first or as several of one sample; {} where the model takes neither."""
+    """Return pictures beside tokens, batch first or as several of one sample; {} where the model takes neither, or
+    chooses among them by their values."""
     for tried in (pictures, pictures[:, None]):
         try:
             try_model(made, (), {**inputs, "pixel_values": tried}, OpaqueCalls({}))
-        except VALUE_ERRORS:  # by the number of places for pictures among the tokens, which captured code does not ask
-            pass
+        except DataDependentOutputException:
+            pass  # code asks how many places for pictures the tokens have, but not while it is captured
         except Exception:  # whatever code says to another shape
             continue
         return {"pixel_values": tried}

@@ -54,11 +54,7 @@ def attend_causally(graph: fx.Graph, kept: Collection[fx.Node]) -> None:
         given |= {"attn_mask": None, "is_causal": kinds[mask] == "causal"}
         key, value = given["key"], given["value"]
         grouped = _before_groups(key), _before_groups(value)
-        if (
-            all(grouped)
-            and key.meta["val"].itemsize == 2
-            and key.meta["val"].shape[-1] == value.meta["val"].shape[-1] <= _WIDEST_HEAD
-        ):
+        if all(grouped) and _fake(key).itemsize == 2 and _fake(key).shape[-1] == _fake(value).shape[-1] <= _WIDEST_HEAD:
             given |= {"key": grouped[0], "value": grouped[1], "enable_gqa": True}
         node.args = tuple(given.pop(name) for name in names[:3])
         node.kwargs = given
@@ -91,32 +87,32 @@ def _before_groups(node: Any) -> fx.Node | None:
     expanded: Any = node.args[0]
     while isinstance(expanded, fx.Node) and _name(expanded) in ("clone", "contiguous"):
         expanded = expanded.args[0]
-    if not isinstance(expanded, fx.Node) or _name(expanded) != "expand" or node.meta["val"].dim() != 4:
+    if not isinstance(expanded, fx.Node) or _name(expanded) != "expand" or _fake(node).dim() != 4:
         return None
-    before, after = expanded.args[0].meta["val"].shape, expanded.meta["val"].shape
-    whole = node.meta["val"].shape
+    before, after = _fake(expanded.args[0]).shape, _fake(expanded).shape
+    whole = _fake(node).shape
     if len(before) != 5 or before[2] != 1 or after != (*before[:2], after[2], *before[3:]):
         return None
     if whole != (after[0], after[1] * after[2], *after[3:]):
         return None
     source: Any = expanded.args[0]
-    while isinstance(source, fx.Node) and source.meta["val"].dim() == 5:  # full slices around the new dimension
-        kept = _name(source) == "slice" and source.meta["val"].shape == source.args[0].meta["val"].shape
+    while isinstance(source, fx.Node) and _fake(source).dim() == 5:  # full slices around the new dimension
+        kept = _name(source) == "slice" and _fake(source).shape == _fake(source.args[0]).shape
         if not kept and _name(source) != "unsqueeze":
             return None
         source = source.args[0]
-    return source if source.meta["val"].shape == (*before[:2], *before[3:]) else None
+    return source if _fake(source).shape == (*before[:2], *before[3:]) else None
 
 
 def _kind(mask: fx.Node) -> str:
     """Return "causal" where every position reads itself and those before it, "full" where it reads all, or "other"."""
-    shape = mask.meta["val"].shape
+    shape = _fake(mask).shape
     if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or not _follows_from_sizes(mask):
         return "other"
     queries, keys = shape[-2:]
     kinds = {"causal", "full"} if queries == keys > 1 else {"full"}
     try:
-        for first, end in _rows(queries, mask.meta["val"].numel()):
+        for first, end in _rows(queries, _fake(mask).numel()):
             allowed = _allowed(_part(mask, first, end, {}))
             causal = torch.arange(keys) <= torch.arange(first, end)[:, None]
             kinds -= {"full"} if not allowed.all() else set()
@@ -153,9 +149,22 @@ def _follows_from_sizes(node: fx.Node) -> bool:
     """True where no input, weight, buffer or random number has a part in a value."""
     for maker in _makers([node]):
         plain = maker.op == "call_function" and isinstance(maker.target, torch._ops.OpOverload)
-        if not plain or torch.Tag.nondeterministic_seeded in maker.target.tags or maker.target._schema.is_mutable:
+        if (
+            not plain
+            or torch.Tag.nondeterministic_seeded in _operator(maker).tags
+            or _operator(maker)._schema.is_mutable
+        ):
             return False
     return True
+
+
+def _fake(node: Any) -> Any:
+    """Return the fake tensor that the export computed for a node."""
+    return node.meta["val"]
+
+
+def _operator(node: fx.Node) -> Any:
+    return node.target
 
 
 def _name(node: fx.Node) -> str:
@@ -166,14 +175,14 @@ def _part(node: fx.Node, first: int, end: int, made: dict[fx.Node, Tensor]) -> A
     """Return rows [first, end) of the last but one dimension, of one that has rows, without making the whole."""
     if node in made:
         return made[node]
-    shape: Sequence[int] = node.meta["val"].shape
-    if node.meta["val"].numel() <= max(_PART // 16, *shape, 1) or len(shape) < 2:
+    shape: Sequence[int] = _fake(node).shape
+    if _fake(node).numel() <= max(_PART // 16, *shape, 1) or len(shape) < 2:
         made[node] = _rows_of(_whole(node, {}), first, end)
         return made[node]
     name = _name(node)
     part = lambda leaf: _part(leaf, first, end, made) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
     args, kwargs = pytree.tree_map(part, (list(node.args), dict(node.kwargs)))
-    if name == "slice" and node.meta["val"].shape == node.args[0].meta["val"].shape:
+    if name == "slice" and _fake(node).shape == _fake(node.args[0]).shape:
         made[node] = args[0]
         return args[0]
     if name in ("expand", "full", "ones", "zeros"):
@@ -185,9 +194,9 @@ def _part(node: fx.Node, first: int, end: int, made: dict[fx.Node, Tensor]) -> A
         if args[1] % len(shape) > len(shape) - 3:
             raise _NotKnown
         args[1] %= len(shape)
-    elif name not in _BY_ELEMENT and torch.Tag.pointwise not in node.target.tags:
+    elif name not in _BY_ELEMENT and torch.Tag.pointwise not in _operator(node).tags:
         raise _NotKnown
-    made[node] = node.target(*args, **kwargs)
+    made[node] = _operator(node)(*args, **kwargs)
     return made[node]
 
 
@@ -202,9 +211,9 @@ def _rows_of(tensor: Any, first: int, end: int) -> Any:
 def _whole(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
     """Return the value of a small tensor."""
     if node not in made:
-        if node.meta["val"].numel() > max(_PART, *node.meta["val"].shape, 1):
+        if _fake(node).numel() > max(_PART, *_fake(node).shape, 1):
             raise _NotKnown
         whole = lambda leaf: _whole(leaf, made) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
         args, kwargs = pytree.tree_map(whole, (list(node.args), dict(node.kwargs)))
-        made[node] = node.target(*args, **kwargs)
+        made[node] = _operator(node)(*args, **kwargs)
     return made[node]
