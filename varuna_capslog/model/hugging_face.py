@@ -96,8 +96,9 @@ def model(
 def _keep_no_cache(model: nn.Module) -> None:
     """Switch the key-value caches of a model and of the models inside it off, as training does."""
     for part in model.modules():
-        if getattr(getattr(part, "config", None), "use_cache", False):
-            part.config.use_cache = False
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def _add_adapters(model: nn.Module, rank: int) -> None:
@@ -197,7 +198,8 @@ def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> 
     """Return inputs of one sample: tokens, and pictures or sound for every tower; whole numbers are 0 or 1, valid for
     any vocabulary.
     """
-    config, names = made.config, _names(made)
+    config: Any = made.config
+    names = _names(made)
     main = getattr(made, "main_input_name", "input_ids")
     dtype = next((parameter.dtype for parameter in made.parameters()), torch.float32)
     inputs: dict[str, Tensor] = {}
