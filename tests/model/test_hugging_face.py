@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.hugging_face import model
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
@@ -48,6 +49,50 @@ def test_the_architecture_of_the_config_without_memory(name: str, tmp_path: Path
     assert {key: tensor.shape for key, tensor in made.state_dict().items()} == {
         key: tensor.shape for key, tensor in reference.state_dict().items()
     }
+
+
+TOWER = {**SMALL, "image_size": 16, "patch_size": 4, "model_type": "siglip_vision_model"}
+TOWERS: dict[str, tuple[dict[str, object], dict[str, tuple[int, ...]]]] = {
+    "pictures and words": (
+        {
+            "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full", "vision_config": TOWER, "image_token_index": 3,
+            "text_config": {"model_type": "llama", "vocab_size": 16, **SMALL},
+        },
+        {"input_ids": (1, 8), "pixel_values": (1, 3, 16, 16), "labels": (1, 8)},
+    ),
+    "sound": (
+        {
+            "model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 16,
+            "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8, "max_source_positions": 10,
+        },
+        {"input_features": (1, 8, 20), "decoder_input_ids": (1, 8)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_every_tower_has_inputs_and_layers(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a model with a tower tokens alone were made, so that the tower was left out without a word; hooks that its
+    code adds while it runs were added again by every export, and a cache of the model inside was returned.
+    """
+    pytest.importorskip("transformers")
+    config, shapes = TOWERS[kind]
+    made, example = model(folder(tmp_path, config), sequence=8)
+    assert {key: tuple(tensor.shape) for key, tensor in example.items()} == shapes
+    hooks = sum(len(part._forward_hooks) for part in made.modules())
+    chain = Chain.from_module(made, None, example)
+    assert sum(len(part._forward_hooks) for part in made.modules()) == hooks
+    assert {id(parameter) for parameter in chain.named_parameters().values()} == set(map(id, made.parameters()))
+    assert "in no operation" not in caplog.text
+    if kind == "sound":
+        return
+    layers = [layer.name for layer in chain.layers]
+    assert any("vision_tower" in name for name in layers)
+    Chain.from_module(made, None, {"input_ids": example["input_ids"]}, evaluates=False)
+    assert "vision_tower" in caplog.text  # named, since nothing of it runs
+    assert "are in no operation on these inputs" in caplog.text
 
 
 def test_what_a_model_that_is_served_takes(tmp_path: Path) -> None:

@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from varuna_capslog.base.errors import CapslogError, needed
+from varuna_capslog.model.capture.opaque import OpaqueCalls
+from varuna_capslog.model.capture.trial import try_model
 
 __all__ = ["FACTORY", "folder_of", "model", "most_tokens"]
 
@@ -84,8 +87,18 @@ def model(
         raise CapslogError(f"--hf {path}: transformers cannot build the model ({_first_line(error)})") from error
     if lora is not None:
         _add_adapters(made, lora)
+    if trains:
+        _keep_no_cache(made)
     constants = {"logits_to_keep": 1} if not trains and "logits_to_keep" in _names(made) else {}
     return made, {**(_example(path, made, sequence, trains) if example else {}), **constants}
+
+
+def _keep_no_cache(model: nn.Module) -> None:
+    """Switch the key-value caches of a model and of the models inside it off, as training does."""
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def _add_adapters(model: nn.Module, rank: int) -> None:
@@ -165,7 +178,9 @@ def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
 def _class(transformers: Any, config: Any) -> Any:
     """Return the Auto class of the architecture that the config names; without one, the first that knows the type."""
     wanted = (getattr(config, "architectures", None) or [None])[0]
-    classes = [getattr(transformers, name) for name in _CLASSES]
+    others = [name for name in dir(transformers.models.auto.modeling_auto) if name.startswith("Auto")]
+    classes = [getattr(transformers.models.auto.modeling_auto, name) for name in dict.fromkeys([*_CLASSES, *others])]
+    classes = [auto_class for auto_class in classes if hasattr(auto_class, "_model_mapping")]
     fitting = [auto_class for auto_class in classes if type(config) in auto_class._model_mapping]
     for auto_class in fitting:
         made = auto_class._model_mapping[type(config)]
@@ -180,49 +195,104 @@ def _class(transformers: Any, config: Any) -> Any:
 
 
 def _example(path: str, made: nn.Module, sequence: int | None, trains: bool) -> dict[str, Any]:
-    """Return inputs of one sample; whole numbers are 0 or 1, valid for any vocabulary."""
-    config, names = made.config, _names(made)
+    """Return inputs of one sample: tokens, and pictures or sound for every tower; whole numbers are 0 or 1, valid for
+    any vocabulary.
+    """
+    config: Any = made.config
+    names = _names(made)
     main = getattr(made, "main_input_name", "input_ids")
-    if main == "input_ids":
-        inputs = _tokens(path, made, sequence)
-        if "decoder_input_ids" in names and not trains:
-            inputs["decoder_input_ids"] = inputs["input_ids"].clone()
-    elif main == "pixel_values":
-        shape = getattr(config, "num_channels", 3), *_image_size(path, config)
-        dtype = next((parameter.dtype for parameter in made.parameters()), torch.float32)
-        inputs = {main: torch.zeros(1, *shape, dtype=dtype)}
-    else:
+    dtype = next((parameter.dtype for parameter in made.parameters()), torch.float32)
+    inputs: dict[str, Tensor] = {}
+    if main == "input_ids" or "input_ids" in names:
+        inputs["input_ids"] = _tokens(path, made, sequence, told=main == "input_ids")
+    if main == "pixel_values":
+        inputs["pixel_values"] = torch.zeros(1, _channels(config), *_image_size(path, config), dtype=dtype)
+    elif trains and "pixel_values" in names and (size := _size_of_pictures(config)):
+        inputs |= _pictures_that_run(made, inputs, torch.zeros(1, _channels(config), *size, dtype=dtype))
+    elif main == "input_features" and getattr(config, "num_mel_bins", None) and _frames(config):
+        inputs[main] = torch.zeros(1, config.num_mel_bins, _frames(config), dtype=dtype)
+    elif main == "input_values" and getattr(config, "conv_stride", None):
+        inputs[main] = torch.zeros(1, _SOUND, dtype=dtype)
+    elif main not in ("input_ids", "pixel_values"):
         raise CapslogError(f"--hf {path}: {type(made).__name__} takes {main!r}; describe its inputs with --input")
-    if trains:
-        labels = _labels(type(made).__name__, inputs)
-        if labels is not None and "labels" in names:
-            inputs["labels"] = labels
+    labels = _labels(type(made).__name__, inputs) if trains and "labels" in names else None
+    if labels is not None:
+        inputs["labels"] = labels
+    elif "decoder_input_ids" in names and (main != "input_ids" or not trains):
+        inputs["decoder_input_ids"] = _tokens(path, made, sequence, told=False)
     return dict(inputs)
+
+
+_SOUND = 16_000
+"""Samples of a sound: one second at the usual rate."""
 
 
 def _names(made: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(made.forward).parameters
 
 
-def _tokens(path: str, made: nn.Module, sequence: int | None) -> dict[str, Tensor]:
+def _pictures_that_run(made: nn.Module, inputs: dict[str, Tensor], pictures: Tensor) -> dict[str, Tensor]:
+    """Return pictures beside tokens, batch first or as several of one sample; {} where the model takes neither, or
+    chooses among them by their values."""
+    for tried in (pictures, pictures[:, None]):
+        try:
+            try_model(made, (), {**inputs, "pixel_values": tried}, OpaqueCalls({}))
+        except DataDependentOutputException:
+            pass  # code asks how many places for pictures the tokens have, but not while it is captured
+        except Exception:  # whatever code says to another shape
+            continue
+        return {"pixel_values": tried}
+    return {}
+
+
+_TOWERS = ("vision_config", "backbone_config")
+
+
+def _frames(config: Any) -> int:
+    """Return the frames of a spectrum that the first layers halve to the encoder's positions; 0 where not known."""
+    return 2 * (getattr(config, "max_source_positions", None) or 0)
+
+
+def _channels(config: Any) -> int:
+    for part in _picture_configs(config):
+        channels = getattr(part, "num_channels", getattr(part, "in_channels", None))
+        if isinstance(channels, int):
+            return channels
+    return 3
+
+
+def _picture_configs(config: Any) -> list[Any]:
+    return [config, *(part for key in _TOWERS if (part := getattr(config, key, None)) is not None)]
+
+
+def _tokens(path: str, made: nn.Module, sequence: int | None, told: bool = True) -> Tensor:
+    """Return one sequence. told: False: of a part that is no longer than it can be, whatever is asked for."""
     most = _most_tokens(made.config)
-    if sequence is not None and most is not None and sequence > most:
+    if sequence is not None and most is not None and sequence > most and told:
         raise CapslogError(
             f"--sequence is {sequence}, but the model in {path} takes {most} tokens (max_position_embeddings); give at "
             f"most that, or raise it with --model-arg max_position_embeddings={sequence}"
         )
-    return {"input_ids": torch.ones(1, sequence or min(_TOKENS, most or _TOKENS), dtype=torch.int64)}
+    return torch.ones(1, min(sequence or _TOKENS, most or sequence or _TOKENS), dtype=torch.int64)
+
+
+def _size_of_pictures(config: Any) -> tuple[int, int] | None:
+    for part in _picture_configs(config):
+        size = getattr(part, "image_size", None)
+        if isinstance(size, int):
+            return size, size
+        if isinstance(size, (list, tuple)) and len(size) == 2:
+            return int(size[0]), int(size[1])
+    return None
 
 
 def _image_size(path: str, config: Any) -> tuple[int, int]:
-    size = getattr(config, "image_size", None)
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, (list, tuple)) and len(size) == 2:
-        return int(size[0]), int(size[1])
-    raise CapslogError(
-        f"--hf {path}: config.json has no image_size; give the pictures with --input pixel_values=float32[1,3,H,W]"
-    )
+    size = _size_of_pictures(config)
+    if size is None:
+        raise CapslogError(
+            f"--hf {path}: config.json has no image_size; give the pictures with --input pixel_values=float32[1,3,H,W]"
+        )
+    return size
 
 
 def _labels(name: str, inputs: dict[str, Tensor]) -> Tensor | None:

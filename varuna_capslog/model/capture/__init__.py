@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -153,10 +154,26 @@ def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
     """Give the last layer the parameters that no layer uses, so that states, weights and memory are the model's."""
     last = captured[0][-1].module
     held = {id(parameter) for layer in captured[0] for parameter in layer.module.parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in held and isinstance(last, fx.GraphModule):
+    idle = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in held}
+    for name, parameter in idle.items():
+        if isinstance(last, fx.GraphModule):
             hold(last, name, parameter)
+    of_all = sum(parameter.numel() for parameter in model.parameters())
+    part = sum(parameter.numel() for parameter in idle.values()) / max(1, of_all)
+    if part > _LARGE_IDLE_PART:
+        _log.warning(
+            "%s: %.0f %% of its parameters, such as %s, are in no operation on these inputs: their bytes are counted, "
+            "in the last layer, but no activations and no seconds of theirs; give inputs that reach them (--input)",
+            type(model).__name__,
+            100 * part,
+            next(iter(idle)),
+        )
     return captured
+
+
+_log = logging.getLogger(__name__)
+_LARGE_IDLE_PART = 0.02
+"""Part of the parameters that is worth a warning, such as a tower; not a pooler that training leaves out."""
 
 
 def _arguments_of(

@@ -11,6 +11,7 @@ import io
 import logging
 import operator
 import re
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -23,6 +24,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.causality import attend_causally
 from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls, put_in_calls
 from varuna_capslog.model.capture.repeats import EqualBlocks, NotEqual
 from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
@@ -211,7 +213,14 @@ def export_model(
     watch, opaque = Watch(model, by_module, keeps), opaque or OpaqueCalls({})
     plainly = not (varies or by_module or keeps or opaque.keeps_modules)
     blocks = EqualBlocks(model) if once and plainly and _is_hollow(model) else None
-    with on_host(model), opaque.open(), blocks.open() if blocks else nullcontext(), watch.open(), _quiet():
+    with (
+        on_host(model),
+        opaque.open(),
+        blocks.open() if blocks else nullcontext(),
+        watch.open(),
+        _quiet(),
+        _as_it_runs(),
+    ):
         try:
             program = torch.export.export(model, arguments, keywords, dynamic_shapes=varies or None, strict=False)
         except FixedSize:
@@ -259,6 +268,7 @@ def export_model(
     captured.conditions = _conditions(program, inputs) if bounds else ()
     _name_outputs(captured, program, env, keeps)
     _bypass_copies_of_nothing(captured)
+    attend_causally(graph, captured.outputs.values())
     return captured
 
 
@@ -418,6 +428,25 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
         if traced is not None:
             setattr(fx.config, _UNTRACED, traced)
+
+
+@contextmanager
+def _as_it_runs() -> Iterator[None]:
+    """Let `torch.compiler.is_exporting` be true for torch alone, so that a model's code goes the way it goes when it
+    runs. Other ways are for graphs that serve other sizes or systems: masks of sequence x sequence in place of
+    causality, which fused attention need not read, or loops in place of a solver. Our graphs refuse other sizes.
+    """
+    exporting = torch.compiler.is_exporting
+
+    def is_exporting() -> bool:
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return exporting() and asking.partition(".")[0] == "torch"
+
+    torch.compiler.is_exporting = is_exporting
+    try:
+        yield
+    finally:
+        torch.compiler.is_exporting = exporting
 
 
 def _explained(model: nn.Module, running: Sequence[tuple[str, str]], error: Exception) -> NotCaptured:

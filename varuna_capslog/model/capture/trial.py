@@ -470,6 +470,7 @@ class Watch:
         self._model, self._by_module, self.keeps = model, by_module, keeps
         self._calls: dict[int, bool] = {}
         self._state: PythonState | None = None
+        self._hooks: list[tuple[dict[int, Any], set[int]]] = []
         self._draws: RandomStates | None = None
         self.running: list[tuple[str, str]] = []
         self.changes: list[StateChange] = []
@@ -503,6 +504,7 @@ class Watch:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._state = self._now()
+        self._hooks = [(hooks, set(hooks)) for hooks in map(_forward_hooks_of, self._model.modules())]
         self.generators = self._state.generators
         self._draws = RandomStates(self.generators)
         self._last = self._draws
@@ -513,6 +515,9 @@ class Watch:
         self.changes += self._state.changes()
         self.drawn += self._draws.drawn()
         self._state.put_back()
+        for hooks, before in self._hooks:
+            for added in hooks.keys() - before:
+                del hooks[added]  # else its code, which forgets that it added one, adds it again
         self._draws.put_back()
         self._state = None
         return (output, [change.after for change in self.changes]) if self.keeps else None
@@ -540,3 +545,8 @@ class Watch:
             path = self.running[-1][0] if self.running else ""
             self.drawers.setdefault(path, set()).update(drawn)
             self._last = RandomStates(self.generators)
+
+
+def _forward_hooks_of(module: nn.Module) -> dict[int, Any]:
+    hooks: dict[int, Any] = module._forward_hooks
+    return hooks

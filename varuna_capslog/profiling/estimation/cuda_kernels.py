@@ -167,10 +167,13 @@ def _embedding_backward(args: Sequence[Any], result: Tensor, gpu: Gpu) -> Blocks
 
 
 def _flash_backward(args: Sequence[Any], result: Any, gpu: Gpu) -> Blocks:
-    """A float32 gradient of the queries, the row sums of the softmax, and two copies."""
-    query = args[1]
+    """A float32 gradient of the queries, the row sums of the softmax, and two copies; where heads share keys and
+    values, also the gradients of these for each head (mha_bwd, flash_api.cpp).
+    """
+    query, key = args[1], args[2]
     rows = math.prod(query.shape[:2]) * round_up(query.shape[2], 128)
-    return 4 * rows * round_up(query.shape[3], 32), 4 * rows, _size(query), _size(query)
+    of_heads = 2 * (_size(query),) if key.shape[1] < query.shape[1] else ()
+    return 4 * rows * round_up(query.shape[3], 32), 4 * rows, _size(query), _size(query), *of_heads
 
 
 def _efficient_backward(args: Sequence[Any], result: Any, gpu: Gpu) -> Blocks:

@@ -121,7 +121,8 @@ def _product(
 ) -> Work:
     if name == "_grouped_mm":
         first, second = inputs[0], inputs[1]
-        rows, inner, columns, batch = first.shape[-2], first.shape[-1], second.shape[-1], 1
+        rows, inner, columns = first.shape[-2], first.shape[-1], second.shape[-1]
+        batch = first.shape[0] if first.dim() == second.dim() == 3 else 1
     else:
         first, second = [tensor for tensor in inputs if tensor.dim() >= 2][-2:]
         rows, inner, columns = first.shape[-2], first.shape[-1], second.shape[-1]
@@ -227,8 +228,8 @@ def _attention(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
     backward = "backward" in name
-    query, key = (inputs[1], inputs[2]) if backward else (inputs[0], inputs[1])
-    batch, width = math.prod(query.shape[:-2]), query.shape[-1]
+    query, key, values = inputs[1:4] if backward else inputs[:3]
+    batch, width = math.prod(query.shape[:-2]), (query.shape[-1] + values.shape[-1]) / 2
     queries, keys = query.shape[-2], key.shape[-2]
     if halves:
         queries, keys = round_up(queries, _BLOCK), round_up(keys, _BLOCK)

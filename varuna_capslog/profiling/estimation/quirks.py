@@ -33,7 +33,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 14
+QUIRKS_VERSION = 15
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -85,7 +85,8 @@ QUIRKS = {
         "scaled_dot_product_attention takes the flash kernel for 16-bit inputs without a mask, else the "
         "memory-efficient one, which also drops out, and plain matrices where neither is allowed; the CPU's falls back "
         "to these when it must drop out. Hopper and the data centre's Blackwell prefer cuDNN's kernel for 16-bit "
-        "inputs, which takes masks (check_prefer_cudnn_attention, sdp_utils.cpp; seen on an H200).",
+        "inputs, which takes masks (check_prefer_cudnn_attention, sdp_utils.cpp; seen on an H200). These two share "
+        "keys and values among heads, which the memory-efficient one does not (check_batch_size_and_num_heads_dense).",
     ),
     "attention workspace": Quirk(
         ("cuda",),
@@ -306,9 +307,7 @@ def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if enable_gqa:
-            repeats = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+        repeats = query.shape[-3] // key.shape[-3] if enable_gqa else 1
         allowed = torch.backends.cuda  # by `torch.nn.attention.sdpa_kernel`
         half = query.dtype in (torch.float16, torch.bfloat16)
         wants = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
@@ -321,7 +320,9 @@ def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
             return _aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
-        if not fused or not allowed.mem_efficient_sdp_enabled():
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+        if not fused or repeats > 1 or not allowed.mem_efficient_sdp_enabled():
             return _aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale
             )[0]

@@ -1,0 +1,219 @@
+"""Replaces masks of fused attention that follow from sizes alone by what they say: causality, or nothing masked.
+
+Code that is captured cannot ask for the values of a mask, so libraries build it for every pair of positions, where the
+same code passes `is_causal` when it runs. Such a mask is as large as sequence x sequence, is kept for the backward,
+crosses every cut, and keeps flash kernels and grouped heads out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+__all__ = ["attend_causally"]
+
+_attention = torch.ops.aten.scaled_dot_product_attention.default
+_PART = 1 << 24
+"""Elements of a mask that are looked at at once."""
+_ALL_ROWS = 1 << 28
+"""Elements of a mask up to which all of it is looked at; of a larger one, rows at equal distances."""
+_WIDEST_HEAD = 256
+"""Numbers of a head up to which fused kernels of 16-bit types share keys and values among heads. No fused kernel of
+CUDA does so for float32 (check_batch_size_and_num_heads_dense, sdp_utils.cpp), so there they are repeated."""
+
+
+_BY_ELEMENT = {"to", "clone", "contiguous", "alias", "where", "zeros_like", "ones_like", "__and__", "__or__", "__xor__"}
+"""Operators without torch's tag for those that go element by element, though they do."""
+
+
+class _NotKnown(Exception):
+    """The values of a mask depend on more than sizes, or take an operator that is not followed."""
+
+
+def attend_causally(graph: fx.Graph, kept: Collection[fx.Node]) -> None:
+    """Pass `is_causal` or no mask where that says the same, and then keys and values as they are before each is
+    repeated for a group of heads. The function stays the same; another kernel may round otherwise.
+    `kept`: nodes that are read outside the graph.
+    """
+    kinds: dict[fx.Node, str] = {}
+    replaced: set[fx.Node] = set()
+    for node in graph.find_nodes(op="call_function", target=_attention):
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        mask = given.get("attn_mask")
+        if not isinstance(mask, fx.Node) or given.get("is_causal"):
+            continue
+        if mask not in kinds:
+            kinds[mask] = _kind(mask)
+        if kinds[mask] == "other":
+            continue
+        given |= {"attn_mask": None, "is_causal": kinds[mask] == "causal"}
+        key, value = given["key"], given["value"]
+        grouped = _before_groups(key), _before_groups(value)
+        if all(grouped) and _fake(key).itemsize == 2 and _fake(key).shape[-1] == _fake(value).shape[-1] <= _WIDEST_HEAD:
+            given |= {"key": grouped[0], "value": grouped[1], "enable_gqa": True}
+        node.args = tuple(given.pop(name) for name in names[:3])
+        node.kwargs = given
+        replaced.add(mask)
+    _drop_unread(graph, replaced, kept)
+
+
+def _drop_unread(graph: fx.Graph, masks: Collection[fx.Node], kept: Collection[fx.Node]) -> None:
+    """Remove masks that nothing reads any more, and what was made for them alone."""
+    made_for = _makers(masks)
+    for node in reversed(graph.nodes):
+        if node in made_for and not node.users and node not in kept:
+            graph.erase_node(node)
+
+
+def _makers(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes with all that they are computed from."""
+    waiting, seen = list(nodes), set(nodes)
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def _before_groups(node: Any) -> fx.Node | None:
+    """Return keys or values before each head was repeated for a group: batch x heads x sequence x width, or None."""
+    if not isinstance(node, fx.Node) or _name(node) not in ("reshape", "view", "_unsafe_view"):
+        return None
+    expanded: Any = node.args[0]
+    while isinstance(expanded, fx.Node) and _name(expanded) in ("clone", "contiguous"):
+        expanded = expanded.args[0]
+    if not isinstance(expanded, fx.Node) or _name(expanded) != "expand" or _fake(node).dim() != 4:
+        return None
+    before, after = _fake(expanded.args[0]).shape, _fake(expanded).shape
+    whole = _fake(node).shape
+    if len(before) != 5 or before[2] != 1 or after != (*before[:2], after[2], *before[3:]):
+        return None
+    if whole != (after[0], after[1] * after[2], *after[3:]):
+        return None
+    source: Any = expanded.args[0]
+    while isinstance(source, fx.Node) and _fake(source).dim() == 5:  # full slices around the new dimension
+        kept = _name(source) == "slice" and _fake(source).shape == _fake(source.args[0]).shape
+        if not kept and _name(source) != "unsqueeze":
+            return None
+        source = source.args[0]
+    return source if _fake(source).shape == (*before[:2], *before[3:]) else None
+
+
+def _kind(mask: fx.Node) -> str:
+    """Return "causal" where every position reads itself and those before it, "full" where it reads all, or "other"."""
+    shape = _fake(mask).shape
+    if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or not _follows_from_sizes(mask):
+        return "other"
+    queries, keys = shape[-2:]
+    kinds = {"causal", "full"} if queries == keys > 1 else {"full"}
+    try:
+        for first, end in _rows(queries, _fake(mask).numel()):
+            allowed = _allowed(_part(mask, first, end, {}))
+            causal = torch.arange(keys) <= torch.arange(first, end)[:, None]
+            kinds -= {"full"} if not allowed.all() else set()
+            kinds -= {"causal"} if not (allowed == causal).all() else set()
+            if not kinds:
+                break
+    except _NotKnown:
+        return "other"
+    return min(kinds, default="other")
+
+
+def _rows(queries: int, elements: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows to look at, last ones first: a mask of a window differs there."""
+    step = max(1, _PART * queries // elements)
+    if elements <= _ALL_ROWS:
+        yield from ((first, min(first + step, queries)) for first in reversed(range(0, queries, step)))
+        return
+    apart = max(1, elements // _ALL_ROWS)
+    yield from ((row, row + 1) for row in reversed(range(0, queries, apart)))
+    yield queries - 1, queries
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    """Return a mask as bool. Raises _NotKnown for one that adds other numbers than nothing and the least."""
+    if mask.dtype == torch.bool:
+        return mask
+    allowed = mask == 0
+    if not mask.is_floating_point() or not (allowed | (mask <= torch.finfo(mask.dtype).min)).all():
+        raise _NotKnown
+    return allowed
+
+
+def _follows_from_sizes(node: fx.Node) -> bool:
+    """True where no input, weight, buffer or random number has a part in a value."""
+    for maker in _makers([node]):
+        plain = maker.op == "call_function" and isinstance(maker.target, torch._ops.OpOverload)
+        if (
+            not plain
+            or torch.Tag.nondeterministic_seeded in _operator(maker).tags
+            or _operator(maker)._schema.is_mutable
+        ):
+            return False
+    return True
+
+
+def _fake(node: Any) -> Any:
+    """Return the fake tensor that the export computed for a node."""
+    return node.meta["val"]
+
+
+def _operator(node: fx.Node) -> Any:
+    return node.target
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
+
+
+def _part(node: fx.Node, first: int, end: int, made: dict[fx.Node, Tensor]) -> Any:
+    """Return rows [first, end) of the last but one dimension, of one that has rows, without making the whole."""
+    if node in made:
+        return made[node]
+    shape: Sequence[int] = _fake(node).shape
+    if _fake(node).numel() <= max(_PART // 16, *shape, 1) or len(shape) < 2:
+        made[node] = _rows_of(_whole(node, {}), first, end)
+        return made[node]
+    name = _name(node)
+    part = lambda leaf: _part(leaf, first, end, made) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+    args, kwargs = pytree.tree_map(part, (list(node.args), dict(node.kwargs)))
+    if name == "slice" and _fake(node).shape == _fake(node.args[0]).shape:
+        made[node] = args[0]
+        return args[0]
+    if name in ("expand", "full", "ones", "zeros"):
+        place = 1 if name == "expand" else 0
+        args[place] = [*shape[:-2], end - first, shape[-1]]
+    elif name in ("tril", "triu"):
+        args = [args[0], (args[1] if len(args) > 1 else 0) + first]
+    elif name == "unsqueeze":
+        if args[1] % len(shape) > len(shape) - 3:
+            raise _NotKnown
+        args[1] %= len(shape)
+    elif name not in _BY_ELEMENT and torch.Tag.pointwise not in _operator(node).tags:
+        raise _NotKnown
+    made[node] = _operator(node)(*args, **kwargs)
+    return made[node]
+
+
+def _rows_of(tensor: Any, first: int, end: int) -> Any:
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.shape[-2] == 1:
+        return tensor
+    if tensor.shape[-2] < end:
+        raise _NotKnown
+    return tensor[..., first:end, :]
+
+
+def _whole(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
+    """Return the value of a small tensor."""
+    if node not in made:
+        if _fake(node).numel() > max(_PART, *_fake(node).shape, 1):
+            raise _NotKnown
+        whole = lambda leaf: _whole(leaf, made) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+        args, kwargs = pytree.tree_map(whole, (list(node.args), dict(node.kwargs)))
+        made[node] = _operator(node)(*args, **kwargs)
+    return made[node]
