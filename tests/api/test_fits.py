@@ -16,7 +16,8 @@ from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiling.measure import profile_config
-from varuna_capslog.start.ordinary import folder_keys
+from varuna_capslog.profiling.rehearsal import rehearse_plan
+from varuna_capslog.start.ordinary import folder_keys, with_choices_of
 
 NET = """
 from torch import nn
@@ -111,6 +112,21 @@ def test_each_precision_holds_its_bytes_of_a_parameter(precision: str, each: tup
     held = capslog.fits("net_of_fits:pair", INPUT, devices="t4", settings={"train.precision": precision}).kinds
     names = ("weights", "masters", "gradients", "optimizer states")
     assert [round(held.get(name, 0) / PARAMETERS, 2) for name in names] == list(each)
+
+
+def test_replicas_that_share_optimizer_states_hold_a_half_each_by_fold_and_rehearsal() -> None:
+    settings = {"pipeline.replicas": 2, "train.precision": "fp32"}
+    options: dict[str, Any] = {"devices": 1, "device": "cpu", "capacity": "1GiB"}
+    whole, shared = (
+        capslog.fits("net_of_fits:pair", INPUT, **options, settings={**settings, "pipeline.zero": zero})
+        for zero in (0, 1)
+    )
+    assert "on 2 pipelines of 1 device of 1 GiB, with" in shared.verdict
+    assert whole.kinds["optimizer states"] == pytest.approx(8 * PARAMETERS, rel=1e-3)
+    assert shared.kinds["optimizer states"] == pytest.approx(8 * PARAMETERS / 2, rel=1e-2)  # one of two layers
+    assert {**shared.kinds, "optimizer states": 0} == pytest.approx({**whole.kinds, "optimizer states": 0}, rel=1e-2)
+    config = with_choices_of(shared._answer.config, shared.plan)
+    assert list(shared.memory.peaks) == pytest.approx(rehearse_plan(config, shared.plan), rel=1e-3)
 
 
 def test_the_command_says_the_verdict_first_and_exits_with_it(

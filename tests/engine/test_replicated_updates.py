@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,10 +161,17 @@ def test_an_elastic_run_refuses_it_before_it_begins(tmp_path: Path) -> None:
 def test_a_run_that_asks_for_it_has_the_same_bits_and_the_bytes_that_were_predicted(
     pool: WorkerPool, tmp_path: Path, planner: str
 ) -> None:
-    """The profile is an estimate; fold and rehearsal of every rank agree."""
+    """The profile is an estimate; fold and rehearsal of every rank agree on what is spared."""
     trained = {}
     for zero in (0, 1):
-        pipeline = {"devices": 2, "replicas": 2, "planner": planner, "capacity": "1GiB", "schedule": "1f1b", "zero": zero}
+        pipeline = {
+            "devices": 2,
+            "replicas": 2,
+            "planner": planner,
+            "capacity": "1GiB",
+            "schedule": "1f1b",
+            "zero": zero,
+        }
         run_dir = tmp_path / str(zero)
         train = {"optimizer": "adamw", "checkpoint_every": 6}
         profile = {"source": "estimated", "device": "cpu"}
@@ -172,14 +180,17 @@ def test_a_run_that_asks_for_it_has_the_same_bits_and_the_bytes_that_were_predic
         plan = plan_run(config, costs)
         assert any(stage.moments_elsewhere for stage in plan.stages) is bool(zero)
         if zero:
-            peaks = rehearse_plan(config, plan)
-            folds = fold_plan(costs, plan, RunShape.of_config(config).settled())
-            assert [rank.peak_bytes for rank in folds] == pytest.approx(peaks, rel=1e-3)
-            kept = [layer for stage in plan.stages for layer in set(stage.numbers) - stage.moments_elsewhere]
-            assert sorted({*kept} - APART) == sorted({*range(11)} - APART)
-            assert len([layer for layer in kept if layer not in APART]) == 11 - len(APART)
-        run = with_choices_of(config, plan)
-        pool.run(cases.train_run, 4, run, plan)
+            whole = dataclasses.replace(plan, stages=tuple(dataclasses.replace(row, moments=()) for row in plan.stages))
+            run = RunShape.of_config(config).settled()
+            folds = [[rank.peak_bytes for rank in fold_plan(costs, either, run)] for either in (whole, plan)]
+            peaks = [rehearse_plan(config, either) for either in (whole, plan)]
+            # the profile counts states of less than 512 bytes, here 4 of a parameter, as the layer's, not as its moments
+            assert np.subtract(*folds) == pytest.approx(np.subtract(*peaks), abs=4 * 40)
+            shared = [layer for stage in plan.stages for layer in stage.moments_elsewhere]
+            assert len(shared) == len({*shared})
+            assert len(shared) > 2
+            assert APART.isdisjoint(shared)
+        pool.run(cases.train_run, 4, with_choices_of(config, plan), plan)
         checkpoint, _ = latest_checkpoint(run_dir / "checkpoints")
         assert checkpoint is not None
         losses = [row["loss"] for row in files.read_jsonl(run_dir / "metrics.jsonl")]

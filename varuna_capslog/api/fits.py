@@ -79,7 +79,9 @@ class Fit:
     @property
     def verdict(self) -> str:
         """One sentence: fits or not, and by how much."""
+        replicas = self._answer.config.pipeline.replicas
         where = _where(self._answer.question.devices, self.memory)
+        where = where if replicas == 1 else f"{replicas} pipelines of {where}"
         size = format_bytes(abs(min(self.memory.margins)))
         if self.fits:
             return f"fits: {self.plan.model} trains on {where}, with {size} to spare on the fullest"

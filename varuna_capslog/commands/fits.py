@@ -55,6 +55,16 @@ class FitsFlags:
         str | None,
         option("Optimizer, of torch or package.module:Class; the key train.optimizer.", "adamw", panel=MODEL),
     ] = None
+    zero: Annotated[
+        int | None,
+        option(
+            "1: replicas (pipeline.replicas=2) share optimizer states; the key pipeline.zero.",
+            "0",
+            min=0,
+            max=1,
+            panel=MODEL,
+        ),
+    ] = None
     devices: Annotated[
         str | None,
         option("Kinds of GPUs, such as '2x rtx4090', or a number with --capacity.", False, panel=DEVICES),
@@ -95,6 +105,7 @@ def fits(flags: FitsFlags) -> None:
         "train.optimizer": flags.optimizer,
         "train.minibatch_size": flags.batch,
         "pipeline.host_capacity": flags.host_capacity,
+        "pipeline.zero": flags.zero,
         "model.arguments.lora": flags.lora,
     }
     fit = ask(

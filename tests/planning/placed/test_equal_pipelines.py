@@ -124,7 +124,9 @@ def test_replicas_share_the_moments_where_a_run_says_so(planner: str, rounds: in
     kept = [sorted(frozenset(stage.numbers) - stage.moments_elsewhere) for stage in shared.stages]
     assert sorted(layer for layers in kept for layer in layers) == list(range(8))
     whole = replace(shared, stages=tuple(replace(stage, moments=()) for stage in shared.stages))
-    for rank, (before, after) in enumerate(zip(*(fold_plan(profile, plan, run) for plan in (whole, shared)), strict=True)):
+    for rank, (before, after) in enumerate(
+        zip(*(fold_plan(profile, plan, run) for plan in (whole, shared)), strict=True)
+    ):
         assert shared.ranks[rank].bytes == after.peak_bytes
         away = {layer for stage in shared.stages if stage.rank == rank for layer in stage.moments_elsewhere}
         assert before.peak_bytes - after.peak_bytes == sum(moments[layer] or 0 for layer in away)
