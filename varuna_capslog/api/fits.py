@@ -215,8 +215,10 @@ class Fit:
                 f"device {rank}: needs {format_bytes(needs)} of {format_bytes(has)} ({format_bytes(peak)} allocated), "
                 f"{format_bytes(abs(margin))} {word}"
             )
-        lora = self._answer.config.model.get("arguments", {}).get("lora")
-        adapters = "" if lora is None else f" (adapters of rank {lora} in float32, other weights frozen)"
+        arguments = self._answer.config.model.get("arguments", {})
+        lora, base = arguments.get("lora"), arguments.get("base")
+        frozen = "" if base is None else f", those of linear layers in {base}"
+        adapters = "" if lora is None else f" (adapters of rank {lora} in float32, other weights frozen{frozen})"
         kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.kinds.items())
         return [
             *rows,

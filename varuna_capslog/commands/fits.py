@@ -51,6 +51,15 @@ class FitsFlags:
     lora: Annotated[
         int | None, option("Rank of peft's adapters, trained in place of the weights.", False, min=1, panel=MODEL)
     ] = None
+    base: Annotated[
+        str | None,
+        option(
+            "Frozen weights of linear layers below adapters: 4bit, 4bit-double (its scales in 8 bits) or 8bit, as "
+            "bitsandbytes has them.",
+            "as they are",
+            panel=MODEL,
+        ),
+    ] = None
     optimizer: Annotated[
         str | None,
         option("Optimizer, of torch or package.module:Class; the key train.optimizer.", "adamw", panel=MODEL),
@@ -107,6 +116,7 @@ def fits(flags: FitsFlags) -> None:
         "pipeline.host_capacity": flags.host_capacity,
         "pipeline.zero": flags.zero,
         "model.arguments.lora": flags.lora,
+        "model.arguments.base": flags.base,
     }
     fit = ask(
         flags.model,

@@ -408,7 +408,7 @@ class Pipeline(Section):
 
     zero: Literal[0, 1] = 0
     """1: only one of the replicas of a layer keeps its optimizer states, makes its update and sends the others the
-    parameters (ZeRO stage 1, layer by layer, same bits); 0: every replica keeps them, unless planner budget finds no plan
+    parameters (ZeRO stage 1 by layers, same bits); 0: every replica keeps them, unless planner budget finds no plan
     that fits."""
 
     planner: str = defaults.PLANNER

@@ -28,7 +28,8 @@ __all__ = ["equal_pipelines_plan", "lacking", "shared_round", "with_shared_momen
 
 # -- Distribution of the optimizer's moments of layers over replicas: about as many bytes on each.
 #
-# `replicated` asks it for plans that do not fit where every replica keeps all of them; a run with `pipeline.zero` for all.
+# `replicated` asks it for plans that do not fit where every replica keeps all of them, a run with `pipeline.zero` for
+# all.
 
 
 def with_shared_moments(profile: Profile, plan: Plan) -> Plan | None:
@@ -75,8 +76,9 @@ _ROUNDS = 4
 def equal_pipelines_plan(problem: Problem) -> Plan:
     """Return the plan of planner `budget` for the problem's equal pipelines, not judged yet.
 
-    A stage keeps to the smallest of its devices and is as fast as the slowest. Where the problem says so, or nothing fits
-    otherwise, the pipelines share the optimizer's moments of every layer, if that helps and the members do not change.
+    A stage keeps to the smallest of its devices and is as fast as the slowest. The pipelines share the optimizer's
+    moments of every layer where the problem says so; else where nothing fits otherwise, if that helps and the members
+    do not change.
 
     Raises CapslogError as `layerwise_plan`, and for accumulation blocks that cannot be shared evenly.
     """
