@@ -184,7 +184,7 @@ def test_a_run_that_asks_for_it_has_the_same_bits_and_the_bytes_that_were_predic
             run = RunShape.of_config(config).settled()
             folds = [[rank.peak_bytes for rank in fold_plan(costs, either, run)] for either in (whole, plan)]
             peaks = [rehearse_plan(config, either) for either in (whole, plan)]
-            # the profile counts states of less than 512 bytes, here 4 of a parameter, as the layer's, not as its moments
+            # states of less than 512 bytes, here 4 of a parameter, are counted as the layer's, not as its moments
             assert np.subtract(*folds) == pytest.approx(np.subtract(*peaks), abs=4 * 40)
             shared = [layer for stage in plan.stages for layer in stage.moments_elsewhere]
             assert len(shared) == len({*shared})
