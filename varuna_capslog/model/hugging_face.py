@@ -107,8 +107,8 @@ def _add_adapters(model: nn.Module, rank: int, base: str | None) -> None:
         ) from error
     with torch.device("meta"):
         inject_adapter_in_model(LoraConfig(r=rank, target_modules="all-linear"), model)
-        for module in list(model.modules()) if base is not None else ():
-            if isinstance(linear := getattr(module, "base_layer", None), nn.Linear):
+        for module in list(model.modules()):
+            if base is not None and isinstance(linear := getattr(module, "base_layer", None), nn.Linear):
                 module.base_layer = QuantisedLinear(linear, base)
 
 
