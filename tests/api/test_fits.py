@@ -37,6 +37,7 @@ class Blocks(nn.Module):
 """
 PARAMETERS = 2 * 256 * 512 + 512 + 256
 INPUT = "x=float32[1,4,256]"
+BLOCKS_INPUT = "x=float32[1,64,256]"
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +48,12 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+ONE = {"train.microbatch_size": 1}
+
+
 def fit(capacity: int, **options: Any) -> Any:
-    return capslog.fits("net_of_fits:pair", INPUT, devices=1, device="cpu", capacity=capacity, **options)
+    options = {"devices": 1, "device": "cpu", "capacity": capacity, "settings": ONE, **options}
+    return capslog.fits("net_of_fits:pair", INPUT, **options)
 
 
 def test_the_verdict_is_the_allocators() -> None:
@@ -82,7 +87,8 @@ def test_one_capture_serves_every_batch_and_the_answer_is_that_of_plans(monkeypa
     monkeypatch.setattr(capslog.Chain, "from_module", classmethod(counted))
     tried: list[str] = []
     options: dict[str, Any] = {"devices": 1, "device": "cpu", "capacity": "4MiB"}
-    fit = capslog.fits("net_of_fits:Blocks", "x=float32[1,64,256]", **options, say=tried.append)
+    one: dict[str, Any] = {**options, "settings": ONE}
+    fit = capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, **one, say=tried.append)
     best = fit.largest_batch.size
     assert fit.fits
     assert best is not None
@@ -91,11 +97,31 @@ def test_one_capture_serves_every_batch_and_the_answer_is_that_of_plans(monkeypa
     assert len(tried) <= 5
     for size, fits in ((best, True), (best + 1, False)):
         settings = {"train.microbatch_size": size, "pipeline.host_capacity": 0}
-        plan = capslog.plan("net_of_fits:Blocks", "x=float32[1,64,256]", **options, settings=settings)
+        plan = capslog.plan("net_of_fits:Blocks", BLOCKS_INPUT, **options, settings=settings)
         assert plan.fits is fits
     monkeypatch.setattr("varuna_capslog.api.fits._SEARCH_SECONDS", 0)
-    late = capslog.fits("net_of_fits:Blocks", "x=float32[1,64,256]", **options)
+    late = capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, **one)
     assert late.largest_batch.text().startswith("at least 1 (stopped after ")
+
+
+def test_the_largest_microbatch_of_the_fastest_step_that_fits_is_chosen() -> None:
+    """Beside every size alone, with room for all and for half of the samples of a step, which stay as many."""
+    options: dict[str, Any] = {"devices": 1, "device": "cpu"}
+    step = {"train.minibatch_size": 4}
+
+    def planned(size: int, capacity: int) -> Any:
+        settings = {**step, "train.microbatch_size": size, "pipeline.host_capacity": 0}
+        return capslog.plan("net_of_fits:Blocks", BLOCKS_INPUT, **options, capacity=capacity, settings=settings)
+
+    needed = capslog.fits(
+        "net_of_fits:Blocks", BLOCKS_INPUT, **options, capacity=1 << 30, settings={**step, "train.microbatch_size": 2}
+    ).memory.needed[0]
+    for capacity, most in ((1 << 30, 4), (needed, 2)):
+        steps = {size: plan.step_seconds for size in (1, 2, 4) if (plan := planned(size, capacity)).fits}
+        best = max(size for size in steps if steps[size] == min(steps.values()))
+        fit = capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, **options, capacity=capacity, settings=step)
+        assert fit.split.endswith(f"4 samples per step in {4 // best} microbatch{'es' * (best < 4)} of {best}")
+        assert 1 < best <= most
 
 
 def test_a_search_is_told_how_much_is_lacking() -> None:

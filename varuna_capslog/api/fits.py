@@ -257,7 +257,7 @@ def fits(
         settings: further keys of a config, such as `{"train.optimizer": "sgd"}`; with `{"model.arguments.lora": 8}` a
             folder's model trains adapters of peft of that rank in place of its weights. Defaults: `train.precision` of
             `bf16-weights` where config.json says bfloat16, else `fp32`; `train.minibatch_size` of four samples for each
-            device, in microbatches of one.
+            device, `train.microbatch_size` of the fastest step (the largest of equals) that fits.
         say: called with what is estimated, before each estimate.
 
     Raises:
@@ -271,7 +271,7 @@ def fits(
         model = folder_of(model)
     question = Question(model, sample, named, with_units(capacity), device, sequence, settings=settings or {})
     say("the layers")
-    answer = question.answer()
+    answer = question.answer_of_fastest(say)
     memory = answer.memory
     return Fit(answer.plan.fits is True, answer.plan, memory, answer.kinds(), answer, say)
 
