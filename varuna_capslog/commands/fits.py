@@ -62,7 +62,11 @@ class FitsFlags:
     ] = None
     optimizer: Annotated[
         str | None,
-        option("Optimizer, of torch or package.module:Class; the key train.optimizer.", "adamw", panel=MODEL),
+        option(
+            "Optimizer: of torch, muon, adamw8bit or package.module:Class; the key train.optimizer.",
+            "adamw",
+            panel=MODEL,
+        ),
     ] = None
     zero: Annotated[
         int | None,

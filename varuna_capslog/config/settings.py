@@ -102,7 +102,8 @@ class Train(Section):
 
     optimizer: str = Field("adamw", pattern=rf"^([A-Za-z]\w*|{FUNCTION})$")
     """adamw, or the name of any class in torch.optim (sgd, adam, adafactor, ...), or package.module:Class of one with
-    the same interface. It must treat each parameter by itself."""
+    the same interface. It must treat each parameter by itself. muon: torch's for matrices, adamw for the others;
+    adamw8bit: torchao's, which must be installed to train."""
 
     optimizer_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer's class, such as {betas: [0.9, 0.95]} or {momentum: 0.9}."""

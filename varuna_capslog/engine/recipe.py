@@ -89,7 +89,8 @@ class Recipe:
     """Optimizer and its settings; see the keys of the same names in the config's `train` section.
 
     Attributes:
-        optimizer: name of a class in `torch.optim` in any case, of `named_optimizers.NAMED`, or `package.module:Class` of one with its interface.
+        optimizer: name of a class in `torch.optim` in any case, a word of `named_optimizers.NAMED`, or
+            `package.module:Class` of a class with its interface.
         arguments: further arguments of that class. weight_decay: of parameters for which no group sets another.
         groups: of several that hold for a parameter, the first one that sets a value counts.
         ema: decay of the average of each parameter over the steps, None = no average.
