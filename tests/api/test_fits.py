@@ -140,6 +140,14 @@ def test_each_precision_holds_its_bytes_of_a_parameter(precision: str, each: tup
     assert [round(held.get(name, 0) / PARAMETERS, 2) for name in names] == list(each)
 
 
+@pytest.mark.parametrize(("optimizer", "of_matrices"), [("adamw8bit", 2 + 2 * 4 / 256), ("muon", 4)])
+def test_optimizers_by_a_word_hold_their_bytes(optimizer: str, of_matrices: float) -> None:
+    """Biases have two states of 32 bits with either."""
+    settings = {**ONE, "train.optimizer": optimizer}
+    kept = capslog.fits("net_of_fits:pair", INPUT, devices="t4", settings=settings).kinds["optimizer states"]
+    assert kept == pytest.approx(of_matrices * 2 * 256 * 512 + 8 * (512 + 256), rel=0.01)
+
+
 def test_replicas_that_share_optimizer_states_hold_a_half_each_by_fold_and_rehearsal() -> None:
     settings = {"pipeline.replicas": 2, "train.precision": "fp32"}
     options: dict[str, Any] = {"devices": 1, "device": "cpu", "capacity": "1GiB"}

@@ -102,7 +102,7 @@ def _adamw_in_8_bits() -> type[torch.optim.Optimizer]:
     """Return torchao's, which trains, where it is installed."""
     if importlib.util.find_spec("torchao") is None:
         return AdamW8bit
-    from torchao.optim import AdamW8bit as Trained  # type: ignore[import-not-found, unused-ignore]
+    from torchao.optim import AdamW8bit as Trained
 
     return cast("type[torch.optim.Optimizer]", Trained)
 
