@@ -21,6 +21,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "skopt": "scikit-optimize", "sklearn": "scikit
 OPTIONAL = {
     "huggingface_hub": "a requirement of transformers, which is declared",
     "peft": "used by --lora, which is refused with the command to install it",
+    "torchao": "trains adamw8bit, which is refused with the command to install it",
     "varuna": "Microsoft's, from its git repository; the plugin says how to install it",
     "wandb": "used where train.loggers names it, which is refused with the command to install it",
 }

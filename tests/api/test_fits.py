@@ -16,7 +16,8 @@ from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiling.measure import profile_config
-from varuna_capslog.start.ordinary import folder_keys
+from varuna_capslog.profiling.rehearsal import rehearse_plan
+from varuna_capslog.start.ordinary import folder_keys, with_choices_of
 
 NET = """
 from torch import nn
@@ -36,6 +37,7 @@ class Blocks(nn.Module):
 """
 PARAMETERS = 2 * 256 * 512 + 512 + 256
 INPUT = "x=float32[1,4,256]"
+BLOCKS_INPUT = "x=float32[1,64,256]"
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +48,12 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+ONE = {"train.microbatch_size": 1}
+
+
 def fit(capacity: int, **options: Any) -> Any:
-    return capslog.fits("net_of_fits:pair", INPUT, devices=1, device="cpu", capacity=capacity, **options)
+    options = {"devices": 1, "device": "cpu", "capacity": capacity, "settings": ONE, **options}
+    return capslog.fits("net_of_fits:pair", INPUT, **options)
 
 
 def test_the_verdict_is_the_allocators() -> None:
@@ -81,7 +87,8 @@ def test_one_capture_serves_every_batch_and_the_answer_is_that_of_plans(monkeypa
     monkeypatch.setattr(capslog.Chain, "from_module", classmethod(counted))
     tried: list[str] = []
     options: dict[str, Any] = {"devices": 1, "device": "cpu", "capacity": "4MiB"}
-    fit = capslog.fits("net_of_fits:Blocks", "x=float32[1,64,256]", **options, say=tried.append)
+    one: dict[str, Any] = {**options, "settings": ONE}
+    fit = capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, **one, say=tried.append)
     best = fit.largest_batch.size
     assert fit.fits
     assert best is not None
@@ -90,11 +97,31 @@ def test_one_capture_serves_every_batch_and_the_answer_is_that_of_plans(monkeypa
     assert len(tried) <= 5
     for size, fits in ((best, True), (best + 1, False)):
         settings = {"train.microbatch_size": size, "pipeline.host_capacity": 0}
-        plan = capslog.plan("net_of_fits:Blocks", "x=float32[1,64,256]", **options, settings=settings)
+        plan = capslog.plan("net_of_fits:Blocks", BLOCKS_INPUT, **options, settings=settings)
         assert plan.fits is fits
     monkeypatch.setattr("varuna_capslog.api.fits._SEARCH_SECONDS", 0)
-    late = capslog.fits("net_of_fits:Blocks", "x=float32[1,64,256]", **options)
+    late = capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, **one)
     assert late.largest_batch.text().startswith("at least 1 (stopped after ")
+
+
+def test_the_largest_microbatch_of_the_fastest_step_that_fits_is_chosen() -> None:
+    """Beside every size alone, with room for all and for half of the samples of a step, which stay as many."""
+    options: dict[str, Any] = {"devices": 1, "device": "cpu"}
+    step = {"train.minibatch_size": 4}
+
+    def planned(size: int, capacity: int) -> Any:
+        settings = {**step, "train.microbatch_size": size, "pipeline.host_capacity": 0}
+        return capslog.plan("net_of_fits:Blocks", BLOCKS_INPUT, **options, capacity=capacity, settings=settings)
+
+    needed = capslog.fits(
+        "net_of_fits:Blocks", BLOCKS_INPUT, **options, capacity=1 << 30, settings={**step, "train.microbatch_size": 2}
+    ).memory.needed[0]
+    for capacity, most in ((1 << 30, 4), (needed, 2)):
+        steps = {size: plan.step_seconds for size in (1, 2, 4) if (plan := planned(size, capacity)).fits}
+        best = max(size for size in steps if steps[size] == min(steps.values()))
+        fit = capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, **options, capacity=capacity, settings=step)
+        assert fit.split.endswith(f"4 samples per step in {4 // best} microbatch{'es' * (best < 4)} of {best}")
+        assert 1 < best <= most
 
 
 def test_a_search_is_told_how_much_is_lacking() -> None:
@@ -111,6 +138,29 @@ def test_each_precision_holds_its_bytes_of_a_parameter(precision: str, each: tup
     held = capslog.fits("net_of_fits:pair", INPUT, devices="t4", settings={"train.precision": precision}).kinds
     names = ("weights", "masters", "gradients", "optimizer states")
     assert [round(held.get(name, 0) / PARAMETERS, 2) for name in names] == list(each)
+
+
+@pytest.mark.parametrize(("optimizer", "of_matrices"), [("adamw8bit", 2 + 2 * 4 / 256), ("muon", 4)])
+def test_optimizers_by_a_word_hold_their_bytes(optimizer: str, of_matrices: float) -> None:
+    """Biases have two states of 32 bits with either."""
+    settings = {**ONE, "train.optimizer": optimizer}
+    kept = capslog.fits("net_of_fits:pair", INPUT, devices="t4", settings=settings).kinds["optimizer states"]
+    assert kept == pytest.approx(of_matrices * 2 * 256 * 512 + 8 * (512 + 256), rel=0.01)
+
+
+def test_replicas_that_share_optimizer_states_hold_a_half_each_by_fold_and_rehearsal() -> None:
+    settings = {"pipeline.replicas": 2, "train.precision": "fp32"}
+    options: dict[str, Any] = {"devices": 1, "device": "cpu", "capacity": "1GiB"}
+    whole, shared = (
+        capslog.fits("net_of_fits:pair", INPUT, **options, settings={**settings, "pipeline.zero": zero})
+        for zero in (0, 1)
+    )
+    assert "on 2 pipelines of 1 device of 1 GiB, with" in shared.verdict
+    assert whole.kinds["optimizer states"] == pytest.approx(8 * PARAMETERS, rel=1e-3)
+    assert shared.kinds["optimizer states"] == pytest.approx(8 * PARAMETERS / 2, rel=1e-2)  # one of two layers
+    assert {**shared.kinds, "optimizer states": 0} == pytest.approx({**whole.kinds, "optimizer states": 0}, rel=1e-2)
+    config = with_choices_of(shared._answer.config, shared.plan)
+    assert list(shared.memory.peaks) == pytest.approx(rehearse_plan(config, shared.plan), rel=1e-3)
 
 
 def test_the_command_says_the_verdict_first_and_exits_with_it(

@@ -32,6 +32,7 @@ OPTIMIZERS = (
     Recipe(optimizer="rmsprop", arguments={"momentum": 0.5, "centered": True}),
     Recipe(optimizer="adagrad"),
     Recipe(optimizer="nadam"),
+    Recipe(optimizer="muon"),
     Recipe(optimizer="tests.engine.test_optimizer:Counting"),
     Recipe(optimizer="tests.engine.test_optimizer:Coded"),
     Recipe(optimizer="tests.engine.test_optimizer:Bytes"),

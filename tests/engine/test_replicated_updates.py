@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,10 +21,14 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.recipe import LearningRate, Recipe
 from varuna_capslog.engine.replicated import check_shared_updates
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiling.rehearsal import rehearse_plan
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.given_plan import load_run_config
-from varuna_capslog.start.prepare import plan_run
+from varuna_capslog.start.ordinary import with_choices_of
+from varuna_capslog.start.prepare import plan_run, profile_run
 from varuna_capslog.training.checkpoint import latest_checkpoint
 
 APART = frozenset(layer for shared in models.build_chain().shared for layer in shared.layers)
@@ -150,3 +155,62 @@ def test_an_elastic_run_refuses_it_before_it_begins(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
     with pytest.raises(CapslogError, match=r"stages\[0\].moments .* elastic.enabled=false"):
         plan_run(load_run_config(tmp_path / "config.yaml", []), None)
+
+
+@pytest.mark.parametrize("planner", ["budget", "exact"])
+def test_a_run_that_asks_for_it_has_the_same_bits_and_the_bytes_that_were_predicted(
+    pool: WorkerPool, tmp_path: Path, planner: str
+) -> None:
+    """The profile is an estimate; fold and rehearsal of every rank agree on what is spared."""
+    trained = {}
+    for zero in (0, 1):
+        pipeline = {
+            "devices": 2,
+            "replicas": 2,
+            "planner": planner,
+            "capacity": "1GiB",
+            "schedule": "1f1b",
+            "zero": zero,
+        }
+        run_dir = tmp_path / str(zero)
+        train = {"optimizer": "adamw", "checkpoint_every": 6}
+        profile = {"source": "estimated", "device": "cpu"}
+        config = cases.run_config(str(run_dir), train=train, pipeline=pipeline, profile=profile)
+        costs = profile_run(config, show=False)
+        plan = plan_run(config, costs)
+        assert any(stage.moments_elsewhere for stage in plan.stages) is bool(zero)
+        if zero:
+            whole = dataclasses.replace(plan, stages=tuple(dataclasses.replace(row, moments=()) for row in plan.stages))
+            run = RunShape.of_config(config).settled()
+            folds = [[rank.peak_bytes for rank in fold_plan(costs, either, run)] for either in (whole, plan)]
+            peaks = [rehearse_plan(config, either) for either in (whole, plan)]
+            # states of less than 512 bytes, here 4 of a parameter, are counted as the layer's, not as its moments
+            assert np.subtract(*folds) == pytest.approx(np.subtract(*peaks), abs=4 * 40)
+            shared = [layer for stage in plan.stages for layer in stage.moments_elsewhere]
+            assert len(shared) == len({*shared})
+            assert len(shared) > 2
+            assert APART.isdisjoint(shared)
+        pool.run(cases.train_run, 4, with_choices_of(config, plan), plan)
+        checkpoint, _ = latest_checkpoint(run_dir / "checkpoints")
+        assert checkpoint is not None
+        losses = [row["loss"] for row in files.read_jsonl(run_dir / "metrics.jsonl")]
+        trained[zero] = {layer: checkpoint.layer(layer) for layer in checkpoint.manifest["layers"]}, losses
+    assert len(trained[0][1]) == 6
+    assert trained[0][1] == trained[1][1]
+    assert_same(trained[0][0], trained[1][0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({}, "pipeline.zero=1 does not go with pipeline.replicas=1: .* set pipeline.replicas to 2 or more"),
+        ({"plan": "plan.json"}, "does not go with pipeline.plan=plan.json: stages"),
+        ({"replicas": 2, "elastic": {"enabled": True}}, "does not go with elastic.enabled=true"),
+        ({"replicas": 2, "engine": "varuna"}, "does not go with engine=varuna"),
+    ],
+)
+def test_sharing_is_refused_by_name_where_there_is_none(keys: dict[str, Any], sentence: str) -> None:
+    sections = {name: keys[name] for name in ("elastic", "engine") if name in keys}
+    pipeline = {"zero": 1, **{name: keys[name] for name in ("replicas", "plan") if name in keys}}
+    with pytest.raises(ValueError, match=sentence):
+        cases.run_config("run", pipeline=pipeline, **sections)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,25 @@ class Question:
         plan = _predicted(plan_run(config, profile, memo))
         return Answer(replace(self, memo=memo, captured=captured), config, profile, plan)
 
+    def answer_of_fastest(self, say: Callable[[str], object]) -> Answer:
+        """Return the answer for the largest microbatch that makes the step no slower, of those that fit: sizes double
+        from 1 as long as both is so. Where settings have a `train.microbatch_size`, that size is taken.
+
+        say: called with what is estimated, before each estimate. Raises as `answer`.
+        """
+        answer = self.answer()
+        if "train.microbatch_size" in self.settings:
+            return answer
+        while answer.plan.fits and answer.may_double():
+            train = answer.config.train
+            size = 2 * train.microbatch_size
+            say(f"microbatches of {size}")
+            larger = replace(answer.question, microbatch=size, batch=train.minibatch_size).answer()
+            if not larger.plan.fits or (larger.plan.step_seconds or 0.0) > (answer.plan.step_seconds or 0.0):
+                break
+            answer = larger
+        return answer
+
     def _captured(self) -> tuple[Config, SizedWorkload]:
         """Return the config with its model, of which captures are kept, and the model of the first question."""
         from varuna_capslog.model.sized import SizedWorkload
@@ -144,6 +163,14 @@ class Answer:
         """Return the allocated bytes of the fullest device by kind."""
         memory = self.memory
         return kinds_on(self.plan, self.profile, memory.worst, memory.of, memory.peaks[memory.worst])
+
+    def may_double(self) -> bool:
+        """True where the step can have microbatches of twice as many samples, and twice the least activations fit."""
+        train, pipeline = self.config.train, self.config.pipeline
+        if train.minibatch_size % (2 * train.microbatch_size * pipeline.replicas):
+            return False
+        lack, static = self.least()
+        return 2 * lack - static <= _NEAR * max(self.memory.capacities)
 
     def pressed_lack(self) -> int:
         """Return the bytes that the worst device lacks, of a plan for `_pressed` devices."""

@@ -79,7 +79,9 @@ class Fit:
     @property
     def verdict(self) -> str:
         """One sentence: fits or not, and by how much."""
+        replicas = self._answer.config.pipeline.replicas
         where = _where(self._answer.question.devices, self.memory)
+        where = where if replicas == 1 else f"{replicas} pipelines of {where}"
         size = format_bytes(abs(min(self.memory.margins)))
         if self.fits:
             return f"fits: {self.plan.model} trains on {where}, with {size} to spare on the fullest"
@@ -213,8 +215,10 @@ class Fit:
                 f"device {rank}: needs {format_bytes(needs)} of {format_bytes(has)} ({format_bytes(peak)} allocated), "
                 f"{format_bytes(abs(margin))} {word}"
             )
-        lora = self._answer.config.model.get("arguments", {}).get("lora")
-        adapters = "" if lora is None else f" (adapters of rank {lora} in float32, other weights frozen)"
+        arguments = self._answer.config.model.get("arguments", {})
+        lora, base = arguments.get("lora"), arguments.get("base")
+        frozen = "" if base is None else f", those of linear layers in {base}"
+        adapters = "" if lora is None else f" (adapters of rank {lora} in float32, other weights frozen{frozen})"
         kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.kinds.items())
         return [
             *rows,
@@ -253,7 +257,7 @@ def fits(
         settings: further keys of a config, such as `{"train.optimizer": "sgd"}`; with `{"model.arguments.lora": 8}` a
             folder's model trains adapters of peft of that rank in place of its weights. Defaults: `train.precision` of
             `bf16-weights` where config.json says bfloat16, else `fp32`; `train.minibatch_size` of four samples for each
-            device, in microbatches of one.
+            device, `train.microbatch_size` of the fastest step (the largest of equals) that fits.
         say: called with what is estimated, before each estimate.
 
     Raises:
@@ -267,7 +271,7 @@ def fits(
         model = folder_of(model)
     question = Question(model, sample, named, with_units(capacity), device, sequence, settings=settings or {})
     say("the layers")
-    answer = question.answer()
+    answer = question.answer_of_fastest(say)
     memory = answer.memory
     return Fit(answer.plan.fits is True, answer.plan, memory, answer.kinds(), answer, say)
 

@@ -51,9 +51,32 @@ class FitsFlags:
     lora: Annotated[
         int | None, option("Rank of peft's adapters, trained in place of the weights.", False, min=1, panel=MODEL)
     ] = None
+    base: Annotated[
+        str | None,
+        option(
+            "Frozen weights of linear layers below adapters: 4bit, 4bit-double (its scales in 8 bits) or 8bit, as "
+            "bitsandbytes has them.",
+            "as they are",
+            panel=MODEL,
+        ),
+    ] = None
     optimizer: Annotated[
         str | None,
-        option("Optimizer, of torch or package.module:Class; the key train.optimizer.", "adamw", panel=MODEL),
+        option(
+            "Optimizer: of torch, muon, adamw8bit or package.module:Class; the key train.optimizer.",
+            "adamw",
+            panel=MODEL,
+        ),
+    ] = None
+    zero: Annotated[
+        int | None,
+        option(
+            "1: replicas (pipeline.replicas=2) share optimizer states; the key pipeline.zero.",
+            "0",
+            min=0,
+            max=1,
+            panel=MODEL,
+        ),
     ] = None
     devices: Annotated[
         str | None,
@@ -95,7 +118,9 @@ def fits(flags: FitsFlags) -> None:
         "train.optimizer": flags.optimizer,
         "train.minibatch_size": flags.batch,
         "pipeline.host_capacity": flags.host_capacity,
+        "pipeline.zero": flags.zero,
         "model.arguments.lora": flags.lora,
+        "model.arguments.base": flags.base,
     }
     fit = ask(
         flags.model,

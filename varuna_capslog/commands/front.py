@@ -52,6 +52,10 @@ def front(flags: FrontFlags) -> None:
     planner = config.pipeline.planner
     if planner_named(planner).shape in ("stages", "pipelines"):
         raise CapslogError(f"a front is of one pipeline, planner {planner} makes several; choose another planner")
+    if config.pipeline.zero:
+        raise CapslogError(
+            "a front is of one pipeline, and pipeline.zero=1 shares optimizer states among several; leave it out"
+        )
     config, profile, memo = costs_of(flags, config, known_profile, choose=False)
     pipeline, planner = config.pipeline, config.pipeline.planner
     if pipeline.devices > profile.num_layers:

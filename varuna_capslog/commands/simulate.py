@@ -148,7 +148,7 @@ def simulate(flags: SimulateFlags) -> None:
         link=link,
         speeds=None if flags.cores is None else [1.0] * flags.cores,
     )
-    if settings is not None and flags.plan is None and settings.pipeline.replicas > 1:
+    if settings is not None and played.short and flags.plan is None and settings.pipeline.replicas > 1:
         step.notes.append(
             f"pipeline.replicas={settings.pipeline.replicas}: one replica is played, and the exchange of gradients "
             "between replicas takes no time here"

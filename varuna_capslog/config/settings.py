@@ -102,7 +102,8 @@ class Train(Section):
 
     optimizer: str = Field("adamw", pattern=rf"^([A-Za-z]\w*|{FUNCTION})$")
     """adamw, or the name of any class in torch.optim (sgd, adam, adafactor, ...), or package.module:Class of one with
-    the same interface. It must treat each parameter by itself."""
+    the same interface. It must treat each parameter by itself. muon: torch's for matrices, adamw for the others;
+    adamw8bit: torchao's, which must be installed to train."""
 
     optimizer_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer's class, such as {betas: [0.9, 0.95]} or {momentum: 0.9}."""
@@ -405,6 +406,11 @@ class Pipeline(Section):
 
     replicas: int = Field(1, gt=0, le=fields.MOST_RANKS)
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
+
+    zero: Literal[0, 1] = 0
+    """1: only one of the replicas of a layer keeps its optimizer states, makes its update and sends the others the
+    parameters (ZeRO stage 1 by layers, same bits); 0: every replica keeps them, unless planner budget finds no plan
+    that fits."""
 
     planner: str = defaults.PLANNER
     """Which planner chooses the stages, a name of docs/planners.md; auto is another word for budget, which finds the
@@ -729,6 +735,35 @@ class Config(Section):
                 f"elastic.enabled=true but engine={self.engine}: only our own engine changes its members while it "
                 "trains; set engine to capslog, or elastic.enabled to false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _zero_agrees(self) -> Config:
+        pipeline = self.pipeline
+        if not pipeline.zero:
+            return self
+        reasons = {
+            f"pipeline.plan={pipeline.plan}": (
+                pipeline.plan is not None,
+                "stages[].moments of a plan file say who keeps what; leave pipeline.zero out, or plan again",
+            ),
+            f"pipeline.replicas={pipeline.replicas}": (
+                pipeline.replicas == 1,
+                "it shares optimizer states among replicas, and there are none; set pipeline.replicas to 2 or more, or "
+                "leave pipeline.zero out",
+            ),
+            "elastic.enabled=true": (
+                self.elastic.enabled,
+                "a member that is lost would take its share of the states along; leave one of them out",
+            ),
+            f"engine={self.engine}": (
+                self.engine != "capslog",
+                "only our own engine shares optimizer states; set engine to capslog, or leave pipeline.zero out",
+            ),
+        }
+        for key, (wrong, why_not) in reasons.items():
+            if wrong:
+                raise ValueError(f"pipeline.zero=1 does not go with {key}: {why_not}")
         return self
 
     @property

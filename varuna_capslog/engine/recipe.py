@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.base.functions import imported
+from varuna_capslog.engine.named_optimizers import NAMED
 from varuna_capslog.engine.offload import TierOptions
 from varuna_capslog.model.hollow import ReadNumbers
 from varuna_capslog.schedules import RunShape
@@ -88,7 +89,8 @@ class Recipe:
     """Optimizer and its settings; see the keys of the same names in the config's `train` section.
 
     Attributes:
-        optimizer: name of a class in `torch.optim` in any case, or `package.module:Class` of one with its interface.
+        optimizer: name of a class in `torch.optim` in any case, a word of `named_optimizers.NAMED`, or
+            `package.module:Class` of a class with its interface.
         arguments: further arguments of that class. weight_decay: of parameters for which no group sets another.
         groups: of several that hold for a parameter, the first one that sets a value counts.
         ema: decay of the average of each parameter over the steps, None = no average.
@@ -156,8 +158,9 @@ class Recipe:
             for name, kind in vars(torch.optim).items()
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
         }
-        fields.refuse_unknown([self.optimizer.lower()], sorted(kinds), "train.optimizer")
-        return kinds[self.optimizer.lower()]
+        name = self.optimizer.lower()
+        fields.refuse_unknown([name], sorted({*kinds, *NAMED}), "train.optimizer")
+        return NAMED[name]() if name in NAMED else kinds[name]
 
     @property
     def is_plain_adamw(self) -> bool:
@@ -288,7 +291,8 @@ class Recipe:
 
     def uncompiled(self) -> contextlib.AbstractContextManager[object]:
         """Context in which a user's optimizer step is not compiled, as it cannot be for tensors without memory."""
-        return torch.compiler.set_stance("force_eager") if ":" in self.optimizer else contextlib.nullcontext()
+        compiled = ":" in self.optimizer or self.optimizer.lower() in NAMED
+        return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
     def joined(self, parameter: Tensor, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Optimizer's own state of a parameter, from its parts: the reverse of `in_parts`."""

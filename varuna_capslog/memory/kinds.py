@@ -15,18 +15,24 @@ __all__ = ["bytes_by_kind", "kinds_on"]
 
 
 def kinds_on(plan: Plan, profile: Profile, place: int, of: str, peak_bytes: int) -> dict[str, int]:
-    """Return `bytes_by_kind` of a plan's stage or rank, and {} where some optimizer states lie elsewhere.
+    """Return `bytes_by_kind` of a plan's stage or rank, and {} where some optimizer states wait in the host tier.
 
     place, of: number of a "stage" or of a "rank". peak_bytes: allocated there.
     """
     stages = [stage for at, stage in enumerate(plan.stages) if (place in stage.ranks if of == "rank" else at == place)]
-    if any(stage.moments for stage in stages):
+    if any(stage.moments_away for stage in stages):
         return {}
-    return bytes_by_kind(profile, {layer for stage in stages for layer in stage.numbers}, peak_bytes)
+    layers = {layer for stage in stages for layer in stage.numbers}
+    elsewhere = {layer for stage in stages for layer in stage.moments_elsewhere}
+    return bytes_by_kind(profile, layers, peak_bytes, elsewhere)
 
 
-def bytes_by_kind(profile: Profile, layers: Collection[int], peak_bytes: int) -> dict[str, int]:
+def bytes_by_kind(
+    profile: Profile, layers: Collection[int], peak_bytes: int, elsewhere: Collection[int] = ()
+) -> dict[str, int]:
     """Return the bytes of a device that holds these layers, by kind; their sum is `peak_bytes`.
+
+    elsewhere: layers, without shared parameters, whose optimizer states another replica keeps.
 
     A parameter of several layers counts once. Weights of 16 bits with masters have a kind of their own. The rest, what
     the forward saves, workspaces and messages, is one kind. Empty where the profile does not tell the parameters, or
@@ -45,7 +51,8 @@ def bytes_by_kind(profile: Profile, layers: Collection[int], peak_bytes: int) ->
         if users and min(each[users]) >= shared.bytes:  # else it is not trained
             gradients -= twice
     states, copies = kept_copies(profile.conditions)
-    low, kept = round(copies * gradients), round(states * gradients)
+    stepped = gradients - int(each[sorted(elsewhere)].sum())
+    low, kept = round(copies * gradients), round(states * stepped)
     kinds = {"weights": low, "masters": weights} if low else {"weights": weights}
     kinds |= {"gradients": gradients, "optimizer states": kept}
     rest = peak_bytes - sum(kinds.values())

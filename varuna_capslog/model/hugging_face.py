@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.model.capture.opaque import OpaqueCalls
 from varuna_capslog.model.capture.trial import try_model
+from varuna_capslog.model.quantised import BASES, QuantisedLinear
 
 __all__ = ["FACTORY", "folder_of", "model", "most_tokens"]
 
@@ -55,6 +57,7 @@ def model(
     trains: bool = True,
     example: bool = True,
     lora: int | None = None,
+    base: str | None = None,
     **changes: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model that `config.json` in a folder describes, without memory for its weights, and its example inputs.
@@ -65,6 +68,7 @@ def model(
         trains: whether labels are among the inputs; else logits are asked for the last token alone, as in `generate`.
         example: False: the caller has other inputs.
         lora: rank of peft's adapters of all linear layers, which are trained in place of the weights; None: none.
+        base: form of the frozen weights below adapters, of `quantised.BASES`; None: as they are.
         changes: keys of the config that are replaced, such as `num_hidden_layers=4`.
 
     Raises:
@@ -85,8 +89,14 @@ def model(
             made = chosen.from_config(config, dtype=getattr(torch, size) if isinstance(size, str) else size)
     except Exception as error:  # whatever the model's own code raises
         raise CapslogError(f"--hf {path}: transformers cannot build the model ({_first_line(error)})") from error
+    if base is not None:
+        fields.choice(base, "--base", BASES)
+        if lora is None:
+            raise CapslogError(
+                f"--base {base} holds the weights below adapters in few bits; give their rank, --lora 16"
+            )
     if lora is not None:
-        _add_adapters(made, lora)
+        _add_adapters(made, lora, base)
     if trains:
         _keep_no_cache(made)
     constants = {"logits_to_keep": 1} if not trains and "logits_to_keep" in _names(made) else {}
@@ -101,7 +111,7 @@ def _keep_no_cache(model: nn.Module) -> None:
             config.use_cache = False
 
 
-def _add_adapters(model: nn.Module, rank: int) -> None:
+def _add_adapters(model: nn.Module, rank: int, base: str | None) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -110,6 +120,9 @@ def _add_adapters(model: nn.Module, rank: int) -> None:
         ) from error
     with torch.device("meta"):
         inject_adapter_in_model(LoraConfig(r=rank, target_modules="all-linear"), model)
+        for module in list(model.modules()):
+            if base is not None and isinstance(linear := getattr(module, "base_layer", None), nn.Linear):
+                module.base_layer = QuantisedLinear(linear, base)
 
 
 def folder_of(name: str) -> str:

@@ -234,7 +234,8 @@ def going_round(problem: Problem, planner: str) -> Plan:
                 f"every stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
                 f"{why_few(profile.conditions)}"
             )
-        rounds = dataclasses.replace(problem, devices=(PlanRank(),) * stages * problem.pipelines, stages_per_rank=1)
+        places = problem.devices if stages == devices else (PlanRank(),) * stages * problem.pipelines
+        rounds = dataclasses.replace(problem, devices=places, stages_per_rank=1)
         cuts, name = cut_plan(rounds, planner).cut_list, planner
         if planner == "throughput" and stages > devices and profile.timed:
             cuts = fastest_chunks(problem, cuts)

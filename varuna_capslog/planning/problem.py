@@ -37,6 +37,7 @@ class Problem:
     link: between two devices, and to their host tiers. tier: limits of the host tiers.
     cuts, plan: first layer of each stage, or the plan to judge, where no planner chooses.
     beside: for each layer, bytes beside training (snapshots) on its device; planner joint leaves room where it can.
+    shares_moments: only one of the pipelines keeps a layer's optimizer moments (`pipeline.zero`).
     members_change: devices leave and join during the run, so that blocks are fixed and replicas keep whole states.
     search_seconds: time after which a long search returns the best plan so far; None: no limit.
     """
@@ -53,6 +54,7 @@ class Problem:
     cuts: tuple[int, ...] | None = None
     plan: Plan | None = None
     beside: tuple[int, ...] = ()
+    shares_moments: bool = False
     members_change: bool = False
     search_seconds: float | None = None
 
@@ -126,6 +128,7 @@ class Problem:
             HostMemory.of_config(config),
             None if cuts is None else tuple(cuts),
             plan,
+            shares_moments=pipeline.zero == 1,
             members_change=config.elastic.enabled,
             search_seconds=pipeline.search_seconds,
         )

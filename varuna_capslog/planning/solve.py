@@ -15,7 +15,7 @@ from varuna_capslog.memory.inference import INFERENCE, is_for_inference
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planning.cuts import cut_plan, going_round
 from varuna_capslog.planning.fastest import saying_what_fits
-from varuna_capslog.planning.placed.equal_pipelines import lacking
+from varuna_capslog.planning.placed.equal_pipelines import lacking, shared_round
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.registry import REGISTRY, Planner, planner_named
@@ -89,11 +89,12 @@ def _answered(
 ) -> Plan:
     """Plan of one planner, or the problem's, judged and played."""
     profile, run = problem.profile, problem.run
-    rounds = problem.stages_per_rank > 1 or run.limits_by_plan
+    rounds = problem.stages_per_rank > 1 or run.limits_by_plan or problem.shares_moments
     if problem.plan is not None:
         plan = _judged(problem, problem.plan, rehearsal)
     elif rounds and (problem.cuts is not None or entry.shape == "cuts"):
-        plan = _judged(problem, going_round(problem, entry.name), rehearsal)
+        placed = shared_round if problem.shares_moments else going_round
+        plan = _judged(problem, placed(problem, entry.name), rehearsal)
     elif problem.cuts is not None or entry.shape == "cuts":
         plan = cut_plan(problem, entry.name)
     elif entry.shape == "intervals":

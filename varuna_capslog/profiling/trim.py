@@ -120,7 +120,9 @@ def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[
 def real_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter of that shape in host memory, with values that keep activations finite."""
     values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
-    if parameter.dim() > 1:
+    if not (parameter.is_floating_point() or parameter.is_complex()):  # codes of a quantised weight
+        values.zero_()
+    elif parameter.dim() > 1:
         nn.init.normal_(values, std=(parameter.shape[0] / max(parameter.numel(), 1)) ** 0.5)
     else:
         values.fill_(0.5)

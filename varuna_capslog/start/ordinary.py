@@ -134,12 +134,13 @@ def folder_keys(
     folder: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of the function that builds a Hugging Face folder's model, and the config's keys, for
-    training: weights are bfloat16 where their type, `dtype` of arguments or else of config.json, is bfloat16 and no
-    other precision is asked for; else float32, unless `dtype` says otherwise.
+    training: weights are bfloat16 where their type, `dtype` of arguments or else of config.json, is bfloat16, or those
+    below adapters have few bits, and no other precision is asked for; else float32, unless `dtype` says otherwise.
     """
     precision = defaults.precision_named(settings.get("train.precision"))
-    stated = arguments.get("dtype") or (_type_of(folder) if precision is None else None)
     keys = dict(settings)
+    low = keys.get("model.arguments.base") is not None
+    stated = arguments.get("dtype") or (("bfloat16" if low else _type_of(folder)) if precision is None else None)
     if precision is None and stated == "bfloat16":
         keys["train.precision"] = precision = defaults.BF16_WEIGHTS
     dtype = "bfloat16" if precision == defaults.BF16_WEIGHTS else "float32"

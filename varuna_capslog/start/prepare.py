@@ -360,7 +360,8 @@ def needs_profile(config: Config, named_plan: Plan | None) -> bool:
         limited = any(rank.capacity_bytes is not None for rank in named_plan.ranks)
         limited |= pipeline.host_capacity is not None and any(stage.offloads for stage in named_plan.stages)
         return limited or (config.elastic.enabled and pipeline.planner in ("throughput", BUDGET, JOINT))
-    return pipeline.cuts is None or pipeline.capacity is not None or RunShape.of_config(config).limits_by_plan
+    needs_bytes = pipeline.capacity is not None or pipeline.zero == 1
+    return pipeline.cuts is None or needs_bytes or RunShape.of_config(config).limits_by_plan
 
 
 def _checked_plan(config: Config) -> Plan | None:

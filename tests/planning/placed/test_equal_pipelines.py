@@ -12,9 +12,12 @@ from tests.planners.test_budget import all_cuts, choices, timed
 from tests.planning.asking import equal_pipelines_plan
 from tests.planning.placed.test_equal_pipelines_shared_moments import profile_with_moments
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.kinds import kinds_on
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed import equal_pipelines
 from varuna_capslog.planning.playing import moment_bytes, with_step_seconds
+from varuna_capslog.planning.problem import Problem
+from varuna_capslog.planning.solve import solve
 from varuna_capslog.planning.verdict import fold_plan, judged
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
@@ -104,6 +107,31 @@ def test_a_stage_keeps_to_the_least_of_its_devices_and_is_as_fast_as_the_slowest
     assert slow.stages[0].end < equal_pipelines_plan(profile, 2, of_size(None, 4), run).stages[0].end
     with pytest.raises(CapslogError, match="3 pipelines cannot share 4 accumulation block"):
         equal_pipelines_plan(profile, 3, of_size(None, 3), RunShape(4, "1f1b", microbatch_size=1, num_blocks=4))
+
+
+@pytest.mark.parametrize(("planner", "rounds"), [("budget", 1), ("exact", 1), ("throughput", 1), ("exact", 2)])
+def test_replicas_share_the_moments_where_a_run_says_so(planner: str, rounds: int) -> None:
+    """Of any planner, with room for all; the bytes are those of the fold, and as many as are expected are spared."""
+    profile = profile_with_moments()
+    run = RunShape(4, "1f1b", False, microbatch_size=1, num_blocks=2)
+    problem = Problem(profile, tuple(of_size(1 << 40, 4)), run, pipelines=2, stages_per_rank=rounds)
+    plans = [solve(replace(problem, shares_moments=shares), planner) for shares in (False, True)]
+    moments = moment_bytes(profile)
+    for plan in plans:
+        assert plan.fits
+        assert plan.profile_digest == profile.digest
+    shared = plans[1]
+    kept = [sorted(frozenset(stage.numbers) - stage.moments_elsewhere) for stage in shared.stages]
+    assert sorted(layer for layers in kept for layer in layers) == list(range(8))
+    whole = replace(shared, stages=tuple(replace(stage, moments=()) for stage in shared.stages))
+    for rank, (before, after) in enumerate(
+        zip(*(fold_plan(profile, plan, run) for plan in (whole, shared)), strict=True)
+    ):
+        assert shared.ranks[rank].bytes == after.peak_bytes
+        away = {layer for stage in shared.stages if stage.rank == rank for layer in stage.moments_elsewhere}
+        assert before.peak_bytes - after.peak_bytes == sum(moments[layer] or 0 for layer in away)
+        kinds = kinds_on(shared, profile, rank, "rank", after.peak_bytes)
+        assert kinds == {} or sum(kinds.values()) == after.peak_bytes
 
 
 @pytest.mark.parametrize(("replicas", "devices"), [(2, 1), (2, 2), (3, 1)])

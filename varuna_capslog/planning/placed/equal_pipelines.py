@@ -13,6 +13,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.fleet import waiting_blocks
+from varuna_capslog.planning.cuts import going_round
 from varuna_capslog.planning.fastest import layerwise_plan
 from varuna_capslog.planning.playing import SAME, moment_bytes, with_step_seconds
 from varuna_capslog.planning.problem import Problem
@@ -22,12 +23,13 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, with_beside
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["equal_pipelines_plan", "lacking", "with_shared_moments"]
+__all__ = ["equal_pipelines_plan", "lacking", "shared_round", "with_shared_moments"]
 
 
 # -- Distribution of the optimizer's moments of layers over replicas: about as many bytes on each.
 #
-# `replicated` asks it for plans that do not fit where every replica keeps all of them.
+# `replicated` asks it for plans that do not fit where every replica keeps all of them, a run with `pipeline.zero` for
+# all.
 
 
 def with_shared_moments(profile: Profile, plan: Plan) -> Plan | None:
@@ -74,12 +76,15 @@ _ROUNDS = 4
 def equal_pipelines_plan(problem: Problem) -> Plan:
     """Return the plan of planner `budget` for the problem's equal pipelines, not judged yet.
 
-    A stage keeps to the smallest of its devices and is as fast as the slowest. Where nothing fits otherwise, the
-    pipelines share the optimizer's moments of every layer, if that helps and the members do not change.
+    A stage keeps to the smallest of its devices and is as fast as the slowest. The pipelines share the optimizer's
+    moments of every layer where the problem says so; else where nothing fits otherwise, if that helps and the members
+    do not change.
 
     Raises CapslogError as `layerwise_plan`, and for accumulation blocks that cannot be shared evenly.
     """
     search, several = _EqualPipelines(problem), problem.pipelines > 1
+    if problem.shares_moments:
+        return search.plan(True)
     plan = search.plan(False)
     may_share = several and not problem.members_change and any(moment_bytes(problem.profile).values())
     if not may_share or plan.step_seconds is not None:
@@ -112,11 +117,7 @@ class _EqualPipelines:
         """
         begun, problem, replicas, run = time.perf_counter(), self._problem, self._replicas, self._run
         profile, share = problem.profile, problem.share
-        beside = _waiting_bytes(profile, run, share)
-        if shares:
-            moments = moment_bytes(profile)
-            beside = [more - (moments.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(beside)]
-        held = with_beside(profile, beside)
+        held = _held(problem, shares)
         limits = [size for size in self._smallest if size is not None]
         usable: list[int] | None = limits if len(limits) == self._width else None
         for _ in range(_ROUNDS):
@@ -127,7 +128,7 @@ class _EqualPipelines:
             if shares and any(stage.moments for stage in single_plan.stages):  # which wait in the host tier
                 single_plan = dataclasses.replace(single_plan, step_seconds=None)
             plan = self._together(single_plan)
-            if shares and single_plan.step_seconds is not None:
+            if shares and (single_plan.step_seconds is not None or problem.shares_moments):
                 plan = with_shared_moments(profile, plan) or plan
             if replicas == 1 or usable is None or single_plan.step_seconds is None:
                 break
@@ -142,7 +143,7 @@ class _EqualPipelines:
     def _with_step(self, plan: Plan, single_plan: Plan, shares: bool) -> Plan:
         """Return the plan with its own step, and the bound of one pipeline, which holds for all."""
         plan = with_step_seconds(self._problem.profile, plan, self._run, self._problem.link)
-        if shares:
+        if shares and not self._problem.shares_moments:
             note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"
             plan = dataclasses.replace(plan, notes=(*plan.notes, note))
         if single_plan.bound_seconds is None or plan.step_seconds is None:
@@ -174,6 +175,25 @@ def _by_stage(devices: Sequence[PlanRank], width: int) -> list[int | None]:
     sizes = [device.capacity_bytes for device in devices]
     rows = [[size for size in sizes[at::width] if size is not None] for at in range(width)]
     return [min(row) if row else None for row in rows]
+
+
+def _held(problem: Problem, shares: bool) -> Profile:
+    """Return the profile with what each layer holds on a device of several pipelines. shares: they share the moments
+    evenly.
+    """
+    profile, replicas = problem.profile, problem.pipelines
+    beside = _waiting_bytes(profile, problem.run, problem.share)
+    if shares:
+        moments = moment_bytes(profile)
+        beside = [more - (moments.get(at) or 0) * (replicas - 1) // replicas for at, more in enumerate(beside)]
+    return with_beside(profile, beside)
+
+
+def shared_round(problem: Problem, planner: str) -> Plan:
+    """Return the plan of cuts, not judged, whose pipelines share the optimizer's moments."""
+    plan = going_round(dataclasses.replace(problem, profile=_held(problem, True)), planner)
+    plan = dataclasses.replace(plan, profile_digest=problem.profile.digest)
+    return with_shared_moments(problem.profile, plan) or plan
 
 
 def _waiting_bytes(profile: Profile, run: RunShape, share: RunShape) -> list[int]:

@@ -46,7 +46,7 @@ _REDUCTIONS = frozenset(
      "argmax", "argmin", "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices",
      "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"}
 )  # fmt: skip
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "frozen_product"})
 
 _TILE, _DEPTH = 32, 16
 """Rows and columns of a tile of 16-bit and TF32 products, and how deep one is; half of both in float32."""

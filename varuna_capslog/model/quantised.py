@@ -1,0 +1,108 @@
+"""Frozen linear layers whose weights are held in 4 or 8 bits, as bitsandbytes holds them: for estimates of QLoRA.
+
+`hugging_face` puts them below the adapters of peft. They have sizes and no values, so they train nothing. Bytes by the
+source of bitsandbytes 0.50.2, `functional.py` (quantize_4bit) and `autograd/_functions.py`: 4 bits have a scale for
+each block of 64 numbers, 8 bits one for each row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["BASES", "QuantisedLinear"]
+
+BASES = ("4bit", "4bit-double", "8bit")
+"""Forms of a frozen weight: nf4 with float32 scales, the same with scales in 8 bits (QLoRA, Sec. 3), and int8."""
+_BLOCK, _SCALES_BLOCK = 64, 256
+"""Numbers with one scale, and scales with one scale of their own."""
+_TABLE_BYTES, _OFFSET_BYTES = 16 * 4, 4
+"""The 16 values of nf4, and the mean of the scales, of every layer."""
+
+
+# -- Operators without values: what a layer allocates, and what its backward keeps.
+
+_LIBRARY = torch.library.Library("capslog", "FRAGMENT")
+_LIBRARY.define("dequantised(Tensor codes, Tensor scales, int rows, int columns, ScalarType dtype) -> Tensor")
+_LIBRARY.define("rows_in_8_bits(Tensor x) -> Tensor")
+_LIBRARY.define(
+    "frozen_product(Tensor codes, Tensor scales, Tensor? rows_in_8_bits, Tensor x, Tensor transposed) -> Tensor"
+)
+_OPERATORS = torch.ops.capslog
+
+
+def _dequantised(codes: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty((rows, columns), dtype=dtype)
+
+
+def _rows_in_8_bits(x: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.int8)
+
+
+def _product(codes: Tensor, scales: Tensor, rows_in_8_bits: Tensor | None, x: Tensor, transposed: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], transposed.shape[1]))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    codes, scales, rows_in_8_bits, x, transposed = inputs
+    ctx.shape, ctx.dtype = (transposed.shape[1], transposed.shape[0]), x.dtype
+    # the backward of 8 bits holds the input, although it does not read it (MatMul8bitLt.forward, ctx.tensors)
+    ctx.save_for_backward(codes, scales, *([] if rows_in_8_bits is None else [x]))
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    codes, scales = ctx.saved_tensors[:2]
+    weight = _OPERATORS.dequantised(codes, scales, *ctx.shape, ctx.dtype)
+    return None, None, None, gradient @ weight, None
+
+
+for _name, _fake in (
+    ("dequantised", _dequantised),
+    ("rows_in_8_bits", _rows_in_8_bits),
+    ("frozen_product", _product),
+):
+    torch.library.register_fake(f"capslog::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd("capslog::frozen_product", _backward, setup_context=_keep, lib=_LIBRARY)
+
+
+class QuantisedLinear(nn.Module):
+    """Linear layer of a frozen weight in few bits, on the device of `linear`.
+
+    base: of `BASES`. The weight's numbers are `codes`, and all else that its form keeps is `scales`, in bytes.
+    """
+
+    def __init__(self, linear: nn.Linear, base: str) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self._base = linear.in_features, linear.out_features, base
+        numbers, device = linear.weight.numel(), linear.weight.device
+        if base == "8bit":
+            codes, scale_bytes = (
+                torch.empty(linear.weight.shape, dtype=torch.int8, device=device),
+                4 * linear.out_features,
+            )
+        else:
+            codes = torch.empty(-(-numbers // 2), 1, dtype=torch.uint8, device=device)
+            scale_bytes = _scale_bytes(-(-numbers // _BLOCK), base == "4bit-double")
+        scales = torch.empty(scale_bytes, dtype=torch.uint8, device=device)
+        self.codes, self.scales = nn.Parameter(codes, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., in] times the weight: [..., out] of the type of x. Without values, on fake tensors alone."""
+        rows, in_8_bits = x.reshape(-1, self.in_features), None
+        if self._base == "8bit":
+            in_8_bits, transposed = _OPERATORS.rows_in_8_bits(rows.to(torch.float16)), self.codes.t()
+        else:
+            size = self.out_features, self.in_features
+            transposed = _OPERATORS.dequantised(self.codes, self.scales, *size, x.dtype).t()
+        product = _OPERATORS.frozen_product(self.codes, self.scales, in_8_bits, rows, transposed)
+        product = product.reshape(*x.shape[:-1], self.out_features)
+        return product if self.bias is None else product + self.bias
+
+
+def _scale_bytes(blocks: int, double: bool) -> int:
+    if not double:
+        return 4 * blocks + _TABLE_BYTES
+    return blocks + 4 * -(-blocks // _SCALES_BLOCK) + _OFFSET_BYTES + _TABLE_BYTES
