@@ -201,7 +201,7 @@ def _find(word: str, search: _Search, config: Config, flags: LargestFlags) -> Co
     else:
         notes = [] if best is None else [answer]
         if best is not None and (skipped := sum(value < max(trials) for value in search.values) + 1 - len(trials)):
-            notes.insert(0, f"that a value fits wherever a larger one does is assumed; {skipped} were not tried")
+            notes.insert(0, f"that a value fits wherever a larger one does is assumed; not tried: {skipped}")
         _print(key, trials, notes)
     if best is None:
         raise DoesNotFit(answer)
