@@ -1,8 +1,9 @@
 """Make the sample outputs of a page again: `python docs/_samples.py docs/export.md`, then look at the diff.
 
 A sample is a fenced `text` block that begins with `$ command`. Its commands run in one empty folder for each page,
-beside configs/ and examples/, and what they print stands below them. A `yaml` block below a line that ends with
-"`NAME.yaml`:" is that file. Blocks that leave lines out ("..." alone on a line), or whose command fails, stay.
+beside configs/ and examples/, and what they print, progress left out, stands below them. A `yaml` block below a line
+that ends with "`NAME.yaml`:" is that file. Blocks that leave lines out ("..." alone on a line), or whose command fails,
+stay.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 _SAMPLE = re.compile(r"(?<=^```text\n)(\$ .*?)(?=^```$)", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`([\w-]+\.yaml)`:\n\n```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PROGRESS = re.compile(r"asking \S+ \(\d+ of \d+\)|capslog: estimating \S+")
 _COMMAND = re.compile(r"^\$ (?:.*\\\n)*.*$", re.MULTILINE)
 
 
@@ -55,7 +57,7 @@ def _run_in(folder: Path, command: str) -> str | None:
     if done.returncode not in (0, 3):  # 3: an answer, too, that nothing fits
         print(f"{command}\n{done.stdout}", file=sys.stderr)  # noqa: T201
         return None
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines())
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines() if not _PROGRESS.fullmatch(line))
 
 
 def main(pages: list[str]) -> None:

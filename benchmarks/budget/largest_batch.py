@@ -35,7 +35,7 @@ from varuna_capslog.planners.dawnpiper import dawnpiper_stages
 from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.vpipe import vpipe_stages
-from varuna_capslog.planning.largest import largest
+from varuna_capslog.planning.largest import largest_by_bytes
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
@@ -225,7 +225,9 @@ def main() -> None:
                 for treated, rows in wanted:
                     for method in rows:
                         begun = time.perf_counter()
-                        size = largest(range(1, max(profiles) + 1), getattr(methods, method)) or 0
+                        fits = getattr(methods, method)
+                        lack = lambda size, fits=fits: -1 if fits(size) else 1  # noqa: E731
+                        size = max(largest_by_bytes(range(max(profiles) + 1), lack, {0: -1}))
                         seconds = time.perf_counter() - begun
                         results.append(
                             {"model": name, "devices": stages, "treated": treated, "method": method}

@@ -6,9 +6,11 @@ A sample of the scenarios that `benchmarks/morph/faults/` runs in full.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import varuna_capslog as capslog
 from tests.elastic import scenarios
 from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe
 from tests.elastic.scenarios import Scenario
@@ -72,3 +74,19 @@ def test_whatever_happens_the_run_is_the_uninterrupted_one(
 def test_generations_leave_nothing_behind(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
     outcome = scenarios.many_changes(cradle, truth, tmp_path, count=8)
     assert len(outcome.notes["tasks"]) == 5
+
+
+def test_callbacks_hear_an_elastic_run_and_stop_it(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    saved: list[int] = []
+
+    def on_step(row: dict[str, Any]) -> object:
+        rows.append(row)
+        return capslog.STOP if row["step"] == 3 else None
+
+    config = config_of(tmp_path, 2, steps=1000, train={"checkpoint_every": 2, "checkpoint_keep": 100})
+    done = capslog.train(config, on_step=on_step, on_checkpoint=lambda row: saved.append(row["step"]), show=False)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert {row["world_size"] for row in rows} == {2}
+    assert 3 <= len(rows) == len(done.losses) < 100
+    assert saved == sorted({*range(2, len(rows) + 1, 2), len(rows)}), "the last step is saved, too"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
-__all__ = ["Answer", "Question"]
+__all__ = ["Answer", "PlannedRun", "Question"]
 
 _PRESS = 1024
 """Times less memory than there is makes planners look for the smallest peak."""
@@ -79,13 +79,12 @@ class Question:
 
     def answer(self) -> Answer:
         """Return the run, its costs and its plan. Raises CapslogError where its memory cannot be predicted."""
-        from varuna_capslog.start.prepare import estimate_memo, plan_run, profile_run
+        from varuna_capslog.start.prepare import estimate_memo
 
         config, captured = self._captured()
         memo = self.memo or estimate_memo(config)
-        profile = profile_run(config, show=False, memo=memo)
-        plan = _predicted(plan_run(config, profile, memo))
-        return Answer(replace(self, memo=memo, captured=captured), config, profile, plan)
+        run = PlannedRun.of(config, memo)
+        return Answer(**vars(run), question=replace(self, memo=memo, captured=captured))
 
     def answer_of_fastest(self, say: Callable[[str], object]) -> Answer:
         """Return the answer for the largest microbatch that makes the step no slower, of those that fit: sizes double
@@ -126,7 +125,7 @@ class Question:
 
         config, _ = self._captured()
         profile, capacity = profile_run(config, show=False, memo=self.memo), config.pipeline.capacity
-        missing = Answer(self, config, profile, plan_run(_pressed(config), profile, self.memo)).pressed_lack()
+        missing = _smallest(config, profile, self.memo).pressed_lack()
         alike = isinstance(capacity, int) or capacity is None or len(set(capacity)) == 1
         most = capacity if isinstance(capacity, int) else max(capacity or [0])
         if abs(missing) > _NEAR * most and (alike or missing <= 0):
@@ -136,13 +135,21 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A question's run, costs and plan."""
+class PlannedRun:
+    """A run, its costs and its plan. memo: of the estimate; None where the profile is measured."""
 
-    question: Question
     config: Config
     profile: Profile
     plan: Plan
+    memo: Memo | None
+
+    @classmethod
+    def of(cls, config: Config, memo: Memo | None) -> PlannedRun:
+        """Profile and plan a config. Raises CapslogError where its memory cannot be predicted."""
+        from varuna_capslog.start.prepare import plan_run, profile_run
+
+        profile = profile_run(config, show=False, memo=memo)
+        return cls(config, profile, _predicted(plan_run(config, profile, memo)), memo)
 
     @property
     def memory(self) -> MemoryVerdict:
@@ -177,17 +184,37 @@ class Answer:
         memory = self.memory
         return max(need - _PRESS * has for need, has in zip(memory.needed, memory.capacities, strict=True))
 
+    def lack(self) -> int:
+        """Return the bytes that the device with least to spare lacks in the plan of the smallest peak; 0 or less: the
+        run fits.
+        """
+        if not self.plan.fits:  # it is that plan
+            return max(1, -min(self.memory.margins))
+        return min(0, _smallest(self.config, self.profile, self.memo).pressed_lack())
+
     def least(self) -> tuple[int, int]:
         """Return the lack of the plan with the smallest peak, and the same without activations, at most 0."""
-        from varuna_capslog.start.prepare import plan_run
-
-        config = _pressed(self.config)
-        pressed = replace(self, config=config, plan=plan_run(config, self.profile, self.question.memo))
-        lack, headroom = pressed.pressed_lack(), Headroom.of(self.profile)
-        peak = max(pressed.memory.peaks)
-        kinds = pressed.kinds()
+        smallest = _smallest(self.config, self.profile, self.memo)
+        lack, headroom = smallest.pressed_lack(), Headroom.of(self.profile)
+        peak = max(smallest.memory.peaks)
+        kinds = smallest.kinds()
         activations = kinds.get("activations and workspaces", peak // 2)
         return lack, min(0, lack - headroom.device(peak) + headroom.device(peak - activations))
+
+
+@dataclass(frozen=True)
+class Answer(PlannedRun):
+    """A question and its run."""
+
+    question: Question
+
+
+def _smallest(config: Config, profile: Profile, memo: Memo | None) -> PlannedRun:
+    """Return the run with the plan of the smallest peak, for `_pressed` devices."""
+    from varuna_capslog.start.prepare import plan_run
+
+    less = _pressed(config)
+    return PlannedRun(less, profile, plan_run(less, profile, memo), memo)
 
 
 def _predicted(plan: Plan) -> Plan:

@@ -123,7 +123,7 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
         """Return "yes" where no plan is faster, else how far the step is above a bound, in percent."""
         if row.step_seconds is None or not row.bound_seconds or row.proven:
             return "yes" if row.proven else ""
-        return f"within {format_percent(row.step_seconds / row.bound_seconds - 1)}"
+        return f"to {format_percent(row.step_seconds / row.bound_seconds - 1)}"
 
     title = f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices"
     reasons = [f"{row.planner}: {row.reason}" for row in rows if row.reason is not None]

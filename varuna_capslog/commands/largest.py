@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,9 @@ from varuna_capslog.commands.questions import PlannerFlags, keys_of, question_of
 from varuna_capslog.commands.shared import print_json, print_table, say
 
 if TYPE_CHECKING:
+    from varuna_capslog.api.fit_question import PlannedRun
     from varuna_capslog.config.settings import Config
+    from varuna_capslog.model.sized import SizedWorkload
     from varuna_capslog.plans.plan import Plan
 
 __all__ = ["largest"]
@@ -33,6 +35,8 @@ _MOST_MICROBATCHES = 1024
 """Of a step; the end of the search for a minibatch, where memory grows with it."""
 _LARGEST_SIDE = 4096
 """Pixels; the end of the search for an image."""
+_FIRST = 15
+"""Number of the value that is tried first: 16 samples, images of 512 pixels, 1024 tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,21 @@ class _Search:
     """The candidate values of a search.
 
     values: rising. changed: maps a value to the config's keys and values for it. end: text behind the answer on why
-    there is no larger value to try. every: whether every larger value fits where the last one does.
+    there is no larger value to try. every: whether every larger value fits where the last one does. opens: the size of
+    the model that changes, where it is one that a capture can leave open. power: bytes grow about as the value to it.
     """
 
     values: Sequence[int]
     changed: Callable[[int], dict[str, Any]]
     end: str
     every: bool = False
+    opens: Literal["batch", "length"] | None = None
+    power: int = 1
+
+    @property
+    def first(self) -> int:
+        """The value that is tried first, large enough that what grows with it is most of the activations."""
+        return self.values[min(_FIRST, len(self.values) - 1)]
 
     def config(self, config: Config, value: int) -> Config:
         """Return the config with the value."""
@@ -151,8 +163,7 @@ def _find(word: str, search: _Search, config: Config, flags: LargestFlags) -> Co
         CapslogError: there is no capacity; the memory cannot be predicted.
     """
     from varuna_capslog.planners import JOINT
-    from varuna_capslog.planning.largest import largest
-    from varuna_capslog.start.prepare import estimate_memo, plan_run, profile_run
+    from varuna_capslog.planning.largest import largest_by_bytes
 
     if config.pipeline.planner == JOINT:
         raise CapslogError(f"largest plans for one pipeline and its copies; choose another planner than {JOINT}")
@@ -161,19 +172,12 @@ def _find(word: str, search: _Search, config: Config, flags: LargestFlags) -> Co
             f"largest {word} looks for the largest value that fits, but there is no capacity; give --capacity SIZE, "
             "pipeline.capacity, --device cuda:KIND, or kinds of devices"
         )
-    key, memo, trials = KEYS[word], estimate_memo(config), dict[int, _Trial]()
-
-    def fits(value: int) -> bool:
-        settings, shown = search.config(config, value), search.changed(value)[key]
-        say(f"capslog: estimating {key}={shown}", err=True)
-        plan = plan_run(settings, profile_run(settings, show=False, memo=memo), memo=memo)
-        if plan.fits is None:
-            raise CapslogError(f"{key}={shown}: whether it fits cannot be predicted: {'; '.join(plan.notes)}")
-        trials[value] = _Trial(shown, settings, plan)
-        return plan.fits
-
+    key, trials = KEYS[word], _Trials(KEYS[word], search, config)
+    amounts = {0: 0} | {value**search.power: value for value in search.values}
     try:
-        best = largest(search.values, fits)
+        known = trials.first()
+        fitting = largest_by_bytes([*amounts], lambda amount: trials.lack(amounts[amount]), known)
+        best = amounts[max(fitting, default=0)] or None
     except KeyboardInterrupt:
         if trials and not flags.as_json:
             _print(key, trials, [])
@@ -197,15 +201,65 @@ def _find(word: str, search: _Search, config: Config, flags: LargestFlags) -> Co
     else:
         notes = [] if best is None else [answer]
         if best is not None and (skipped := sum(value < max(trials) for value in search.values) + 1 - len(trials)):
-            notes.insert(0, f"that a value fits wherever a larger one does is assumed; {skipped} were not tried")
+            notes.insert(0, f"that a value fits wherever a larger one does is assumed; not tried: {skipped}")
         _print(key, trials, notes)
     if best is None:
         raise DoesNotFit(answer)
     return trials[best].config
 
 
+class _Trials(dict[int, _Trial]):
+    """The values that were tried, in this order. An ordinary model is captured once for all of them."""
+
+    def __init__(self, key: str, search: _Search, config: Config) -> None:
+        from varuna_capslog.start.prepare import estimate_memo
+
+        super().__init__()
+        self._key, self._search, self._config = key, search, config
+        self._memo = estimate_memo(config)
+        self._sized: SizedWorkload | None = None
+
+    def first(self) -> dict[int, int]:
+        """Try the first value; return the bytes that it lacks, and those that the model lacks without activations."""
+        value = self._search.first
+        run = self._run(value)
+        missing, static = run.least()
+        lack = min(0, missing) if run.plan.fits else max(1, missing)
+        return {0: static, value**self._search.power: lack}
+
+    def lack(self, value: int) -> int:
+        """Try a value; return the bytes that it lacks; 0 or less: it fits."""
+        return self._run(value).lack()
+
+    def _run(self, value: int) -> PlannedRun:
+        from varuna_capslog.api.fit_question import PlannedRun
+
+        shown = self._search.changed(value)[self._key]
+        say(f"capslog: estimating {self._key}={shown}", err=True)
+        run = PlannedRun.of(self._with_model(value), self._memo)
+        self[value] = _Trial(shown, run.config, run.plan)
+        return run
+
+    def _with_model(self, value: int) -> Config:
+        """Return the config with the value, and with the model whose captures are kept where there is one."""
+        from varuna_capslog.model.model_workload import ModelWorkload
+        from varuna_capslog.model.sized import SizedWorkload
+        from varuna_capslog.model.workload import load_workload
+
+        config, opens = self._search.config(self._config, value), self._search.opens
+        if opens is None:
+            return config
+        if not self and type(load_workload(config)) is ModelWorkload:
+            self._sized = SizedWorkload.of_config(config, opens)
+            return config.with_workload(self._sized)
+        if self._sized is None:
+            return config
+        size = config.train.microbatch_size
+        return config.with_workload(self._sized.at(size) if opens == "batch" else self._sized.at(length=value))
+
+
 def _search_of(word: str, config: Config, keeps_samples: bool) -> _Search:
-    from varuna_capslog.planning.largest import IMAGE_STEP, MOST_SAMPLES, image_of, microbatch_sizes
+    from varuna_capslog.planning.largest import IMAGE_STEP, MOST_SAMPLES, coarse_sizes, image_of, microbatch_sizes
 
     train, count = config.train, config.num_microbatches
     if word == "minibatch":
@@ -216,6 +270,7 @@ def _search_of(word: str, config: Config, keeps_samples: bool) -> _Search:
             range(IMAGE_STEP, _LARGEST_SIDE + 1, IMAGE_STEP),
             lambda side: {"profile.image_size": image_of(side, aspect)},
             f"and the search ends at sides of {_LARGEST_SIDE} pixels",
+            power=2,
         )
         _check_has_images(config, search)
         return search
@@ -225,11 +280,13 @@ def _search_of(word: str, config: Config, keeps_samples: bool) -> _Search:
             lambda size: {"train.microbatch_size": size},
             f"and none is larger that divides the {train.minibatch_size} samples of a step (train.minibatch_size) into "
             f"{'microbatches' if config.num_blocks == 1 else f'{config.num_blocks} blocks of microbatches'}",
+            opens="batch",
         )
     return _Search(
-        range(1, MOST_SAMPLES + 1),
+        coarse_sizes(1, MOST_SAMPLES),
         lambda size: {"train.microbatch_size": size, "train.minibatch_size": size * count},
         f"and the search ends at {MOST_SAMPLES} samples",
+        opens="batch",
     )
 
 
@@ -251,14 +308,15 @@ def _minibatches(config: Config) -> _Search:
             f"and so does every larger multiple of {step * size}: with schedule {pipeline.schedule} no stage has more "
             f"microbatches in flight in a step of more than {enough}"
         )
-    return _Search(multiples, lambda samples: {"train.minibatch_size": samples}, end, every=enough is not None)
+    every = enough is not None
+    return _Search(multiples, lambda samples: {"train.minibatch_size": samples}, end, every=every, opens="batch")
 
 
 def _sequences(flags: LargestFlags) -> _Search:
     """Return lengths up to the model's limit."""
     from varuna_capslog.config.reading import assignments
     from varuna_capslog.model.hugging_face import most_tokens
-    from varuna_capslog.planning.largest import MOST_TOKENS, TOKENS_STEP
+    from varuna_capslog.planning.largest import MOST_TOKENS, TOKENS_STEP, coarse_sizes
 
     changes = assignments(flags.arguments or [], "--model-arg")
     changes.pop("dtype", None)
@@ -266,7 +324,7 @@ def _sequences(flags: LargestFlags) -> _Search:
     end = f"and the search ends at {MOST_TOKENS}" if model_limit is None else "and the model takes no more tokens"
     most = model_limit or MOST_TOKENS
     step = min(TOKENS_STEP, most)
-    return _Search(range(step, most + 1, step), lambda tokens: {KEYS["sequence"]: tokens}, end)
+    return _Search(coarse_sizes(step, most), lambda tokens: {KEYS["sequence"]: tokens}, end, opens="length")
 
 
 def _check_has_images(config: Config, search: _Search) -> None:

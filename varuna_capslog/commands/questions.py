@@ -243,7 +243,7 @@ def say_assumptions(config: Config) -> None:
     elif device == "cuda":
         where = "cuda, with the seconds of an RTX A4000 (--device cuda:KIND takes those of another GPU)"
     else:
-        where = "this machine's cpu (--device cuda:KIND plans for GPUs)"
+        where = "this machine's cpu at its speed of now, under its present load (--device cuda:KIND plans for GPUs)"
     limit = "without a limit of memory" if capacity is None else "within its capacity"
     optimizer = "AdamW" if train.optimizer == "adamw" else train.optimizer
     again = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"

@@ -51,8 +51,8 @@ __all__ = [
 
 
 INPUT_GRAMMAR = (
-    "NAME=DTYPE[SIZE,...] (LOW..HIGH, or 192/224/256, for a SIZE that changes) with an optional :HIGH (whole numbers "
-    "below HIGH) or :=VALUE, as in input_ids=int64[1,128]:50257"
+    "NAME=DTYPE[SIZE,...], such as x=float32[8,3,224,224], or input_ids=int64[1,128]:50257 for whole numbers below "
+    "50257 (:=VALUE fills with a value; LOW..HIGH or 192/224/256 is a SIZE that changes)"
 )
 _PATTERN = re.compile(
     r"^(?P<name>[A-Za-z_][\w.]*)=(?P<dtype>\w+)\[(?P<sizes>[\d,\s./]*)\](?::(?P<fixed>=)?(?P<number>-?[\d.]+))?$"

@@ -31,11 +31,11 @@ class SizedWorkload(ModelWorkload):
     _varies: bool
 
     @classmethod
-    def of_config(cls, config: Config) -> Self:
-        """Return the ordinary model of a config, with chains to keep."""
+    def of_config(cls, config: Config, opens: Literal["batch", "length"] | None = None) -> Self:
+        """Return the ordinary model of a config, with chains to keep. opens: the size that will change, where known."""
         workload, sized = load_workload(config), cls.__new__(cls)
         assert isinstance(workload, ModelWorkload), "only ordinary models have sizes"
-        vars(sized).update(vars(workload), _chains={}, _opens=None, _varies=False)
+        vars(sized).update(vars(workload), _chains={}, _opens=opens, _varies=False)
         sized._size = config.train.microbatch_size
         return sized
 

@@ -18,7 +18,6 @@ __all__ = [
     "coarse_sizes",
     "enough_microbatches",
     "image_of",
-    "largest",
     "largest_by_bytes",
     "microbatch_sizes",
     "microbatch_step",
@@ -30,28 +29,6 @@ MOST_SAMPLES = 1 << 16
 """Of a microbatch; the end of the search where the samples of a step are not given."""
 TOKENS_STEP, MOST_TOKENS = 64, 1 << 20
 """Between the lengths of sequences that come into question; the end of their search where the model names none."""
-
-
-def largest(values: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest of `values` (above 0, rising, at least one) that fits; None where the smallest does not fit.
-
-    Doubling, then bisection. Assumes that no value fits which is larger than one that does not. No value is asked for
-    twice; for all whole numbers up to n there are at most 2 log2(n) + 2 calls of `fits`. values[low] is the largest
-    known to fit (low = -1: none yet), values[high] the smallest known not to fit.
-    """
-    low, high, position = -1, len(values), 0
-    while position < high:
-        if fits(values[position]):
-            low = position
-            if high == len(values):
-                position = max(low + 1, min(bisect_left(values, 2 * values[low]), high - 1))
-                continue
-        else:
-            high = position
-        if high - low <= 1:
-            break
-        position = (low + high) // 2
-    return None if low < 0 else values[low]
 
 
 def coarse_sizes(step: int, most: int) -> list[int]:
