@@ -116,5 +116,5 @@ def test_a_layout_of_stages_that_are_divided_over_cards(
     assert layout["num_microbatches"] == 4
     assert "4 cards for each device of the pipeline, 8 in all" in captured.err
     assert "1/4 of the rows (the mean), at worst all" in captured.err
-    assert run(*flags, "--profile", profile, "--parallel", "tensor=2") == 1
+    assert run(*flags, "--profile", profile, "--parallel", "tensor=2") == 2
     assert "known in estimates alone" in capsys.readouterr().err

@@ -460,8 +460,8 @@ def costs_of(
             else:
                 profile = profile_run(config, show, memo)
     if (divisors := config.pipeline.divisors) is not None:
-        shared.tell(_cards(divisors, config.pipeline.devices, profile))
-        profile = divided_profile(config, profile)
+        whole, profile = profile, divided_profile(config, profile)
+        shared.tell(_cards(divisors, config.pipeline.devices, whole))
     return with_defaults(config, profile), profile, memo
 
 

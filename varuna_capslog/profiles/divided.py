@@ -88,7 +88,11 @@ class _Division:
         rows = [self._row(row) for row in profile.observations]
         first = [row for row in rows if row.condition == rows[0].condition]
         weights = [math.ceil(self._shared(kinds, 3)) for kinds in self._weights]
-        layers = layers_of_runs([layer.name for layer in profile.layers], first, weights)
+        alone = layers_of_runs([layer.name for layer in profile.layers], first, weights)
+        layers = tuple(
+            dataclasses.replace(layer, **self._seconds(profile.layers[place], [place]))
+            for place, layer in enumerate(alone)
+        )
         conditions = dict(profile.conditions) | {PARALLEL: dataclasses.asdict(divisors)}
         if UPDATE_RATE in conditions and any(weights):
             updated = sum(self._shared(kinds, 1) for kinds in self._weights)
@@ -120,6 +124,7 @@ class _Division:
 
     def _row(self, row: Observation) -> Observation:
         actions, places = row.action_bytes, range(*row.layers)
+        profile_size = self._profile.observations[0].microbatch_size
         if actions is None or row.static_bytes is None:
             raise CapslogError("the profile's runs have no bytes of actions, by which parallel divides; profile again")
         sums = [_sum([of[place] for place in places]) for of in (self._weights, self._gradients)]
@@ -129,7 +134,7 @@ class _Division:
         passing = row.peak_bytes - row.static_bytes
         lasting = min(passing, actions.lasting_bytes or 0)
         peak = static + lasting + self._working(passing - lasting, places, backward=True)
-        seconds = self._seconds(row, places)
+        seconds = self._seconds(row, places, row.microbatch_size // profile_size)
         optional = ("saved_bytes", "boundary_in_bytes", "boundary_out_bytes", "weight_bytes")
         passed: dict[str, Any] = {
             name: self._passed(size) for name in optional if (size := getattr(row, name)) is not None
@@ -212,17 +217,16 @@ class _Division:
 
     # -- seconds
 
-    def _seconds(self, row: Observation, places: Sequence[int]) -> dict[str, Any]:
-        forward = sum(self._messages(place)[0] for place in places) * self._calls(row)
-        backward = sum(self._messages(place)[1] for place in places) * self._calls(row)
+    def _seconds(
+        self, record: Observation | LayerProfile, places: Sequence[int], microbatches: int = 1
+    ) -> dict[str, Any]:
+        """Seconds of one card for a run or a layer. microbatches: of one call."""
+        forward = sum(self._messages(place)[0] for place in places) * microbatches
+        backward = sum(self._messages(place)[1] for place in places) * microbatches
         more = {"forward_seconds": forward, "backward_seconds": backward, "input_seconds": backward}
         names = (*more, "weight_seconds")
-        known = {name: seconds for name in names if (seconds := getattr(row, name)) is not None}
+        known = {name: seconds for name in names if (seconds := getattr(record, name)) is not None}
         return {name: seconds / self.tokens + more.get(name, 0.0) for name, seconds in known.items()}
-
-    def _calls(self, row: Observation) -> int:
-        """Microbatches of one call of a row."""
-        return row.microbatch_size // self._profile.observations[0].microbatch_size
 
     def _messages(self, place: int) -> tuple[float, float]:
         """Seconds of a card's messages in the forward and in the backward of a microbatch in one layer."""
