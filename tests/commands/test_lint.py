@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from tests.planning.test_fastest_layerwise import profile_on
 from varuna_capslog import cli
-from varuna_capslog.profiles.record import Profile, write_profile
+from varuna_capslog.profiles.record import Divisible, Profile, read_profile, write_profile
 
 BLOCKS = 6
 
@@ -94,3 +94,27 @@ def test_what_is_illegal_or_does_not_fit_ends_with_status_3(profile: Path, capsy
     assert "1 layer for multi-token prediction (m) of the layout: the model here has none" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_a_layout_of_stages_that_are_divided_over_cards(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both plans are of one card of each stage; the cards of all stages are said."""
+    known = read_profile(profile)
+    parts = Divisible(0.5, 0.4, 0.2, 0.2, 100, 100, 10, 400, 1000, 1e-3)
+    layers = tuple(dataclasses.replace(layer, divisible=parts) for layer in known.layers)
+    divisible = tmp_path / "divisible.json"
+    write_profile(divisible, dataclasses.replace(known, layers=layers, source="estimated"))
+    flags = ("3,3", "--devices", 2, "--minibatch", 8, "--json")
+    assert run(*flags, "--profile", divisible) == 0
+    whole = json.loads(capsys.readouterr().out)["layout"]
+    assert run(*flags, "--profile", divisible, "--parallel", "tensor=2,expert=4,data=2,zero=1") == 0
+    captured = capsys.readouterr()
+    layout = json.loads(captured.out)["layout"]
+    assert layout["parallel"] == {"tensor": 2, "context": 1, "expert": 4, "data": 2, "zero": 1}
+    assert layout["peak_bytes"] < whole["peak_bytes"]
+    assert layout["num_microbatches"] == 4
+    assert "4 cards for each device of the pipeline, 8 in all" in captured.err
+    assert "1/4 of the rows (the mean), at worst all" in captured.err
+    assert run(*flags, "--profile", profile, "--parallel", "tensor=2") == 2
+    assert "known in estimates alone" in capsys.readouterr().err

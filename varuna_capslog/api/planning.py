@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varuna_capslog.api.estimating import Estimate, estimated
+from varuna_capslog.api.estimating import estimated
 from varuna_capslog.base import fields, files, units
 from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.base.gpus import parse_devices
@@ -171,7 +171,7 @@ def plan(
     Raises:
         CapslogError: more devices than layers, an unknown planner, and as `capslog.estimate`.
     """
-    from varuna_capslog.start.prepare import estimate_memo, plan_run
+    from varuna_capslog.start.prepare import divided_profile, estimate_memo, plan_run
 
     named = parse_devices(devices)
     named.refuse_beside({"capacity": capacity, "device": device}, f"devices={devices!r}", f"devices={named.count}")
@@ -183,11 +183,12 @@ def plan(
             raise CapslogError(f"{refused[0]} goes with a model; a profile is of one model and device, so leave it out")
         check_kinds(named, model)
         config = config_of_profile(model, pipeline, minibatch_size, settings)
+        model = divided_profile(config, model)
         return ModelPlan(**vars(plan_run(config, model)), profile=model)
     device = device if named.fastest is None else f"cuda:{named.fastest}"
     config = ordinary_config(OrdinaryModel(model, sample), pipeline, minibatch_size, device, settings=settings)
     memo = estimate_memo(config)
-    costs: Estimate = estimated(config, memo)
+    costs = divided_profile(config, estimated(config, memo))
     return ModelPlan(**vars(plan_run(config, costs, memo)), profile=costs)
 
 

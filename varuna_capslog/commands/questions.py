@@ -21,6 +21,7 @@ from varuna_capslog.commands.shared import option
 from varuna_capslog.planning.registry import REGISTRY
 
 if TYPE_CHECKING:
+    from varuna_capslog.base.divisors import Divisors
     from varuna_capslog.config.settings import Config
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
@@ -330,6 +331,15 @@ class QuestionFlags(ModelFlags):
             panel=BATCH,
         ),
     ] = None
+    parallel: Annotated[
+        str | None,
+        option(
+            "How another system divides each stage, such as tensor=4,context=2,expert=8,data=2,zero=1; for planning "
+            "and export, our engine runs none of it.",
+            "pipeline.parallel, or a card for each stage",
+            panel=DEVICES,
+        ),
+    ] = None
     as_json: shared.AsJson = False
     trust: shared.Trust = False
 
@@ -389,6 +399,7 @@ def question_of(flags: QuestionFlags, planner: str | None, profile: Profile | No
         changes.pop("pipeline.speeds", None)
     options: dict[str, Any] = {"pipeline.planner": planner, "pipeline.memory": flags.memory}
     options |= {"pipeline.capacity": flags.capacity, "train.minibatch_size": flags.minibatch, **more}
+    options |= {"pipeline.parallel": flags.parallel}
     changes |= {key: value for key, value in options.items() if value is not None}
     fastest = None if devices is None else devices.fastest
     if devices is not None and profile is not None:
@@ -438,7 +449,7 @@ def costs_of(
     """
     from varuna_capslog.planning.registry import planner_named
     from varuna_capslog.start.ordinary import with_defaults
-    from varuna_capslog.start.prepare import estimate_memo, profile_and_variants, profile_run
+    from varuna_capslog.start.prepare import divided_profile, estimate_memo, profile_and_variants, profile_run
 
     planner_named(config.pipeline.planner).check(config)  # before the profile, which may take minutes
     memo, show = estimate_memo(config), not flags.as_json
@@ -448,7 +459,29 @@ def costs_of(
                 config, profile = profile_and_variants(config, show, memo, say=shared.tell)
             else:
                 profile = profile_run(config, show, memo)
+    if (divisors := config.pipeline.divisors) is not None:
+        whole, profile = profile, divided_profile(config, profile)
+        shared.tell(_cards(divisors, config.pipeline.devices, whole))
     return with_defaults(config, profile), profile, memo
+
+
+def _cards(divisors: Divisors, stages: int, profile: Profile) -> str:
+    """Say how many cards a plan needs, and how evenly rows reach the experts. profile: before it is divided."""
+    from varuna_capslog.base.units import format_bytes
+    from varuna_capslog.profiles.divided import worst_routing
+    from varuna_capslog.reports.markup import duration
+
+    line = (
+        f"{divisors.describe()} in another system: {divisors.cards} cards for each device of the pipeline, "
+        f"{stages * divisors.cards} in all; bytes and seconds are of one card"
+    )
+    row_bytes, seconds = worst_routing(profile, divisors)
+    if not row_bytes:
+        return line
+    return (
+        f"{line}; experts of a card get 1/{divisors.expert} of the rows (the mean), at worst all: then a layer saves "
+        f"{format_bytes(row_bytes)} more for each microbatch and takes {duration(seconds)} longer"
+    )
 
 
 # -- Options of earlier versions, which are refused with their new form.

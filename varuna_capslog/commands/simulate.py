@@ -108,6 +108,7 @@ def simulate(flags: SimulateFlags) -> None:
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.simulation import simulate_plan
     from varuna_capslog.schedules import RunShape
+    from varuna_capslog.start.prepare import divided_profile
 
     config_file, overrides = shared.words_of(flags.config, flags.overrides)
     flags = dataclasses.replace(flags, config=config_file, overrides=overrides)
@@ -122,6 +123,12 @@ def simulate(flags: SimulateFlags) -> None:
     played = None if flags.trace is not None else _plan(settings, costs, flags.plan)
     devices = 1 if played is None else played.num_ranks
     config = settings or config_of_keys(costs, {"pipeline.devices": devices, **keys})
+    if played is not None and played.parallel is not None:
+        changes = {"parallel": vars(played.parallel)}
+        config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=changes)})
+        costs = divided_profile(config, costs)
+    elif config.pipeline.parallel is not None:
+        raise CapslogError("pipeline.parallel divides stages in another system, which is not replayed; leave it out")
     link = dataclasses.replace(
         Link.of_config(config),
         copy_bandwidth=None if flags.copy_bandwidth is None else parse_rate(flags.copy_bandwidth, "--copy-bandwidth"),

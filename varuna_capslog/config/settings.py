@@ -23,8 +23,9 @@ from pydantic import (
 )
 
 from varuna_capslog.base import fields, units
+from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.gpus import gpu_of, parse_device, parse_device_type
-from varuna_capslog.config import defaults
+from varuna_capslog.config import defaults, parallel
 
 __all__ = ["FUNCTION", "Config", "Elastic", "ParameterGroup", "Section", "Train"]
 
@@ -401,8 +402,8 @@ class Pipeline(Section):
     """Devices (ranks) of one pipeline."""
 
     node_devices: int | None = Field(None, gt=0)
-    """Devices of each node, which planner capture fills one after the other; a divisor of devices. null: one node has
-    all."""
+    """Devices of each node, which planner capture fills one after the other; a divisor of devices, or with parallel of
+    all cards. null: one node has all."""
 
     replicas: int = Field(1, gt=0, le=fields.MOST_RANKS)
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
@@ -411,6 +412,11 @@ class Pipeline(Section):
     """1: only one of the replicas of a layer keeps its optimizer states, makes its update and sends the others the
     parameters (ZeRO stage 1 by layers, same bits); 0: every replica keeps them, unless planner budget finds no plan
     that fits."""
+
+    parallel: Annotated[dict[str, int] | None, BeforeValidator(Divisors.plain)] = None
+    """How another system divides each stage, for planning and export alone: tensor, context, expert, data, and zero=0
+    to 3, what its replicas share; such as tensor=4,expert=8,data=2,zero=1. A stage is tensor x context x data cards.
+    null: one card."""
 
     planner: str = defaults.PLANNER
     """Which planner chooses the stages, a name of docs/planners.md; auto is another word for budget, which finds the
@@ -468,6 +474,10 @@ class Pipeline(Section):
     """Bytes in a second, such as 10Gbit, of every link between two devices, for the planner alone; null: bytes take no
     time."""
 
+    node_bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None
+    """Bytes in a second between two cards of one node, for the messages within a stage of parallel; null: those of
+    bandwidth."""
+
     latency: Annotated[float, BeforeValidator(_seconds)] = 0.0
     """Seconds that every message takes, such as 20us, for the planner alone."""
 
@@ -502,7 +512,7 @@ class Pipeline(Section):
             return {key: value for key, value in values.items() if not (key in open_keys and value == "auto")}
         return values
 
-    @field_serializer("capacity", "host_capacity", "bandwidth", "host_bandwidth", when_used="json")
+    @field_serializer("capacity", "host_capacity", "bandwidth", "node_bandwidth", "host_bandwidth", when_used="json")
     def _with_units(self, value: Any) -> Any:
         return [units.with_unit(size) for size in value] if isinstance(value, list) else units.with_unit(value)
 
@@ -514,6 +524,11 @@ class Pipeline(Section):
     def settle_planner(self, name: str) -> None:
         """Name the planner that the config leaves open."""
         self.planner, self._is_default = name, True
+
+    @property
+    def divisors(self) -> Divisors | None:
+        """`parallel`; None where a stage is one card."""
+        return Divisors.of(self.parallel)
 
     @property
     def rounds(self) -> int:
@@ -541,11 +556,7 @@ class Pipeline(Section):
                     f"pipeline.cuts={cuts} gives {len(cuts) // self.devices} stages per device, but "
                     f"pipeline.stages_per_rank is {self.stages_per_rank}; leave one of them out"
                 )
-        if self.node_devices is not None and self.devices % self.node_devices:
-            raise ValueError(
-                f"pipeline.node_devices={self.node_devices} does not divide pipeline.devices={self.devices}; all nodes "
-                "must have the same number of devices"
-            )
+        parallel.check_pipeline(self)
         if isinstance(self.capacity, list) and len(self.capacity) != self.devices:
             raise ValueError(
                 f"pipeline.capacity lists {len(self.capacity)} size(s) for pipeline.devices={self.devices}; "
@@ -666,6 +677,7 @@ class Config(Section):
                 f"train.minibatch_size={self.train.minibatch_size} has {microbatches} microbatches; at most "
                 f"{fields.MOST_CALLS} can be scheduled: raise train.microbatch_size"
             )
+        parallel.check_samples(self.pipeline.divisors, self.train)
         blocks = self.train.accumulation_blocks
         if blocks is None and self.pipeline.plan is not None:
             return self  # they are the plan's
@@ -768,8 +780,9 @@ class Config(Section):
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one optimizer step, over all replicas."""
-        return self.train.minibatch_size // self.train.microbatch_size
+        """Microbatches of one optimizer step, over all replicas; those of one sample's cards with pipeline.parallel."""
+        divisors = self.pipeline.divisors
+        return self.train.minibatch_size // (self.train.microbatch_size * (divisors.data if divisors else 1))
 
     @property
     def num_blocks(self) -> int:

@@ -208,6 +208,11 @@ def layout_of(plan: Plan, config: Config) -> Layout:
     CapslogError, with the field's name, where the engine cannot run the plan, or would run it otherwise.
     """
     pipeline, train = config.pipeline, config.train
+    if plan.parallel is not None:
+        raise CapslogError(
+            f"parallel is {plan.parallel.describe()} in the plan, which divides stages in another system; our engine "
+            "runs a stage on one device: export the plan, or plan again without parallel"
+        )
     if plan.variants and config.variants != (named := {f"#{layer}": name for layer, name in plan.variants.items()}):
         raise CapslogError(
             f"variants is {dict(plan.variants)} in the plan, but the config has variants={config.variants}; set "

@@ -76,7 +76,7 @@ class Link:
             pipeline.bandwidth,
             pipeline.latency,
             host_bandwidth=pipeline.host_bandwidth,
-            node_devices=pipeline.node_devices,
+            node_devices=pipeline.node_devices if pipeline.parallel is None else None,
         )
 
     def seconds(self, count: int) -> float:

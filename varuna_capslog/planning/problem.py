@@ -115,7 +115,8 @@ class Problem:
         cuts, capacity = pipeline.cuts, pipeline.capacity
         if plan is not None and plan.short:
             cuts, capacity, plan = list(plan.cut_list), plan.capacities_of(plan.placement()), None
-        open_blocks = train.blocks_are_open and pipeline.replicas == 1 and not config.elastic.enabled
+        alone = pipeline.replicas == 1 and pipeline.parallel is None
+        open_blocks = train.blocks_are_open and alone and not config.elastic.enabled
         return cls(
             profile,
             _ranks(pipeline.devices, capacity, pipeline.speeds) * pipeline.replicas,

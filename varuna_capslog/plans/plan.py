@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import fields, files
+from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans import plan_text, rules
 from varuna_capslog.plans.parts import (
@@ -55,6 +56,7 @@ class Plan:
     planner, memory_model, model, profile_digest, search_seconds: the origin of the plan.
     bound_seconds, proven, search_space: no plan of the named space is faster than the bound; `proven` is True where the
         plan is proven to be the fastest there.
+    parallel: how another system divides each stage, whose bytes and seconds are those of one card; None: not at all.
     purpose: "training", or "inference": only forwards, with the microbatches of all sequences served together.
     notes: sentences for people about what could not be predicted; not part of the file.
 
@@ -81,6 +83,7 @@ class Plan:
     bound_seconds: float | None = None
     proven: bool | None = None
     search_space: str | None = None
+    parallel: Divisors | None = None
     purpose: str = "training"
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -96,6 +99,7 @@ class Plan:
         for name in ("search_seconds", "step_seconds", "bound_seconds"):
             check_optional(self, name, fields.seconds)
         check_optional(self, "peak_bytes", partial(fields.whole, minimum=None))
+        set_field(self, "parallel", Divisors.of(self.parallel))
         fields.choice(self.purpose, "purpose", ("training", "inference"))
         for name in ("fits", "proven"):
             value = getattr(self, name)
@@ -303,6 +307,7 @@ class Plan:
         value: dict[str, Any] = {"format": plan_text.FORMAT}
         value |= {name: plan_text.plain(getattr(self, name)) for name in plan_text.BOTH}
         value |= {} if self.purpose == "training" else {"purpose": self.purpose}
+        value |= {} if self.parallel is None else {"parallel": vars(self.parallel)}
         if self.short:
             return value | {
                 "cuts": plan_text.plain(self.cuts),

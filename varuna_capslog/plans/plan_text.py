@@ -167,7 +167,7 @@ def parts_of(value: Any) -> dict[str, Any]:
         value = as_plan_2(value)
     elif value.get("format") != FORMAT:
         raise CapslogError(f"format is {value.get('format')!r}; this version reads {FORMAT!r} and {FORMAT_1!r}")
-    fields.refuse_unknown(value, ["format", "purpose", *BOTH, *SHORT, *FULL])
+    fields.refuse_unknown(value, ["format", "purpose", "parallel", *BOTH, *SHORT, *FULL])
     parts = {name: item for name, item in value.items() if name != "format"}
     if parts.get("shortfall") is not None:
         parts["shortfall"] = fields.build(Shortfall, parts["shortfall"], "shortfall")

@@ -20,6 +20,7 @@ __all__ = [
     "HALVES",
     "LEAST_MOMENT_BYTES",
     "ActionBytes",
+    "Divisible",
     "LayerProfile",
     "Observation",
     "Profile",
@@ -103,6 +104,37 @@ class ActionBytes:
                 object.__setattr__(self, number.name, fields.whole(value, number.name))
 
 
+@dataclass(frozen=True)
+class Divisible:
+    """Parts of a layer that cards of one stage can divide in another system (`base/divisors`), of one microbatch.
+
+    matrix_share, expert_share: parts of the layer's parameters in matrices, and in experts; the rest is whole on every
+        card: norms, biases, the router, and projections that a norm over their whole output follows.
+    largest_matrix_share, largest_expert_share: parts of the largest parameter of each kind.
+    gathered_bytes, scattered_bytes: inputs of divided matrices, and sums behind them, once each.
+    attended_bytes: keys and values. exchanged_bytes: rows that go to their experts.
+    expert_row_bytes: what the experts' products read and write. expert_seconds: of these products in the forward.
+    """
+
+    matrix_share: float
+    expert_share: float
+    largest_matrix_share: float
+    largest_expert_share: float
+    gathered_bytes: int
+    scattered_bytes: int
+    attended_bytes: int
+    exchanged_bytes: int
+    expert_row_bytes: int
+    expert_seconds: float
+
+    def __post_init__(self) -> None:
+        for part in dataclasses.fields(self):
+            check = fields.whole if part.name.endswith("_bytes") else fields.seconds
+            object.__setattr__(self, part.name, check(getattr(self, part.name), part.name))
+        if self.matrix_share + self.expert_share > 1 + 1e-9:
+            raise CapslogError("matrix_share and expert_share sum to more than 1; they are parts of all parameters")
+
+
 # -- the profile
 
 
@@ -119,7 +151,7 @@ _SECONDS = ("forward_seconds", "backward_seconds")
 _SECONDS_OF_HALVES = ("input_seconds", "weight_seconds")
 _PARTS_OF_A_RUN = ("static_bytes", "saved_bytes", "transient_bytes", *_SECONDS, *_SECONDS_OF_HALVES, "weight_bytes")
 """Fields of a layer that are copied from the run of that layer alone."""
-_NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "compile_seconds", "action_bytes")
+_NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "compile_seconds", "action_bytes", "divisible")
 """Of layers and observations, since profile/2; left out of a file where they are None."""
 
 
@@ -134,6 +166,7 @@ class LayerProfile:
     boundary_bytes: the tensors that cross the cut behind the layer in the forward direction.
     backward_seconds: without recomputation. input_seconds, weight_seconds: its two halves, where it is split.
     weight_bytes: held between the two halves: the rest of the graph, and the gradients noted in it.
+    divisible: what cards of one stage can divide; known in estimates.
     """
 
     name: str
@@ -149,6 +182,7 @@ class LayerProfile:
     input_seconds: float | None = None
     weight_seconds: float | None = None
     weight_bytes: int | None = None
+    divisible: Divisible | None = None
 
     @property
     def input_part(self) -> float:
@@ -164,6 +198,8 @@ class LayerProfile:
         _check_optional(self, whole=(*_BYTE_PARTS, "weight_bytes"), seconds=(*_SECONDS, *_SECONDS_OF_HALVES))
         if self.added_bytes is not None:
             _set(self, "added_bytes", fields.whole(self.added_bytes, "added_bytes", minimum=None))
+        if self.divisible is not None and not isinstance(self.divisible, Divisible):
+            _set(self, "divisible", fields.build(Divisible, self.divisible, "divisible"))
 
 
 @dataclass(frozen=True)
@@ -386,7 +422,11 @@ class Profile:
             "source": self.source,
             "conditions": dict(self.conditions),
             "layers": [
-                {name: part for name, part in vars(layer).items() if part is not None or name == "added_bytes"}
+                {
+                    name: part
+                    for name, part in dataclasses.asdict(layer).items()
+                    if part is not None or name == "added_bytes"
+                }
                 for layer in self.layers
             ],
         }

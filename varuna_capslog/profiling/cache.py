@@ -68,6 +68,8 @@ def load(conditions: Mapping[str, Any]) -> Profile | None:
         actions.moment_bytes is None or (device != "cpu" and actions.lasting_bytes is None) for device, actions in told
     ):
         return None  # of an earlier version, which did not have these fields
+    if profile.source == "estimated" and any(layer.divisible is None for layer in profile.layers):
+        return None
     return profile
 
 

@@ -279,6 +279,8 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
         facts[UPDATE_RATE] = sum(stage.update_seconds for stage in alone) / sizes_of_weights
     conditions = _key(estimator, sizes, transport) | facts
     profile = profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
+    pairs = zip(profile.layers, alone, strict=True)
+    profile = replace(profile, layers=tuple(replace(layer, divisible=stage.divisible) for layer, stage in pairs))
     for larger in several:
         before = len(profile.observations)
         _, more = _rows(larger, functools.partial(_progress_behind, progress, before, count))

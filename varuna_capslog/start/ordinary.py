@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from varuna_capslog.base import fields
+from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import NamedDevices, gpu_of
 from varuna_capslog.base.machine_memory import granted_bytes
@@ -105,7 +106,8 @@ def ordinary_config(
         values = {"workload": f"{type(name).__module__}:{type(name).__name__}", "train": train}
     set_size = (settings or {}).get("train.microbatch_size")
     if minibatch is None and isinstance(set_size, int):
-        minibatch = set_size * devices * MICROBATCHES_PER_DEVICE
+        minibatch = set_size * devices * MICROBATCHES_PER_DEVICE * _data_cards(settings)
+    values["train"]["minibatch_size"] *= _data_cards(settings)
     if minibatch is not None:
         values["train"]["minibatch_size"] = minibatch
     if device is None or (device != "cpu" and ":" not in device):
@@ -128,6 +130,12 @@ def ordinary_config(
             "the name of a function that builds it, as 'package.module:function'"
         )
     return config.with_workload(workload)
+
+
+def _data_cards(settings: Mapping[str, Any] | None) -> int:
+    """Cards of each stage that take samples of their own, by `pipeline.parallel`."""
+    divisors = Divisors.of((settings or {}).get("pipeline.parallel"))
+    return 1 if divisors is None else divisors.data
 
 
 def folder_keys(
@@ -185,7 +193,8 @@ def config_of_profile(
     conditions = profile.conditions
     size, gpu = conditions.get("microbatch_size", 1), gpu_of(f"cuda:{conditions.get('gpu')}")
     devices = fields.whole(pipeline["devices"], "pipeline.devices", minimum=1)
-    train = {"microbatch_size": size, "minibatch_size": size * devices * MICROBATCHES_PER_DEVICE}
+    samples = size * devices * MICROBATCHES_PER_DEVICE * _data_cards(settings)
+    train = {"microbatch_size": size, "minibatch_size": samples}
     values: dict[str, Any] = {"workload": WITHOUT_MODEL, "train": train, "pipeline": dict(pipeline)}
     for key, value in (settings or {}).items():
         assign(values, key, value, f"settings {key!r}")

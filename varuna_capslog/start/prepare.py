@@ -28,6 +28,7 @@ from varuna_capslog.planning.solve import solve
 from varuna_capslog.plans.parts import PlanRank, Units, grains_of, scheduled
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, stages_of_pipelines, write_plan
 from varuna_capslog.plans.rules import check_actions
+from varuna_capslog.profiles.divided import PARALLEL, Network, divided
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.profiles.variants import under
 from varuna_capslog.schedules import RunShape
@@ -49,6 +50,7 @@ __all__ = [
     "check_optimizer",
     "data_findings",
     "disk_findings",
+    "divided_profile",
     "estimate_memo",
     "plan_run",
     "prepare_run",
@@ -66,6 +68,11 @@ __all__ = [
 def check_names(config: Config) -> None:
     """Raise CapslogError for unknown planners, memory models, engines and network interfaces; needs no torch."""
     check_gloo_interfaces(os.environ)
+    if (divisors := config.pipeline.divisors) is not None:
+        raise CapslogError(
+            f"pipeline.parallel={divisors.describe()} divides stages in another system, and our engine runs a stage on "
+            "one device; leave it out to train, or use it with capslog plan and export the plan"
+        )
     planner_named(config.pipeline.planner)
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
@@ -272,11 +279,26 @@ def profile_and_variants(
     return config, profile if measured is None else under(profile, {})
 
 
+def divided_profile(config: Config, profile: Profile) -> Profile:
+    """Return the profile of one card of each stage, where `pipeline.parallel` divides stages; else the same profile.
+    Raises CapslogError for a measured profile, and for one that is divided in another way.
+    """
+    pipeline, divisors = config.pipeline, config.pipeline.divisors
+    known = profile.conditions.get(PARALLEL)
+    if divisors is None or known == vars(divisors):
+        return profile
+    if known is not None or is_for_inference(profile):
+        what = "for inference" if known is None else f"divided already, by {known}"
+        raise CapslogError(f"pipeline.parallel divides profiles of training, but the profile is {what}; leave it out")
+    return divided(profile, divisors, Network(pipeline.bandwidth, pipeline.node_bandwidth, pipeline.node_devices))
+
+
 def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) -> Plan:
     """Return the plan of a config: its planner's, or the given cuts or plan, judged by the profile. Without a profile
     (given cuts need none) nothing is predicted, and the chain is built to check the cuts. memo: of the estimate, where
     the profile is one.
     """
+    profile = None if profile is None else divided_profile(config, profile)
     settled = with_defaults(config, profile)
     plan = naming_variants(settled, _plan(settled, profile, _checked_plan(settled), memo))
     if memo is not None and profile is not None:  # a profile alone builds no model
@@ -312,8 +334,10 @@ def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo
             return rehearse_config(chosen, plan.cut_list, memo=memo)
         return rehearse_plan(chosen, plan, memo=memo)
 
-    confirm = None if config.workload == WITHOUT_MODEL else rehearsal
+    divisors = config.pipeline.divisors  # a rehearsal runs whole stages
+    confirm = None if config.workload == WITHOUT_MODEL or divisors is not None else rehearsal
     plan = solve(problem, config.pipeline.planner, confirm, protection)
+    plan = plan if divisors is None else dataclasses.replace(plan, parallel=divisors)
     if named_plan is not None and named_plan.short:
         return plan if plan.fits is False else dataclasses.replace(named_plan, notes=plan.notes)
     return plan

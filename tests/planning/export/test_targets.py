@@ -21,6 +21,7 @@ from tests.planning.export.readers import (
     torchtitan_part,
     uneven_ends,
 )
+from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.export import TARGETS, Request, names_in, notes, written
 from varuna_capslog.plans.parts import Units
@@ -41,6 +42,21 @@ def test_notes_of_a_plain_plan() -> None:
     [first, second] = notes("sglang", plan, KEEPS)
     assert first == "SGLang also needs --pp-size 2"
     assert second.startswith("the plan was made for training steps; what SGLang holds")
+
+
+def test_notes_say_how_the_target_divides_stages() -> None:
+    plan = replace(plan_of(0, 3), parallel=Divisors(tensor=4, context=2, expert=8, data=2, zero=1))
+    assert notes("megatron", plan, KEEPS)[1] == (
+        "the plan divides each stage by tensor=4,context=2,expert=8,data=2,zero=1; Megatron does so with "
+        "--tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --expert-model-parallel-size 8 "
+        "--expert-tensor-parallel-size 1 --use-distributed-optimizer (data-parallel size 2)"
+    )
+    plan = replace(plan, parallel=Divisors(tensor=4, data=2, zero=3))
+    assert notes("torchtitan", plan, KEEPS)[1].endswith(
+        "torchtitan does so with parallelism.tensor_parallel_degree=4, parallelism.data_parallel_shard_degree=2, "
+        "parallelism.fsdp_reshard_after_forward=always"
+    )
+    assert notes("verl", plan, KEEPS)[1].endswith("set that in verl itself")
 
 
 def test_notes_name_what_is_left_out() -> None:

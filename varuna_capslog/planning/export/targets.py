@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.layer_counts import (
@@ -110,6 +111,7 @@ class Target:
     settings: settings that the system also needs; {ranks} stands for the ranks of a pipeline.
     order: the order of work: "own" (the system's), "csv" (torch's, which `torch-csv` exports), "none" (no training), ""
         (the form is the order).
+    parallel: returns the settings of the system for the plan's `parallel`; None: it has none, or they are not known.
     use: for which models and how the text is given, where that needs a sentence.
     intervals: True where the text says what is recomputed.
     """
@@ -121,6 +123,31 @@ class Target:
     order: str = "own"
     use: str = ""
     intervals: bool = False
+    parallel: Callable[[Divisors], str] | None = None
+
+
+def _megatron_flags(divisors: Divisors) -> str:
+    """Flags of Megatron; experts are not divided by the tensor size there either, as --expert-tensor-parallel-size 1
+    says.
+    """
+    flags = [f"--tensor-model-parallel-size {divisors.tensor}"] if divisors.tensor > 1 else []
+    flags += ["--sequence-parallel"] if divisors.tensor > 1 else []
+    flags += [f"--context-parallel-size {divisors.context}"] if divisors.context > 1 else []
+    flags += [f"--expert-model-parallel-size {divisors.expert}"] if divisors.expert > 1 else []
+    flags += ["--expert-tensor-parallel-size 1"] if divisors.tensor > 1 else []
+    fsdp = "--use-megatron-fsdp --data-parallel-sharding-strategy"
+    flags += [["", "--use-distributed-optimizer", f"{fsdp} optim_grads", f"{fsdp} optim_grads_params"][divisors.zero]]
+    return " ".join(filter(None, [*flags, f"(data-parallel size {divisors.data})"]))
+
+
+def _torchtitan_keys(divisors: Divisors) -> str:
+    """Keys of torchtitan; it shares nothing, or weights as well."""
+    sizes = {name: getattr(divisors, name) for name in ("tensor", "context", "expert")}
+    keys = [f"{name}_parallel_degree={size}" for name, size in sizes.items() if size > 1]
+    keys.append(f"data_parallel_{'shard' if divisors.zero else 'replicate'}_degree={divisors.data}")
+    keys += [f"fsdp_reshard_after_forward={'always' if divisors.zero == 3 else 'never'}"] if divisors.zero else []
+    text = ", ".join(f"parallelism.{key}" for key in keys)
+    return f"{text} (it shares gradients, too)" if divisors.zero == 1 else text
 
 
 TARGETS: Mapping[str, Target] = {
@@ -131,6 +158,7 @@ TARGETS: Mapping[str, Target] = {
         "layers",
         "--pipeline-model-parallel-size {ranks}",
         use="for GPT models of Megatron: --pipeline-model-parallel-layout takes it, in quotes; ",
+        parallel=_megatron_flags,
     ),
     "primus": Target(
         "Primus",
@@ -151,6 +179,7 @@ TARGETS: Mapping[str, Target] = {
         lambda r: slime(r.plan, r.known_names, r.pattern),
         "layers",
         "--pipeline-model-parallel-size {ranks}",
+        parallel=_megatron_flags,
     ),
     "diffusion-pipe": Target(
         "diffusion-pipe",
@@ -164,6 +193,7 @@ TARGETS: Mapping[str, Target] = {
         "modules",
         "parallelism.pipeline_parallel_degree={ranks}",
         "csv",
+        parallel=_torchtitan_keys,
     ),
     "automodel": Target(
         "NeMo AutoModel",
@@ -230,6 +260,12 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
         sentences.append(f"{form.use}{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
     elif form.use:
         sentences.append(form.use.removesuffix("; "))
+    if plan.parallel is not None:
+        settings = None if form.parallel is None else form.parallel(plan.parallel)
+        sentences.append(
+            f"the plan divides each stage by {plan.parallel.describe()}; "
+            + (f"set that in {form.system} itself" if settings is None else f"{form.system} does so with {settings}")
+        )
     if line.replicas > 1:
         sentences.append(
             f"the plan has {line.replicas} equal pipelines and the text describes one; set the data parallelism "

@@ -31,9 +31,10 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, NeedsValues
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.profiles.record import ActionBytes
+from varuna_capslog.profiles.record import ActionBytes, Divisible
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimation.allocator import replay
+from varuna_capslog.profiling.estimation.divisible import DivisibleMeter
 from varuna_capslog.profiling.estimation.headroom import StepTrace
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
 from varuna_capslog.profiling.estimation.operators import Work
@@ -71,6 +72,7 @@ class HollowRun(StepTrace):
     work: of forward ("F"), backward ("B") and update ("U"), by class. actions: bytes of each of its actions.
     attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
     limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
+    divisible: of a stage of one layer; None: of several.
     """
 
     static_bytes: int
@@ -82,6 +84,7 @@ class HollowRun(StepTrace):
     actions: ActionBytes
     attention: frozenset[str]
     limits: frozenset[str]
+    divisible: Divisible | None
 
 
 def run_hollow(
@@ -130,6 +133,7 @@ def run_hollow(
             actions,
             frozenset(meter.attention),
             frozenset(quirks.limits),
+            meter.divisible,
         )
 
 
@@ -280,15 +284,30 @@ class _Meter(StepMeter):
         self.actions: ActionBytes | None = None
         self.attention: set[str] = set()
         self.refused = ""
+        self._parts: dict[str, DivisibleMeter] = {}
 
     @property
     def saved_bytes(self) -> int:
         return self._stage.saved_bytes
 
+    @property
+    def divisible(self) -> Divisible | None:
+        """Of the forward, or of the recomputation where the last stage forwards in it only."""
+        meter = max(self._parts.values(), key=lambda meter: meter.count, default=None)
+        return None if meter is None else meter.result()
+
     def begin(self, engine: PipelineEngine, resident: Collection[int], followed: Lifetimes) -> None:
         super().begin(engine, resident, followed)
         self._engine, self._own = engine, resident
         self._weights = ActionWeights(engine, self._quirks.block_bytes)
+        if len(engine.layers) == 1:
+            parameters = list(engine.layers[0].parameters.values())
+            self._parts = {kind: DivisibleMeter(parameters, self._seconds_of) for kind in "FR"}
+
+    def _seconds_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+        work: Work = {}
+        self._speed.count(work, func, args, kwargs, result)
+        return self._speed.seconds({**work, "launch": 0.0})
 
     def count_static(self) -> None:
         assert self._engine is not None
@@ -329,6 +348,8 @@ class _Meter(StepMeter):
 
         def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
             self._speed.count(self.work[kind], func, args, kwargs, result)
+            if kind in self._parts:
+                self._parts[kind](func, args, kwargs, result)
             name = func.overloadpacket.__name__
             if name in ("_softmax", "_safe_softmax") and args[0].dim() > 2:
                 self.attention.add("eager")
