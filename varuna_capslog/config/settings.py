@@ -556,7 +556,9 @@ class Pipeline(Section):
                     f"pipeline.cuts={cuts} gives {len(cuts) // self.devices} stages per device, but "
                     f"pipeline.stages_per_rank is {self.stages_per_rank}; leave one of them out"
                 )
-        parallel.check_pipeline(self)
+        parallel.check_pipeline(
+            self.divisors, self.devices, self.node_devices, self.replicas, self.node_bandwidth is not None
+        )
         if isinstance(self.capacity, list) and len(self.capacity) != self.devices:
             raise ValueError(
                 f"pipeline.capacity lists {len(self.capacity)} size(s) for pipeline.devices={self.devices}; "
@@ -677,7 +679,9 @@ class Config(Section):
                 f"train.minibatch_size={self.train.minibatch_size} has {microbatches} microbatches; at most "
                 f"{fields.MOST_CALLS} can be scheduled: raise train.microbatch_size"
             )
-        parallel.check_samples(self.pipeline.divisors, self.train)
+        parallel.check_samples(self.pipeline.divisors, self.train.minibatch_size, self.train.microbatch_size)
+        if self.pipeline.zero:
+            parallel.check_shared_states(self.pipeline.plan, replicas, self.elastic.enabled, self.engine)
         blocks = self.train.accumulation_blocks
         if blocks is None and self.pipeline.plan is not None:
             return self  # they are the plan's
@@ -747,35 +751,6 @@ class Config(Section):
                 f"elastic.enabled=true but engine={self.engine}: only our own engine changes its members while it "
                 "trains; set engine to capslog, or elastic.enabled to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _zero_agrees(self) -> Config:
-        pipeline = self.pipeline
-        if not pipeline.zero:
-            return self
-        reasons = {
-            f"pipeline.plan={pipeline.plan}": (
-                pipeline.plan is not None,
-                "stages[].moments of a plan file say who keeps what; leave pipeline.zero out, or plan again",
-            ),
-            f"pipeline.replicas={pipeline.replicas}": (
-                pipeline.replicas == 1,
-                "it shares optimizer states among replicas, and there are none; set pipeline.replicas to 2 or more, or "
-                "leave pipeline.zero out",
-            ),
-            "elastic.enabled=true": (
-                self.elastic.enabled,
-                "a member that is lost would take its share of the states along; leave one of them out",
-            ),
-            f"engine={self.engine}": (
-                self.engine != "capslog",
-                "only our own engine shares optimizer states; set engine to capslog, or leave pipeline.zero out",
-            ),
-        }
-        for key, (wrong, why_not) in reasons.items():
-            if wrong:
-                raise ValueError(f"pipeline.zero=1 does not go with {key}: {why_not}")
         return self
 
     @property
