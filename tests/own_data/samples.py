@@ -61,6 +61,31 @@ class Named(nn.Module):
         return {"logits": self.blocks[1](hidden), "hidden": hidden}
 
 
+class OwnLoss(nn.Module):
+    """Computes its loss itself. shifted: each row of labels is compared one place later, as in decoders."""
+
+    def __init__(self, shifted: bool = False, added: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.shifted, self.added = model(0.0), shifted, added
+
+    def forward(self, input: Tensor, label: Tensor) -> dict[str, Tensor]:
+        scores = self.blocks(input)
+        if self.shifted:
+            label = F.pad(label, (0, 1), value=-100)[..., 1:]
+        loss = F.cross_entropy(scores.flatten(0, -2), label.flatten().to(scores.device))
+        return {"loss": loss + scores.square().mean() if self.added else loss, "scores": scores}
+
+
+class Rows(Points):
+    """Rows of five points, of which some in the first rows are labelled."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        label = torch.randint(3, (5,), generator=generator)
+        label[torch.randint(6, (), generator=generator) if index < self.labelled else 0 :] = -100
+        return {"input": torch.randn(5, 4, generator=generator), "label": label}
+
+
 def noted_loss(outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The loss, and as another part the sum of 2 ** number over the samples, which tells which samples were there."""
     return {"loss": F.cross_entropy(outputs, batch["label"]), "who": (2 ** batch["number"]).sum().float()}

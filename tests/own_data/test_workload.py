@@ -143,6 +143,45 @@ def test_labels_that_are_ignored_unevenly_count_for_the_whole_minibatch(
     assert score == pytest.approx(float(F.cross_entropy(plain(batch["input"]), batch["label"]).detach()), abs=1e-4)
 
 
+@pytest.mark.parametrize("shifted", [False, True], ids=["in place", "shifted"])
+def test_labels_that_are_ignored_count_in_a_loss_of_the_model_s_own(
+    pool: WorkerPool, tmp_path: Path, shifted: bool
+) -> None:
+    """Microbatches had the same weight, with one label that counts or with all; one without any ended the run."""
+    data = {"dataset": "tests.own_data.samples:Rows", "arguments": {"labelled": 16}, "loss": None, "inputs": None}
+    model = {"factory": "tests.own_data.samples:OwnLoss", "arguments": {"shifted": shifted}}
+    options = config(tmp_path, data, model=model, pipeline={"replicas": 2})
+    chain = DatasetWorkload(options).build_chain()
+    plan = Plan.of_cuts(num_layers=len(chain), cuts=(0, 3), model=model["factory"])
+    end = pool.run(cases.train_run, 4, options, plan, None)[0]
+    assert "error" not in end, end
+    torch.manual_seed(options.train.seed)
+    plain = samples.OwnLoss(shifted)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=1e-4)
+    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
+    order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
+    expected = []
+    for batch in DataLoader(samples.Rows(labelled=16), batch_sampler=order):
+        optimizer.zero_grad()
+        loss = plain(**batch)["loss"]
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        expected += [float(loss.detach()), float(norm)]
+    told = [line[name] for line in lines(tmp_path) for name in ("loss", "grad_norm")]
+    assert told == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_loss_of_unknown_targets_says_that_microbatches_count_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, added: bool
+) -> None:
+    data = {"dataset": "tests.own_data.samples:Rows", "arguments": {"labelled": 16}, "loss": None, "inputs": None}
+    model = {"factory": "tests.own_data.samples:OwnLoss", "arguments": {"added": added}}
+    DatasetWorkload(config(tmp_path, data, model=model)).build_chain()
+    assert ("each microbatch counts the same" in caplog.text) is added
+
+
 def test_a_minibatch_without_any_label_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     options = config(tmp_path, {"arguments": {"labelled": 0}, "loss": "cross_entropy"})
     assert (

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional as F
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.variants.chunked_loss import chunked_cross_entropy
 
-__all__ = ["COUNTS", "LOSSES", "METRICS", "returned"]
+__all__ = ["COUNTS", "IGNORED", "LOSSES", "METRICS", "counted_by_model", "returned"]
 
 
 class Outputs(dict[str, Tensor]):
@@ -90,12 +92,91 @@ def counted_part(batch: Any) -> float:
     if isinstance(classes, FakeTensor):
         return 1.0
     with unset_fake_temporarily():  # an estimate has the values of its first batch
-        return float((classes != _IGNORED).sum()) / max(classes.numel(), 1)
+        return float((classes != IGNORED).sum()) / max(classes.numel(), 1)
 
 
-_IGNORED = -100
+IGNORED = -100
 """Default `ignore_index` of torch's `cross_entropy`."""
 LOSSES = {"cross_entropy": _cross_entropy, "chunked_cross_entropy": _chunked_cross_entropy, "mse": _mse}
 COUNTS = {"cross_entropy": counted_part, "chunked_cross_entropy": counted_part}
 """Part of a batch's targets over which a loss takes its mean, by the loss's name."""
 METRICS = {"accuracy": _accuracy}
+
+
+# -- the targets of a loss that the model computes itself
+
+
+class _NotOfOneInput(Exception):
+    """The targets of a model's loss are not made of one of its inputs alone."""
+
+
+def counted_by_model(chain: Chain) -> Callable[[Mapping[str, Tensor]], float] | None:
+    """Return a function from the inputs of a captured model to the part of its targets that its own loss counts, of
+    those that it would count if none were ignored. None where that loss is not torch's `cross_entropy` alone.
+
+    What the loss compares with is read from the graph: decoders of transformers shift their labels, others do not.
+    """
+    last = chain.layers[-1]
+    if not isinstance(last.module, fx.GraphModule) or "loss" not in last.writes:
+        return None
+    graph = last.module.graph
+    written: Any = graph.output_node().args[0]
+    loss = written if isinstance(written, fx.Node) else written[last.writes.index("loss")]
+    if loss.target is not torch.ops.aten.cross_entropy_loss.default:
+        return None
+    names = ("self", "target", "weight", "reduction", "ignore_index")
+    arguments: dict[str, Any] = dict(zip(names, loss.args, strict=False)) | loss.kwargs
+    if arguments.get("weight") is not None or arguments.get("reduction", 1) != 1:
+        return None
+    inputs = {
+        node: name
+        for node, name in zip(graph.find_nodes(op="placeholder"), last.reads, strict=True)
+        if name in chain.inputs
+    }
+    try:
+        name, targets_of = _targets_of(arguments["target"], inputs)
+    except _NotOfOneInput:
+        return None
+    ignored = int(arguments.get("ignore_index", IGNORED))
+
+    def count(labels: Tensor) -> int:
+        return int((targets_of(labels) != ignored).sum())
+
+    def part(tensors: Mapping[str, Tensor]) -> float:
+        labels = tensors[name]
+        if isinstance(labels, FakeTensor) or labels.is_floating_point():
+            return 1.0
+        with torch.no_grad(), unset_fake_temporarily():  # an estimate has the values of its first batch
+            labels = labels.cpu()
+            return count(labels) / max(1, count(torch.full_like(labels, int(ignored == 0))))
+
+    return part
+
+
+def _targets_of(targets: fx.Node, inputs: Mapping[fx.Node, str]) -> tuple[str, fx.GraphModule]:
+    """Return the name of the input of which the targets are made, and the graph that makes them, on the CPU."""
+    graph, copies = fx.Graph(), dict[fx.Node, Any]()
+    waiting = [targets]
+    while waiting:
+        node = waiting[-1]
+        missing = [source for source in node.all_input_nodes if source not in copies]
+        if node in inputs:
+            if any(other in inputs for other in copies):
+                raise _NotOfOneInput
+            with graph.inserting_before(next(iter(graph.nodes), None)):
+                copies[node] = graph.placeholder("labels")
+        elif node.target is getattr and node.args[1] == "device":
+            copies[node] = torch.device("cpu")
+        elif not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+            raise _NotOfOneInput
+        elif missing:
+            waiting += missing
+            continue
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        waiting.pop()
+    graph.output(copies[targets])
+    names = [name for node, name in inputs.items() if node in copies]
+    if not names:
+        raise _NotOfOneInput
+    return names[0], fx.GraphModule(nn.Module(), graph)

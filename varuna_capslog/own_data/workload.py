@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from varuna_capslog.base.errors import CapslogError, RunFinding
 from varuna_capslog.base.processes import OwnedThread, logged
@@ -25,12 +27,14 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import COUNTED, Evaluator, Minibatch, known_targets
-from varuna_capslog.own_data.judging import COUNTS, LOSSES, METRICS, returned
+from varuna_capslog.own_data.judging import COUNTS, IGNORED, LOSSES, METRICS, counted_by_model, returned
 from varuna_capslog.own_data.loader import DatasetSource, Loader
 from varuna_capslog.own_data.reading import SampleReader, named_or_handed, seeded
 from varuna_capslog.own_data.section import DataSection
 
 __all__ = ["DatasetWorkload", "workload"]
+
+_log = logging.getLogger(__name__)
 
 
 def workload(config: Config) -> DatasetWorkload:
@@ -63,6 +67,7 @@ class DatasetWorkload(ModelWorkload):
         self._loader = Loader(self._reader, self._keys, self._seed, keys.workers)
         self._ahead = keys.workers * keys.prefetch
         self._names: dict[str, str | int] | None = None
+        self._counted_by_model: Callable[[Mapping[str, Tensor]], float] | None = None
 
     # -- the data ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +185,29 @@ class DatasetWorkload(ModelWorkload):
                 f"{self.name} has no output named loss for this data (its outputs are {', '.join(chain.outputs)}), so "
                 "give a loss: cross_entropy, chunked_cross_entropy, mse, or a function f(outputs, batch) (data.loss)"
             )
-        return self._with_loss(chain) if self._loss_function is None and self._metric is None else chain
+        if self._loss_function is not None:
+            return chain
+        self._counted_by_model = counted_by_model(chain)
+        if self._counted_by_model is None:
+            self._warn_of_ignored()
+        return self._with_loss(chain) if self._metric is None else chain
+
+    def _warn_of_ignored(self) -> None:
+        """Say that microbatches count alike in a loss of the model's own whose targets are not known."""
+        ignoring = [
+            name
+            for name, tensor in self._inputs_of(self._first).items()
+            if not (tensor.is_floating_point() or isinstance(tensor, FakeTensor)) and bool((tensor == IGNORED).any())
+        ]
+        if ignoring:
+            _log.warning(
+                "%s: its own loss is not torch's cross_entropy of %s alone, so that each microbatch counts the same, "
+                "however many labels are ignored (%d); give a loss of outputs and batch (data.loss) that returns its "
+                "count",
+                self.name,
+                ignoring[0],
+                IGNORED,
+            )
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         """Return the user's loss of outputs and batch, times this microbatch's share: by the number of targets that
@@ -201,7 +228,11 @@ class DatasetWorkload(ModelWorkload):
     def _parts(self, outputs: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
         """Return the parts of a microbatch's mean loss and, where known, the number of targets that they count."""
         if self._loss_function is None:
-            return {"loss": outputs["loss"]}
+            mean_loss = {"loss": outputs["loss"]}
+            if self._counted_by_model is None:
+                return mean_loss
+            part = self._counted_by_model(self._inputs_of(batch))
+            return {**mean_loss, COUNTED: torch.tensor(part, dtype=torch.float64)}
         losses = self._loss_function(returned(outputs), batch)
         parts = dict(losses) if isinstance(losses, Mapping) else {"loss": losses}
         count = parts.pop("count", None)
@@ -321,12 +352,15 @@ class _Judge:
 
 
 def _weighted(value: Tensor, weight: float, outputs: Mapping[str, Tensor]) -> Tensor:
-    """Return a mean times its weight; for weight 0, where the mean is NaN, zero with a gradient of zero."""
+    """Return a mean, which may be an output itself, times its weight; for weight 0, where the mean is NaN, zero with a
+    gradient of zero.
+    """
     if weight == 1.0:
         return value
     if weight:
         return value * weight
-    return torch.stack([(output * 0).sum() for output in outputs.values() if output.is_floating_point()]).sum()
+    numbers = [output.nan_to_num() if output is value else output for output in outputs.values()]
+    return torch.stack([(output * 0).sum() for output in numbers if output.is_floating_point()]).sum()
 
 
 def _entry(batch: Any, key: str | int) -> Any:
