@@ -37,7 +37,8 @@ def their_labels(of: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
 
 
 def close(ours: Tensor, theirs: Tensor, scale: float = 0.0) -> None:
-    bound = 1e-5 * max(float(theirs.detach().abs().max()), scale)
+    # rounding: 1.04e-5 on some processors, less on others
+    bound = 2e-5 * max(float(theirs.detach().abs().max()), scale)
     assert float((ours - theirs).detach().abs().max()) <= bound, (float((ours - theirs).detach().abs().max()), bound)
 
 

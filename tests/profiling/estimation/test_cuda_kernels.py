@@ -64,7 +64,7 @@ def test_buffers_depend_on_the_processors() -> None:
 def test_workspaces_of_attention(kernel: str, shape: tuple[int, ...], dtype: torch.dtype, read: int) -> None:
     query = meta(*shape, dtype=dtype)
     operator = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
-    assert sum(CUDA_KERNELS[operator]((query, query), None, H200)) == pytest.approx(read, rel=0.02)
+    assert sum(CUDA_KERNELS[operator]((query, query, query), None, H200)) == pytest.approx(read, rel=0.02)
 
 
 @pytest.mark.parametrize(

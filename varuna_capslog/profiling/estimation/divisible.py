@@ -103,8 +103,8 @@ class DivisibleMeter:
         """Operators so far."""
         return len(self._calls)
 
-    def result(self) -> Divisible:
-        """Return what the forward has shown."""
+    def divisible(self) -> Divisible:
+        """Return the parts that the forward has shown."""
         whole = self._routers()
         while (sums := self._passed(whole)).whole - whole:
             whole |= sums.whole

@@ -294,7 +294,7 @@ class _Meter(StepMeter):
     def divisible(self) -> Divisible | None:
         """Of the forward, or of the recomputation where the last stage forwards in it only."""
         meter = max(self._parts.values(), key=lambda meter: meter.count, default=None)
-        return None if meter is None else meter.result()
+        return None if meter is None else meter.divisible()
 
     def begin(self, engine: PipelineEngine, resident: Collection[int], followed: Lifetimes) -> None:
         super().begin(engine, resident, followed)
