@@ -27,7 +27,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.trust.secret import Secret, run_secret
 from varuna_capslog.commands.train import check_address
 from varuna_capslog.elastic.network import network_variables, parse_address
-from varuna_capslog.elastic.store.etcd_gateway import b64
+from varuna_capslog.elastic.store.etcd_gateway import Etcd, b64
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
 from varuna_capslog.elastic.store.log import pack_entry
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreRefuses, open_store
@@ -243,6 +243,22 @@ def test_addresses() -> None:
     for wrong in ("etcd://a/x", "etcd://a:1", "etcd://a:1/", "etcd://a:1,b/x", "etcd://a:1,b:65536/x"):
         with pytest.raises(CapslogError, match="etcd://"):
             check_address(wrong)
+
+
+def test_a_run_that_begins_while_another_machine_looks_is_found(
+    cluster: EtcdServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for a run with another secret, since the first question came before it and the second after."""
+    address = cluster.address("early")
+    get = Etcd.get
+
+    def before_it_begins(etcd: Etcd, key: str) -> str | None:
+        monkeypatch.setattr(Etcd, "get", get)
+        begin_run(address, 1.0, SECRET)
+        return None
+
+    monkeypatch.setattr(Etcd, "get", before_it_begins)
+    assert open_store(address, SECRET).read() == EMPTY
 
 
 def test_the_host_that_began_the_run_is_killed_and_the_run_goes_on(

@@ -86,7 +86,10 @@ class EtcdMembershipStore(MembershipStore):
         self._etcd = Etcd(address, endpoints, answer_seconds or ANSWER_SECONDS, Signatures(secret, address))
         self._kept: deque[EtcdRendezvous] = deque(maxlen=_KEPT)
         run = identity or self._etcd.get(f"{prefix}/current")
-        if run is None and self._etcd.stored(f"{prefix}/current") is not None:
+        unread = run is None and self._etcd.stored(f"{prefix}/current") is not None
+        if unread:  # if not of another secret, the run began just now
+            run = self._etcd.get(f"{prefix}/current")
+        if unread and run is None:
             raise StoreRefuses(
                 f"the run in the store at {address} is not signed with this machine's secret; give all machines the "
                 "same file, RUN_DIR/secret or the one that CAPSLOG_SECRET_FILE names, or choose another prefix"
