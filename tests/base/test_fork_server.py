@@ -352,3 +352,18 @@ def test_a_call_ends_also_where_the_fork_server_is_gone(tmp_path, fork_server, t
     told.next("gone")
     with pytest.raises(CapslogError, match=r"ended without an answer \(gone -9\)"):
         fork_server.call("host_entries:called", "", None)
+
+
+def test_ctrl_c_before_a_call_knows_its_process_ends_that_too(tmp_path, fork_server, told, monkeypatch):
+    told.next("ready")
+    file, fork = tmp_path / "pid", fork_server.fork
+
+    def interrupted(order):
+        fork(order)
+        wait_until(lambda: file.exists() and file.read_text())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fork_server, "fork", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fork_server.call("host_entries:called", "hang", str(file))
+    wait_until(lambda: not alive(int(file.read_text())), 10)

@@ -228,6 +228,19 @@ def _become(
         os._exit(status & 0xFF)
 
 
+def _kill_call(heard: queue.SimpleQueue[dict[str, Any]], pid: int | None) -> None:
+    """Kill the process of an abandoned call, of which the fork server may be about to tell."""
+    if pid is None:
+        with contextlib.suppress(queue.Empty):
+            pid = heard.get(timeout=_TELLING_SECONDS).get("pid")
+    if pid is not None:
+        signal_group(pid, signal.SIGKILL)
+
+
+_TELLING_SECONDS = 5.0
+"""Longest wait for the number of a process that was just ordered."""
+
+
 def _settle(order: Order, private: Sequence[int]) -> None:
     """Replace the signals, pipes and variables inherited from the fork server."""
     signal.set_wakeup_fd(-1)
@@ -396,22 +409,22 @@ class ForkServer:
         heard = self._calls[name] = queue.SimpleQueue()  # kept, so that reports of an abandoned call go nowhere else
         if self._gone is not None:
             heard.put(self._gone)
-        pid = None
+        pid, report, ends = None, dict[str, Any](), {"status", "signal", "gone"}
         with tempfile.TemporaryDirectory(prefix="capslog-call-") as folder:
             answer = Path(folder) / "answer"
             call_arguments = [entry, base64.b64encode(pickle.dumps(arguments)).decode(), str(answer)]
             order: Order = {"member": name, "environment": {}, "log": os.devnull, "arguments": call_arguments}
             order |= {"entry": f"{__name__}:answer", "output": self.output, "errors": self.errors}
-            self.fork(order)
             try:
-                while not {"status", "signal", "gone"} & (report := heard.get(timeout=seconds if pid else None)).keys():
-                    pid = report.get("pid")
-                pid = None
+                self.fork(order)
+                while not ends & report.keys():
+                    report = heard.get(timeout=seconds if pid else None)
+                    pid = report.get("pid", pid)
             except queue.Empty:
                 raise NoAnswer(entry, f"no answer within {seconds:g} s") from None
             finally:
-                if pid is not None:
-                    signal_group(pid, signal.SIGKILL)
+                if not ends & report.keys():
+                    _kill_call(heard, pid)
             if not answer.exists():
                 ended = ", ".join(
                     f"{key} {report[key]}" for key in ("status", "signal", "gone", "why") if key in report
