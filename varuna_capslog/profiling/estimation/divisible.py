@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from varuna_capslog.profiles.record import Divisible
+from varuna_capslog.profiling.estimation.operators import tensors_in
 
 __all__ = ["DivisibleMeter"]
 
@@ -72,12 +73,12 @@ class DivisibleMeter:
     def __init__(self, parameters: Sequence[Tensor], seconds: Callable[..., float]) -> None:
         self._shapes = [tuple(parameter.shape) for parameter in parameters]
         self._parameters = {_storage(parameter): number for number, parameter in enumerate(parameters)}
-        self._seconds = seconds
+        self._seconds, self._has_experts = seconds, any(len(shape) == 3 for shape in self._shapes)
         self._calls: list[_Call] = []
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         name = func.overloadpacket.__name__
-        inputs, outputs = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))
+        inputs, outputs = list(tensors_in((*args, *kwargs.values()))), list(tensors_in((result,)))
         if not outputs:
             return
         more: dict[str, Any] = {}
@@ -85,7 +86,8 @@ class DivisibleMeter:
             left, right = (args[place] for place in _PRODUCTS.get(name, (1, 2)))
             more = {"rows": _storage(left), "matrix": _storage(right)}
             more |= {"row_bytes": _unique_bytes(left), "matrix_bytes": _unique_bytes(right)}
-            more |= {"seconds": self._seconds(func, args, kwargs, result)}
+            if self._has_experts:
+                more["seconds"] = self._seconds(func, args, kwargs, result)
         elif name == "embedding":
             more = {"matrix": _storage(args[0])}
         elif name == "clone":
@@ -206,11 +208,3 @@ def _unique_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements, those that strides of 0 repeat counted once."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in pairs if stride) * tensor.itemsize if tensor.numel() else 0
-
-
-def _tensors(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)

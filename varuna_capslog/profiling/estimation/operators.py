@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from varuna_capslog.model.chain import is_dense
 from varuna_capslog.profiling.estimation.allocator import round_up
 
-__all__ = ["Work", "work_of"]
+__all__ = ["Work", "tensors_in", "work_of"]
 
 Work = dict[str, float]
 """Class of `rates.CLASSES` -> FLOPs, bytes, elements or launches."""
@@ -64,8 +64,10 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     name, changed, count = _known_of(func)
     if count is None:
         return {}
-    inputs = list(_tensors((*args, *kwargs.values())))
-    outputs = list(_tensors(args[place] for place in changed if place < len(args)) if changed else _tensors((result,)))
+    inputs = list(tensors_in((*args, *kwargs.values())))
+    outputs = list(
+        tensors_in(args[place] for place in changed if place < len(args)) if changed else tensors_in((result,))
+    )
     return count(name, args, inputs, outputs, result, halves)
 
 
@@ -101,12 +103,13 @@ def _kind_of(name: str) -> _Count:
     return _streamed
 
 
-def _tensors(values: Any) -> Any:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values, also in tuples and lists, in order."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
