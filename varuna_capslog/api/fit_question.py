@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -125,7 +126,7 @@ class Question:
 
         config, _ = self._captured()
         profile, capacity = profile_run(config, show=False, memo=self.memo), config.pipeline.capacity
-        missing = _smallest(config, profile, self.memo).pressed_lack()
+        missing = _smallest_run(config, profile, self.memo).pressed_lack()
         alike = isinstance(capacity, int) or capacity is None or len(set(capacity)) == 1
         most = capacity if isinstance(capacity, int) else max(capacity or [0])
         if abs(missing) > _NEAR * most and (alike or missing <= 0):
@@ -190,11 +191,15 @@ class PlannedRun:
         """
         if not self.plan.fits:  # it is that plan
             return max(1, -min(self.memory.margins))
-        return min(0, _smallest(self.config, self.profile, self.memo).pressed_lack())
+        return min(0, self._smallest.pressed_lack())
+
+    @functools.cached_property
+    def _smallest(self) -> PlannedRun:
+        return _smallest_run(self.config, self.profile, self.memo)
 
     def least(self) -> tuple[int, int]:
         """Return the lack of the plan with the smallest peak, and the same without activations, at most 0."""
-        smallest = _smallest(self.config, self.profile, self.memo)
+        smallest = self._smallest
         lack, headroom = smallest.pressed_lack(), Headroom.of(self.profile)
         peak = max(smallest.memory.peaks)
         kinds = smallest.kinds()
@@ -209,7 +214,7 @@ class Answer(PlannedRun):
     question: Question
 
 
-def _smallest(config: Config, profile: Profile, memo: Memo | None) -> PlannedRun:
+def _smallest_run(config: Config, profile: Profile, memo: Memo | None) -> PlannedRun:
     """Return the run with the plan of the smallest peak, for `_pressed` devices."""
     from varuna_capslog.start.prepare import plan_run
 
