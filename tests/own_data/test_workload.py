@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -59,6 +61,24 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def plain_steps(
+    options: Config, model: nn.Module, dataset: samples.Points, loss_of: Callable[[Any], Tensor]
+) -> list[float]:
+    """Return loss and gradient norm of each of six steps of a plain loop over the run's minibatches, in one list."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
+    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
+    order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
+    steps: list[float] = []
+    for batch in DataLoader(dataset, batch_sampler=order):
+        optimizer.zero_grad()
+        mean_loss = loss_of(batch)
+        mean_loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        steps += [float(mean_loss.detach()), float(norm)]
+    return steps
+
+
 @pytest.fixture(scope="module")
 def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two epochs on one stage, with validation."""
@@ -95,18 +115,10 @@ def test_the_losses_are_those_of_a_plain_loop_with_a_data_loader(pool: WorkerPoo
     train(pool, options, (0, 3))
     torch.manual_seed(options.train.seed)
     model = samples.model(0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
-    order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
-    expected = []
-    for batch in DataLoader(samples.Points(), batch_sampler=order):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch["input"]), batch["label"])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        expected.append(float(loss.detach()))
-    assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(expected, abs=1e-5)
+    steps = plain_steps(
+        options, model, samples.Points(), lambda batch: F.cross_entropy(model(batch["input"]), batch["label"])
+    )
+    assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(steps[::2], abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "chunked_cross_entropy", "tests.own_data.samples:counting_loss"])
@@ -124,17 +136,10 @@ def test_labels_that_are_ignored_unevenly_count_for_the_whole_minibatch(
     train(pool, options, (0, 3))
     torch.manual_seed(options.train.seed)
     plain = samples.model(0.0)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=1e-4)
-    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
-    order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
-    expected = []
-    for batch in DataLoader(samples.Points(labelled=9), batch_sampler=order):
-        optimizer.zero_grad()
-        mean_loss = F.cross_entropy(plain(batch["input"]), batch["label"])
-        mean_loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        optimizer.step()
-        expected += [float(mean_loss.detach()), float(norm)]
+    batches = samples.Points(labelled=9)
+    expected = plain_steps(
+        options, plain, batches, lambda batch: F.cross_entropy(plain(batch["input"]), batch["label"])
+    )
     told = [line[name] for line in lines(tmp_path) for name in ("loss", "grad_norm")]
     assert told == pytest.approx(expected, abs=1e-5)
     assert all(line["parts"] == {} for line in lines(tmp_path))
@@ -157,17 +162,7 @@ def test_labels_that_are_ignored_count_in_a_loss_of_the_model_s_own(
     assert "error" not in end, end
     torch.manual_seed(options.train.seed)
     plain = samples.OwnLoss(shifted)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=1e-4)
-    feed = Feed(DatasetWorkload(options).train_data(), 8, 2, options.train.seed, [])
-    order = [[*itertools.chain(*feed.minibatch(step).sample_ids)] for step in range(1, 7)]
-    expected = []
-    for batch in DataLoader(samples.Rows(labelled=16), batch_sampler=order):
-        optimizer.zero_grad()
-        loss = plain(**batch)["loss"]
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        optimizer.step()
-        expected += [float(loss.detach()), float(norm)]
+    expected = plain_steps(options, plain, samples.Rows(labelled=16), lambda batch: plain(**batch)["loss"])
     told = [line[name] for line in lines(tmp_path) for name in ("loss", "grad_norm")]
     assert told == pytest.approx(expected, abs=1e-5)
 
@@ -178,7 +173,7 @@ def test_a_loss_of_unknown_targets_says_that_microbatches_count_alike(
 ) -> None:
     data = {"dataset": "tests.own_data.samples:Rows", "arguments": {"labelled": 16}, "loss": None, "inputs": None}
     model = {"factory": "tests.own_data.samples:OwnLoss", "arguments": {"added": added}}
-    DatasetWorkload(config(tmp_path, data, model=model)).build_chain()
+    DatasetWorkload(config(tmp_path, data, model=model)).hand_over()
     assert ("each microbatch counts the same" in caplog.text) is added
 
 

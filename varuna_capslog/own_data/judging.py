@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional as F
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.causality import makers_of
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.variants.chunked_loss import chunked_cross_entropy
 
@@ -155,28 +156,25 @@ def counted_by_model(chain: Chain) -> Callable[[Mapping[str, Tensor]], float] | 
 
 def _targets_of(targets: fx.Node, inputs: Mapping[fx.Node, str]) -> tuple[str, fx.GraphModule]:
     """Return the name of the input of which the targets are made, and the graph that makes them, on the CPU."""
-    graph, copies = fx.Graph(), dict[fx.Node, Any]()
-    waiting = [targets]
-    while waiting:
-        node = waiting[-1]
-        missing = [source for source in node.all_input_nodes if source not in copies]
+    makers, graph, copies = makers_of([targets], _is_device), fx.Graph(), dict[fx.Node, Any]()
+    names = [name for node, name in inputs.items() if node in makers]
+    if len(names) != 1:
+        raise _NotOfOneInput
+    for node in targets.graph.nodes:
+        if node not in makers:
+            continue
         if node in inputs:
-            if any(other in inputs for other in copies):
-                raise _NotOfOneInput
-            with graph.inserting_before(next(iter(graph.nodes), None)):
-                copies[node] = graph.placeholder("labels")
-        elif node.target is getattr and node.args[1] == "device":
+            copies[node] = graph.placeholder("labels")
+        elif _is_device(node):
             copies[node] = torch.device("cpu")
         elif not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
             raise _NotOfOneInput
-        elif missing:
-            waiting += missing
-            continue
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        waiting.pop()
     graph.output(copies[targets])
-    names = [name for node, name in inputs.items() if node in copies]
-    if not names:
-        raise _NotOfOneInput
     return names[0], fx.GraphModule(nn.Module(), graph)
+
+
+def _is_device(node: fx.Node) -> bool:
+    """True for a tensor's device, whatever the tensor."""
+    return bool(node.target is getattr and node.args[1] == "device")

@@ -188,8 +188,6 @@ class DatasetWorkload(ModelWorkload):
         if self._loss_function is not None:
             return chain
         self._counted_by_model = counted_by_model(chain)
-        if self._counted_by_model is None:
-            self._warn_of_ignored()
         return self._with_loss(chain) if self._metric is None else chain
 
     def _warn_of_ignored(self) -> None:
@@ -297,6 +295,8 @@ class DatasetWorkload(ModelWorkload):
         """Capture the model, and try the loss on the first batch with made-up outputs."""
         super().hand_over()
         chain = self.build_training_chain()
+        if self._loss_function is None and self._counted_by_model is None:
+            self._warn_of_ignored()
         outputs = {}
         last = ShapeTable(chain).boundaries(self._input_specs(self._size))[-1]
         for name in chain.outputs:

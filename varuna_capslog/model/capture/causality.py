@@ -7,14 +7,14 @@ crosses every cut, and keeps flash kernels and grouped heads out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-__all__ = ["attend_causally"]
+__all__ = ["attend_causally", "makers_of"]
 
 _attention = torch.ops.aten.scaled_dot_product_attention.default
 _PART = 1 << 24
@@ -64,17 +64,18 @@ def attend_causally(graph: fx.Graph, kept: Collection[fx.Node]) -> None:
 
 def _drop_unread(graph: fx.Graph, masks: Collection[fx.Node], kept: Collection[fx.Node]) -> None:
     """Remove masks that nothing reads any more, and what was made for them alone."""
-    made_for = _makers(masks)
+    made_for = makers_of(masks)
     for node in reversed(graph.nodes):
         if node in made_for and not node.users and node not in kept:
             graph.erase_node(node)
 
 
-def _makers(nodes: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the nodes with all that they are computed from."""
+def makers_of(nodes: Collection[fx.Node], ends: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """Return the nodes with all that they are computed from. ends: True for those whose own makers do not matter."""
     waiting, seen = list(nodes), set(nodes)
     while waiting:
-        new = set(waiting.pop().all_input_nodes) - seen
+        node = waiting.pop()
+        new = set() if ends(node) else set(node.all_input_nodes) - seen
         seen |= new
         waiting += new
     return seen
@@ -147,7 +148,7 @@ def _allowed(mask: Tensor) -> Tensor:
 
 def _follows_from_sizes(node: fx.Node) -> bool:
     """True where no input, weight, buffer or random number has a part in a value."""
-    for maker in _makers([node]):
+    for maker in makers_of([node]):
         plain = maker.op == "call_function" and isinstance(maker.target, torch._ops.OpOverload)
         if (
             not plain
