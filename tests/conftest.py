@@ -28,6 +28,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is killed 
 STATE = tempfile.TemporaryDirectory(prefix="capslog-state-")
 """For the key of the user's marks (`start/named_code`), which tests must not make in his own folder."""
 os.environ.setdefault("XDG_STATE_HOME", STATE.name)
+CACHE = tempfile.TemporaryDirectory(prefix="capslog-cache-")
+"""For profiles: one that code of yesterday estimated would hide what the code of today does."""
+if "PYTEST_XDIST_WORKER" not in os.environ:  # which shares the folder of the process that began the tests
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 LONGEST = (
     "test_torchrun.py",

@@ -14,5 +14,6 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(uid: int) -> NoReturn:
         raise KeyError(uid)
 
-    monkeypatch.delenv("HOME", raising=False)
+    for variable in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
