@@ -18,10 +18,10 @@ def check_pipeline(
     """Refuse nodes of another number of devices or cards, and replicas of our engine beside `pipeline.parallel`."""
     cards = devices * (1 if divisors is None else divisors.cards)
     if node_devices is not None and cards % node_devices:
-        what = f"pipeline.devices={devices}" if divisors is None else f"the {cards} cards of all stages"
+        devices_named = f"pipeline.devices={devices}" if divisors is None else f"the {cards} cards of all stages"
         raise ValueError(
-            f"pipeline.node_devices={node_devices} does not divide {what}; all nodes must have the same number of "
-            "devices"
+            f"pipeline.node_devices={node_devices} does not divide {devices_named}; all nodes must have the same "
+            "number of devices"
         )
     if divisors is not None and replicas > 1:
         raise ValueError(

@@ -278,8 +278,8 @@ def _parts_of(layer: LayerProfile, profile: Profile) -> Divisible:
 
 def _kinds(parts: Divisible, size: float) -> _OF_KINDS:
     """Return the bytes of each kind among `size` bytes of a layer's parameters."""
-    rest = max(0.0, 1 - parts.matrix_share - parts.expert_share)
-    return {"matrix": parts.matrix_share * size, "expert": parts.expert_share * size, "other": rest * size}
+    other_share = max(0.0, 1 - parts.matrix_share - parts.expert_share)
+    return {"matrix": parts.matrix_share * size, "expert": parts.expert_share * size, "other": other_share * size}
 
 
 def _sum(rows: Sequence[Mapping[str, float]]) -> _OF_KINDS:

@@ -284,12 +284,12 @@ def divided_profile(config: Config, profile: Profile) -> Profile:
     Raises CapslogError for a measured profile, and for one that is divided in another way.
     """
     pipeline, divisors = config.pipeline, config.pipeline.divisors
-    known = profile.conditions.get(PARALLEL)
-    if divisors is None or known == vars(divisors):
+    divided_by = profile.conditions.get(PARALLEL)
+    if divisors is None or divided_by == vars(divisors):
         return profile
-    if known is not None or is_for_inference(profile):
-        what = "for inference" if known is None else f"divided already, by {known}"
-        raise CapslogError(f"pipeline.parallel divides profiles of training, but the profile is {what}; leave it out")
+    if divided_by is not None or is_for_inference(profile):
+        state = "for inference" if divided_by is None else f"divided already, by {divided_by}"
+        raise CapslogError(f"pipeline.parallel divides profiles of training, but the profile is {state}; leave it out")
     return divided(profile, divisors, Network(pipeline.bandwidth, pipeline.node_bandwidth, pipeline.node_devices))
 
 

@@ -43,21 +43,21 @@ def attend_causally(graph: fx.Graph, kept: Collection[fx.Node]) -> None:
     replaced: set[fx.Node] = set()
     for node in graph.find_nodes(op="call_function", target=_attention):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
-        mask = given.get("attn_mask")
-        if not isinstance(mask, fx.Node) or given.get("is_causal"):
+        arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+        mask = arguments.get("attn_mask")
+        if not isinstance(mask, fx.Node) or arguments.get("is_causal"):
             continue
         if mask not in kinds:
             kinds[mask] = _kind(mask)
         if kinds[mask] == "other":
             continue
-        given |= {"attn_mask": None, "is_causal": kinds[mask] == "causal"}
-        key, value = given["key"], given["value"]
+        arguments |= {"attn_mask": None, "is_causal": kinds[mask] == "causal"}
+        key, value = arguments["key"], arguments["value"]
         grouped = _before_groups(key), _before_groups(value)
         if all(grouped) and _fake(key).itemsize == 2 and _fake(key).shape[-1] == _fake(value).shape[-1] <= _WIDEST_HEAD:
-            given |= {"key": grouped[0], "value": grouped[1], "enable_gqa": True}
-        node.args = tuple(given.pop(name) for name in names[:3])
-        node.kwargs = given
+            arguments |= {"key": grouped[0], "value": grouped[1], "enable_gqa": True}
+        node.args = tuple(arguments.pop(name) for name in names[:3])
+        node.kwargs = arguments
         replaced.add(mask)
     _drop_unread(graph, replaced, kept)
 
@@ -214,7 +214,7 @@ def _whole(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
     if node not in made:
         if _fake(node).numel() > max(_PART, *_fake(node).shape, 1):
             raise _NotKnown
-        whole = lambda leaf: _whole(leaf, made) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
-        args, kwargs = pytree.tree_map(whole, (list(node.args), dict(node.kwargs)))
+        value_of = lambda leaf: _whole(leaf, made) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+        args, kwargs = pytree.tree_map(value_of, (list(node.args), dict(node.kwargs)))
         made[node] = _operator(node)(*args, **kwargs)
     return made[node]

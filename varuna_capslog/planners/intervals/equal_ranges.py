@@ -117,5 +117,5 @@ class Copies:
         first, state, phase, source, parent, kind = labels.whole
         begins = np.array(self._begins)
         parent = parent - begins[source, first] + begins[source + by, first + by]
-        whole = first + by, states[state], phase, source + by, parent, kind
-        return PartialChoices(np.array(whole), labels.numbers, labels.names)
+        columns = first + by, states[state], phase, source + by, parent, kind
+        return PartialChoices(np.array(columns), labels.numbers, labels.names)

@@ -29,7 +29,7 @@ _STEPS_OF_A_NORM = 3
 
 @dataclass(frozen=True)
 class _Call:
-    """One operator: storages of its inputs and outputs.
+    """Operator of a forward, with the storages of its inputs and outputs.
 
     rows, matrix: of a product, an embedding (rows: None) or attention (rows: the keys, matrix: the values).
     row_bytes, matrix_bytes: elements that strides of 0 repeat are counted once; of a copy those of its input. width: of
@@ -51,7 +51,7 @@ class _Call:
 
 @dataclass
 class _Sums:
-    """Of the last pass over the calls."""
+    """Sums of the last pass over the calls."""
 
     gathered: int = 0
     scattered: int = 0

@@ -292,7 +292,7 @@ class _Meter(StepMeter):
 
     @property
     def divisible(self) -> Divisible | None:
-        """Of the forward, or of the recomputation where the last stage forwards in it only."""
+        """Parts of the forward, or of the recomputation where the last stage forwards in it only."""
         meter = max(self._parts.values(), key=lambda meter: meter.count, default=None)
         return None if meter is None else meter.divisible()
 
