@@ -18,7 +18,7 @@ import pytest
 
 from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.base.fork_server import ForkServer, NoAnswer
+from varuna_capslog.base.fork_server import ForkServer, NoAnswer, _Call
 
 ENTRIES = Path(__file__).parents[1] / "elastic" / "host"
 BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
@@ -364,6 +364,21 @@ def test_ctrl_c_before_a_call_knows_its_process_ends_that_too(tmp_path, fork_ser
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fork_server, "fork", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fork_server.call("host_entries:called", "hang", str(file))
+    wait_until(lambda: not alive(int(file.read_text())), 10)
+
+
+def test_ctrl_c_just_as_a_call_hears_of_its_process_ends_that_too(tmp_path, fork_server, told, monkeypatch):
+    told.next("ready")
+    file, wait = tmp_path / "pid", _Call.wait
+
+    def interrupted(call, seconds=None):
+        wait(call, seconds)
+        wait_until(lambda: file.exists() and file.read_text())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Call, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fork_server.call("host_entries:called", "hang", str(file))
     wait_until(lambda: not alive(int(file.read_text())), 10)

@@ -228,19 +228,6 @@ def _become(
         os._exit(status & 0xFF)
 
 
-def _kill_call(heard: queue.SimpleQueue[dict[str, Any]], pid: int | None) -> None:
-    """Kill the process of an abandoned call, of which the fork server may be about to tell."""
-    if pid is None:
-        with contextlib.suppress(queue.Empty):
-            pid = heard.get(timeout=_TELLING_SECONDS).get("pid")
-    if pid is not None:
-        signal_group(pid, signal.SIGKILL)
-
-
-_TELLING_SECONDS = 5.0
-"""Longest wait for the number of a process that was just ordered."""
-
-
 def _settle(order: Order, private: Sequence[int]) -> None:
     """Replace the signals, pipes and variables inherited from the fork server."""
     signal.set_wakeup_fd(-1)
@@ -367,7 +354,7 @@ class ForkServer:
         self._tell, self._ready = tell, False
         self._gone: dict[str, Any] | None = None
         self._numbers = itertools.count()
-        self._calls: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._calls: dict[str, _Call] = {}
         self._writing = threading.Lock()
         self._thread = OwnedThread("fork-server", self._hear, self._fail)
         try:
@@ -406,10 +393,9 @@ class ForkServer:
             NoAnswer: the process ended without an answer, or was killed.
         """
         name = f"call-{next(self._numbers)}"
-        heard = self._calls[name] = queue.SimpleQueue()  # kept, so that reports of an abandoned call go nowhere else
+        call = self._calls[name] = _Call()  # kept, so that reports of an abandoned call go nowhere else
         if self._gone is not None:
-            heard.put(self._gone)
-        pid, report, ends = None, dict[str, Any](), {"status", "signal", "gone"}
+            call.put(self._gone)
         with tempfile.TemporaryDirectory(prefix="capslog-call-") as folder:
             answer = Path(folder) / "answer"
             call_arguments = [entry, base64.b64encode(pickle.dumps(arguments)).decode(), str(answer)]
@@ -417,18 +403,15 @@ class ForkServer:
             order |= {"entry": f"{__name__}:answer", "output": self.output, "errors": self.errors}
             try:
                 self.fork(order)
-                while not ends & report.keys():
-                    report = heard.get(timeout=seconds if pid else None)
-                    pid = report.get("pid", pid)
+                call.wait()
+                if not call.ended:
+                    call.wait(seconds)
             except queue.Empty:
                 raise NoAnswer(entry, f"no answer within {seconds:g} s") from None
             finally:
-                if not ends & report.keys():
-                    _kill_call(heard, pid)
+                call.kill()
             if not answer.exists():
-                ended = ", ".join(
-                    f"{key} {report[key]}" for key in ("status", "signal", "gone", "why") if key in report
-                )
+                ended = ", ".join(f"{key} {call.end[key]}" for key in (*_Call.ENDS, "why") if key in call.end)
                 raise NoAnswer(entry, ended)
             value, error = pickle.loads(answer.read_bytes())
         if error is not None:
@@ -483,6 +466,48 @@ class ForkServer:
         for call in list(self._calls.values()):
             call.put(self._gone)
         self._tell(self._gone)
+
+
+class _Call:
+    """Reports about the process of one call. The thread that hears them keeps its number and its end here: Ctrl-C can
+    lose a report that was just taken from a queue.
+    """
+
+    ENDS = ("status", "signal", "gone")
+    """A report with one of these keys is the last one."""
+
+    TELLING_SECONDS = 5.0
+    """Longest wait for the number of a process that was just ordered."""
+
+    def __init__(self) -> None:
+        self.pid: int | None = None
+        self.end: dict[str, Any] = {}
+        self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    @property
+    def ended(self) -> bool:
+        """True where the process has ended."""
+        return bool(self.end)
+
+    def put(self, report: dict[str, Any]) -> None:
+        """Keep a report, from the thread that hears it."""
+        if set(self.ENDS) & report.keys():
+            self.end = report
+        else:
+            self.pid = report["pid"]
+        self._reports.put(report)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for the next report. Raises `queue.Empty` after that time; None: never."""
+        self._reports.get(timeout=seconds)
+
+    def kill(self) -> None:
+        """Kill the process unless it has ended, also one of which the fork server is about to tell."""
+        until = time.monotonic() + self.TELLING_SECONDS
+        while self.pid is None and not self.ended and time.monotonic() < until:
+            time.sleep(0.005)
+        if self.pid is not None and not self.ended:
+            signal_group(self.pid, signal.SIGKILL)
 
 
 class _ServerFork:
