@@ -97,7 +97,7 @@ def _make_where_read(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_mask(node: fx.Node) -> bool:
     """True for what is made of sizes alone, says for pairs whether one reads the other, and is never written into."""
-    shape = getattr(_fake(node), "shape", ())
+    shape: Sequence[int] = getattr(_fake(node), "shape", ())
     if len(shape) < 2 or not all(isinstance(size, int) and size > 1 for size in shape[-2:]):
         return False
     if any(user.op != "call_function" or not _is_plain(user, seeded=True) for user in node.users):
