@@ -144,7 +144,7 @@ def _fork_server_of(command: Sequence[str], **options: Any) -> Fork:
         **{descriptor: descriptor for descriptor in options["pass_fds"]},
     }
     pipes = open(order, "wb"), open(reports, "rb")  # noqa: SIM115
-    fork = Fork(f"{fork_server.__name__}:main", (list(command[3:]),), options["env"], descriptors, ".", *pipes)
+    fork = Fork(f"{__name__}:_server", (list(command[3:]),), options["env"], descriptors, ".", *pipes)
     os.close(orders)
     os.close(report)
     return fork
@@ -187,9 +187,24 @@ def _act(
     sys.exit(getattr(importlib.import_module(module), name)(*arguments))
 
 
+def _server(arguments: list[str]) -> int:
+    _share_shapes()
+    return fork_server.main(arguments)
+
+
+def _share_shapes() -> None:
+    """Take what the process that all are forked from has traced, in the engines of this process and of its forks."""
+    from tests.engine.shapes import SharedShapes
+    from varuna_capslog.elastic.member import pipeline_work
+    from varuna_capslog.engine import pipeline
+
+    pipeline.ShapeTable = pipeline_work.ShapeTable = SharedShapes  # type: ignore[misc]
+
+
 def _command(arguments: list[str]) -> int:
     from varuna_capslog import cli
 
+    _share_shapes()
     start = fork_server._started_as_fork if fork_server.may_fork() else subprocess.Popen
     fork_server.subprocess = _with_popen(start)
     return cli._run(arguments)
