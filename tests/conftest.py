@@ -13,6 +13,7 @@ import pytest
 
 from tests.forks import (
     forked_servers,  # noqa: F401 (a fixture)
+    programs,  # noqa: F401 (a fixture)
     server_for_all,
     take_server,
 )
