@@ -159,6 +159,21 @@ def test_norms_and_upsampling_copy_what_does_not_lie_as_they_need_it(last):
         check(aten.upsample_nearest2d_backward.default, (gradient, *sizes, None, None))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("queries", "keys", "width"), [(512, 512, 16), (1024, 1024, 32), (100, 700, 64), (31, 31, 8)])
+@pytest.mark.parametrize("heads_follow_tokens", [True, False])
+def test_flash_attention_takes_parts_of_products(dtype, queries, keys, width, heads_follow_tokens):
+    query, key, gradient = (
+        torch.randn(2, tokens, 4, width).to(dtype).transpose(1, 2) for tokens in (queries, keys, queries)
+    )
+    gradient = gradient if heads_follow_tokens else gradient.contiguous()
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    check(flash.default, (query, key, key))
+    output, sums = flash(query, key, key, is_causal=queries == keys)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    check(backward, (gradient, query, key, key, output, sums, 0.0, queries == keys))
+
+
 def test_products_of_float32_pack_nothing():
     check(aten.mm.default, (torch.randn(1024, 256), torch.randn(256, 768)))
 

@@ -309,6 +309,31 @@ def _upsampled_backward(args: Sequence[Any], result: Tensor) -> int:
     return copied + (result.numel() * result.itemsize if copied and gradient.stride(1) == 1 else 0)
 
 
+def _attended(args: Sequence[Any], result: Sequence[Tensor]) -> int:
+    """Return bytes of flash attention for one thread: products of a part of queries and keys, their largest and sums,
+    and a part of the result in float32; with 16 bits the products once more.
+    """
+    query = args[0]
+    pairs, part = _flash_parts(query, args[1])
+    return 4 * (pairs + part * (2 + query.shape[-1])) + (2 * pairs if query.itemsize == 2 else 0)
+
+
+def _attended_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
+    """Return bytes of its backward: products and their gradients, a sum for each query, and a gradient that it copies
+    unless heads follow tokens in memory. What oneDNN takes for products of bfloat16 is left out.
+    """
+    gradient, query = args[:2]
+    pairs, part = _flash_parts(query, args[2])
+    return 2 * pairs * (4 + (2 if query.itemsize == 2 else 0)) + 4 * part + _spread(gradient.transpose(1, 2))
+
+
+def _flash_parts(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """Return the products of queries and keys that a thread makes at a time, and the number of those queries."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    part = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
+    return part * min(512, keys), part
+
+
 def _spread(tensor: Tensor) -> int:
     return 0 if tensor.is_contiguous() else int(tensor.numel() * tensor.itemsize)
 
@@ -338,6 +363,8 @@ KERNELS: dict[Any, Kernel] = {
     _aten.native_layer_norm.default: _normalised,
     _aten.native_layer_norm_backward.default: _normalised_backward,
     _aten.native_batch_norm_backward.default: _batch_normalised_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attended,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attended_backward,
     _aten.upsample_bilinear2d_backward.default: _upsampled_backward,
     _aten.upsample_nearest2d_backward.default: _upsampled_backward,
     _aten.mm.default: lambda args, result: _packed(args[0], args[1]) + _unfit(args[0], args[1]),

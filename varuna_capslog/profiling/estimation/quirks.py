@@ -34,7 +34,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 15
+QUIRKS_VERSION = 16
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -156,6 +156,11 @@ QUIRKS = {
         "Layer norm copies what is not contiguous; the backwards of batch norm make the gradient of the input twice "
         "where input and gradient lie alike, and those of upsampling copy a gradient that is a part of another tensor "
         "(measured with torch 2.15; native_layer_norm and UpSample kernels of ATen/native).",
+    ),
+    "parts of attention": Quirk(
+        ("cpu",),
+        "Flash attention multiplies parts of queries and keys in buffers of each thread, and copies a gradient whose "
+        "heads do not follow tokens in memory (ATen/native/cpu/FlashAttentionKernel.cpp; one thread is counted).",
     ),
     "convolution columns": Quirk(
         ("cpu",),
