@@ -31,6 +31,7 @@ from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, StepM
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.short_steps import ShortSteps
+from varuna_capslog.profiling.stretched_steps import doing_of, short_pipeline, stretched
 from varuna_capslog.profiling.trim import KnownShapes, with_real_layers
 from varuna_capslog.schedules.lower import Instruction
 
@@ -78,35 +79,64 @@ def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions
         estimator.chain, layout, options, waits or not (conditions.recompute and conditions.stage_inputs == "host")
     )
     alike: dict[object, list[int]] = {}
+    works: list[object] = []
     for rank, stage in enumerate(layout.stages):
         doings = short.doings(rank)
         treated = [
-            (interval.first - stage.first, interval.end - stage.first, interval.kind) for interval in stage.memory or ()
+            (interval.first - stage.first, interval.end - stage.first, interval.kind)
+            for interval in (*(stage.memory or ()), *stage.moments)
         ]
-        key = rank if doings is None else (doings, estimator.run_key(stage.first, stage.end), tuple(treated))
-        alike.setdefault(key, []).append(rank)
-    peaks = [0] * layout.world_size
+        works.append((estimator.run_key(stage.first, stage.end), stage.memory is None, tuple(treated)))
+        alike.setdefault(rank if doings is None else (doings, works[rank]), []).append(rank)
+    peaks, steps = [0] * layout.world_size, _Steps(estimator, layout, options, short)
     for ranks in alike.values():
-        peak = _peak_bytes(estimator, layout, options, short, ranks)
+        peak = steps.peak_bytes(ranks, works[ranks[0]])
         for rank in ranks:
             peaks[rank] = peak
     return peaks
 
 
-def _peak_bytes(
-    estimator: StageEstimator, layout: Layout, options: EngineOptions, short: ShortSteps, ranks: Sequence[int]
-) -> int:
-    """Return the peak of equal ranks."""
+class _Steps:
+    """Rehearsals of a layout's ranks with as few microbatches as show their peaks."""
 
-    def rehearsed(microbatches: int, rank: int) -> RankRehearsal:
-        step = dataclasses.replace(options, num_microbatches=microbatches)
-        return _rehearse_ranks(estimator, layout, step, [rank])[0]
+    def __init__(self, estimator: StageEstimator, layout: Layout, options: EngineOptions, short: ShortSteps) -> None:
+        self._estimator, self._layout, self._options, self._short = estimator, layout, options, short
+        self._of_pipelines: dict[object, RankRehearsal] = {}
 
-    if (sample := short.sample(ranks[0])) is not None:
-        rehearsal = rehearsed(sample.few, ranks[0])
-        if (peak := sample.peak_bytes(rehearsal.events, rehearsal.starts)) is not None:
-            return peak
-    return rehearsed(*min((short.microbatches(rank), rank) for rank in ranks)).peak_bytes
+    def peak_bytes(self, ranks: Sequence[int], work: object) -> int:
+        """Return the peak of equal ranks. work: key of their layers and of how these are treated."""
+        rank = ranks[0]
+        if (events := self._stretched_events(rank, work)) is not None:
+            return replay(events).allocated_bytes
+        if (sample := self._short.sample(rank)) is not None:
+            rehearsal = self._rehearsed(sample.few, rank)
+            if (peak := sample.peak_bytes(rehearsal.events, rehearsal.starts)) is not None:
+                return peak
+        return self._rehearsed(*min((self._short.microbatches(rank), rank) for rank in ranks)).peak_bytes
+
+    def _rehearsed(self, microbatches: int, rank: int) -> RankRehearsal:
+        step = dataclasses.replace(self._options, num_microbatches=microbatches)
+        return _rehearse_ranks(self._estimator, self._layout, step, [rank])[0]
+
+    def _stretched_events(self, rank: int, work: object) -> list[Event] | None:
+        """Return the events of a rank's program, from a rehearsal with fewer microbatches that ranks of the same work
+        share; None where that does not show all of them.
+        """
+        if (program := self._short.program(rank)) is None:
+            return None
+        stage = self._layout.stages[rank]
+        if (pipeline := short_pipeline(stage, self._layout.num_layers, self._options, program)) is None:
+            return None
+        key = work, tuple(map(doing_of, pipeline.program))
+        if (rehearsal := self._of_pipelines.get(key)) is None:
+            try:
+                rehearsal = _rehearse_ranks(self._estimator, pipeline.layout, pipeline.options, [pipeline.rank])[0]
+            except CapslogError:
+                return None  # the rehearsal of the layout itself tells the rank
+            self._of_pipelines[key] = rehearsal
+        if [doing for doing, _ in rehearsal.course[1:-1]] != list(map(str, pipeline.program)):
+            return None  # gradients that no layer wants are not sent
+        return stretched(rehearsal.events, rehearsal.starts, pipeline.program, program)
 
 
 def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[RankRehearsal]:

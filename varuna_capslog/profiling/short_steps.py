@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from varuna_capslog.engine.layers import tracking_modules
 from varuna_capslog.engine.layout import Layout
@@ -21,7 +21,7 @@ from varuna_capslog.engine.pipeline import EngineOptions
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.profiling.estimation.allocator import Event, replay, rounded
-from varuna_capslog.schedules.actions import Action
+from varuna_capslog.profiling.stretched_steps import Doing, doing_of
 from varuna_capslog.schedules.lower import Instruction, Recv, lower
 
 __all__ = ["Sample", "ShortSteps"]
@@ -31,10 +31,7 @@ _SHORT = range(2, 17)
 _WINDOW = 5
 """Number of preceding instructions in a moment: the leftovers of an action are freed by the next one at the latest."""
 
-_Doing: TypeAlias = tuple[str, str | None]
-
-
-_FORWARD: _Doing = ("act", "F")
+_FORWARD: Doing = ("act", "F")
 _ALIKE = 3
 """Number of forwards at one moment, which show what a rank keeps of every microbatch."""
 _KEPT_BLOCK = 512
@@ -46,7 +43,7 @@ class _Moment(NamedTuple):
     """State of a rank before an instruction: the instructions around it and what they hold; and what came before."""
 
     state: object
-    doing: _Doing
+    doing: Doing
     forwards: int
     backwards: int
 
@@ -140,6 +137,14 @@ class ShortSteps:
         wanted = self._moments(rank, count)
         return next((few for few in _SHORT if few < count and self._moments(rank, few) == wanted), count)
 
+    def program(self, rank: int) -> Sequence[Instruction] | None:
+        """Return the program of `microbatches` for a rank that keeps nothing of a microbatch until the end of the step
+        and shares no parameters; None for another rank.
+        """
+        if self._collects(rank) or self.doings(rank) is None:
+            return None
+        return self._programs(self.microbatches(rank))[rank]
+
     def doings(self, rank: int) -> object:
         """Return a key that is equal for ranks that have the same peak if they have the same layers; None for a rank
         that shares parameters with another one, with which it exchanges gradients.
@@ -148,7 +153,7 @@ class ShortSteps:
         if any(layers & set(shared.layers) and set(shared.layers) - layers for shared in self._chain.shared):
             return None
         if self._collects(rank):
-            return tuple(_doing(instruction) for instruction in self._programs(count)[rank])
+            return tuple(doing_of(instruction) for instruction in self._programs(count)[rank])
         return self._moments(rank, count)
 
     def _collects(self, rank: int) -> bool:
@@ -188,13 +193,13 @@ class ShortSteps:
 
     def _course(self, rank: int, microbatches: int) -> list[_Moment]:
         """Return the moments of all instructions in order."""
-        moments, recent = [], deque[_Doing](maxlen=_WINDOW)
+        moments, recent = [], deque[Doing](maxlen=_WINDOW)
         arrived, forwards, backwards, built = 0, 0, 0, 0
         program = self._programs(microbatches)[rank]
         for position, instruction in enumerate(program):
-            doing = _doing(instruction)
+            doing = doing_of(instruction)
             waiting = forwards - backwards if self._inputs_wait else 0
-            follows = _doing(program[position + 1]) if position + 1 < len(program) else None
+            follows = doing_of(program[position + 1]) if position + 1 < len(program) else None
             state = tuple(recent), doing, follows, arrived, waiting, built, backwards > 0
             moments.append(_Moment(state, doing, forwards, backwards))
             recent.append(doing)
@@ -210,9 +215,3 @@ class ShortSteps:
             elif kind == "B":
                 backwards, built = backwards + 1, max(built - 1, 0)
         return moments
-
-
-def _doing(instruction: Instruction) -> _Doing:
-    if isinstance(instruction, Action):
-        return "act", instruction.kind
-    return ("receive" if isinstance(instruction, Recv) else "send"), instruction.message.kind
