@@ -73,6 +73,11 @@ def check_names(config: Config) -> None:
             f"pipeline.parallel={divisors.describe()} divides stages in another system, and our engine runs a stage on "
             "one device; leave it out to train, or use it with capslog plan and export the plan"
         )
+    if isinstance(arguments := config.model.get("arguments"), dict) and arguments.get("predicts"):
+        raise CapslogError(
+            "model.arguments.predicts adds layers for multi-token prediction, which capslog plan counts and our engine "
+            "does not train; leave it out"
+        )
     planner_named(config.pipeline.planner)
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
@@ -408,7 +413,7 @@ def _checked_plan(config: Config) -> Plan | None:
     if plan.num_layers != len(chain):
         raise CapslogError(
             f"{where}: the plan is for {plan.num_layers} layers, the model has {len(chain)}: plan again with this "
-            "config"
+            f"config{_without_predictions(config)}"
         )
     if plan.num_ranks != config.world_size:
         raise CapslogError(
@@ -444,6 +449,18 @@ def _checked_plan(config: Config) -> Plan | None:
     else:
         fields.within(f"{where}: actions", lambda: check_actions(actions, graph, layout.stages))
     return plan
+
+
+def _without_predictions(config: Config) -> str:
+    """Say, at the end of a sentence, which layers a plan of the same Hugging Face model may have besides."""
+    from varuna_capslog.model.hugging_face import FACTORY
+
+    if config.model.get("factory") != FACTORY:
+        return ""
+    return (
+        ", or with --model-arg num_nextn_predict_layers=0 where it counts layers for multi-token prediction, which our "
+        "engine does not train"
+    )
 
 
 def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:

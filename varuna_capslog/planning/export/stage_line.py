@@ -100,6 +100,11 @@ def number_of(count: int, noun: str) -> str:
 def held_modules(names: ModelNames, plan: Plan, system: str) -> tuple[LayerModules, ...]:
     """Return the modules that each layer holds. Raises CapslogError where only the layers' own names are known."""
     check_names(names, plan)
+    if names.predictions:
+        raise CapslogError(
+            f"what {system} calls the layers for multi-token prediction is not known; plan without them, with "
+            "--model-arg num_nextn_predict_layers=0"
+        )
     if names.held is None:
         raise CapslogError(
             f"{system} speaks of the model's modules, of which only the names of the layers are known; give the "
