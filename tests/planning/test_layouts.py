@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -10,8 +11,9 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export import TARGETS, Request, written
 from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
-from varuna_capslog.plans.plan import Plan
-from varuna_capslog.schedules import RunShape
+from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.plan import Plan, stages_of_pipelines
+from varuna_capslog.schedules import RunShape, dealt_out
 
 
 def names_of_blocks(blocks: int) -> ModelNames:
@@ -65,6 +67,34 @@ def test_what_is_exported_is_read_back() -> None:
             assert (layout.system, layout.faults) == (target, ())
             assert layout_cuts(layout, names) == cuts
     assert TARGETS.keys() > {"megatron", "primus"}
+
+
+def test_empty_chunks_are_exported_and_read_back() -> None:
+    """A rank that is passed over has an empty chunk in the layout, and no stage in the plan."""
+    names, draw = names_of_blocks(12), random.Random(4)
+    exported = 0
+    for _ in range(100):
+        ranks, rounds = draw.randint(2, 3), draw.randint(2, 3)
+        placement = [0, *(place % ranks for place in range(1, ranks * rounds - 1) if draw.random() < 0.7)]
+        placement = [*placement, ranks - 1] if placement[-1] != ranks - 1 else placement
+        cuts = [0, *sorted(draw.sample(range(2, 13), len(placement) - 1))]
+        plan = Plan(15, stages_of_pipelines(15, cuts, 1, 1, placement), Units(12, 1, 1), "interleaved")
+        if len(set(placement)) < ranks or dealt_out(placement) is None:
+            continue
+        text = written("megatron", Request(plan, RunShape(recompute=False), names=names))
+        exported += 1
+        layout = read_layout(text, 12, ranks)
+        read = layout_cuts(layout, names)
+        filled = [stage for stage, (first, end) in enumerate(pairwise((*read, 15))) if first < end]
+        assert [read[stage] for stage in filled] == cuts
+        assert [stage % ranks for stage in filled] == placement
+        if len(filled) < len(layout.counts):
+            with pytest.raises(CapslogError, match="deals them out in turn, as many to each rank"):
+                written("primus", Request(plan, RunShape(recompute=False), names=names))
+    assert exported > 20
+    plan = Plan(15, stages_of_pipelines(15, [0, 4, 9], 1, 1, [0, 1, 0]), Units(12, 1, 1), "interleaved")
+    with pytest.raises(CapslogError, match="the embedding on the first rank and the head on the last"):
+        written("megatron", Request(plan, RunShape(recompute=False), names=names))
 
 
 def test_cuts_of_chunks_embedding_and_head() -> None:

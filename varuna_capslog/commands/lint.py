@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,6 +75,7 @@ def lint(flags: LintFlags) -> None:
     from varuna_capslog.planning.export import names_in
     from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
     from varuna_capslog.planning.problem import Problem
+    from varuna_capslog.start.prepare import plan_run
 
     if flags.config is None:
         raise CapslogError("no layout is given: capslog lint LAYOUT, such as 'Et*4|t*4L', 16,16,16,13 or a file")
@@ -91,9 +93,16 @@ def lint(flags: LintFlags) -> None:
         if flags.as_json:
             shared.print_json(_record(layout, None, None))
         raise DoesNotFit(f"the {layout.system} layout is illegal: {'; '.join(layout.faults)}")
-    asked = _of_one_run(config, len(layout.counts) // ranks, keys_of(flags.overrides))
-    theirs = _planned(asked, profile, memo, cuts=layout_cuts(layout, names, flags.block_names), planner="exact")
-    ours = _planned(asked, profile, memo, cuts=None)
+    chunks = len(layout.counts) // ranks
+    asked = _of_one_run(config, min(chunks, profile.num_layers // ranks), keys_of(flags.overrides))
+    cuts = layout_cuts(layout, names, flags.block_names)
+    stages = [
+        (first, stage % ranks)
+        for stage, (first, end) in enumerate(pairwise((*cuts, profile.num_layers)))
+        if first < end
+    ]
+    theirs = _published(asked, profile, memo, stages)
+    ours = plan_run(asked, profile, memo=memo)
     plans = {f"{layout.system} layout": theirs, f"planner {ours.planner}": ours}
     steps = {name: _rank_steps(plan, asked, profile) for name, plan in plans.items()}
     if flags.plot is not None:
@@ -120,11 +129,25 @@ def _of_one_run(config: Config, chunks: int, keys: dict[str, Any]) -> Config:
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=changes)})
 
 
-def _planned(config: Config, profile: Profile, memo: Memo | None, **changes: Any) -> Plan:
-    from varuna_capslog.start.prepare import plan_run
+def _published(config: Config, profile: Profile, memo: Memo | None, stages: Sequence[tuple[int, int]]) -> Plan:
+    """Return the judged plan of stages, each (first layer, rank)."""
+    from varuna_capslog.planning.chunks import plan_of_rounds
+    from varuna_capslog.planning.problem import Problem
+    from varuna_capslog.start.prepare import divided_profile, plan_run
 
-    changed = config.pipeline.model_copy(update=changes)
-    return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
+    cuts, placement = map(list, zip(*stages, strict=True))
+    ranks = config.pipeline.devices
+    if without := sorted(set(range(ranks)) - set(placement)):
+        raise CapslogError(
+            f"rank {without[0]} of the layout holds no layer; judge the layout without it, on fewer devices"
+        )
+    if placement == list(range(ranks)) * (len(cuts) // ranks):
+        changed = config.pipeline.model_copy(
+            update={"cuts": cuts, "planner": "exact", "stages_per_rank": len(cuts) // ranks}
+        )
+        return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
+    problem = Problem.of_config(config, divided_profile(config, profile))
+    return plan_run(config, profile, memo=memo, named_plan=plan_of_rounds(problem, cuts, placement))
 
 
 def _rank_steps(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:

@@ -42,13 +42,13 @@ def chunk_bound(problem: Problem) -> float:
     return max(even_share_seconds(problem.profile, microbatches, 1) / sum(speeds), microbatches * slowest)
 
 
-def plan_of_rounds(problem: Problem, cuts: Sequence[int]) -> Plan:
+def plan_of_rounds(problem: Problem, cuts: Sequence[int], placement: Sequence[int] | None = None) -> Plan:
     """Return the plan, neither judged nor played, whose stages go round the devices of every pipeline.
 
-    cuts: first layers of all stages of a pipeline.
+    cuts: first layers of all stages of a pipeline. placement: device of each of them; None: all in turn.
     """
     profile, run, devices = problem.profile, problem.run, problem.width
-    placement = [stage % devices for stage in range(len(cuts))]
+    placement = [stage % devices for stage in range(len(cuts))] if placement is None else placement
     return Plan(
         profile.num_layers,
         stages_of_pipelines(profile.num_layers, cuts, problem.pipelines, run.num_blocks, placement),

@@ -298,14 +298,14 @@ def divided_profile(config: Config, profile: Profile) -> Profile:
     return divided(profile, divisors, Network(pipeline.bandwidth, pipeline.node_bandwidth, pipeline.node_devices))
 
 
-def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) -> Plan:
+def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None, named_plan: Plan | None = None) -> Plan:
     """Return the plan of a config: its planner's, or the given cuts or plan, judged by the profile. Without a profile
     (given cuts need none) nothing is predicted, and the chain is built to check the cuts. memo: of the estimate, where
-    the profile is one.
+    the profile is one. named_plan: judged in place of what the config names.
     """
     profile = None if profile is None else divided_profile(config, profile)
     settled = with_defaults(config, profile)
-    plan = naming_variants(settled, _plan(settled, profile, _checked_plan(settled), memo))
+    plan = naming_variants(settled, _plan(settled, profile, named_plan or _checked_plan(settled), memo))
     if memo is not None and profile is not None:  # a profile alone builds no model
         plan = _with_norms_named(settled, plan, lambda: _profiled_chain(settled, memo))
     pipeline = settled.pipeline

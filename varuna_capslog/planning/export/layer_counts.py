@@ -183,7 +183,7 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     Raises CapslogError for a plan that a layout cannot express. names, pattern: as for `block_counts`.
     """
     system = "Megatron"
-    line = stage_line(plan, system)
+    line = stage_line(plan, system, empty=True)
     if line.stages_per_rank > 1 and len(line.ranks) == 1:
         raise CapslogError(
             f"one rank runs {line.stages_per_rank} stages, but {system} interleaves stages of two or more ranks "
