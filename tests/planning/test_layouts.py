@@ -93,7 +93,7 @@ def test_empty_chunks_are_exported_and_read_back() -> None:
                 written("primus", Request(plan, RunShape(recompute=False), names=names))
     assert exported > 20
     plan = Plan(15, stages_of_pipelines(15, [0, 4, 9], 1, 1, [0, 1, 0]), Units(12, 1, 1), "interleaved")
-    with pytest.raises(CapslogError, match="the embedding on the first rank and the head on the last"):
+    with pytest.raises(CapslogError, match="Megatron begins on the first and ends on the last of them"):
         written("megatron", Request(plan, RunShape(recompute=False), names=names))
 
 

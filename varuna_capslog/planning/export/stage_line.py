@@ -186,8 +186,8 @@ def _pipeline(path: list[PlanStage], replicas: int, system: str, empty: bool) ->
     ranks, places = dealt
     if None in (places[0], places[-1]):
         raise CapslogError(
-            f"the stages run on the ranks {[stage.rank for stage in path]}, but {system} has the embedding on the first "
-            f"rank and the head on the last; end the plan on rank {max(ranks)}"
+            f"the stages run on the ranks {[stage.rank for stage in path]}, but {system} begins on the first and "
+            f"ends on the last of them; end the plan on rank {max(ranks)}"
         )
     stages: list[tuple[int, int]] = []
     for place in places:
