@@ -98,7 +98,7 @@ def test_hand_written_interleaved_stages() -> None:
 
 @pytest.mark.parametrize(
     "pattern",  # of the chunks in the order of the model; x: empty
-    ["..|x.", "..|.x", "...|x..|..x", ".x.|...", "....|xx..|..x.", "..|.x|.x"],
+    ["..|x.", "..|.x", "...|x..|..x", "...|.x.", "....|xx..|..x.", "..|.x|.x"],
 )
 def test_ranks_without_a_chunk_in_a_round_do_nothing_where_an_empty_one_would_run(pattern: str) -> None:
     """Megatron's order with the calls of empty chunks left out."""

@@ -297,12 +297,10 @@ def dealt_out(ranks: Sequence[int]) -> tuple[list[int], list[int | None]] | None
     """Return how stages go round their ranks: the ranks of a round, and for all rounds one after the other the place in
     `ranks`, or None where a rank is passed over and has no stage in that round. ranks: of each stage of a line.
 
-    Ranks are passed over in rising order, and only as far as there are no more rounds than stages on one rank; None for
-    any other placement.
+    A round has the ranks in the order in which stages first come to them, whatever their numbers. None where there were
+    more rounds than stages on one rank, as mostly where a rank is passed over in the first round.
     """
     around = list(dict.fromkeys(ranks))
-    if list(ranks) != around * (len(ranks) // len(around)):
-        around.sort()
     places: list[int | None] = []
     for place, rank in enumerate(ranks):
         while around[len(places) % len(around)] != rank:
