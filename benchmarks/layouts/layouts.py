@@ -22,13 +22,17 @@ from sizes import write_config
 
 ROWS = (
     ("1", "Llama-3-70B", 8, "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL"),
+    ("3", "DeepSeek-V3 with m", 4, "Et*4|(tttt|)*14tmL"),
     ("7", "DeepSeek-V3", 12, "--decoder-last-pipeline-num-layers 6"),
+    ("13", "GLM-4.5 with m", 8, "decoder_first_pipeline_num_layers: 10, decoder_last_pipeline_num_layers: 10"),
+    ("13", "GLM-4.5-Air with m", 4, "decoder_first_pipeline_num_layers: 11, decoder_last_pipeline_num_layers: 11"),
     ("17", "Qwen3-235B-A22B", 4, "23,24,24,23"),
     ("17", "Qwen3-235B-A22B", 4, "--decoder-last-pipeline-num-layers 22"),
     ("17", "Qwen3-235B-A22B", 8, "decoder_first_pipeline_num_layers: 11, decoder_last_pipeline_num_layers: 11"),
     ("17", "Qwen3-235B-A22B", 16, "decoder_first_pipeline_num_layers: 5, decoder_last_pipeline_num_layers: 5"),
+    ("19", "MiniMax-M2.5", 4, "decoder_pipeline_manual_split_list: [7, 8, 8, 8, 8, 8, 8, 7]"),
 )
-"""Row of the study, model, pipeline ranks, layout as it was published."""
+"""Row of the study, model (with m: and its layer for multi-token prediction), ranks, layout as it was published."""
 
 
 def order_of(rank: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[str, int, int]]:
@@ -123,7 +127,11 @@ def main() -> None:
     )
     for model in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            write_config(model, Path(folder))
+            name, with_prediction, _ = model.partition(" with m")
+            write_config(name, Path(folder))
+            if with_prediction:
+                config = Path(folder) / "config.json"
+                config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
             profile = Path(folder) / "profile.json"
             device = ["--device", "cuda:h100-80gb", "--sequence", "4096", "--model-arg", "dtype=bfloat16"]
             run = capslog("profile", "--hf", folder, *device, "-o", str(profile))

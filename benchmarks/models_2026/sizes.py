@@ -1,4 +1,4 @@
-"""Published sizes of seven models, from which their config.json files are written; nothing is fetched."""
+"""Published sizes of ten models, from which their config.json files are written; nothing is fetched."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384}
         | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827}
         | {"max_position_embeddings": 131072},
+    ),
+    "GLM-4.5": (
+        "Glm4Moe",
+        {"hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92}
+        | {"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 160}
+        | {"first_k_dense_replace": 3, "use_qk_norm": True, "attention_bias": True, "max_position_embeddings": 131072},
+    ),
+    "GLM-4.5-Air": ("Glm4Moe", {"head_dim": 128, "attention_bias": True, "max_position_embeddings": 131072}),
+    "MiniMax-M2.5": (
+        "MiniMaxM2",
+        {"hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48}
+        | {"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8}
+        | {"vocab_size": 200064, "max_position_embeddings": 196608},
     ),
     "Nemotron-H-56B": (
         "NemotronH",

@@ -78,6 +78,22 @@ def test_chunks_go_round_the_ranks(profile: Path, tmp_path: Path, capsys: pytest
     assert imread(picture).shape[1] == 1600
 
 
+def test_a_layout_with_an_empty_chunk(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan says it by a rank with fewer stages; ours has as many as the layout's rounds."""
+    flags = ("--profile", profile, "--devices", 2, "--minibatch", 8)
+    assert run("Ett|tt||ttL", *flags, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["blocks"] == [2, 2, 0, 2]
+    assert [stage["ranks"] for stage in record["layout"]["stages"]] == [[0], [1], [1]]
+    assert [stage["layers"] for stage in record["layout"]["stages"]] == [[[0, 3]], [[3, 5]], [[5, 8]]]
+    assert (record["layout"]["schedule"], len(record["ours"]["stages"])) == ("interleaved", 4)
+    assert record["layout"]["step_seconds"] > record["ours"]["step_seconds"]
+    assert run("Ett|tt||ttL", *flags) == 0
+    assert "2+0" in capsys.readouterr().out
+    assert run("Et*6||L", "--profile", profile, "--devices", 3, "--minibatch", 8) == 2
+    assert "rank 1 of the layout holds no layer" in capsys.readouterr().err
+
+
 def test_what_is_illegal_or_does_not_fit_ends_with_status_3(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--profile", profile, "--devices", 2, "--minibatch", 8)
     assert run("3,4", *flags) == 3

@@ -41,6 +41,8 @@ CASES = {
     "several stages per rank": (Cuts((0, 2, 4, 7, 8, 10), (0, 1, 0, 1, 0, 1)), "varuna", True),
     "interleaved stages": (Cuts((0, 2, 4, 7, 8, 10), (0, 1, 0, 1, 0, 1)), "interleaved", False),
     "interleaved stages recompute": (Cuts((0, 2, 5, 8), (0, 1, 0, 1)), "interleaved", True),
+    "interleaved, unequal chunks": (Cuts((0, 2, 4, 7, 9), (0, 1, 0, 1, 1)), "interleaved", False),
+    "interleaved, unequal chunks, recomputed": (Cuts((0, 2, 5, 8), (0, 1, 2, 1)), "interleaved", True),
     "backwards in halves": (Cuts((0, 3, 6, 9), (0, 1, 2, 3)), "zb-h1", False),
     "backwards in halves, recomputed": (Cuts((0, 5, 8), (0, 1, 2)), "zb-h1", True),
     "groups of two": (Cuts((0, 3, 6, 9), (0, 1, 2, 3)), "kfkb", True),

@@ -58,6 +58,34 @@ def test_no_cut_list_of_a_small_chain_is_faster(seed: int) -> None:
     assert bounded.step_seconds == min(plan.step_seconds or 0.0 for plan in fitting)
 
 
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (1, 1, 2), (1, 3)])
+def test_no_cut_list_of_unequal_chunks_is_faster(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all lists, and near the best rounds of a chain that is taken for a long one."""
+    size = 7
+    problem = problem_of(profile_of(random.Random(sum(counts)), size), len(counts), 1)
+    problem = dataclasses.replace(problem, stages_per_rank=counts)
+    steps = [with_cuts(problem, cuts).step_seconds or 0.0 for cuts in all_cuts(size, sum(counts))]
+    answer = solve(problem, "throughput")
+    ranks = [stage.rank for stage in answer.stages]
+    assert [ranks.count(rank) for rank in range(len(counts))] == list(counts)
+    assert ranks[: len(counts)] == list(range(len(counts)))
+    assert answer.step_seconds == min(steps)
+    monkeypatch.setattr(chunks, "_ALL_LISTS", 0)
+    assert (solve(problem, "throughput").step_seconds or 0.0) <= 1.05 * min(steps)
+
+
+def test_the_number_of_chunks_is_the_one_of_the_shortest_step() -> None:
+    for seed in range(3):
+        profile = profile_of(random.Random(seed), 8)
+        plans = [solve(problem_of(profile, 2, count), "throughput") for count in (1, 2, 4)]
+        left_open = dataclasses.replace(problem_of(profile, 2, 1), stages_per_rank=None)
+        answer = solve(left_open, "throughput")
+        assert answer.step_seconds == min(plan.step_seconds or 0.0 for plan in plans)
+        peak = min(max(rank.bytes or 0 for rank in plan.ranks) for plan in plans[1:])
+        limited = dataclasses.replace(problem_of(profile, 2, 1, peak), stages_per_rank=None)
+        assert solve(limited, "throughput").fits in (True, False)
+
+
 def test_the_rounds_of_a_long_chain_have_the_smallest_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_ALL_LISTS", 0)
     for seed in range(4):
@@ -71,7 +99,7 @@ def test_the_rounds_of_a_long_chain_have_the_smallest_sum(monkeypatch: pytest.Mo
             return sum(max(stages[start : start + 2]) for start in range(0, len(stages), 2))
 
         lists = all_cuts(size, 2 * count)
-        rounds = chunks._Rounds(problem, 2 * count).shortest()
+        rounds = chunks._Rounds(problem).shortest()
         assert longest(rounds) == pytest.approx(min(map(longest, lists)))
         steps = {cuts: with_cuts(problem, cuts).step_seconds or 0.0 for cuts in lists}
         step = steps[fastest_chunks(problem, lists[0])]

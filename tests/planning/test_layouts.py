@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -10,8 +11,9 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export import TARGETS, Request, written
 from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
-from varuna_capslog.plans.plan import Plan
-from varuna_capslog.schedules import RunShape
+from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.plan import Plan, stages_of_pipelines
+from varuna_capslog.schedules import RunShape, dealt_out
 
 
 def names_of_blocks(blocks: int) -> ModelNames:
@@ -40,7 +42,7 @@ def test_published_layouts_are_read(
     text: str, blocks: int, ranks: int, system: str, of_ranks: list[int] | None, prediction: int
 ) -> None:
     layout = read_layout(text, blocks, ranks)
-    assert (layout.system, layout.prediction_layers, layout.faults) == (system, prediction, ())
+    assert (layout.system, len(layout.prediction_stages), layout.faults) == (system, prediction, ())
     if of_ranks is not None:
         assert [sum(layout.counts[rank::ranks]) for rank in range(ranks)] == of_ranks
     assert read_layout(text, blocks, ranks, system) == layout
@@ -67,15 +69,77 @@ def test_what_is_exported_is_read_back() -> None:
     assert TARGETS.keys() > {"megatron", "primus"}
 
 
+def test_empty_chunks_are_exported_and_read_back() -> None:
+    """A rank that is passed over has an empty chunk in the layout, and no stage in the plan."""
+    names, draw = names_of_blocks(12), random.Random(4)
+    exported = 0
+    for _ in range(100):
+        ranks, rounds = draw.randint(2, 3), draw.randint(2, 3)
+        placement = [0, *(place % ranks for place in range(1, ranks * rounds - 1) if draw.random() < 0.7)]
+        placement = [*placement, ranks - 1] if placement[-1] != ranks - 1 else placement
+        cuts = [0, *sorted(draw.sample(range(2, 13), len(placement) - 1))]
+        plan = Plan(15, stages_of_pipelines(15, cuts, 1, 1, placement), Units(12, 1, 1), "interleaved")
+        dealt = dealt_out(placement)
+        if dealt is None or dealt[0] != list(range(ranks)):
+            continue
+        text = written("megatron", Request(plan, RunShape(recompute=False), names=names))
+        exported += 1
+        layout = read_layout(text, 12, ranks)
+        read = layout_cuts(layout, names)
+        filled = [stage for stage, (first, end) in enumerate(pairwise((*read, 15))) if first < end]
+        assert [read[stage] for stage in filled] == cuts
+        assert [stage % ranks for stage in filled] == placement
+        if len(filled) < len(layout.counts):
+            with pytest.raises(CapslogError, match="deals them out in turn, as many to each rank"):
+                written("primus", Request(plan, RunShape(recompute=False), names=names))
+    assert exported > 20
+    plan = Plan(15, stages_of_pipelines(15, [0, 4, 9], 1, 1, [0, 1, 0]), Units(12, 1, 1), "interleaved")
+    with pytest.raises(CapslogError, match="Megatron begins on the first and ends on the last of them"):
+        written("megatron", Request(plan, RunShape(recompute=False), names=names))
+
+
 def test_cuts_of_chunks_embedding_and_head() -> None:
     names = names_of_blocks(4)
     assert layout_cuts(read_layout("E|t|ttt|L", 4, 2), names) == [0, 1, 2, 5]
     assert layout_cuts(read_layout("decoder_pipeline_manual_split_list: [1, 1, 1, 1]", 4, 2), names) == [0, 2, 3, 4]
     split = read_layout("decoder_pipeline_manual_split_list: [1, 2, 3, 1]", 7, 2)
     assert split.counts == (1, 3, 2, 1)  # rank 0 holds stages 0 and 2
-    with pytest.raises(CapslogError, match="stage 1 of the layout holds no layer of its own"):
-        layout_cuts(read_layout("Et||ttt|L", 4, 4), names)
+    assert layout_cuts(read_layout("Et||ttt|L", 4, 4), names) == [0, 2, 2, 5]  # stage 1 is empty
     assert count_blocks(names) == 4
+
+
+def test_layers_for_multi_token_prediction_stand_where_the_layout_says() -> None:
+    """The norm before them is with the last block, as Megatron has it; the head is behind them."""
+    names = ModelNames(
+        ("embed", *(f"model.layers.{n}" for n in range(4)), "model.norm", "prediction_0", "prediction_1", "head")
+    )
+    assert layout_cuts(read_layout("Ett|ttmmL", 4, 2, num_predictions=2), names) == [0, 3]
+    assert layout_cuts(read_layout("Ett|tt|mm|L", 4, 4, num_predictions=2), names) == [0, 3, 6, 8]
+    assert layout_cuts(read_layout("Ett|tt||mmL", 4, 4, num_predictions=2), names) == [0, 3, 6, 6]
+    assert layout_cuts(read_layout("2,2,0", 4, 3, num_predictions=2), names) == [0, 3, 6]  # it says nothing
+    assert read_layout("Ett|ttmL", 4, 2, num_predictions=2).faults == (
+        "it has 1 layers for multi-token prediction (m), the model 2",
+    )
+    assert "are in stages [2, 3], not in one" in read_layout("Ett|tt|m|mL", 4, 4).faults[0]
+    assert "not in the last chunk of its rank" in read_layout("Ett|ttm||L", 4, 2).faults[0]
+
+
+def test_exports_of_layers_for_multi_token_prediction_are_read_back() -> None:
+    names = ModelNames(("embed", *(f"model.layers.{n}" for n in range(4)), "model.norm", "prediction_0", "head"))
+
+    def exported(target: str, cuts: list[int]) -> str:
+        plan = Plan.of_cuts(8, cuts, schedule="1f1b")
+        return written(target, Request(plan, RunShape(recompute=False), names=names)).strip()
+
+    assert exported("megatron", [0, 3]) == "Et*2|t*2mL"
+    assert exported("megatron", [0, 3, 6, 7]) == "Et*2|t*2|m|L"
+    assert exported("slime", [0, 3]) == "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2"
+    layout = read_layout("Et*2|t*2|m|L", 4, 4, num_predictions=1)
+    assert (layout_cuts(layout, names), layout.faults) == ([0, 3, 6, 7], ())
+    with pytest.raises(CapslogError, match="'prediction_0' is not in the last stage, where vLLM puts"):
+        exported("vllm", [0, 3, 4, 7])
+    with pytest.raises(CapslogError, match="what torchtitan calls the layers for multi-token prediction is not known"):
+        exported("torchtitan", [0, 3])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import itertools
+from itertools import pairwise
 
 import pytest
 import torch
@@ -87,6 +88,22 @@ def test_stages_of_several_microbatches_are_what_the_fold_says(
         course = dict(real.course)
         for action, size in list(zip(row, rank.bytes, strict=True))[:-1]:
             assert 0.995 * course[str(action)] <= size <= 1.1 * course[str(action)], str(action)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 0), (0, 1, 1), (0, 1, 0, 1, 1), (0, 1, 2, 1)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_unequal_numbers_of_chunks_are_what_the_fold_says(ranks: tuple[int, ...], recompute: bool) -> None:
+    bounds = [0, 1, 2, 4, 6][: len(ranks)] + [7]
+    stages = tuple(PlanStage((span,), (rank,), memory=None) for span, rank in zip(pairwise(bounds), ranks, strict=True))
+    layout = Layout(stages, 1)
+    estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE))
+    options = EngineOptions(8, "interleaved", recompute=recompute, clip_norm=1.0)
+    rehearsed = rehearse_layout(estimator, layout, options)
+    run = RunShape(8, "interleaved", recompute)
+    rows = scheduled("interleaved", stages, layout.graph(8, estimator.chain.edges), run)
+    folded = fold(estimated(recompute, ()), stages, Units(8, SIZE, 1), rows, run)
+    for real, rank in zip(rehearsed, folded, strict=True):
+        assert rank.peak_bytes == pytest.approx(real.peak_bytes, rel=0.001)
 
 
 def test_a_profile_of_one_microbatch_per_call_is_judged_by_the_rehearsal() -> None:

@@ -92,8 +92,29 @@ def test_hand_written_interleaved_stages() -> None:
     assert format_csv(make_schedule("interleaved", 4, 4, placement)) == INTERLEAVED_2_2_4
     graph = StageGraph.line(4, 4, placement)
     assert schedule_of("interleaved", graph, in_flight=[2]) == schedule_of("1f1b", graph, in_flight=[2])
-    zigzag = [0, 1, 1, 0]  # they do not go round
-    assert make_schedule("interleaved", 4, 4, zigzag) == make_schedule("1f1b", 4, 4, zigzag)
+    for zigzag in ([0, 1, 1, 0], [0, 1, 2, 1, 2, 0]):  # more rounds than stages on a rank
+        assert make_schedule("interleaved", len(zigzag), 4, zigzag) == make_schedule("1f1b", len(zigzag), 4, zigzag)
+
+
+@pytest.mark.parametrize(
+    "pattern",  # of the chunks in the order of the model; x: empty
+    ["..|x.", "..|.x", "...|x..|..x", "...|.x.", "....|xx..|..x.", "..|.x|.x"],
+)
+def test_ranks_without_a_chunk_in_a_round_do_nothing_where_an_empty_one_would_run(pattern: str) -> None:
+    """Megatron's order with the calls of empty chunks left out."""
+    ranks = pattern.index("|")
+    chunks = pattern.replace("|", "")
+    full = [number for number, chunk in enumerate(chunks) if chunk == "."]
+    placement = [number % ranks for number in full]
+    for microbatches in (1, 4, 6, 7):
+        whole = make_schedule("interleaved", len(chunks), microbatches, [n % ranks for n in range(len(chunks))])
+        expected = [
+            [Action(full.index(a.stage), a.kind, a.microbatch) for a in row if a.stage in full] for row in whole
+        ]
+        schedule = make_schedule("interleaved", len(full), microbatches, placement)
+        assert schedule == expected
+        validate(schedule, StageGraph.line(len(full), microbatches, placement))
+        assert find_deadlock(lower(schedule)) is None
 
 
 def test_two_pipelines_interleave_each_for_itself() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,6 +75,7 @@ def lint(flags: LintFlags) -> None:
     from varuna_capslog.planning.export import names_in
     from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
     from varuna_capslog.planning.problem import Problem
+    from varuna_capslog.start.prepare import plan_run
 
     if flags.config is None:
         raise CapslogError("no layout is given: capslog lint LAYOUT, such as 'Et*4|t*4L', 16,16,16,13 or a file")
@@ -85,14 +87,22 @@ def lint(flags: LintFlags) -> None:
         flags, question_of(flags, flags.planner or "throughput", profile), profile, choose=False
     )
     names, ranks = names_in(profile), config.pipeline.devices
-    layout = read_layout(text, count_blocks(names, flags.block_names), ranks, flags.system)
+    num_blocks, num_predictions = count_blocks(names, flags.block_names), len(names.predictions)
+    layout = read_layout(text, num_blocks, ranks, flags.system, num_predictions)
     if layout.faults:
         if flags.as_json:
             shared.print_json(_record(layout, None, None))
         raise DoesNotFit(f"the {layout.system} layout is illegal: {'; '.join(layout.faults)}")
-    asked = _of_one_run(config, len(layout.counts) // ranks, keys_of(flags.overrides))
-    theirs = _planned(asked, profile, memo, cuts=layout_cuts(layout, names, flags.block_names), planner="exact")
-    ours = _planned(asked, profile, memo, cuts=None)
+    chunks = len(layout.counts) // ranks
+    asked = _of_one_run(config, min(chunks, profile.num_layers // ranks), keys_of(flags.overrides))
+    cuts = layout_cuts(layout, names, flags.block_names)
+    stages = [
+        (first, stage % ranks)
+        for stage, (first, end) in enumerate(pairwise((*cuts, profile.num_layers)))
+        if first < end
+    ]
+    theirs = _published(asked, profile, memo, stages)
+    ours = plan_run(asked, profile, memo=memo)
     plans = {f"{layout.system} layout": theirs, f"planner {ours.planner}": ours}
     steps = {name: _rank_steps(plan, asked, profile) for name, plan in plans.items()}
     if flags.plot is not None:
@@ -100,7 +110,9 @@ def lint(flags: LintFlags) -> None:
     if flags.as_json:
         shared.print_json(_record(layout, theirs, ours))
     else:
-        _print(layout, theirs, ours, list(steps.values()), chunk_bound(Problem.of_config(asked, profile)))
+        bound = chunk_bound(Problem.of_config(asked, profile))
+        notes = _notes(layout, theirs, ours, bound) + _prediction_notes(layout, num_predictions)
+        _print(layout, theirs, ours, list(steps.values()), notes)
     if theirs.fits is False:
         raise DoesNotFit(f"the layout {_fit(theirs)}")
 
@@ -117,11 +129,25 @@ def _of_one_run(config: Config, chunks: int, keys: dict[str, Any]) -> Config:
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=changes)})
 
 
-def _planned(config: Config, profile: Profile, memo: Memo | None, **changes: Any) -> Plan:
-    from varuna_capslog.start.prepare import plan_run
+def _published(config: Config, profile: Profile, memo: Memo | None, stages: Sequence[tuple[int, int]]) -> Plan:
+    """Return the judged plan of stages, each (first layer, rank)."""
+    from varuna_capslog.planning.chunks import plan_of_rounds
+    from varuna_capslog.planning.problem import Problem
+    from varuna_capslog.start.prepare import divided_profile, plan_run
 
-    changed = config.pipeline.model_copy(update=changes)
-    return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
+    cuts, placement = map(list, zip(*stages, strict=True))
+    ranks = config.pipeline.devices
+    if without := sorted(set(range(ranks)) - set(placement)):
+        raise CapslogError(
+            f"rank {without[0]} of the layout holds no layer; judge the layout without it, on fewer devices"
+        )
+    if placement == list(range(ranks)) * (len(cuts) // ranks):
+        changed = config.pipeline.model_copy(
+            update={"cuts": cuts, "planner": "exact", "stages_per_rank": len(cuts) // ranks}
+        )
+        return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
+    problem = Problem.of_config(config, divided_profile(config, profile))
+    return plan_run(config, profile, memo=memo, named_plan=plan_of_rounds(problem, cuts, placement))
 
 
 def _rank_steps(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:
@@ -137,8 +163,8 @@ def _rank_steps(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:
     return sorted(steps, key=lambda row: row.rank)
 
 
-def _print(layout: Layout, theirs: Plan, ours: Plan, steps: Sequence[Sequence[RankStep]], bound: float) -> None:
-    """Print a row per rank. steps: of each rank of the two plans. bound: seconds that no cuts undercut."""
+def _print(layout: Layout, theirs: Plan, ours: Plan, steps: Sequence[Sequence[RankStep]], notes: Sequence[str]) -> None:
+    """Print a row per rank. steps: of each rank of the two plans."""
     from varuna_capslog.base.units import unit_of
     from varuna_capslog.reports.markup import plural
 
@@ -152,7 +178,7 @@ def _print(layout: Layout, theirs: Plan, ours: Plan, steps: Sequence[Sequence[Ra
     title = f"{layout.system} layout of {plural(ranks, 'rank')} beside planner {ours.planner}"
     peak = f"peak\n{name}"
     headings = ("rank", "blocks", "layers", peak, "busy", "our\nlayers", peak, "busy")
-    shared.print_table(title, headings, rows, left=(2, 5), notes=_notes(layout, theirs, ours, bound))
+    shared.print_table(title, headings, rows, left=(2, 5), notes=notes)
 
 
 def _cells(plan: Plan, step: RankStep, unit: int) -> list[str]:
@@ -177,7 +203,7 @@ def _fit(plan: Plan) -> str:
 
 def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float) -> list[str]:
     from varuna_capslog.base.units import format_bytes
-    from varuna_capslog.reports.markup import duration, plural
+    from varuna_capslog.reports.markup import duration
 
     notes = [f"schedule {theirs.schedule}; the layout {_fit(theirs)}; ours {_fit(ours)}"]
     if theirs.step_seconds and ours.step_seconds:
@@ -189,12 +215,22 @@ def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float) -> list[str]:
         notes.append(
             f"largest peak: {format_bytes(theirs.peak_bytes)}, ours {format_bytes(ours.peak_bytes)} ({change})"
         )
-    if layout.prediction_layers:
-        count = plural(layout.prediction_layers, "layer")
-        notes.append(
-            f"{count} for multi-token prediction (m) of the layout: the model here has none, and neither plan counts it"
-        )
     return notes
+
+
+def _prediction_notes(layout: Layout, num_predictions: int) -> list[str]:
+    """Say where layout and model have not the same layers for multi-token prediction."""
+    from varuna_capslog.reports.markup import plural
+
+    count = plural(max(len(layout.prediction_stages), num_predictions), "layer") + " for multi-token prediction"
+    if layout.prediction_stages and not num_predictions:
+        return [f"{count} (m) of the layout: the model here has none, and neither plan counts it"]
+    if num_predictions and not layout.prediction_stages:
+        return [
+            f"{count} of the model: the layout does not say where, so the last stage has it; without it: --model-arg "
+            "num_nextn_predict_layers=0"
+        ]
+    return []
 
 
 def _change(ours: float, theirs: float) -> str:
@@ -208,7 +244,7 @@ def _record(layout: Layout, theirs: Plan | None, ours: Plan | None) -> dict[str,
     return {
         "system": layout.system,
         "blocks": list(layout.counts),
-        "prediction_layers": layout.prediction_layers,
+        "prediction_layers": len(layout.prediction_stages),
         "faults": list(layout.faults),
         "layout": None if theirs is None else theirs.to_json(),
         "ours": None if ours is None else ours.to_json(),

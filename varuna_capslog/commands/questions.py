@@ -206,7 +206,7 @@ def config_of_model(flags: ModelFlags, settings: Mapping[str, Any], minibatch: i
         )
     if flags.folder is not None:
         arguments, keys = folder_keys(str(flags.folder), arguments, keys)
-        arguments |= {"sequence": flags.sequence, "example": not flags.inputs}
+        arguments |= {"sequence": flags.sequence, "example": not flags.inputs, "predicts": True}
         keys.setdefault("model.name", str(flags.folder))
     if measured and device is not None and device.startswith("cuda:"):
         raise CapslogError(f"--measure runs on the device that is here; --device {device} goes with --estimate")
@@ -447,6 +447,7 @@ def costs_of(
 
     choose: whether a planner may choose variants of layers, which the config then names.
     """
+    from varuna_capslog.model.names import PREDICTION
     from varuna_capslog.planning.registry import planner_named
     from varuna_capslog.start.ordinary import with_defaults
     from varuna_capslog.start.prepare import divided_profile, estimate_memo, profile_and_variants, profile_run
@@ -459,6 +460,12 @@ def costs_of(
                 config, profile = profile_and_variants(config, show, memo, say=shared.tell)
             else:
                 profile = profile_run(config, show, memo)
+    if layers := [layer.name for layer in profile.layers if layer.name.startswith(PREDICTION)]:
+        shared.tell(
+            f"{', '.join(layers)}: for multi-token prediction (num_nextn_predict_layers), as Megatron trains it; our "
+            "engine trains the model of transformers, which has none: --model-arg num_nextn_predict_layers=0 plans "
+            "that"
+        )
     if (divisors := config.pipeline.divisors) is not None:
         whole, profile = profile, divided_profile(config, profile)
         shared.tell(_cards(divisors, config.pipeline.devices, whole))

@@ -9,7 +9,33 @@ from pathlib import Path
 
 from varuna_capslog.base.divisors import Divisors
 
-__all__ = ["check_pipeline", "check_samples", "check_shared_states"]
+__all__ = ["check_pipeline", "check_samples", "check_shared_states", "check_stages"]
+
+
+def check_stages(stages_per_rank: int | list[int] | str | None, cuts: list[int] | None, devices: int) -> None:
+    """Refuse a list of stages per rank of another length, and cuts of another number of stages."""
+    if isinstance(stages_per_rank, list):
+        if len(stages_per_rank) != devices:
+            raise ValueError(
+                f"pipeline.stages_per_rank lists {len(stages_per_rank)} number(s) for pipeline.devices={devices}; give "
+                "one per device, or one for all"
+            )
+        if cuts is not None and len(cuts) != sum(stages_per_rank):
+            raise ValueError(
+                f"pipeline.cuts={cuts} gives {len(cuts)} stages, but pipeline.stages_per_rank is {stages_per_rank}; "
+                "leave one of them out"
+            )
+    elif cuts is not None:
+        if len(cuts) % devices:
+            raise ValueError(
+                f"pipeline.cuts={cuts} gives {len(cuts)} stages for pipeline.devices={devices}; every device must get "
+                "the same number of stages, or the number that a list in pipeline.stages_per_rank says"
+            )
+        if stages_per_rank not in (None, len(cuts) // devices):
+            raise ValueError(
+                f"pipeline.cuts={cuts} gives {len(cuts) // devices} stages per device, but pipeline.stages_per_rank is "
+                f"{stages_per_rank}; leave one of them out"
+            )
 
 
 def check_pipeline(

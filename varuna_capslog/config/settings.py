@@ -395,6 +395,10 @@ def _device(value: Any) -> Any:
     return parse_device(value) if isinstance(value, str) else value
 
 
+_Count = Annotated[int, Field(gt=0, le=fields.MOST_LAYERS)]
+"""Number of stages."""
+
+
 class Pipeline(Section):
     """Cuts, placement and schedule of the chain."""
 
@@ -440,8 +444,9 @@ class Pipeline(Section):
     """Order of forward and backward passes. auto: with planner budget the one of gpipe, 1f1b, 1f1b-star, zb-h1 and
     varuna with the fastest plan (with bandwidth or latency, of interleaved too), else varuna."""
 
-    stages_per_rank: int | None = Field(None, gt=0, le=fields.MOST_LAYERS)
-    """Stages of every rank, which the stages go round; null: 2 for the schedule interleaved, else 1."""
+    stages_per_rank: _Count | list[_Count] | Literal["auto"] | None = None
+    """Stages of every rank, which the stages go round: a number, a list with one per rank, or auto: of 1, 2, 4, ... the
+    number with the shortest step that fits. null: 2 for the schedule interleaved, else 1."""
 
     k: int = Field(2, gt=0)
     """Microbatches that the schedule kfkb takes at a time."""
@@ -532,10 +537,15 @@ class Pipeline(Section):
 
     @property
     def rounds(self) -> int:
-        """Number of times that the stages go round the devices of a pipeline."""
+        """Number of times that the stages go round the devices of a pipeline; where that is open, the default."""
+        count = self.stages_per_rank
+        if isinstance(count, list):
+            return max(count)
         if self.cuts is not None:
             return max(1, len(self.cuts) // self.devices)
-        return self.stages_per_rank or (defaults.STAGES_PER_RANK if self.schedule == "interleaved" else 1)
+        if isinstance(count, int):
+            return count
+        return defaults.STAGES_PER_RANK if self.schedule == "interleaved" or count is not None else 1
 
     @model_validator(mode="after")
     def _agree(self) -> Pipeline:
@@ -546,16 +556,7 @@ class Pipeline(Section):
             )
         if cuts is not None:
             fields.cut_list(cuts, None, "pipeline.cuts")
-            if len(cuts) % self.devices:
-                raise ValueError(
-                    f"pipeline.cuts={cuts} gives {len(cuts)} stages for pipeline.devices={self.devices}; "
-                    "every device must get the same number of stages"
-                )
-            if self.stages_per_rank not in (None, len(cuts) // self.devices):
-                raise ValueError(
-                    f"pipeline.cuts={cuts} gives {len(cuts) // self.devices} stages per device, but "
-                    f"pipeline.stages_per_rank is {self.stages_per_rank}; leave one of them out"
-                )
+        parallel.check_stages(self.stages_per_rank, cuts, self.devices)
         parallel.check_pipeline(
             self.divisors, self.devices, self.node_devices, self.replicas, self.node_bandwidth is not None
         )

@@ -23,6 +23,7 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.model.capture.opaque import OpaqueCalls
 from varuna_capslog.model.capture.trial import try_model
+from varuna_capslog.model.prediction import with_predictions
 from varuna_capslog.model.quantised import BASES, QuantisedLinear
 
 __all__ = ["FACTORY", "folder_of", "model", "most_tokens"]
@@ -58,6 +59,7 @@ def model(
     example: bool = True,
     lora: int | None = None,
     base: str | None = None,
+    predicts: bool = False,
     **changes: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model that `config.json` in a folder describes, without memory for its weights, and its example inputs.
@@ -69,6 +71,8 @@ def model(
         example: False: the caller has other inputs.
         lora: rank of peft's adapters of all linear layers, which are trained in place of the weights; None: none.
         base: form of the frozen weights below adapters, of `quantised.BASES`; None: as they are.
+        predicts: whether the layers for multi-token prediction are added that the config counts, for plans
+            (`model/prediction`); not below adapters.
         changes: keys of the config that are replaced, such as `num_hidden_layers=4`.
 
     Raises:
@@ -99,8 +103,11 @@ def model(
         _add_adapters(made, lora, base)
     if trains:
         _keep_no_cache(made)
+    inputs = _example(path, made, sequence, trains) if example else {}
+    if predicts and trains and lora is None:
+        return with_predictions(made), inputs
     constants = {"logits_to_keep": 1} if not trains and "logits_to_keep" in _names(made) else {}
-    return made, {**(_example(path, made, sequence, trains) if example else {}), **constants}
+    return made, {**inputs, **constants}
 
 
 def _keep_no_cache(model: nn.Module) -> None:

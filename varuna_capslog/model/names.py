@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from varuna_capslog.model.chain import Chain
 
-__all__ = ["LayerModules", "ModelNames", "names_of"]
+__all__ = ["PREDICTION", "LayerModules", "ModelNames", "names_of"]
+
+PREDICTION = "prediction_"
+"""Beginning of the names of layers for multi-token prediction (`model/prediction`)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class LayerModules:
 
 @dataclass(frozen=True)
 class ModelNames:
-    """Names of a chain's layers.
+    """Names of a chain's layers. Those that begin with PREDICTION stand between the blocks and the head.
 
     layers: in order.
     shared: (name of a parameter, indices of the layers that use it) for each that several layers use.
@@ -48,6 +51,11 @@ class ModelNames:
     lists: frozenset[str] = frozenset()
     copied: frozenset[str] = frozenset()
     tokens: bool | None = None
+
+    @property
+    def predictions(self) -> tuple[int, ...]:
+        """Numbers of the layers for multi-token prediction, in order."""
+        return tuple(number for number, name in enumerate(self.layers) if name.startswith(PREDICTION))
 
 
 def names_of(chain: Chain) -> ModelNames:

@@ -41,13 +41,13 @@ def chunk_bound(problem: Problem) -> float:
     return max(problem.even_share_seconds, problem.share.microbatches * slowest)
 
 
-def plan_of_rounds(problem: Problem, cuts: Sequence[int]) -> Plan:
+def plan_of_rounds(problem: Problem, cuts: Sequence[int], placement: Sequence[int] | None = None) -> Plan:
     """Return the plan, neither judged nor played, whose stages go round the devices of every pipeline.
 
-    cuts: first layers of all stages of a pipeline.
+    cuts: first layers of all stages of a pipeline. placement: device of each of them; None: the problem's.
     """
-    profile, run, devices = problem.profile, problem.run, problem.width
-    placement = [stage % devices for stage in range(len(cuts))]
+    profile, run = problem.profile, problem.run
+    placement = problem.placement if placement is None else placement
     return Plan(
         profile.num_layers,
         stages_of_pipelines(profile.num_layers, cuts, problem.pipelines, run.num_blocks, placement),
@@ -65,11 +65,11 @@ def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
 
     Where nothing fits, the cuts lack least. Raises CapslogError where the profile lacks seconds.
     """
-    size, stages, plays = problem.profile.num_layers, len(cuts), _Plays(problem)
+    size, stages, plays = problem.profile.num_layers, len(problem.placement), _Plays(problem)
     if math.comb(size - 1, stages - 1) <= _ALL_LISTS:
         lists = ((0, *inner) for inner in itertools.combinations(range(1, size), stages - 1))
         return min(lists, key=plays.value)
-    rounds = _Rounds(problem, stages)
+    rounds = _Rounds(problem)
     best = min({tuple(cuts), rounds.shortest()}, key=plays.value)
     most = max(24, _ACTIONS // (problem.share.microbatches * stages))
     while plays.count < most:
@@ -104,51 +104,55 @@ def _layer_seconds(problem: Problem, again: bool) -> list[float]:
 class _Rounds:
     """The seconds of a step by the longest stage of each round, and the ways to move a layer to another stage."""
 
-    def __init__(self, problem: Problem, stages: int) -> None:
-        self._ranks, self._stages, self._size = problem.width, stages, problem.profile.num_layers
+    def __init__(self, problem: Problem) -> None:
+        self._placement, self._size = problem.placement, problem.profile.num_layers
+        self._stages, borders = len(self._placement), [0]
+        for stage in range(1, self._stages):
+            if self._placement[stage] <= self._placement[stage - 1]:
+                borders.append(stage)
+        self._rounds = [range(*pair) for pair in itertools.pairwise((*borders, self._stages))]
         self._sums = [0.0, *itertools.accumulate(_layer_seconds(problem, problem.share.settled().recomputes))]
         self._speeds = problem.speeds or (1.0,) * problem.width
         self._round = functools.cache(self._longest)
 
     def shortest(self) -> tuple[int, ...]:
         """Cuts of the rounds with the smallest sum of their longest stages."""
-        rounds, size = self._stages // self._ranks, self._size
+        size = self._size
         best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        for number in range(1, rounds + 1):
-            ends = (
-                [size] if number == rounds else range(number * self._ranks, size - (rounds - number) * self._ranks + 1)
-            )
+        for number, stages in enumerate(self._rounds):
+            is_last = stages.stop == self._stages
             following: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for end in ends:
+            for end in [size] if is_last else range(stages.stop, size - (self._stages - stages.stop) + 1):
                 options = (
-                    (seconds + self._round(start, end)[0], start)
+                    (seconds + self._round(number, start, end)[0], start)
                     for start, (seconds, _) in best.items()
-                    if end - start >= self._ranks
+                    if end - start >= len(stages)
                 )
                 seconds, start = min(options)
-                following[end] = seconds, (*best[start][1], *self._round(start, end)[1])
+                following[end] = seconds, (*best[start][1], *self._round(number, start, end)[1])
             best = following
         return best[size][1]
 
-    def _longest(self, start: int, end: int) -> tuple[float, tuple[int, ...]]:
+    def _longest(self, number: int, start: int, end: int) -> tuple[float, tuple[int, ...]]:
         """The smallest longest stage of a round of these layers, and its cuts."""
         sums, high = self._sums, self._sums[end] - self._sums[start]
-        low, cuts = 0.0, tuple(range(start, start + self._ranks))
+        speeds = [self._speeds[self._placement[stage]] for stage in self._rounds[number]]
+        low, cuts = 0.0, tuple(range(start, start + len(speeds)))
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            filled = self._filled(start, end, middle)
+            filled = self._filled(start, end, middle, speeds)
             low, high, cuts = (middle, high, cuts) if filled is None else (low, middle, filled)
-        bounds = zip((*cuts, end), (*cuts[1:], end), self._speeds, strict=False)
+        bounds = zip(cuts, (*cuts[1:], end), speeds, strict=True)
         return max((sums[stop] - sums[first]) / speed for first, stop, speed in bounds), cuts
 
-    def _filled(self, start: int, end: int, most: float) -> tuple[int, ...] | None:
+    def _filled(self, start: int, end: int, most: float, speeds: Sequence[float]) -> tuple[int, ...] | None:
         """Cuts of a round whose stages take up to `most` seconds, the first ones as many layers as they can; None:
-        they do not hold all.
+        they do not hold all. speeds: of the stages' devices.
         """
         cuts, place = [], start
-        for rank, speed in enumerate(self._speeds):
+        for number, speed in enumerate(speeds):
             cuts.append(place)
-            last = end - (self._ranks - 1 - rank)  # every later stage holds a layer
+            last = end - (len(speeds) - 1 - number)  # every later stage holds a layer
             place = min(last, bisect.bisect_right(self._sums, self._sums[place] + most * speed * (1 + SAME)) - 1)
             if place <= cuts[-1]:
                 return None
@@ -157,12 +161,14 @@ class _Rounds:
     def seconds(self, cuts: Sequence[int]) -> tuple[float, float]:
         """Sum of the longest stages of the rounds, but at least the slowest rank; then the sum of squares."""
         stages = [
-            (self._sums[end] - self._sums[first]) / self._speeds[stage % self._ranks]
+            (self._sums[end] - self._sums[first]) / self._speeds[self._placement[stage]]
             for stage, (first, end) in enumerate(itertools.pairwise((*cuts, self._size)))
         ]
-        ranks = self._ranks
-        longest = sum(max(stages[start : start + ranks]) for start in range(0, self._stages, ranks))
-        return max(longest, *(sum(stages[rank::ranks]) for rank in range(ranks))), sum(row * row for row in stages)
+        longest = sum(max(stages[number] for number in numbers) for numbers in self._rounds)
+        busy = dict.fromkeys(self._placement, 0.0)
+        for rank, seconds in zip(self._placement, stages, strict=True):
+            busy[rank] += seconds
+        return max(longest, *busy.values()), sum(row * row for row in stages)
 
     def moves(self, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Cuts that give a layer of one stage to another stage: the cuts between move by one."""

@@ -225,13 +225,13 @@ def going_round(problem: Problem, planner: str) -> Plan:
     or the planner's; under schedule `1f1b-star` with the limits that follow from their seconds.
     """
     profile, devices = problem.profile, problem.width
-    stages, name = devices * problem.stages_per_rank, None
+    stages, name = len(problem.placement), None
     cuts = problem.cuts
     if cuts is None:
         if stages > profile.num_layers:
             raise CapslogError(
                 f"{devices} devices with {problem.stages_per_rank} stages each, but only {profile.num_layers} layers; "
-                f"every stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
+                "every stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
                 f"{why_few(profile.conditions)}"
             )
         places = problem.devices if stages == devices else (PlanRank(),) * stages * problem.pipelines

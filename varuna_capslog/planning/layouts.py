@@ -25,17 +25,17 @@ class Layout:
 
     system: a key of SYSTEMS. counts: decoder blocks of each stage in the order of the model; stage s is on rank
     s % ranks.
-    prediction_layers: layers for multi-token prediction, which stand behind the blocks.
+    prediction_stages: stage of each layer for multi-token prediction, which stand behind the blocks.
     faults: sentences on the rules of the system, or of the model, that the layout breaks; empty where it is legal.
     """
 
     system: str
     counts: tuple[int, ...]
-    prediction_layers: int = 0
+    prediction_stages: tuple[int, ...] = ()
     faults: tuple[str, ...] = ()
 
 
-def read_layout(text: str, num_blocks: int, ranks: int, system: str | None = None) -> Layout:
+def read_layout(text: str, num_blocks: int, ranks: int, system: str | None = None, num_predictions: int = 0) -> Layout:
     """Return the layout that a text says.
 
     Args:
@@ -43,18 +43,24 @@ def read_layout(text: str, num_blocks: int, ranks: int, system: str | None = Non
             system, such as `VLLM_PP_LAYER_PARTITION=31,31,31`.
         num_blocks: decoder blocks of the model. ranks: of one pipeline.
         system: whose text it is; None: recognised.
+        num_predictions: the model's layers for multi-token prediction; a layout may leave them out.
 
     Raises CapslogError for a text that is none, and for an unknown system.
     """
     if system is not None:
         fields.refuse_unknown([system], list(SYSTEMS), "system of a layout")
     system = system or _system_of(text)
-    counts, prediction_layers, faults = _READERS[system](text, num_blocks, ranks)
+    counts, predictions, faults = _READERS[system](text, num_blocks, ranks)
+    if num_predictions and len(predictions) not in (0, num_predictions):
+        faults = [
+            f"it has {len(predictions)} layers for multi-token prediction (m), the model {num_predictions}",
+            *faults,
+        ]
     if sum(counts) != num_blocks:
         faults = [f"it has {sum(counts)} decoder blocks, the model {num_blocks}", *faults]
     if len(counts) % ranks:
         faults = [*faults, f"its {len(counts)} stages are no multiple of {ranks} ranks"]
-    return Layout(system, tuple(counts), prediction_layers, tuple(faults))
+    return Layout(system, tuple(counts), predictions, tuple(faults))
 
 
 def count_blocks(names: ModelNames, pattern: str | None = None) -> int:
@@ -64,11 +70,11 @@ def count_blocks(names: ModelNames, pattern: str | None = None) -> int:
 
 
 def layout_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[int]:
-    """Return the first layer of each stage of a layout without faults; the embedding is in the first stage, the head in
-    the last one.
+    """Return the first layer of each stage of a layout without faults; that of the next stage for one without layers.
 
-    Raises CapslogError for a stage that holds no layer, which no plan can say, and for a layer that holds parts of two
-    blocks in different stages.
+    The embedding is in the first stage, the head in the last one, where layers for multi-token prediction are too that
+    the layout does not name. With such layers the norm before them is with the last block, as in Megatron. Raises
+    CapslogError for a layer that holds parts of two blocks in different stages.
     """
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
     first_layers: dict[int, int] = {}
@@ -76,24 +82,23 @@ def layout_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -
         for number in numbers:
             first_layers.setdefault(number, layer)
     behind = max(layer for layer, numbers in enumerate(blocks) if numbers) + 1
+    tail = [*names.predictions, names.predictions[-1] + 1] if names.predictions else [behind]
     cuts = [0]
     for stage in range(1, len(layout.counts)):
         before = sum(layout.counts[:stage])
-        cuts.append(first_layers.get(before, behind))
-    for stage, (start, end) in enumerate(zip(cuts, (*cuts[1:], len(names.layers)), strict=True)):
-        if start >= end:
-            raise CapslogError(
-                f"stage {stage} of the layout holds no layer of its own, and a plan has no empty stages; judge the "
-                "layout without it, on fewer devices"
-            )
+        predicted = sum(place < stage for place in layout.prediction_stages) if names.predictions else 0
+        cuts.append(first_layers.get(before, tail[predicted]))
+    for number, (start, end) in enumerate(pairwise(cuts)):
+        if start > end:
+            raise CapslogError(f"stages {number} and {number + 1} of the layout hold parts of one layer; cut it finer")
     return cuts
 
 
 # -- The texts of each system
 
 
-_Parts = tuple[list[int], int, list[str]]
-"""Blocks of each stage, layers for multi-token prediction, faults."""
+_Parts = tuple[list[int], tuple[int, ...], list[str]]
+"""Blocks of each stage, stages of the layers for multi-token prediction, faults."""
 
 _PIECE = re.compile(r"\((?P<group>[^()]*)\)(?:\*(?P<times>\d+))?|(?P<letter>[EtmL|])(?:\*(?P<count>\d+))?|[,\s]")
 _LAYOUT = r"""[EtmL|()*\d,\s]*t[EtmL|()*\d,\s]*"""
@@ -105,13 +110,18 @@ def _megatron(text: str, num_blocks: int, ranks: int) -> _Parts:
     named = re.search(rf"""pipeline[-_]model[-_]parallel[-_]layout["']?[\s=:]+["']?({_LAYOUT})""", text)
     stages = _expanded(named[1] if named else text.strip().strip("\"'")).split("|")
     flat, faults = "".join(stages), []
-    if flat[:1] != "E" or flat.count("E") != 1:
+    if stages[0][:1] != "E" or flat.count("E") != 1:
         faults.append("it does not begin with one E, the embedding")
-    if flat[-1:] != "L" or flat.count("L") != 1:
+    if stages[-1][-1:] != "L" or flat.count("L") != 1:
         faults.append("it does not end with one L, the loss")
     if "m" in flat and "t" in flat[flat.index("m") :]:
         faults.append("a layer for multi-token prediction (m) stands before a block (t)")
-    return [stage.count("t") for stage in stages], flat.count("m"), faults
+    predictions = tuple(number for number, stage in enumerate(stages) for _ in range(stage.count("m")))
+    if len(set(predictions)) > 1:
+        faults.append(f"the layers for multi-token prediction (m) are in stages {sorted(set(predictions))}, not in one")
+    if predictions and predictions[0] < len(stages) - ranks:
+        faults.append("a layer for multi-token prediction (m) is not in the last chunk of its rank")
+    return [stage.count("t") for stage in stages], predictions, faults
 
 
 def _expanded(layout: str) -> str:
@@ -139,7 +149,7 @@ def _numbers(text: str, num_blocks: int, ranks: int) -> _Parts:
         raise CapslogError(
             f"{text.strip()[:60]!r} has no numbers of blocks such as 16,16,16,13; give one for each rank"
         )
-    return [int(number) for number in numbers.split(",")], 0, []
+    return [int(number) for number in numbers.split(",")], (), []
 
 
 def _primus(text: str, num_blocks: int, ranks: int) -> _Parts:
@@ -149,8 +159,8 @@ def _primus(text: str, num_blocks: int, ranks: int) -> _Parts:
     if min(split, default=0) < 1:
         faults.append("Primus wants at least one block in every stage")
     if len(split) % ranks:
-        return split, 0, faults
-    return [split[rank * chunks + chunk] for chunk in range(chunks) for rank in range(ranks)], 0, faults
+        return split, (), faults
+    return [split[rank * chunks + chunk] for chunk in range(chunks) for rank in range(ranks)], (), faults
 
 
 def _diffusion_pipe(text: str, num_blocks: int, ranks: int) -> _Parts:
@@ -158,7 +168,7 @@ def _diffusion_pipe(text: str, num_blocks: int, ranks: int) -> _Parts:
     bounds = [0, *_listed(text, "partition_split"), num_blocks + 2]
     faults = [] if bounds == sorted(set(bounds)) else ["the bounds of partition_split do not rise"]
     ends = [min(max(bound - 1, 0), num_blocks) for bound in bounds]
-    return [end - start for start, end in pairwise(ends)], 0, faults
+    return [end - start for start, end in pairwise(ends)], (), faults
 
 
 def _ends(text: str, num_blocks: int, ranks: int) -> _Parts:
@@ -172,11 +182,11 @@ def _ends(text: str, num_blocks: int, ranks: int) -> _Parts:
         raise CapslogError("the text has no number of layers of the first or the last pipeline stage; give one of them")
     others, rest, faults = ranks - len(begin + end), max(0, num_blocks - sum(begin + end)), []
     if others <= 0:
-        return [*begin, *end], 0, []
+        return [*begin, *end], (), []
     if rest % others:
         faults.append(f"the {rest} blocks of the other stages do not share evenly among {others}")
     between = [rest // others + (stage < rest % others) for stage in range(others)]
-    return [*begin, *between, *end], 0, faults
+    return [*begin, *between, *end], (), faults
 
 
 def _module_lists(text: str, num_blocks: int, ranks: int) -> _Parts:
@@ -191,7 +201,7 @@ def _module_lists(text: str, num_blocks: int, ranks: int) -> _Parts:
     numbers = [[int(hit[1]) for name in stage if (hit := re.search(r"\.(\d+)$", name))] for stage in stages]
     flat = [number for row in numbers for number in row]
     faults = [] if flat == list(range(len(flat))) else ["the blocks are not listed once each, in their order"]
-    return [len(row) for row in numbers], 0, faults
+    return [len(row) for row in numbers], (), faults
 
 
 def _listed(text: str, key: str) -> list[int]:

@@ -21,7 +21,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
 if TYPE_CHECKING:
-    from varuna_capslog.config.settings import Config
+    from varuna_capslog.config.settings import Config, Pipeline
 
 __all__ = ["Problem"]
 
@@ -34,7 +34,8 @@ class Problem:
     devices: memory and speed of every device, pipeline after pipeline; capacities are known for all or none.
     run: the whole step over all pipelines, with its number of microbatches; the schedule may be open (`AUTO_SCHEDULE`).
     blocks_open: a planner may choose the number of accumulation blocks; else `run.num_blocks`.
-    pipelines: equal pipelines that share the step. stages_per_rank: stages of one pipeline on each device, in turn.
+    pipelines: equal pipelines that share the step.
+    stages_per_rank: stages of one pipeline on each device, in turn, or one number each; None: solving chooses it.
     link: between two devices, and to their host tiers. tier: limits of the host tiers.
     cuts, plan: first layer of each stage, or the plan to judge, where no planner chooses.
     beside: for each layer, bytes beside training (snapshots) on its device; planner joint leaves room where it can.
@@ -48,7 +49,7 @@ class Problem:
     run: RunShape
     blocks_open: bool = False
     pipelines: int = 1
-    stages_per_rank: int = 1
+    stages_per_rank: int | tuple[int, ...] | None = 1
     memory: str = AUTO
     link: Link = field(default_factory=Link)
     tier: HostMemory = field(default_factory=HostMemory)
@@ -124,7 +125,7 @@ class Problem:
             RunShape.of_config(config),
             open_blocks,
             pipeline.replicas,
-            pipeline.rounds,
+            _stages_per_rank(pipeline),
             pipeline.memory,
             Link.of_config(config),
             HostMemory.of_config(config),
@@ -139,6 +140,13 @@ class Problem:
     def width(self) -> int:
         """Devices of one pipeline."""
         return len(self.devices) // self.pipelines
+
+    @property
+    def placement(self) -> list[int]:
+        """Device of each stage of a pipeline: those of each round with a stage left; one each where open."""
+        count = 1 if self.stages_per_rank is None else self.stages_per_rank
+        counts = (count,) * self.width if isinstance(count, int) else count
+        return [rank for number in range(max(counts)) for rank in range(self.width) if number < counts[rank]]
 
     @property
     def capacities(self) -> list[int] | None:
@@ -185,6 +193,13 @@ class Problem:
         pairs = zip(self.devices, [*sizes] * self.pipelines, strict=True)
         ranks = (dataclasses.replace(device, capacity_bytes=size) for device, size in pairs)
         return dataclasses.replace(self, devices=tuple(ranks))
+
+
+def _stages_per_rank(pipeline: Pipeline) -> int | tuple[int, ...] | None:
+    if isinstance(pipeline.stages_per_rank, list):
+        return tuple(pipeline.stages_per_rank)
+    is_open = pipeline.stages_per_rank == "auto" and pipeline.cuts is None and pipeline.plan is None
+    return None if is_open else pipeline.rounds
 
 
 def _ranks(devices: int, capacity: int | Sequence[int] | None, speeds: Sequence[float] | None) -> tuple[PlanRank, ...]:

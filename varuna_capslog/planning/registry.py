@@ -81,7 +81,8 @@ class Planner:
         budget, free = self.name == BUDGET, self.shape in ("stages", "pipelines")
         self.check_memory(pipeline.memory)
         goes_round = budget and schedule == LOOPED and not config.elastic.enabled
-        rounds_fit = self.shape == "cuts" or (goes_round and pipeline.rounds == defaults.STAGES_PER_RANK)
+        count = pipeline.stages_per_rank
+        rounds_fit = self.shape == "cuts" or (goes_round and count in (None, defaults.STAGES_PER_RANK))
         rules = {
             f"engine={config.engine}": (
                 config.engine == "varuna" and self.shape != "cuts",
@@ -93,7 +94,7 @@ class Planner:
                 if free
                 else "it plans one pipeline; set replicas=1, or choose planner budget",
             ),
-            f"pipeline.stages_per_rank={pipeline.rounds}": (
+            f"pipeline.stages_per_rank={pipeline.rounds if count is None else count}": (
                 pipeline.rounds > 1 and not rounds_fit,
                 "it says itself how many stages a rank has; set 1" if free else "it plans one stage per rank; set 1",
             ),
@@ -108,6 +109,10 @@ class Planner:
             "elastic.enabled=true": (
                 config.elastic.enabled and not self.elastic,
                 f"it {NOT_ASKED_ANEW}",
+            ),
+            f"pipeline.stages_per_rank={count} and elastic.enabled=true": (
+                config.elastic.enabled and isinstance(count, (str, list)),
+                "the number of devices changes; set one number",
             ),
         }
         for key, (wrong, why_not) in rules.items():

@@ -88,8 +88,10 @@ def _answered(
     problem: Problem, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None = None
 ) -> Plan:
     """Plan of one planner, or the problem's, judged and played."""
+    if problem.stages_per_rank is None:
+        return _of_any_rounds(problem, entry, rehearsal, protection)
     profile, run = problem.profile, problem.run
-    rounds = problem.stages_per_rank > 1 or run.limits_by_plan or problem.shares_moments
+    rounds = len(problem.placement) > problem.width or run.limits_by_plan or problem.shares_moments
     if problem.plan is not None:
         plan = _judged(problem, problem.plan, rehearsal)
     elif rounds and (problem.cuts is not None or entry.shape == "cuts"):
@@ -116,6 +118,19 @@ def _answered(
     if plan.step_seconds is not None:
         return plan
     return with_step_seconds(profile, plan, (problem.share if plan.short else run).settled(), problem.link)
+
+
+def _of_any_rounds(
+    problem: Problem, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None
+) -> Plan:
+    """Plan of one planner for 1, 2, 4, ... stages on every rank: the first with the shortest step that fits."""
+    best, count = None, 1
+    while best is None or count * problem.width <= problem.profile.num_layers:
+        plan = _answered(dataclasses.replace(problem, stages_per_rank=count), entry, rehearsal, protection)
+        if best is None or _beats(problem, plan, best):
+            best = plan
+        count *= 2
+    return best
 
 
 def _naming_another(problem: Problem, plan: Plan, planner: str) -> Plan:

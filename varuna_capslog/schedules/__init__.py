@@ -26,6 +26,7 @@ __all__ = [
     "TimedMessage",
     "Timeline",
     "backwards_at_once",
+    "dealt_out",
     "find_deadlock",
     "from_strings",
     "graph_keeping_forwards",
@@ -58,6 +59,7 @@ from varuna_capslog.schedules.actions import (
 )
 from varuna_capslog.schedules.generators import (
     SCHEDULES,
+    dealt_out,
     in_flight_limits,
     insert_offload,
     insert_recompute,

@@ -10,7 +10,7 @@ exactly the textbook's lists. With several the same limits and the rule "backwar
 (`planning/cuts`); a stage without a limit has that of `1f1b`.
 
 `interleaved` (Narayanan et al., SC 2021): stages placed round-robin over the ranks, in Megatron's order; see
-`interleaved`. On any other placement, and where a stage has its own limit, it is `1f1b`.
+`interleaved` and `dealt_out`. On any other placement, and where a stage has its own limit, it is `1f1b`.
 
 `kfkb` (GraphPipe, Sec. 3.5): k forwards, then k backwards: `1f1b` of groups of k microbatches.
 
@@ -45,6 +45,7 @@ from varuna_capslog.schedules.stage_graph import StageGraph
 
 __all__ = [
     "SCHEDULES",
+    "dealt_out",
     "in_flight_limits",
     "in_flight_microbatches",
     "insert_offload",
@@ -268,9 +269,9 @@ def table_3_2(k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
 
 
 def interleaved(graph: StageGraph) -> Schedule | None:
-    """Return the order of every rank; None unless every route is a line of stages placed round-robin over ranks that no
-    other route uses, equally often on each. The P ranks need not divide the microbatches: there are M // P rounds (at
-    least one), of sizes that differ by at most one.
+    """Return the order of every rank; None unless every route is a line of stages that are dealt out to ranks that no
+    other route uses. The P ranks need not divide the microbatches: there are M // P rounds (at least one), of sizes
+    that differ by at most one. A rank that is passed over does nothing where an empty chunk of Megatron would run.
     """
     if graph.pairs is not None or max(graph.grains) > 1:
         return None
@@ -278,29 +279,46 @@ def interleaved(graph: StageGraph) -> Schedule | None:
     taken: set[int] = set()
     for route in dict.fromkeys(graph.routes):
         ranks = [graph.ranks[stage] for stage in route]
-        ranks_in_turn = list(dict.fromkeys(ranks))
-        if (
-            taken & set(ranks_in_turn)
-            or len(ranks) % len(ranks_in_turn)
-            or ranks != ranks_in_turn * (len(ranks) // len(ranks_in_turn))
-        ):
+        dealt = dealt_out(ranks)
+        if taken & set(ranks) or dealt is None:
             return None
-        taken.update(ranks_in_turn)
+        taken.update(ranks)
+        ranks_in_turn, places = dealt
+        turns = [None if place is None else route[place] for place in places]
         calls = len(graph.calls[route[0]])
         if any(len(graph.calls[stage]) != calls for stage in route):
             return None
         for place, rank in enumerate(ranks_in_turn):
-            schedule[rank] = _order(route[place :: len(ranks_in_turn)], place, len(ranks_in_turn), calls)
+            schedule[rank] = _order(turns[place :: len(ranks_in_turn)], place, len(ranks_in_turn), calls)
     return schedule
 
 
-def _order(stages: Sequence[int], place: int, ranks: int, calls: int) -> list[Action]:
-    """Return the list of the rank at `place` among `ranks`, which has these stages."""
+def dealt_out(ranks: Sequence[int]) -> tuple[list[int], list[int | None]] | None:
+    """Return how stages go round their ranks: the ranks of a round, and for all rounds one after the other the place in
+    `ranks`, or None where a rank is passed over and has no stage in that round. ranks: of each stage of a line.
+
+    A round has the ranks in the order in which stages first come to them, whatever their numbers. None where there were
+    more rounds than stages on one rank, as mostly where a rank is passed over in the first round.
+    """
+    around = list(dict.fromkeys(ranks))
+    places: list[int | None] = []
+    for place, rank in enumerate(ranks):
+        while around[len(places) % len(around)] != rank:
+            places.append(None)
+        places.append(place)
+    rounds = -(-len(places) // len(around))
+    if rounds > max(map(ranks.count, around)):
+        return None
+    return around, places + [None] * (rounds * len(around) - len(places))
+
+
+def _order(stages: Sequence[int | None], place: int, ranks: int, calls: int) -> list[Action]:
+    """Return the list of the rank at `place` among `ranks`, which has these stages; None: no stage in that round."""
     count = max(1, calls // ranks)
     borders = [number * calls // count for number in range(count + 1)]
     rounds = [range(first, end) for first, end in pairwise(borders)]
-    forwards = [Action(stage, "F", call) for round_ in rounds for stage in stages for call in round_]
-    backwards = [Action(stage, "B", call) for round_ in rounds for stage in reversed(stages) for call in round_]
+    forwards = [(stage, "F", call) for round_ in rounds for stage in stages for call in round_]
+    backwards = [(stage, "B", call) for round_ in rounds for stage in reversed(stages) for call in round_]
     largest = max(len(round_) for round_ in rounds)
     behind = ranks - 1 - place
     ahead = behind if len(stages) == 1 else 2 * behind + (len(stages) - 1) * largest  # one stage: as 1F1B
@@ -308,7 +326,8 @@ def _order(stages: Sequence[int], place: int, ranks: int, calls: int) -> list[Ac
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         order += [forward, backward]
-    return order + backwards[len(forwards) - ahead :]
+    order += backwards[len(forwards) - ahead :]
+    return [Action(stage, kind, call) for stage, kind, call in order if stage is not None]
 
 
 # -- Inserts recomputations, copies to and from the host tier, and halves of backwards into a finished order.

@@ -73,6 +73,11 @@ def check_names(config: Config) -> None:
             f"pipeline.parallel={divisors.describe()} divides stages in another system, and our engine runs a stage on "
             "one device; leave it out to train, or use it with capslog plan and export the plan"
         )
+    if isinstance(arguments := config.model.get("arguments"), dict) and arguments.get("predicts"):
+        raise CapslogError(
+            "model.arguments.predicts adds layers for multi-token prediction, which capslog plan counts and our engine "
+            "does not train; leave it out"
+        )
     planner_named(config.pipeline.planner)
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
@@ -293,14 +298,14 @@ def divided_profile(config: Config, profile: Profile) -> Profile:
     return divided(profile, divisors, Network(pipeline.bandwidth, pipeline.node_bandwidth, pipeline.node_devices))
 
 
-def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None) -> Plan:
+def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None, named_plan: Plan | None = None) -> Plan:
     """Return the plan of a config: its planner's, or the given cuts or plan, judged by the profile. Without a profile
     (given cuts need none) nothing is predicted, and the chain is built to check the cuts. memo: of the estimate, where
-    the profile is one.
+    the profile is one. named_plan: judged in place of what the config names.
     """
     profile = None if profile is None else divided_profile(config, profile)
     settled = with_defaults(config, profile)
-    plan = naming_variants(settled, _plan(settled, profile, _checked_plan(settled), memo))
+    plan = naming_variants(settled, _plan(settled, profile, named_plan or _checked_plan(settled), memo))
     if memo is not None and profile is not None:  # a profile alone builds no model
         plan = _with_norms_named(settled, plan, lambda: _profiled_chain(settled, memo))
     pipeline = settled.pipeline
@@ -408,7 +413,7 @@ def _checked_plan(config: Config) -> Plan | None:
     if plan.num_layers != len(chain):
         raise CapslogError(
             f"{where}: the plan is for {plan.num_layers} layers, the model has {len(chain)}: plan again with this "
-            "config"
+            f"config{_without_predictions(config)}"
         )
     if plan.num_ranks != config.world_size:
         raise CapslogError(
@@ -444,6 +449,18 @@ def _checked_plan(config: Config) -> Plan | None:
     else:
         fields.within(f"{where}: actions", lambda: check_actions(actions, graph, layout.stages))
     return plan
+
+
+def _without_predictions(config: Config) -> str:
+    """Say, at the end of a sentence, which layers a plan of the same Hugging Face model may have besides."""
+    from varuna_capslog.model.hugging_face import FACTORY
+
+    if config.model.get("factory") != FACTORY:
+        return ""
+    return (
+        ", or with --model-arg num_nextn_predict_layers=0 where it counts layers for multi-token prediction, which our "
+        "engine does not train"
+    )
 
 
 def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:

@@ -89,6 +89,12 @@ def fused_attention() -> None:
         assert "_safe_softmax" in peak("cuda", lambda out=out: out().sum().backward())[1]
     _, seen = peak("cuda", lambda: F.scaled_dot_product_attention(half, half, half).sum().backward())
     assert "_scaled_dot_product_flash_attention_backward" in seen
+    # values narrower than keys, as in latent attention; flash attention's result would be as wide as the keys
+    wide = torch.empty(1, 4, 512, 192, dtype=torch.bfloat16, requires_grad=True)
+    assert (
+        "_scaled_dot_product_efficient_attention"
+        in peak("cuda", lambda: F.scaled_dot_product_attention(wide, wide, half).sum().backward())[1]
+    )
     # two query heads for each key head
     few = half[:, :2]
     _, seen = peak("cuda", lambda: F.scaled_dot_product_attention(half, few, few, enable_gqa=True))

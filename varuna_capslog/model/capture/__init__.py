@@ -251,7 +251,7 @@ def automatic_cut_points(model: nn.Module) -> list[str]:
 def _list_children(model: nn.Module) -> list[str]:
     if isinstance(model, nn.Sequential):
         return [name for name, _ in model.named_children()]
-    return list(_blocks(model, ""))
+    return [*_blocks(model, ""), *getattr(model, "more_cut_points", ())]
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:

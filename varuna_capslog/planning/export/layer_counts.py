@@ -45,7 +45,7 @@ def block_counts(names: ModelNames, line: StageLine, system: str, pattern: str |
     pattern = block_pattern(names.layers, pattern)
     blocks = blocks_of_layers(names, pattern)
     holding = [layer for layer, numbers in enumerate(blocks) if numbers]
-    before, behind = holding[0], holding[-1] + 1
+    before, behind = holding[0], max((*names.predictions, holding[-1])) + 1
     owner: dict[int, int] = {}
     counts = []
     for stage, (first, end) in enumerate(line.stages):
@@ -139,6 +139,21 @@ def blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
     return blocks
 
 
+def _check_predictions(names: ModelNames, line: StageLine, system: str) -> None:
+    if any(stage < len(line.stages) - 1 for stage in _stages_of_predictions(names, line)):
+        raise CapslogError(
+            f"{names.layers[names.predictions[0]]!r} is not in the last stage, where {system} puts the layers for "
+            "multi-token prediction; move the cut before it, or export to megatron"
+        )
+
+
+def _stages_of_predictions(names: ModelNames, line: StageLine) -> list[int]:
+    """Stage of each layer for multi-token prediction."""
+    return [
+        stage for number in names.predictions for stage, (first, end) in enumerate(line.stages) if first <= number < end
+    ]
+
+
 def _several_stages(part: str, layers: Sequence[str], where: str) -> CapslogError:
     return CapslogError(
         f"{part} (layers {', '.join(layers)}) lies in several stages, but all of it belongs to {where}; move the cut"
@@ -168,7 +183,7 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     Raises CapslogError for a plan that a layout cannot express. names, pattern: as for `block_counts`.
     """
     system = "Megatron"
-    line = stage_line(plan, system)
+    line = stage_line(plan, system, empty=True)
     if line.stages_per_rank > 1 and len(line.ranks) == 1:
         raise CapslogError(
             f"one rank runs {line.stages_per_rank} stages, but {system} interleaves stages of two or more ranks "
@@ -182,6 +197,14 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
         )
     counts = block_counts(names, line, system, pattern)
     stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
+    with_predictions = _stages_of_predictions(names, line)
+    if len(set(with_predictions)) > 1 or any(stage < len(stages) - len(line.ranks) for stage in with_predictions):
+        raise CapslogError(
+            f"the layers for multi-token prediction are in stages {with_predictions}, but {system} wants them in one, "
+            "the last of its rank; move the cuts near the head"
+        )
+    for stage in with_predictions:
+        stages[stage] += "m"
     stages[0] = f"E{stages[0]}"
     stages[-1] = f"{stages[-1]}L"
     return "|".join(stages) + "\n"
@@ -218,6 +241,7 @@ def _filled_counts(plan: Plan, names: ModelNames, pattern: str | None, system: s
     line = stage_line(plan, system, one_stage_per_rank=True)
     check_names(names, plan)
     counts = block_counts(names, line, system, pattern)
+    _check_predictions(names, line, system)
     if 0 in counts:
         # get_pp_indices itself takes a 0; whether a worker without a KV cache runs is nowhere said
         raise CapslogError(
@@ -292,6 +316,7 @@ def primus(plan: Plan, run: RunShape, names: ModelNames, pattern: str | None = N
         raise CapslogError(f"{system} splits a model over two or more ranks, but the plan has one; plan for more")
     check_names(names, plan)
     counts = block_counts(names, line, system, pattern)
+    _check_predictions(names, line, system)
     if 0 in counts:
         raise CapslogError(f"stage {counts.index(0)} holds no block, but in {system} each has one; move a block there")
     ranks, chunks = len(line.ranks), line.stages_per_rank

@@ -13,7 +13,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import LayerModules, ModelNames
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, with_memory
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.schedules import RunShape, from_strings
+from varuna_capslog.schedules import RunShape, dealt_out, from_strings
 
 __all__ = [
     "StageLine",
@@ -31,7 +31,8 @@ __all__ = [
 class StageLine:
     """Pipeline of a plan, and the number of its equal replicas.
 
-    stages: (first layer, layer behind the last one) of each stage, which follow one another.
+    stages: (first layer, layer behind the last one) of each stage, which follow one another; equal for a place where
+        its rank has no stage of the plan.
     ranks: of this pipeline in the plan; stage s runs on ranks[s % len(ranks)].
     """
 
@@ -45,12 +46,15 @@ class StageLine:
         return len(self.stages) // len(self.ranks)
 
 
-def stage_line(plan: Plan, system: str, one_stage_per_rank: bool = False, intervals: bool = False) -> StageLine:
+def stage_line(
+    plan: Plan, system: str, one_stage_per_rank: bool = False, intervals: bool = False, empty: bool = False
+) -> StageLine:
     """Return the pipeline that a plan is. Raises CapslogError for a plan that is anything else than equal pipelines
     whose stages go round their ranks.
 
     system: for messages. one_stage_per_rank: it has no several stages on a rank.
     intervals: the exporter itself writes, or refuses, the memory intervals.
+    empty: it has stages without layers, so that ranks may have unequal numbers of stages in the plan.
     """
     _refuse_fields(plan, system, intervals)
     paths = plan.paths()
@@ -64,7 +68,7 @@ def stage_line(plan: Plan, system: str, one_stage_per_rank: bool = False, interv
             f"the plan has {len(paths)} ways through its stages that are not equal pipelines on ranks of their own, "
             f"but {system} has equal replicas only; export a plan whose replicas have the same cuts, shares and memory"
         )
-    pipelines = [_pipeline(path, len(paths), system) for path in (first, *others)]
+    pipelines = [_pipeline(path, len(paths), system, empty) for path in (first, *others)]
     line = pipelines[0]
     if any(len(pipeline.ranks) != len(line.ranks) for pipeline in pipelines):
         raise CapslogError(
@@ -100,6 +104,11 @@ def number_of(count: int, noun: str) -> str:
 def held_modules(names: ModelNames, plan: Plan, system: str) -> tuple[LayerModules, ...]:
     """Return the modules that each layer holds. Raises CapslogError where only the layers' own names are known."""
     check_names(names, plan)
+    if names.predictions:
+        raise CapslogError(
+            f"what {system} calls the layers for multi-token prediction is not known; plan without them, with "
+            "--model-arg num_nextn_predict_layers=0"
+        )
     if names.held is None:
         raise CapslogError(
             f"{system} speaks of the model's modules, of which only the names of the layers are known; give the "
@@ -165,14 +174,23 @@ def _shown(stage: PlanStage) -> str:
     return f"[{interval.first}, {interval.end}, {interval.kind}]"
 
 
-def _pipeline(path: list[PlanStage], replicas: int, system: str) -> StageLine:
+def _pipeline(path: list[PlanStage], replicas: int, system: str, empty: bool) -> StageLine:
     if any(before.end != after.first for before, after in pairwise(path)):
         raise CapslogError(f"the plan's stages do not follow one another as the layers do, as they must in {system}")
-    ranks = tuple(dict.fromkeys(stage.rank for stage in path))
-    for number, stage in enumerate(path):
-        if stage.rank != ranks[number % len(ranks)] or len(path) % len(ranks):
-            raise CapslogError(
-                f"the stages run on the ranks {[stage.rank for stage in path]}, but {system} deals them out in turn, "
-                "as many to each rank; plan with pipeline.stages_per_rank, or one stage for each rank"
-            )
-    return StageLine(tuple((stage.first, stage.end) for stage in path), ranks, replicas)
+    dealt = dealt_out([stage.rank for stage in path])
+    if dealt is None or (None in dealt[1] and not empty):
+        raise CapslogError(
+            f"the stages run on the ranks {[stage.rank for stage in path]}, but {system} deals them out in turn, "
+            "as many to each rank; plan with pipeline.stages_per_rank, or one stage for each rank"
+        )
+    ranks, places = dealt
+    if None in (places[0], places[-1]):
+        raise CapslogError(
+            f"the stages run on the ranks {[stage.rank for stage in path]}, but {system} begins on the first and "
+            f"ends on the last of them; end the plan on rank {max(ranks)}"
+        )
+    stages: list[tuple[int, int]] = []
+    for place in places:
+        behind = stages[-1][1] if stages else 0
+        stages.append((behind, behind) if place is None else (path[place].first, path[place].end))
+    return StageLine(tuple(stages), tuple(ranks), replicas)

@@ -254,7 +254,7 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
     form = TARGETS[target]
     if not form.order:
         return []
-    line, recomputes = stage_line(plan, form.system, intervals=True), run_of(plan, run).recomputes
+    line, recomputes = stage_line(plan, form.system, intervals=True, empty=True), run_of(plan, run).recomputes
     sentences = []
     if form.settings:
         sentences.append(f"{form.use}{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")

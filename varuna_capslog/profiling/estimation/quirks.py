@@ -322,7 +322,8 @@ def _fused_attention(prefers_cudnn: bool) -> Callable[..., Tensor]:
             return _aten._scaled_dot_product_cudnn_attention(
                 query, key, value, attn_mask, wants, dropout_p, is_causal, False, scale=scale
             )[0]
-        if fused and allowed.flash_sdp_enabled() and attn_mask is None and half:
+        even = query.shape[-1] == value.shape[-1]  # else no flash kernel (check_head_dim_size_flash)
+        if fused and even and allowed.flash_sdp_enabled() and attn_mask is None and half:
             return _aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
