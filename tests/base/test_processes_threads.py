@@ -22,6 +22,7 @@ ALWAYS_BLOCKING = {"recv", "recv_bytes", "recv_into", "waitpid", "waitid"}
 
 WAITS = {
     # the thread that reads the fork server's reports tells everybody of its end, whatever the cause
+    "base/fork_server.py ForkServer.call": "`ForkServer._hear`, which tells of the fork server's end as well",
     "base/fork_server.py ForkServer.close": "killed before",
     "base/fork_server.py ForkServer._end": "killed before",
     "base/fork_server.py _ServerFork.wait": "WNOHANG",

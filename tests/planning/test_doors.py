@@ -62,7 +62,11 @@ def test_the_default_is_never_slower_than_another_planner(seed: int) -> None:
     capacity = dice.choice([None, int((free.peak_bytes or 0) * dice.uniform(0.6, 1.2))])
     problem = Problem.of(profile, devices, capacity, run)
     best = solve(problem, "budget")
-    for row in compare(problem, [name for name in REGISTRY if name not in ("budget", "mcap-bo")]):
+    rows = compare(problem, [name for name in REGISTRY if name not in ("budget", "mcap-bo")])
+    bounds = {row.bound_seconds for row in rows if row.step_seconds is not None}
+    assert len(bounds) <= 1, "rows side by side have one bound"
+    for row in rows:
+        assert row.step_seconds is None or row.step_seconds >= (row.bound_seconds or 0.0) * (1 - 1e-9), row.planner
         plan = row.plan
         if plan is None or not plan.fits or plan.step_seconds is None:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from decimal import Decimal
 
 from varuna_capslog.base import fields
@@ -47,7 +48,7 @@ def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
     are not above zero.
     """
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise CapslogError(f"{name} is {value!r}; write a size such as 16GiB or 16000000000")
+        raise CapslogError(f"{name} is {reprlib.repr(value)}; write a size such as 16GiB or 16000000000")
     match = _QUANTITY.fullmatch(str(value).strip())
     if match is None:
         raise CapslogError(f"{name} is {value!r}, which is not a size above zero; write one such as 16GiB or 500MiB")

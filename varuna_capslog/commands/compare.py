@@ -120,14 +120,14 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
         ]
 
     def _gap(row: Row) -> str:
-        """Return "yes" where no plan is faster, else how far the step is above a bound, in percent."""
-        if row.step_seconds is None or not row.bound_seconds or row.proven:
-            return "yes" if row.proven else ""
-        return f"to {format_percent(row.step_seconds / row.bound_seconds - 1)}"
+        """Return how far the step is above the bound of all plans, in percent."""
+        if row.step_seconds is None or not row.bound_seconds:
+            return ""
+        return "0 %" if row.proven else format_percent(row.step_seconds / row.bound_seconds - 1)
 
     title = f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices"
     reasons = [f"{row.planner}: {row.reason}" for row in rows if row.reason is not None]
     if without_room := [row.planner for row in rows if row.fits is False]:
         reasons.insert(0, f"do not fit: {', '.join(without_room)}")
-    headings = ("planner", "peak", "margin", "step", "bubble", "search", "proven")
+    headings = ("planner", "peak", "margin", "step", "bubble", "search", "above bound")
     shared.print_table(title, headings, map(cells, rows), left=(0,), notes=reasons)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.defaults import BF16_WEIGHTS
+from varuna_capslog.model.capture.kernels import as_shapes
 from varuna_capslog.model.capture.python_calls import PythonCall, Whole, WholeModel
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.hollow import VALUE_ERRORS, ReadNumbers, kept_tensors, replace_parameters, unlogged
@@ -135,7 +136,7 @@ class ShapeTable:
             try:
                 python = any(isinstance(part, PythonCall) for part in layer.module.modules())
                 numbers = ReadNumbers() if python else nullcontext()
-                with unlogged(), _Operators(), numbers, autocast_context(self._device, self._precision):
+                with unlogged(), _Operators(), numbers, as_shapes(), autocast_context(self._device, self._precision):
                     result = call_on(layer, state, arguments)
             except CapslogError:
                 raise

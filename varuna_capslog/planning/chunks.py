@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
+from varuna_capslog.planning.playing import SAME, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import Known, judged
 from varuna_capslog.plans.parts import PlanRank, Units
@@ -37,9 +37,8 @@ _Value = tuple[int, float, int]
 
 def chunk_bound(problem: Problem) -> float:
     """Return seconds that no step of a pipeline of whole layers undercuts, however its stages go round the devices."""
-    speeds, microbatches = problem.speeds or (1.0,) * problem.width, problem.share.microbatches
-    slowest = max(_layer_seconds(problem, False)) / max(speeds)
-    return max(even_share_seconds(problem.profile, microbatches, 1) / sum(speeds), microbatches * slowest)
+    slowest = max(_layer_seconds(problem, False)) / max(problem.speeds or (1.0,))
+    return max(problem.even_share_seconds, problem.share.microbatches * slowest)
 
 
 def plan_of_rounds(problem: Problem, cuts: Sequence[int]) -> Plan:

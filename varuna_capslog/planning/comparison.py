@@ -11,7 +11,7 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import BUDGET, MADPIPE
 from varuna_capslog.planning.placed.periodic import two_versions_note
-from varuna_capslog.planning.playing import SAME, even_share_seconds
+from varuna_capslog.planning.playing import SAME
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.registry import REGISTRY
 from varuna_capslog.planning.simulation import simulate_plan
@@ -28,8 +28,8 @@ class Row:
 
     peak_bytes, margin_bytes: of the largest stage or rank; smallest margin on a device, below 0: does not fit.
     step_seconds, bubble_fraction: simulated. search_seconds: measured here.
-    bound_seconds, proven: lower bound of all plans of the planner's search space, and whether the plan is that fast;
-        for planners without a bound, the work of the step shared evenly.
+    bound_seconds: the work of the step without recomputation, divided evenly among the devices, the same for all rows:
+        no plan is faster. proven: the plan is that fast.
     reason: why a value is None; for `madpipe` also what it promises as printed.
     """
 
@@ -101,9 +101,9 @@ def _row(problem: Problem, name: str) -> Row:
         reasons.append(str(error))
     if name == MADPIPE and (note := two_versions_note(problem)) is not None:
         reasons.append(note)
-    step, bound, proven = plan.step_seconds, plan.bound_seconds, plan.proven
-    if step is not None and bound is None:
-        bound = even_share_seconds(profile, problem.run.microbatches, plan.num_ranks)
+    step, bound, proven = plan.step_seconds, None, None
+    if step is not None:
+        bound = problem.even_share_seconds
         proven = step <= bound * (1 + SAME)
     verdict = judge_plan(plan, profile, problem.tier)
     margin = None if verdict is None else min(verdict.margins)

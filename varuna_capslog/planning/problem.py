@@ -13,6 +13,7 @@ from varuna_capslog.memory import AUTO
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import with_microbatches
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.playing import even_share_seconds
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
@@ -156,6 +157,12 @@ class Problem:
         """Speeds of the devices of the first pipeline; None where all are as fast as the profile's."""
         speeds = tuple(1.0 if device.speed is None else device.speed for device in self.devices[: self.width])
         return None if set(speeds) == {1.0} else speeds
+
+    @property
+    def even_share_seconds(self) -> float:
+        """Work of a step, divided among the devices by their speeds: no plan is faster."""
+        speeds = self.speeds or (1.0,) * self.width
+        return even_share_seconds(self.profile, self.share.microbatches, 1) / sum(speeds)
 
     @property
     def share(self) -> RunShape:

@@ -16,7 +16,7 @@ from varuna_capslog.planners import BUDGET
 from varuna_capslog.planning.cuts import cut_plan, going_round
 from varuna_capslog.planning.fastest import saying_what_fits
 from varuna_capslog.planning.placed.equal_pipelines import lacking, shared_round
-from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
+from varuna_capslog.planning.playing import SAME, with_step_seconds
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.registry import REGISTRY, Planner, planner_named
 from varuna_capslog.planning.verdict import folded, judged, rehearsed, with_stage_bytes, within_tier
@@ -227,8 +227,7 @@ def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until:
         raise refused
     if best is not None and best.fits is None and problem.capacities is not None:
         return best
-    speeds = problem.speeds or (1.0,) * devices
-    bound = even_share_seconds(profile, problem.run.microbatches, 1) / sum(speeds)
+    bound = problem.even_share_seconds
     for entry in REGISTRY.values():
         if profile.num_layers * devices > entry.weighed_up_to or (problem.speeds is not None and entry.name != "joint"):
             continue

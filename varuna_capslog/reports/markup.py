@@ -340,12 +340,17 @@ def duration(seconds: float | None, digits: int = 3) -> str:
     if seconds is None:
         return UNKNOWN
     if seconds < 60:
-        factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+        factor, unit = second_unit(seconds)
         return f"{significant(seconds * factor, digits)} {unit}"
     minutes, remaining_seconds = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {remaining_seconds:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def second_unit(seconds: float) -> tuple[float, str]:
+    """Return units in a second, and the name, of the largest of s, ms and µs that keeps the seconds at 1 or above."""
+    return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 
 def percent(share: float) -> str:

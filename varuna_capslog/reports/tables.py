@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from varuna_capslog.planning.verdict import MemoryVerdict, judge
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import KEPT_WHOLE, LAST_HOLDS
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.reports.markup import duration, plural
+from varuna_capslog.reports.markup import duration, plural, second_unit, significant
 from varuna_capslog.schedules import RunShape
 
 __all__ = ["degrees_table", "idle_notes", "plan_table", "profile_table"]
@@ -233,13 +234,26 @@ def _device_notes(verdict: MemoryVerdict, profile: Profile) -> list[str]:
 
 
 def profile_table(profile: Profile, *more: str) -> Table:
-    """Return a table of the layers: bytes alone and added, seconds, and inputs of branches; `more`: last notes."""
-    rows, notes = [], []
-    for index, layer in enumerate(profile.layers):
-        sizes = ["" if size is None else format_bytes(size) for size in (layer.isolated_bytes, layer.added_bytes)]
-        times = ["" if t is None else format_seconds(t) for t in (layer.forward_seconds, layer.backward_seconds)]
-        rows.append([str(index), layer.name, *sizes, *times])
-    headings = ["", "layer", "alone (M_i)", "added (M_a)", "forward", "backward"]
+    """Return a table of the layers: bytes alone and added to a stage, seconds, and inputs of branches; `more`: last
+    notes. Each column of numbers has one unit, which leaves room for the layers' names.
+    """
+    names, notes = [layer.name for layer in profile.layers], []
+    names[-1] = ", ".join(profile.conditions.get(LAST_HOLDS, names[-1:]))
+    sizes = [(layer.isolated_bytes, layer.added_bytes) for layer in profile.layers]
+    times = [(layer.forward_seconds, layer.backward_seconds) for layer in profile.layers]
+    unit, bytes_unit = unit_of(round(_median(sizes)))
+    factor, seconds_unit = second_unit(_median(times))
+    rows = [
+        [
+            *(str(index), name),
+            *("" if size is None else f"{size / unit:.2f}" for size in sizes[index]),
+            *("" if seconds is None else significant(seconds * factor, 4) for seconds in times[index]),
+        ]
+        for index, name in enumerate(names)
+    ]
+    of_bytes, of_seconds = ("alone", "added"), ("forward", "backward")
+    headings = ["", "layer", *(f"{name}\n{bytes_unit}" for name in of_bytes)]
+    headings += [f"{name}\n{seconds_unit}" for name in of_seconds]
     if profile.edges != [(index, index + 1) for index in range(profile.num_layers - 1)]:
         headings.append("reads from")
         for reader, row in enumerate(rows):
@@ -248,9 +262,8 @@ def profile_table(profile: Profile, *more: str) -> Table:
         notes.append(_sizes(profile.conditions["input_sizes"]))
     if "headroom" in profile.conditions:
         room = profile.conditions["headroom"]
-        notes.append(
-            f"a device needs {room['fragmentation']:.3g} times a stage's peak, and {format_bytes(room['fixed_bytes'])}"
-        )
+        fixed = f", and {format_bytes(room['fixed_bytes'])}" if room["fixed_bytes"] else ""
+        notes.append(f"a device needs {room['fragmentation']:.3g} times a stage's peak{fixed}")
     for limit in profile.conditions.get("limits", []):
         notes.append(f"bytes are too low for {limit}: measure them (--measure)")
     notes += profile.conditions.get(KEPT_WHOLE, [])
@@ -278,6 +291,11 @@ def degrees_table(profile: Profile, samples: int) -> Table:
             rows.append([str(degree), *cells])
     note = f"by CAPTURE's predictor, for calls of {plural(samples, 'sample')} (benchmarks/capture has its errors)"
     return Table("one stage of all layers on several devices", ["devices", *kinds], rows, (), [note])
+
+
+def _median(rows: Sequence[Sequence[float | None]]) -> float:
+    """Return the median of the numbers that are not 0; 0 without any."""
+    return statistics.median([abs(number) for row in rows for number in row if number] or [0])
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:

@@ -518,9 +518,11 @@ def _progress(show: bool) -> Iterator[Callable[[int, int, str], None] | None]:
     if not show:
         yield None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("profiling", total=None)
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=f"profiling {what}")

@@ -1,4 +1,4 @@
-"""Replaces masks of fused attention that follow from sizes alone by what they say: causality, or nothing masked.
+"""Replaces masks of attention that follow from sizes alone by what they say: causality, a window, or nothing masked.
 
 Code that is captured cannot ask for the values of a mask, so libraries build it for every pair of positions, where the
 same code passes `is_causal` when it runs. Such a mask is as large as sequence x sequence, is kept for the backward,
@@ -8,11 +8,13 @@ crosses every cut, and keeps flash kernels and grouped heads out.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+
+from varuna_capslog.model.capture.band import attend_in_band
 
 __all__ = ["attend_causally", "makers_of"]
 
@@ -35,11 +37,11 @@ class _NotKnown(Exception):
 
 
 def attend_causally(graph: fx.Graph, kept: Collection[fx.Node]) -> None:
-    """Pass `is_causal` or no mask where that says the same, and then keys and values as they are before each is
-    repeated for a group of heads. The function stays the same; another kernel may round otherwise.
-    `kept`: nodes that are read outside the graph.
+    """Pass `is_causal`, no mask or the width of a band where that says the same as a mask. Without a mask, pass keys
+    and values as they are before each is repeated for a group of heads; the function stays the same, but another kernel
+    may round otherwise. Other masks are made in each module that reads them. `kept`: nodes that are read outside.
     """
-    kinds: dict[fx.Node, str] = {}
+    bands: dict[fx.Node, _Band | None] = {}
     replaced: set[fx.Node] = set()
     for node in graph.find_nodes(op="call_function", target=_attention):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -47,19 +49,72 @@ def attend_causally(graph: fx.Graph, kept: Collection[fx.Node]) -> None:
         mask = arguments.get("attn_mask")
         if not isinstance(mask, fx.Node) or arguments.get("is_causal"):
             continue
-        if mask not in kinds:
-            kinds[mask] = _kind(mask)
-        if kinds[mask] == "other":
+        if mask not in bands:
+            bands[mask] = _band(mask)
+        band = bands[mask]
+        if band is None:
             continue
-        arguments |= {"attn_mask": None, "is_causal": kinds[mask] == "causal"}
-        key, value = arguments["key"], arguments["value"]
-        grouped = _before_groups(key), _before_groups(value)
-        if all(grouped) and _fake(key).itemsize == 2 and _fake(key).shape[-1] == _fake(value).shape[-1] <= _WIDEST_HEAD:
-            arguments |= {"key": grouped[0], "value": grouped[1], "enable_gqa": True}
-        node.args = tuple(arguments.pop(name) for name in names[:3])
+        queries, keys = _fake(mask).shape[-2:]
+        if band.before < queries - 1 or 0 < band.after < keys - 1:
+            del arguments["attn_mask"]
+            arguments.pop("is_causal", None)
+            node.target = attend_in_band
+            node.args = (*(arguments.pop(name) for name in names[:3]), *band)
+        else:
+            arguments |= {"attn_mask": None, "is_causal": band.after == 0 < keys - 1}
+            _share_heads(arguments)
+            node.args = tuple(arguments.pop(name) for name in names[:3])
         node.kwargs = arguments
         replaced.add(mask)
     _drop_unread(graph, replaced, kept)
+    _drop_unread(graph, _make_where_read(graph), kept)
+
+
+def _make_where_read(graph: fx.Graph) -> list[fx.Node]:
+    """Let each module make the masks that it reads itself, so that none crosses a cut; return the masks replaced."""
+    made_of_sizes: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if _is_plain(node) and all(source in made_of_sizes for source in node.all_input_nodes):
+            made_of_sizes[node] = None
+    position = {node: place for place, node in enumerate(graph.nodes)}
+    masks = [node for node in made_of_sizes if node.users.keys() - made_of_sizes.keys() and _is_mask(node)]
+    for mask in masks:
+        makers = [node for node in made_of_sizes if node in makers_of([mask])]
+        readers: dict[str, list[fx.Node]] = {}
+        for user in sorted(mask.users, key=position.__getitem__):
+            if user not in made_of_sizes:
+                readers.setdefault(str(user.meta.get("nn_module_stack")), []).append(user)
+        for users in readers.values():
+            made: dict[fx.Node, fx.Node] = {}
+            for maker in makers:
+                with graph.inserting_before(users[0]):
+                    made[maker] = graph.node_copy(maker, made.__getitem__)
+                made[maker].meta["nn_module_stack"] = users[0].meta.get("nn_module_stack")
+            for user in users:
+                user.replace_input_with(mask, made[mask])
+    return masks
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """True for what is made of sizes alone, says for pairs whether one reads the other, and is never written into."""
+    shape: Sequence[int] = getattr(_fake(node), "shape", ())
+    if len(shape) < 2 or not all(isinstance(size, int) and size > 1 for size in shape[-2:]):
+        return False
+    if any(user.op != "call_function" or not _is_plain(user, seeded=True) for user in node.users):
+        return False
+    try:
+        _allowed_row(node, shape[-2] - 1)
+    except _NotKnown:
+        return False
+    return True
+
+
+def _share_heads(arguments: dict[str, Any]) -> None:
+    """Change keys and values of an attention to those before each was repeated for a group of heads."""
+    key, value = arguments["key"], arguments["value"]
+    grouped = _before_groups(key), _before_groups(value)
+    if all(grouped) and _fake(key).itemsize == 2 and _fake(key).shape[-1] == _fake(value).shape[-1] <= _WIDEST_HEAD:
+        arguments |= {"key": grouped[0], "value": grouped[1], "enable_gqa": True}
 
 
 def _drop_unread(graph: fx.Graph, masks: Collection[fx.Node], kept: Collection[fx.Node]) -> None:
@@ -105,28 +160,45 @@ def _before_groups(node: Any) -> fx.Node | None:
     return source if _fake(source).shape == (*before[:2], *before[3:]) else None
 
 
-def _kind(mask: fx.Node) -> str:
-    """Return "causal" where every position reads itself and those before it, "full" where it reads all, or "other"."""
+class _Band(NamedTuple):
+    """Mask by which each position reads itself and up to `before` positions before and `after` behind it."""
+
+    before: int
+    after: int
+
+
+def _band(mask: fx.Node) -> _Band | None:
+    """Return the band that a mask allows: its ends say how wide it is, and then all rows are compared. None for a mask
+    of another form, and for one between queries and keys of unequal number that masks any.
+    """
     shape = _fake(mask).shape
     if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or not _follows_from_sizes(mask):
-        return "other"
+        return None
     queries, keys = shape[-2:]
-    kinds = {"causal", "full"} if queries == keys > 1 else {"full"}
     try:
+        before, after = (int(_allowed_row(mask, row).sum()) - 1 for row in (queries - 1, 0))
+        full = before == after == keys - 1
+        if min(before, after) < 0 or (queries != keys and not full):
+            return None
+        band = _Band(max(queries, keys) - 1 if full else before, after)
         for first, end in _rows(queries, _fake(mask).numel()):
-            allowed = _allowed(_part(mask, first, end, {}))
-            causal = torch.arange(keys) <= torch.arange(first, end)[:, None]
-            kinds -= {"full"} if not allowed.all() else set()
-            kinds -= {"causal"} if not (allowed == causal).all() else set()
-            if not kinds:
-                break
+            position = torch.arange(first, end)[:, None]
+            allowed = torch.arange(keys) >= position - band.before
+            allowed &= torch.arange(keys) <= position + band.after
+            if not (_allowed(_part(mask, first, end, {})) == allowed).all():
+                return None
     except _NotKnown:
-        return "other"
-    return min(kinds, default="other")
+        return None
+    return band
+
+
+def _allowed_row(mask: fx.Node, row: int) -> Tensor:
+    """Return one row of the first sequence and head."""
+    return _allowed(_part(mask, row, row + 1, {})).flatten()[: _fake(mask).shape[-1]]
 
 
 def _rows(queries: int, elements: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows to look at, last ones first: a mask of a window differs there."""
+    """Yield ranges of rows to look at, last ones first."""
     step = max(1, _PART * queries // elements)
     if elements <= _ALL_ROWS:
         yield from ((first, min(first + step, queries)) for first in reversed(range(0, queries, step)))
@@ -148,15 +220,15 @@ def _allowed(mask: Tensor) -> Tensor:
 
 def _follows_from_sizes(node: fx.Node) -> bool:
     """True where no input, weight, buffer or random number has a part in a value."""
-    for maker in makers_of([node]):
-        plain = maker.op == "call_function" and isinstance(maker.target, torch._ops.OpOverload)
-        if (
-            not plain
-            or torch.Tag.nondeterministic_seeded in _operator(maker).tags
-            or _operator(maker)._schema.is_mutable
-        ):
-            return False
-    return True
+    return all(map(_is_plain, makers_of([node])))
+
+
+def _is_plain(node: fx.Node, seeded: bool = False) -> bool:
+    """True for an operator that writes into none of its arguments and, unless `seeded`, draws no random numbers."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    draws = torch.Tag.nondeterministic_seeded in _operator(node).tags
+    return not _operator(node)._schema.is_mutable and (seeded or not draws)
 
 
 def _fake(node: Any) -> Any:

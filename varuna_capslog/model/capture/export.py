@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.causality import attend_causally
+from varuna_capslog.model.capture.kernels import kernels_stay_calls
 from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls, put_in_calls
 from varuna_capslog.model.capture.repeats import EqualBlocks, NotEqual
 from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
@@ -220,6 +221,7 @@ def export_model(
         watch.open(),
         _quiet(),
         _as_it_runs(),
+        kernels_stay_calls(model),
     ):
         try:
             program = torch.export.export(model, arguments, keywords, dynamic_shapes=varies or None, strict=False)

@@ -23,7 +23,16 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard, Region
 from varuna_capslog.model.capture.split import layer_module
-from varuna_capslog.model.splitting.division import VIEWS, Divided, Share, SharedCall, divided_result, sliced, spans
+from varuna_capslog.model.splitting.division import (
+    ATTENTIONS,
+    VIEWS,
+    Divided,
+    Share,
+    SharedCall,
+    divided_result,
+    sliced,
+    spans,
+)
 from varuna_capslog.model.splitting.splitter import Splitter
 
 __all__ = ["ENTRY_BY_ENTRY", "split_captured", "splits_captured"]
@@ -342,7 +351,7 @@ class _Parts:
         divided = [node for node in self.divided if self.phase[node] == phase]
         held = [self.module.get_submodule(str(node.target)) if node.op == "call_module" else node for node in divided]
         names = {operator_name(operation.target) for operation in held if isinstance(operation, fx.Node | ByMode)}
-        name = "attention" if names & {"softmax", "scaled_dot_product_attention"} else "feed_forward"
+        name = "attention" if names & {"softmax", *ATTENTIONS} else "feed_forward"
         count = sum(taken.startswith(name) for taken in self.names.values())
         return f"{name}{count + 1}" if count else name
 

@@ -17,7 +17,7 @@ from torch import fx
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.splitting.splitter import share_of
 
-__all__ = ["VIEWS", "Divided", "Share", "SharedCall", "divided_result", "sliced", "spans"]
+__all__ = ["ATTENTIONS", "VIEWS", "Divided", "Share", "SharedCall", "divided_result", "sliced", "spans"]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _entrywise(call: SharedCall, inner: int = 0) -> Result:
         common = common or placement
         if placement is None or common is None or placement[0] != common[0] or len(placement[1]) != len(common[1]):
             raise call.unknown("its operands are shared out in different ways")
-        if placement != common and call.name != "scaled_dot_product_attention":
+        if placement != common and call.name not in ATTENTIONS:
             raise call.unknown("its operands have shares of different sizes")
     assert common is not None, "an operand is divided"
     back, blocks = common
@@ -284,6 +284,8 @@ def _cat(call: SharedCall, _: int) -> Result:
     return Divided(division.dim + (call.name == "stack" and dim % rank <= division.dim), division.blocks), call.args
 
 
+ATTENTIONS = ("scaled_dot_product_attention", "attend_in_band")
+"""Operators of fused attention."""
 VIEWS = ("view", "reshape", "expand", "transpose", "permute", "unsqueeze", "slice")
 """Operators that only view their operand differently: every part makes such views itself."""
 
@@ -301,7 +303,7 @@ _RULES: dict[str, Callable[[SharedCall, int], Result]] = {
     **dict.fromkeys(("transpose", "mT"), _transpose),
     **dict.fromkeys(("select", "unbind"), _select),
     **dict.fromkeys(("cat", "stack"), _cat),
-    **dict.fromkeys(("matmul", "bmm", "baddbmm", "scaled_dot_product_attention"), _matrices),
+    **dict.fromkeys(("matmul", "bmm", "baddbmm", *ATTENTIONS), _matrices),
     "expand": _expand,
     "unsqueeze": _unsqueeze,
     "permute": _permute,

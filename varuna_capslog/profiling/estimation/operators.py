@@ -92,6 +92,8 @@ def _kind_of(name: str) -> _Count:
         return _convolution
     if name.startswith("_scaled_dot_product"):
         return _attention
+    if name.startswith("fused_scan"):
+        return _scanned
     if "rnn_layer" in name or name.startswith("_cudnn_rnn"):
         return _recurrence
     if "norm" in name and name not in _REDUCTIONS and not name.startswith("_foreach"):
@@ -140,6 +142,17 @@ def _product(
         kind += " columns"
     return {
         f"product {kind}": 2.0 * batch * rows * inner * columns,
+        "product bytes": _bytes(inputs + outputs),
+        "launch": 1,
+    }
+
+
+def _scanned(
+    name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
+) -> Work:
+    """Return the products that a kernel for a recurrence states itself; what it holds is written and read once."""
+    return {
+        f"product {_type_of(inputs[0], halves)}": args[-1],
         "product bytes": _bytes(inputs + outputs),
         "launch": 1,
     }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import GPUS, Gpu
+from varuna_capslog.model.capture.kernels import as_fused
 from varuna_capslog.profiling.estimation.allocator import Event, rounded
 from varuna_capslog.profiling.estimation.cuda_kernels import CUDA_KERNELS
 from varuna_capslog.profiling.estimation.kernels import KERNELS
@@ -269,7 +270,7 @@ class Quirks:
         if self.device == "cpu":
             yield
             return
-        with torch.library._scoped_library("aten", "IMPL") as library:
+        with torch.library._scoped_library("aten", "IMPL") as library, as_fused():
             library.impl("dropout", _fused_dropout, "AutogradCPU")
             library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
             library.impl("scaled_dot_product_attention", _fused_attention(self.kind.prefers_cudnn), "AutogradCPU")
