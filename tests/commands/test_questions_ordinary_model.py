@@ -105,6 +105,8 @@ def test_stages_on_several_devices_join_a_profile(capsys: pytest.CaptureFixture[
     assert sizes == {(*way, samples) for way in ways for samples in (4, 8)}
     assert run("profile", "wide", "--input", "x=float32[8,8]", *arguments, "1;2") == 2
     assert "write numbers of devices with commas, such as 1,2,4" in capsys.readouterr().err
+    assert run("profile", "wide", "--input", "x=float32[8,8]", *arguments, "1", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["by_degree"]) == 2 * 3
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ every layer that can be split (`model/splitting`); the first device has the othe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -261,7 +261,11 @@ def _shared_rows(schedule: Schedule, layout: Layout, before: int, sharing: Shari
     if len(schedule) > 1:
         last = len(layout.stages) - 1
         yield [
-            Action(0 if before and action.stage == 0 else last, action.kind, action.microbatch + MICROBATCHES * block)
+            Action(
+                0 if before and action.stage == 0 else last,
+                action.kind,
+                (action.microbatch or 0) + MICROBATCHES * block,
+            )
             for block in range(sharing.blocks)
             for action in schedule[0]
         ]
@@ -283,7 +287,7 @@ def _roles(
             loss: Any = dummy_loss if run.has_downstream else workload.loss
             engine, values = pipeline.engine(loss, communicator, device), dummy_inputs(run.specs[0])
 
-            def load(microbatch: int) -> Mapping[str, torch.Tensor]:
+            def load(microbatch: int) -> dict[str, torch.Tensor]:
                 return values
 
             train_step(engine, 1, pipeline.minibatch, load)
@@ -296,9 +300,7 @@ def _roles(
     return play, []
 
 
-def with_degrees(
-    config: Config, profile: Profile, degrees: Sequence[int], progress: Progress = lambda done, total, text: None
-) -> Profile:
+def with_degrees(config: Config, profile: Profile, degrees: Sequence[int], progress: Progress | None = None) -> Profile:
     """Return the profile with the runs of every layer and every pair on so many devices: estimated or measured, as the
     profile is. Kinds and degrees that no layer can be split for are left out.
 
@@ -312,6 +314,7 @@ def with_degrees(
             f"degree {wanted[-1]} would be measured on as many processes, of which {MOST_MEASURED} is the most; take "
             f"smaller degrees, or estimate (--estimate)"
         )
+    progress = progress or (lambda done, total, text: None)
     memo, rows, runs = Memo(), list[Observation](), stage_runs(profile.num_layers)
     ways = list(sharings(wanted, config.train.microbatch_size))
     progress(0, len(ways) * len(runs), "starting")
