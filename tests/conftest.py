@@ -13,6 +13,7 @@ import pytest
 
 from tests.forks import (
     forked_servers,  # noqa: F401 (a fixture)
+    programs,  # noqa: F401 (a fixture)
     server_for_all,
     take_server,
 )
@@ -34,33 +35,47 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # which shares the folder of the pr
     os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 LONGEST = (
-    "test_torchrun.py",
-    "test_recipes.py",
     "profiling/test_estimate.py",
-    "test_faults.py",
-    "test_fuzz.py",
-    "profiling/test_rehearsal.py",
+    "elastic/test_live_plans.py",
     "rig/tests/commands/test_chaos.py",
+    "elastic/test_live.py",
+    "model/capture/test_exporting.py",
+    "test_fuzz.py",
+    "memory/test_truth.py",
+    "engine/test_detr.py",
+    "planning/test_doors.py",
+    "model/capture/test_assign.py",
+    "profiling/test_rehearsal.py",
+    "test_faults.py",
     "rig/tests/search/test_explore.py",
-    "elastic/test_launchers.py",
+    "commands/test_largest.py",
+    "test_recipes.py",
+    "api/test_fits_adapters.py",
+    "engine/test_graphs.py",
+    "start/test_ordinary.py",
+    "training/test_layer_state.py",
+    "own_data/test_workload.py",
+    "planning/test_fastest.py",
+    "training/test_run.py",
+    "profiling/test_measure.py",
+    "model/capture/test_trial_step_memory.py",
+    "engine/test_layers.py",
+    "start/test_prepare.py",
+    "api/test_planning.py",
     "reports/test_page.py",
     "start/test_elastic_host.py",
-    "profiling/test_measure.py",
-    "elastic/store/test_etcd_store.py",
-    "model/capture/test_assign.py",
-    "elastic/script/test_script.py",
-    "rig/tests/search/test_forgetting.py",
     "start/test_given_plan.py",
-    "start/test_prepare.py",
-    "elastic/test_live_plans.py",
-    "engine/test_detr.py",
-    "elastic/test_live.py",
-    "training/test_saving.py",
+    "elastic/script/test_script.py",
+    "elastic/store/test_etcd_store.py",
+    "elastic/host/test_host.py",
+    "elastic/test_launchers.py",
+    "test_torchrun.py",
+    "rig/tests/search/test_forgetting.py",
     "start/test_replicated_runs.py",
     "rig/tests/test_verdict.py",
 )
-"""Files that take a minute or so. They come first, so that none of them is what the end waits for, and those that wait
-much are beside others that compute."""
+"""Files that take most processor seconds, the longest first, and those that wait much. They come first, so that none of
+them is what the end waits for."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,7 +1,7 @@
 """Test processes, forked from one that has imported torch and the package; each would spend seconds on these imports.
 
 A forked process is like a started one: it has its own session, and the variables, folder and descriptors it is given.
-Some tests start theirs as users do (`test_cli.py`, `test_torchrun.py`, `elastic/test_launchers.py`).
+Some tests start theirs as users do (`test_cli.py`).
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import json
 import multiprocessing
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
@@ -144,7 +149,7 @@ def _fork_server_of(command: Sequence[str], **options: Any) -> Fork:
         **{descriptor: descriptor for descriptor in options["pass_fds"]},
     }
     pipes = open(order, "wb"), open(reports, "rb")  # noqa: SIM115
-    fork = Fork(f"{fork_server.__name__}:main", (list(command[3:]),), options["env"], descriptors, ".", *pipes)
+    fork = Fork(f"{__name__}:_server", (list(command[3:]),), options["env"], descriptors, ".", *pipes)
     os.close(orders)
     os.close(report)
     return fork
@@ -152,6 +157,89 @@ def _fork_server_of(command: Sequence[str], **options: Any) -> Fork:
 
 def _with_popen(start: Callable[..., Any]) -> Any:
     return types.SimpleNamespace(**(vars(subprocess) | {"Popen": start}))
+
+
+_PROGRAM = """\
+#!{python} -IS
+import json, os, signal, socket, sys
+link = socket.socket(socket.AF_UNIX)
+link.connect({address!r})
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: link.send(bytes([number])))
+text = json.dumps([sys.argv, dict(os.environ), os.getcwd()]).encode()
+socket.send_fds(link, [len(text).to_bytes(8, "big")], [0, 1, 2])
+link.sendall(text)
+status = int.from_bytes(link.recv(4) or bytes([1]), "big", signed=True)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+class Programs:
+    """Programs `python` and `capslog` for shells: what they run is a fork with their words, variables, folder, standard
+    input and outputs. They pass signals on to it, and their end is its end; it is in a session of its own.
+
+    Attributes:
+        folder: of the programs, for PATH.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(address := str(folder / "socket"))
+        self._listening.listen(32)
+        for name in ("python", "capslog"):
+            (folder / name).write_text(_PROGRAM.format(python=sys.executable, address=address), encoding="utf-8")
+            (folder / name).chmod(0o755)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def close(self) -> None:
+        """Start no more programs."""
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                threading.Thread(target=self._run, args=self._listening.accept()[:1], daemon=True).start()
+
+    def _run(self, link: socket.socket) -> None:
+        with link:
+            length, descriptors, _, _ = socket.recv_fds(link, 8, 3)
+            text = link.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+            words, environment, folder = json.loads(text)
+            fork = Fork(f"{__name__}:_program", (words,), environment, dict(enumerate(descriptors)), folder)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            while (status := fork.poll()) is None:
+                if link in wait([link, fork._process.sentinel]):
+                    number = link.recv(1) or bytes([signal.SIGKILL])  # its connection ends where the program is killed
+                    # srun sends a signal to all processes of a task
+                    for pid in _session_of(fork.pid) if "SLURM_PROCID" in environment else [fork.pid]:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, number[0])
+            with contextlib.suppress(OSError):
+                link.sendall(status.to_bytes(4, "big", signed=True))
+
+
+def _session_of(leader: int) -> list[int]:
+    sessions = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                sessions[int(name)] = os.getsid(int(name))
+    return [pid for pid, session in sessions.items() if session == leader]
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Path]:
+    """Folder of the programs of `Programs`."""
+    with tempfile.TemporaryDirectory(prefix="capslog-programs-") as folder:  # a socket's path has 107 bytes at most
+        started = Programs(Path(folder))
+        yield started.folder
+        started.close()
 
 
 # -- in the fork
@@ -187,9 +275,45 @@ def _act(
     sys.exit(getattr(importlib.import_module(module), name)(*arguments))
 
 
+def _server(arguments: list[str]) -> int:
+    _share_shapes()
+    return fork_server.main(arguments)
+
+
+def _share_shapes() -> None:
+    """Take what the process that all are forked from has traced, in the engines of this process and of its forks."""
+    from tests.engine.shapes import SharedShapes
+    from varuna_capslog.elastic.member import pipeline_work
+    from varuna_capslog.engine import pipeline
+
+    pipeline.ShapeTable = pipeline_work.ShapeTable = SharedShapes  # type: ignore[misc]
+
+
 def _command(arguments: list[str]) -> int:
     from varuna_capslog import cli
 
+    _start_forks()
+    return cli._run(arguments)
+
+
+def _start_forks() -> None:
+    """Let fork servers of this process be forks of it."""
+    _share_shapes()
     start = fork_server._started_as_fork if fork_server.may_fork() else subprocess.Popen
     fork_server.subprocess = _with_popen(start)
-    return cli._run(arguments)
+
+
+def _program(words: list[str]) -> int:
+    """Act as the program `capslog`, or as `python` with a file, `-m MODULE` or `-` for standard input."""
+    if os.path.basename(words[0]) == "capslog":
+        return _command(words[1:])
+    _start_forks()
+    words = words[2:] if words[1] == "-u" else words[1:]
+    sys.argv = words[1:] if words[0] == "-m" else words
+    if words[0] == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif words[0] == "-":
+        exec(sys.stdin.read(), {"__name__": "__main__"})
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+    return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import random
@@ -27,20 +29,29 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def front(profile: str) -> list[dict[str, Any]]:
-    path = Path(profile).parent / "front.json"
-    assert run("front", "--profile", profile, *WANTED, "-o", str(path)) == 0
-    points: list[dict[str, Any]] = json.loads(path.read_text())["front"]
+    """The printed front; its picture lies beside the profile."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        picture = str(Path(profile).with_name("front.png"))
+        assert run("front", "--profile", profile, *WANTED, "--json", "-o", picture) == 0
+    points: list[dict[str, Any]] = json.loads(printed.getvalue())["front"]
     return points
+
+
+def test_a_front_is_printed_as_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, file = tmp_path / "profile.json", tmp_path / "front.json"
+    write_profile(profile, timed(random.Random(7), 3))
+    for output in (["-o", str(file)], ["--json", "-o", str(tmp_path / "front.png")]):
+        capsys.readouterr()
+        assert run("front", "--profile", str(profile), *WANTED, *output) == 0
+    assert json.loads(capsys.readouterr().out)["front"] == json.loads(file.read_text())["front"]
 
 
 def test_budgets_from_all_treated_to_all_kept(
     profile: str, front: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each point's plan is the one that `plan` finds within its budget, and one byte less takes a longer step."""
-    picture, file = tmp_path / "front.png", tmp_path / "plan.json"
-    assert run("front", "--profile", profile, *WANTED, "--json", "-o", str(picture)) == 0
-    assert json.loads(capsys.readouterr().out)["front"] == front
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    file = tmp_path / "plan.json"
+    assert Path(profile).with_name("front.png").read_bytes().startswith(b"\x89PNG")
     assert len(front) >= 3
     for before, after in itertools.pairwise(front):
         assert before["budget_bytes"] < after["budget_bytes"]

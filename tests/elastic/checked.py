@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine import models
-from tests.engine.workload import TinyData
+from tests.engine.shapes import SharedShapes, trace_tiny
 from tests.rig import faults
 from tests.rig.drawing import DrawingWork
 from varuna_capslog.elastic.member import pipeline_work
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.membership.messages import ProtocolEvent
-from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.start.member_worker import Equipment
 
-_SHAPES = ShapeTable(models.build_chain())
-for _sample in range(6):  # sizes follow from the index of a microbatch's first sample
-    _SHAPES.boundaries(TinyData(24).minibatch([[_sample, 0]], 0).inputs[0])
+trace_tiny(models.build_chain(), 2)
 
 
 class CheckedRuntime(Runtime):
@@ -61,12 +58,6 @@ class CheckedRuntime(Runtime):
         return end
 
 
-def _shapes_of(chain: Any, *kind: str) -> ShapeTable:
-    fresh = ShapeTable(chain, *kind)
-    assert fresh._signatures == _SHAPES._signatures
-    return _SHAPES if fresh._precision == "float32" else fresh
-
-
 def slowed(work: Callable[..., Any], kind: str, seconds: float) -> Callable[..., Any]:
     """Return `work` delayed by `seconds`. Every call writes a line: kind, the thread's name, the first argument."""
     path = Path(os.environ["CAPSLOG_RUN_DIR"]) / "slow" / f"{os.environ['CAPSLOG_MEMBER']}.txt"
@@ -91,5 +82,5 @@ def main(arguments: Sequence[str]) -> int:
     if disk := float(os.environ.get("SLOW_DISK", 0)):
         for name in ("fsync", "replace", "rename"):
             setattr(os, name, slowed(getattr(os, name), "disk", disk))
-    pipeline_work.ShapeTable = _shapes_of  # type: ignore[assignment,misc]
+    pipeline_work.ShapeTable = SharedShapes  # type: ignore[misc]
     return faults.main(arguments, equipment=Equipment(work=DrawingWork, runtime=CheckedRuntime))

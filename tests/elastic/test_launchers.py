@@ -89,10 +89,11 @@ def slurm(folder: Path, nodes: str, end_time: float | None = None) -> dict[str, 
     return {**job, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "STUB_NODES": nodes, "STUB_LOG": f"{folder}/slurm"}
 
 
-def test_a_slurm_job_parks_before_its_time_limit_and_goes_on_when_it_runs_again(tmp_path, machines):
+def test_a_slurm_job_parks_before_its_time_limit_and_goes_on_when_it_runs_again(tmp_path, machines, programs):
     config, port = write_config(tmp_path), str(free_port())
+    python = {"PYTHON": str(programs / "python")}
 
-    variables = slurm(tmp_path, "localhost,second", time.time() + 90)
+    variables = slurm(tmp_path, "localhost,second", time.time() + 90) | python
     job = machines.start(["bash", "launch/slurm.sh", "--nproc", "1", "--port", port, str(config)], variables)
     machines.wait_for_members("localhost-1", "second-1")
     machines.wait_for_steps(2)
@@ -104,20 +105,22 @@ def test_a_slurm_job_parks_before_its_time_limit_and_goes_on_when_it_runs_again(
     assert not machines.events("lost"), "a signal that Slurm sends to all processes ended a worker"
     reached = max(row["step"] for row in machines.rows())
     again = [f"train.max_steps={reached + 2}", "pipeline.devices=1", "pipeline.cuts=[0]"]
-    job = machines.start(["bash", "launch/slurm.sh", "--port", port, str(config), *again], slurm(tmp_path, "localhost"))
+    alone = slurm(tmp_path, "localhost") | python
+    job = machines.start(["bash", "launch/slurm.sh", "--port", port, str(config), *again], alone)
     assert machines.end(job) == 0, machines.said()
     assert machines.rows()[-1]["step"] == reached + 2
     assert len(machines.rows()) == reached + 2, "a step was computed twice"
     machines.check_losses(tmp_path / "truth")
 
 
-def test_pods_of_an_indexed_job_train_together_and_one_leaves_by_sigterm(tmp_path, machines):
+def test_pods_of_an_indexed_job_train_together_and_one_leaves_by_sigterm(tmp_path, machines, programs):
     config = write_config(tmp_path)
     common = {
         "CAPSLOG_NNODES": "2",
         "CAPSLOG_MASTER": "localhost",
         "CAPSLOG_PORT": str(free_port()),
         "CAPSLOG_NPROC": "1",
+        "PYTHON": str(programs / "python"),
         "KUBERNETES_SERVICE_HOST": "10.0.0.1",
     }
     entry = ["bash", "launch/kubernetes/entrypoint.sh", str(config)]

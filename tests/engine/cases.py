@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.engine import models
 from tests.engine.layouts import Cuts, layout_for
+from tests.engine.shapes import SharedShapes
 from tests.rig import nccl_failures
 from tests.rig.faults import Fault
 from varuna_capslog.base.errors import CapslogError
@@ -63,7 +64,7 @@ def shapes_of(
 
 @functools.cache
 def _shapes_of(made: str, dtype: torch.dtype, precision: str, weights: str) -> ShapeTable:
-    return ShapeTable(_built(made, dtype, 0.1), "cpu", precision, weights)
+    return SharedShapes(_built(made, dtype, 0.1), "cpu", precision, weights)
 
 
 def train(

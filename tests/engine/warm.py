@@ -8,12 +8,11 @@ import contextlib
 
 import torch
 
-from tests.engine import cases, models
+from tests.engine import models
+from tests.engine.shapes import trace_tiny
 from varuna_capslog.profiling.estimation.rates import speed_of
 
 torch.set_num_threads(1)
 with contextlib.suppress(Exception):  # a failure here happens in a worker again, which reports it
-    for step in (1, 2):
-        for values in models.make_minibatch(4, step)[0].inputs:
-            cases.shapes_of().boundaries(values)
+    trace_tiny(models.build_chain(), 1, 2)
 speed_of("cpu")
