@@ -42,6 +42,9 @@ def stack(depth=4, branches=False):
 def masked():
     return Masked(2)
 
+def wide():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2)])
+
 def plain():
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
@@ -88,6 +91,22 @@ def test_a_profile_is_written_where_asked_and_tells_the_kind(capsys: pytest.Capt
     assert sorted(path.name for path in Path().iterdir() if path.is_file()) == (
         ["nets_of_ordinary_model.py", "profile.json"]
     )
+
+
+def test_stages_on_several_devices_join_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--device", "cuda:h200", "-o", "profile.json", "--degrees")
+    assert run("profile", "wide", "--input", "x=float32[8,8]", *arguments, "1,2,4") == 0
+    table = capsys.readouterr().out.partition("one stage of all layers on several devices")[2]
+    assert "tensor" in table
+    assert table.count("(fit)") == 4  # degrees 8 and 16
+    rows = read_profile("profile.json").by_degree
+    sizes = {(*row.parallel.values(), row.microbatch_size) for row in rows if row.layers == (0, 1)}
+    ways = [("data", 1), ("data", 2), ("data", 4), ("tensor", 2), ("tensor", 4)]
+    assert sizes == {(*way, samples) for way in ways for samples in (4, 8)}
+    assert run("profile", "wide", "--input", "x=float32[8,8]", *arguments, "1;2") == 2
+    assert "write numbers of devices with commas, such as 1,2,4" in capsys.readouterr().err
+    assert run("profile", "wide", "--input", "x=float32[8,8]", *arguments, "1", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["by_degree"]) == 2 * 3
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,14 @@ class ProfileFlags(ModelFlags):
             panel=SEARCH,
         ),
     ] = None
+    degrees: Annotated[
+        str | None,
+        option(
+            "Also profile stages that several devices share, by data and tensor parallelism, such as 1,2,4.",
+            "none",
+            panel=SEARCH,
+        ),
+    ] = None
     as_json: shared.AsJson = False
     trust: shared.Trust = False
 
@@ -53,13 +61,15 @@ class ProfileFlags(ModelFlags):
 def profile(flags: ProfileFlags) -> None:
     """Measure memory and seconds of every layer by real runs of one and two layers, or estimate them."""
     from varuna_capslog.profiles.record import write_profile
-    from varuna_capslog.start.prepare import profile_run
+    from varuna_capslog.start.prepare import profile_degrees, profile_run
 
     flags = settled(flags)
     settings = _config(flags)
     with announced(None if flags.model is None else settings):
         result = profile_run(settings, show=not flags.as_json)
     learned = _learned(settings, result)
+    if flags.degrees is not None:
+        result = profile_degrees(settings, result, _numbers(flags.degrees), show=not flags.as_json)
     path = flags.output
     if path is None and flags.model is None:
         path = settings.run_dir / "profile.json"
@@ -68,10 +78,18 @@ def profile(flags: ProfileFlags) -> None:
     if flags.as_json:
         shared.print_json(result.to_json())
     else:
-        from varuna_capslog.reports.tables import profile_table
+        from varuna_capslog.reports.tables import degrees_table, profile_table
 
         where = "not written; -o FILE keeps it" if path is None else f"written to {path}"
         profile_table(result, where, *learned).print()
+        if result.by_degree:
+            degrees_table(result, settings.train.microbatch_size).print()
+
+
+def _numbers(text: str) -> list[int]:
+    if not all(word.isdecimal() for word in text.split(",")):
+        raise CapslogError(f"--degrees is {text!r}; write numbers of devices with commas, such as 1,2,4")
+    return [int(word) for word in text.split(",")]
 
 
 def _learned(settings: Config, profile: Profile) -> list[str]:

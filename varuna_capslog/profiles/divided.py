@@ -110,6 +110,7 @@ class _Division:
             shared=tuple(shared),
             tensors=tuple(tensors),
             conditions=conditions,
+            by_degree=(),
         )
 
     # -- bytes

@@ -316,6 +316,7 @@ class Profile:
     conditions: when the numbers hold: device, dtype, microbatch_size, input shape, optimizer, recompute, torch version,
         ...
     tensors: those that layers pass on; with them the chain is one order of a graph.
+    by_degree: runs of the same ranges of layers on several devices (`parallel`), `microbatch_size` samples at a time.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -325,9 +326,10 @@ class Profile:
     shared: tuple[SharedParameter, ...] = ()
     observations: tuple[Observation, ...] = ()
     tensors: tuple[TensorRecord, ...] = ()
+    by_degree: tuple[Observation, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("layers", "shared", "observations", "tensors"):
+        for name in ("layers", "shared", "observations", "tensors", "by_degree"):
             _set(self, name, tuple(fields.listed(getattr(self, name), name)))
         if self.model is not None:
             fields.text(self.model, "model")
@@ -415,7 +417,8 @@ class Profile:
         """Return the JSON form: the short one, with `shared` and `observations` where there are any."""
         old, new = FORMATS
         rows = (*self.layers, *self.observations)
-        newer = self.tensors or any(getattr(row, name, None) is not None for row in rows for name in _NEW_FIELDS)
+        newer = any(getattr(row, name, None) is not None for row in rows for name in _NEW_FIELDS)
+        newer = bool(newer or self.tensors or self.by_degree)
         value: dict[str, Any] = {
             "format": new if newer else old,
             "model": self.model,
@@ -430,7 +433,7 @@ class Profile:
                 for layer in self.layers
             ],
         }
-        for name in ("shared", "observations"):
+        for name in ("shared", "observations", "by_degree"):
             if of_kind := getattr(self, name):
                 value[name] = [_plain(row) | {"layers": list(row.layers)} for row in of_kind]
         if self.tensors:
@@ -451,7 +454,9 @@ class Profile:
         shared = [(f"shared[{i}] ({row.name})", row.layers[-1] + 1) for i, row in enumerate(self.shared)]
         # a reader may be L, the loss
         read = [(f"tensors[{i}] ({tensor.name})", tensor.readers[-1]) for i, tensor in enumerate(self.tensors)]
-        return [*shared, *((f"observations[{i}]", row.layers[1]) for i, row in enumerate(self.observations)), *read]
+        runs = {"observations": self.observations, "by_degree": self.by_degree}
+        ran = [(f"{name}[{i}]", row.layers[1]) for name, rows in runs.items() for i, row in enumerate(rows)]
+        return [*shared, *ran, *read]
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
@@ -530,7 +535,7 @@ def _parts(value: Any) -> dict[str, Any]:
         raise CapslogError("field 'layers' is missing")
     parts = {name: value[name] for name in names if name in value}
     rows: dict[str, type] = {"layers": LayerProfile, "shared": SharedParameter}
-    rows |= {"observations": Observation, "tensors": TensorRecord}
+    rows |= {"observations": Observation, "tensors": TensorRecord, "by_degree": Observation}
     for name, record in rows.items():
         if name in parts:
             entries = enumerate(fields.listed(parts[name], name, fields.MOST_LAYERS))

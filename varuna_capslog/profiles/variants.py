@@ -64,7 +64,7 @@ def under(profile: Profile, chosen: Mapping[int, str]) -> Profile:
     names, sizes = [layer.name for layer in profile.layers], [layer.parameter_bytes for layer in profile.layers]
     known_sizes = [size for size in sizes if size is not None]
     layers = layers_of_runs(names, chosen_rows, known_sizes if len(known_sizes) == len(sizes) else None)
-    return dataclasses.replace(profile, layers=layers, observations=tuple(chosen_rows))
+    return dataclasses.replace(profile, layers=layers, observations=tuple(chosen_rows), by_degree=())
 
 
 _Rows = Mapping[tuple[tuple[int, int], str | None], Observation]

@@ -200,7 +200,7 @@ class StageEstimator:
         """Estimate the stage of layers first .. end-1, any range of the chain. Raises CapslogError where a layer or the
         loss cannot run on fake tensors.
         """
-        run, key = self._run(first, end), (self.run_key(first, end), self.speed)
+        run, key = self.trimmed_run(first, end), (self.run_key(first, end), self.speed)
         hollow = self._memo.runs.get(key)
         if hollow is None:
             quirks = Quirks(self.conditions.device, self.conditions.gpu)
@@ -211,14 +211,15 @@ class StageEstimator:
 
     def run_key(self, first: int, end: int) -> object:
         """Return a key that is equal for stages of this workload and related ones (`Memo`) that do the same work."""
-        return _run_key(self.chain, self._run(first, end), self.conditions, self.workload), self.grain
+        return _run_key(self.chain, self.trimmed_run(first, end), self.conditions, self.workload), self.grain
 
-    def _run(self, first: int, end: int) -> TrimmedRun:
+    def trimmed_run(self, first: int, end: int) -> TrimmedRun:
+        """Return the run of layers first .. end-1."""
         return TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
 
     def halves(self, first: int, end: int) -> Halves:
         """Estimate the two halves of the stage's backward; raises as `stage`."""
-        run, key = self._run(first, end), ("halves", self.run_key(first, end), self.speed)
+        run, key = self.trimmed_run(first, end), ("halves", self.run_key(first, end), self.speed)
         halves = self._memo.halves.get(key)
         if halves is None:
             quirks, loss = Quirks(self.conditions.device, self.conditions.gpu), self._loss

@@ -54,6 +54,7 @@ from varuna_capslog.schedules import from_strings, insert_recompute
 __all__ = [
     "BoundTable",
     "LaunchTimes",
+    "Ranks",
     "devices_of",
     "failures_named",
     "free_bytes",
@@ -252,7 +253,7 @@ class _Pipeline:
     normalisers: Mapping[str, float]
 
 
-class _Ranks(WorkerGroup):
+class Ranks(WorkerGroup):
     """Workers of one launch, a rank each; a failure names the rank's stage."""
 
     def failure(self, worker: int, reason: str | None) -> WorkerFailure:
@@ -266,7 +267,7 @@ def _measure_pipeline(pipeline: _Pipeline, workers: Workers) -> tuple[list[Obser
     """
     rows: dict[int, Observation] = {}
     workers = dataclasses.replace(workers, roles=functools.partial(_roles, pipeline))
-    with _Ranks(workers, len(pipeline.stages)) as group:
+    with Ranks(workers, len(pipeline.stages)) as group:
         group.wait_until_ready()
         began = time.perf_counter()
         for rank, (first, end) in enumerate(pipeline.stages):

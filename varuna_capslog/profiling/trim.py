@@ -50,10 +50,12 @@ __all__ = [
     "TrimmedPipeline",
     "TrimmedRun",
     "dummy_inputs",
+    "dummy_loss",
     "dummy_options",
     "measure_run",
     "observe",
     "play_neighbours",
+    "program",
     "real_parameter",
     "real_tensors",
     "skeleton",
@@ -257,7 +259,7 @@ class _ZeroGradients(torch.autograd.Function):
         return tuple(torch.zeros_like(tensor) for tensor in context.saved_tensors)
 
 
-def _dummy_loss(outputs: Mapping[str, Tensor], _: Any, __: Mapping[str, float]) -> dict[str, Tensor]:
+def dummy_loss(outputs: Mapping[str, Tensor], _: Any, __: Mapping[str, float]) -> dict[str, Tensor]:
     wanted = [tensor for tensor in outputs.values() if tensor.requires_grad]
     return {"loss": _ZeroGradients.apply(*wanted) if wanted else torch.zeros(())}
 
@@ -384,7 +386,7 @@ def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, co
     values = dummy_inputs(run.specs[0])
     for halves in (False, True)[: 1 + conditions.halves]:
         pipeline = TrimmedPipeline.of(chain, run, conditions, real=False, halves=halves)
-        engine = pipeline.engine(_dummy_loss, communicator, torch.device("cpu"))
+        engine = pipeline.engine(dummy_loss, communicator, torch.device("cpu"))
         for step in range(1, 3 + _TIMED_STEPS):
             train_step(engine, step, pipeline.minibatch, lambda microbatch: values)
 
@@ -414,7 +416,7 @@ def measure_run(
     """
     if not run.has_upstream and not run.has_downstream:
         communicator = Communicator(0, 1, communicator.generation, datetime.timedelta(0))
-    loss = loss if not run.has_downstream else _dummy_loss
+    loss = loss if not run.has_downstream else dummy_loss
 
     def ready(halves: bool) -> tuple[PipelineEngine, MeasuredStage, Minibatch, TrimmedRun]:
         pipeline, seen = TrimmedPipeline.of(chain, run, conditions, True, halves=halves), MeasuredStage()

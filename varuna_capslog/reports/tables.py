@@ -12,6 +12,7 @@ from varuna_capslog.base.tables import Table
 from varuna_capslog.base.units import format_bytes, format_percent, format_seconds, unit_of
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.kinds import kinds_on
+from varuna_capslog.planners.replicas.fitted import FittedPeaks
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import play
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
@@ -21,7 +22,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.markup import duration, plural, second_unit, significant
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["idle_notes", "plan_table", "profile_table"]
+__all__ = ["degrees_table", "idle_notes", "plan_table", "profile_table"]
 
 
 # -- Notes on a pipeline that idles more than half of its step: how much, and changes that would help, each
@@ -30,6 +31,7 @@ __all__ = ["idle_notes", "plan_table", "profile_table"]
 # No new plan is made, so the notes do not consider the memory that a change takes.
 
 
+_DEGREES = (1, 2, 4, 8, 16)
 _MUCH = 0.5
 """Share of the devices' time in a step above which a note is made."""
 _MOST_CALLS = 2_000
@@ -269,6 +271,26 @@ def profile_table(profile: Profile, *more: str) -> Table:
         notes.append(_launches(profile.conditions["profiling"]))
     title = f"{profile.model or 'model'}: {profile.num_layers} layers, {profile.source}"
     return Table(title, headings, rows, (1, 6), [*notes, *more], (1,))
+
+
+def degrees_table(profile: Profile, samples: int) -> Table:
+    """Return a table of the bytes of one stage of all layers on 1, 2, ... 16 devices that share calls of `samples`
+    samples, by CAPTURE's predictor: profiled degrees by a line through two batch sizes, others by its fit.
+    """
+    peaks = FittedPeaks(profile)
+    known, rows = peaks.degrees, []
+    kinds = [kind for kind in ("data", "tensor") if kind in known]
+    for degree in sorted({*_DEGREES, *(degree for degrees in known.values() for degree in degrees)}):
+        cells = []
+        for kind in kinds:
+            profiled = degree == 1 or degree in known[kind]
+            fitted = len([other for other in known[kind] if other > 1]) > 1
+            size = peaks.of(0, profile.num_layers, kind, degree, samples) if profiled or fitted else None
+            cells.append("" if size is None else format_bytes(round(size)) + ("" if profiled else " (fit)"))
+        if any(cells):
+            rows.append([str(degree), *cells])
+    note = f"by CAPTURE's predictor, for calls of {plural(samples, 'sample')} (benchmarks/capture has its errors)"
+    return Table("one stage of all layers on several devices", ["devices", *kinds], rows, (), [note])
 
 
 def _median(rows: Sequence[Sequence[float | None]]) -> float:

@@ -55,6 +55,7 @@ __all__ = [
     "plan_run",
     "prepare_run",
     "profile_and_variants",
+    "profile_degrees",
     "profile_run",
     "settled_plan",
 ]
@@ -257,6 +258,14 @@ def profile_run(config: Config, show: bool = True, memo: Memo | None = None, var
     with _progress(show) as progress:
         workers = min(config.world_size, os.cpu_count() or 1)
         return profile_config(config, workers=workers, progress=progress, variants=variants)
+
+
+def profile_degrees(config: Config, profile: Profile, degrees: Sequence[int], show: bool = True) -> Profile:
+    """Return the profile of `profile_run` with the runs on so many devices; see `profiling/degrees.with_degrees`."""
+    from varuna_capslog.profiling.degrees import with_degrees
+
+    with _progress(show) as progress:
+        return with_degrees(config, profile, degrees, progress)
 
 
 def profile_and_variants(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -13,7 +14,7 @@ from varuna_capslog.model.splitting.splitter import KINDS, Splitter, wanted_spli
 from varuna_capslog.model.splitting.torch_layers import splitting_of
 from varuna_capslog.variants.registry import NUMERICS, layers_meant
 
-__all__ = ["split_chain"]
+__all__ = ["part_number", "possible_splits", "split_chain"]
 
 
 def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same") -> Chain:
@@ -60,6 +61,22 @@ def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same")
                 "be, nor captured layers with linear maps one after the other (docs/splits.md)"
             )
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
+
+
+def possible_splits(chain: Chain, degree: int) -> dict[str, str]:
+    """Return the `splits` by tensor-`degree` of all layers that can be split so, by their numbers (#3)."""
+    splits = {}
+    for index, layer in enumerate(() if chain.factories is not None else chain.layers):
+        with contextlib.suppress(CapslogError):
+            if _split_layer(layer, "tensor", degree, chain.shared_names(index)):
+                splits[f"#{index}"] = f"tensor-{degree}"
+    return splits
+
+
+def part_number(layer: Layer) -> int:
+    """Return the number of the share that a part holds, the last word of its name; 0 for other parts and layers."""
+    last = layer.name.removeprefix(layer.part.layer).rpartition(".")[2] if layer.part else ""
+    return int(last) if last.isdecimal() else 0
 
 
 def _split_layer(layer: Layer, kind: str, degree: int, shared: Mapping[str, str]) -> list[Layer] | None:

@@ -25,7 +25,8 @@ Deviations, unless `printed` is True:
 - For degrees above 4 the paper fits a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
   a + b / d; the logarithm predicts only the weights for 8, and less than the weights beyond. Here the bytes of every
   degree follow from its number of calls, and nothing is fitted.
-- Tensor parallelism is left out, since no layer offers it.
+- Tensor parallelism is left out: a stage runs on one device, and its replicas have all its weights. `fitted` predicts
+  it from a profile's runs.
 """
 
 from __future__ import annotations
@@ -47,13 +48,19 @@ from varuna_capslog.planners.intervals import stage_bytes
 from varuna_capslog.planners.replicas.costs import GraphCosts, ReplicatedStage
 from varuna_capslog.schedules.generators import table_3_2
 
-__all__ = ["DegreePeaks", "KeptBytes", "capture_stages", "merged", "placements_by_bound"]
+__all__ = ["DegreePeaks", "KeptBytes", "capture_stages", "log_fit", "merged", "placements_by_bound"]
 
 MOST_GROUPS = 64
 """Most groups of layers; more layers are merged to so many. The paper leaves the number to its user."""
 
 _MEASURED = 4
 """The largest degree that the paper profiles."""
+
+
+def log_fit(low: tuple[int, float], high: tuple[int, float], degree: int) -> float:
+    """Return a + b ln(degree) through two points (degree, bytes), Sec. III-B3."""
+    slope = (high[1] - low[1]) / math.log(high[0] / low[0])
+    return low[1] + slope * math.log(degree / low[0])
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,8 @@ class DegreePeaks:
     def of(self, first: int, end: int, degree: int, in_flight: int) -> float:
         """Return the bytes of layers first .. end-1 on each of `degree` devices. in_flight: of all these together."""
         if self.printed and degree > _MEASURED:
-            two, four = self.of(first, end, 2, in_flight), self.of(first, end, _MEASURED, in_flight)
-            slope = (four - two) / math.log(2)
-            return two + slope * math.log(degree / 2)
+            two, four = ((known, self.of(first, end, known, in_flight)) for known in (2, _MEASURED))
+            return log_fit(two, four, degree)
         costs, blocks = self.costs, self.costs.blocks or self.costs.microbatches
         calls, waiting = -(-blocks // degree) * (costs.microbatches // blocks), 0.0
         if not self.printed:

@@ -1,0 +1,72 @@
+"""CAPTURE's predictor as printed (Sec. III-B): bytes of a stage from a profile's runs by degree (`Profile.by_degree`).
+
+    M_p(l, m, d) = M_i(l) + sum of M_a(k) for k = l+1 .. m, from the runs on d devices, at each batch size
+    a straight line through both batch sizes, sampled at the target batch size
+    degrees that were not profiled: a + b ln(d) through the predictions for the two largest profiled degrees
+
+Nothing here corrects the paper; `capture.DegreePeaks` and the fold do. `benchmarks/capture` has the errors of both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.additive import AdditiveCosts
+from varuna_capslog.planners.replicas.capture import log_fit
+from varuna_capslog.profiles.record import Observation, Profile, layers_of_runs
+
+__all__ = ["FittedPeaks"]
+
+
+class FittedPeaks:
+    """Predicts the bytes of one device of a stage on several. Raises CapslogError for a profile without such runs."""
+
+    def __init__(self, profile: Profile) -> None:
+        if not profile.by_degree:
+            raise CapslogError("the profile has no runs by degree; profile with `capslog profile --degrees 1,2,4`")
+        names = [layer.name for layer in profile.layers]
+        groups: dict[tuple[str, int], dict[int, list[Observation]]] = defaultdict(lambda: defaultdict(list))
+        for row in profile.by_degree:
+            groups[row.parallel["kind"], row.parallel["degree"]][row.microbatch_size].append(row)
+        self._costs = {
+            way: {samples: _alone_and_added(names, rows) for samples, rows in sizes.items()}
+            for way, sizes in groups.items()
+        }
+
+    @property
+    def degrees(self) -> dict[str, list[int]]:
+        """Kind -> profiled degrees, rising. A tensor stage of degree 1 is a data stage of degree 1."""
+        degrees: dict[str, list[int]] = defaultdict(list)
+        for kind, degree in sorted(self._costs):
+            degrees[kind].append(degree)
+        return dict(degrees)
+
+    def of(self, first: int, end: int, kind: str, degree: int, samples: int) -> float:
+        """Return the bytes of layers first .. end-1 on each of `degree` devices, for calls of so many samples of all
+        devices together. Raises CapslogError for a kind without two profiled degrees above 1 to fit.
+        """
+        way = ("data" if degree == 1 else kind, degree)
+        if way in self._costs:
+            return self._at(first, end, *way, samples)
+        low_high = [known for known in self.degrees.get(kind, []) if known > 1][-2:]
+        if len(low_high) < 2:
+            raise CapslogError(
+                f"the profile has runs of kind {kind!r} on {self.degrees.get(kind, [])} devices; a fit for {degree} "
+                "needs two degrees above 1, such as `capslog profile --degrees 1,2,4`"
+            )
+        low, high = ((known, self._at(first, end, kind, known, samples)) for known in low_high)
+        return log_fit(low, high, degree)
+
+    def _at(self, first: int, end: int, kind: str, degree: int, samples: int) -> float:
+        """Return the bytes for a profiled degree, by the line through the smallest and the largest batch."""
+        sizes = self._costs[kind, degree]
+        small, large = min(sizes), max(sizes)
+        at_small, at_large = (sizes[size].stage_bytes(first, end) for size in (small, large))
+        slope = (at_large - at_small) / (large - small) if large > small else 0.0
+        return at_small + slope * (samples - small)
+
+
+def _alone_and_added(names: list[str], rows: list[Observation]) -> AdditiveCosts:
+    layers = layers_of_runs(names, rows)
+    return AdditiveCosts.of_statistics([row.isolated_bytes for row in layers], [row.added_bytes for row in layers])
