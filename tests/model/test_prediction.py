@@ -90,7 +90,6 @@ def test_our_engine_trains_the_model_of_transformers(tmp_path: Path) -> None:
     config(1).save_pretrained(tmp_path)
     made, _ = hugging_face.model(str(tmp_path))
     assert isinstance(made, transformers.LlamaForCausalLM)
-    assert not isinstance(hugging_face.model(str(tmp_path), predicts=True, lora=4)[0], PredictingModel)
     run = tmp_path / "run.yaml"
     arguments = f"{{path: {tmp_path}, predicts: true}}"
     run.write_text(
@@ -100,6 +99,12 @@ def test_our_engine_trains_the_model_of_transformers(tmp_path: Path) -> None:
     )
     with pytest.raises(CapslogError, match="adds layers for multi-token prediction, which capslog plan counts"):
         check_names(load_config(run))
+
+
+def test_a_model_below_adapters_has_no_such_layers(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    config(1).save_pretrained(tmp_path)
+    assert not isinstance(hugging_face.model(str(tmp_path), predicts=True, lora=4)[0], PredictingModel)
 
 
 def test_layers_of_a_kind_of_their_own_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

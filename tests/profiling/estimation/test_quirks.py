@@ -262,6 +262,14 @@ def onednn_convolution() -> None:
     assert peak("cpu", lambda: torch.conv2d(x, pointwise))[0] == x.nbytes
 
 
+def parts_of_attention() -> None:
+    x = torch.empty(2, 4, 512, 16)
+    bytes_held, seen = peak("cpu", lambda: F.scaled_dot_product_attention(x, x, x))
+    assert "_scaled_dot_product_flash_attention_for_cpu" in seen
+    sums, part = 2 * 4 * 512 * 4, 64
+    assert bytes_held == x.nbytes + sums + 4 * part * (512 + 2 + 16)
+
+
 def convolution_columns() -> None:
     x, w = torch.empty(1, 8, 20, 20), torch.empty(8, 8, 3, 3)
     assert peak("cpu", lambda: torch.conv2d(x, w, padding=1))[0] == x.nbytes * (1 + 9)
