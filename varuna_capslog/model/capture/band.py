@@ -24,7 +24,7 @@ _ALIGNMENT = 16
 
 
 class _Form(NamedTuple):
-    """Where a saved tensor lies in the mask's memory."""
+    """Place of a saved tensor in the memory of the mask."""
 
     size: torch.Size
     stride: tuple[int, ...]

@@ -105,7 +105,7 @@ _KERNELS = {
 
 
 class _Swapped(NamedTuple):
-    """What transformers' decorator knows of a function that it swaps for a kernel: the kernel's name and package, the
+    """Function that transformers' decorator swaps for a kernel, as it knows it: the kernel's name and package, the
     function in Python, the arguments that it passes on.
     """
 
