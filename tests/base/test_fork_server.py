@@ -354,31 +354,17 @@ def test_a_call_ends_also_where_the_fork_server_is_gone(tmp_path, fork_server, t
         fork_server.call("host_entries:called", "", None)
 
 
-def test_ctrl_c_before_a_call_knows_its_process_ends_that_too(tmp_path, fork_server, told, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(ForkServer, "fork"), (_Call, "wait")], ids=["ordered", "heard of"])
+def test_ctrl_c_ends_a_process_that_was_just(owner, name, tmp_path, fork_server, told, monkeypatch):
     told.next("ready")
-    file, fork = tmp_path / "pid", fork_server.fork
+    file, step = tmp_path / "pid", getattr(owner, name)
 
-    def interrupted(order):
-        fork(order)
+    def interrupted(*arguments):
+        step(*arguments)
         wait_until(lambda: file.exists() and file.read_text())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fork_server, "fork", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        fork_server.call("host_entries:called", "hang", str(file))
-    wait_until(lambda: not alive(int(file.read_text())), 10)
-
-
-def test_ctrl_c_just_as_a_call_hears_of_its_process_ends_that_too(tmp_path, fork_server, told, monkeypatch):
-    told.next("ready")
-    file, wait = tmp_path / "pid", _Call.wait
-
-    def interrupted(call, seconds=None):
-        wait(call, seconds)
-        wait_until(lambda: file.exists() and file.read_text())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_Call, "wait", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         fork_server.call("host_entries:called", "hang", str(file))
     wait_until(lambda: not alive(int(file.read_text())), 10)

@@ -136,7 +136,7 @@ class SharedStages:
             peak_bytes, events = fake_step(engine, quirks, pipeline.minibatch, names, estimator.recipes)
         return replay(events).allocated_bytes if quirks.has("caching allocator") else peak_bytes
 
-    def measured(self, runs: Sequence[StageRun], done: Callable[[str], None] = lambda text: None) -> list[Observation]:
+    def measured(self, runs: Sequence[StageRun]) -> list[Observation]:
         """Measure the bytes of these ranges of layers, one after the other, on a process for each device.
 
         Raises:
@@ -163,7 +163,6 @@ class SharedStages:
                 while len(peaks) <= degree:
                     peaks |= {rank: row.peak_bytes for rank, _, row in group.finished()}
                 rows.append(self._row(first, end, [peaks[rank] for rank in range(degree)]))
-                done(" + ".join(self._names[first:end]))
         return rows
 
     def _refuse_too_large(self, runs: Sequence[TrimmedRun], devices: Sequence[torch.device]) -> None:

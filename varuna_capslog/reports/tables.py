@@ -12,7 +12,6 @@ from varuna_capslog.base.tables import Table
 from varuna_capslog.base.units import format_bytes, format_percent, format_seconds, unit_of
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.kinds import kinds_on
-from varuna_capslog.planners.replicas.fitted import FittedPeaks
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import play
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
@@ -277,16 +276,18 @@ def degrees_table(profile: Profile, samples: int) -> Table:
     """Return a table of the bytes of one stage of all layers on 1, 2, ... 16 devices that share calls of `samples`
     samples, by CAPTURE's predictor: profiled degrees by a line through two batch sizes, others by its fit.
     """
+    from varuna_capslog.planners.replicas.fitted import FittedPeaks
+
     peaks = FittedPeaks(profile)
     known, rows = peaks.degrees, []
     kinds = [kind for kind in ("data", "tensor") if kind in known]
     for degree in sorted({*_DEGREES, *(degree for degrees in known.values() for degree in degrees)}):
         cells = []
         for kind in kinds:
-            profiled = degree == 1 or degree in known[kind]
-            fitted = len([other for other in known[kind] if other > 1]) > 1
-            size = peaks.of(0, profile.num_layers, kind, degree, samples) if profiled or fitted else None
-            cells.append("" if size is None else format_bytes(round(size)) + ("" if profiled else " (fit)"))
+            predicted = peaks.predicts(kind, degree)
+            size = peaks.of(0, profile.num_layers, kind, degree, samples) if predicted else None
+            fit = "" if peaks.is_profiled(kind, degree) else " (fit)"
+            cells.append("" if size is None else format_bytes(round(size)) + fit)
         if any(cells):
             rows.append([str(degree), *cells])
     note = f"by CAPTURE's predictor, for calls of {plural(samples, 'sample')} (benchmarks/capture has its errors)"

@@ -14,7 +14,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -144,24 +144,23 @@ def kernels_stay_calls(model: nn.Module) -> Iterator[None]:
             namespace[key] = function
 
 
-@contextmanager
-def as_shapes() -> Iterator[None]:
+def as_shapes() -> AbstractContextManager[None]:
     """Let calls in the block, on tensors without values, have a result of the shape and type of the Python code."""
-    _open.append("shapes")
-    try:
-        yield
-    finally:
-        _open.remove("shapes")
+    return _opened("shapes")
+
+
+def as_fused() -> AbstractContextManager[None]:
+    """Let calls in the block, on tensors without values, have the bytes and FLOPs of the fused kernels."""
+    return _opened("fused")
 
 
 @contextmanager
-def as_fused() -> Iterator[None]:
-    """Let calls in the block, on tensors without values, have the bytes and FLOPs of the fused kernels."""
-    _open.append("fused")
+def _opened(name: str) -> Iterator[None]:
+    _open.append(name)
     try:
         yield
     finally:
-        _open.remove("fused")
+        _open.remove(name)
 
 
 def _stand_in(name: str, function: Callable[..., Any], swapped: _Swapped, *args: Any, **kwargs: Any) -> Any:

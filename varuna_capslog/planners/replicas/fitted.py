@@ -42,21 +42,31 @@ class FittedPeaks:
             degrees[kind].append(degree)
         return dict(degrees)
 
+    def predicts(self, kind: str, degree: int) -> bool:
+        """True for a profiled degree, and where two profiled ones above 1 can be fitted."""
+        return self.is_profiled(kind, degree) or len(self._fitted(kind)) == 2
+
+    def is_profiled(self, kind: str, degree: int) -> bool:
+        """True where the profile has runs on so many devices."""
+        return _way(kind, degree) in self._costs
+
     def of(self, first: int, end: int, kind: str, degree: int, samples: int) -> float:
         """Return the bytes of layers first .. end-1 on each of `degree` devices, for calls of so many samples of all
         devices together. Raises CapslogError for a kind without two profiled degrees above 1 to fit.
         """
-        way = ("data" if degree == 1 else kind, degree)
-        if way in self._costs:
-            return self._at(first, end, *way, samples)
-        low_high = [known for known in self.degrees.get(kind, []) if known > 1][-2:]
-        if len(low_high) < 2:
+        if self.is_profiled(kind, degree):
+            return self._at(first, end, *_way(kind, degree), samples)
+        if not self.predicts(kind, degree):
             raise CapslogError(
                 f"the profile has runs of kind {kind!r} on {self.degrees.get(kind, [])} devices; a fit for {degree} "
                 "needs two degrees above 1, such as `capslog profile --degrees 1,2,4`"
             )
-        low, high = ((known, self._at(first, end, kind, known, samples)) for known in low_high)
+        low, high = ((known, self._at(first, end, kind, known, samples)) for known in self._fitted(kind))
         return log_fit(low, high, degree)
+
+    def _fitted(self, kind: str) -> list[int]:
+        """Return the two largest profiled degrees above 1, or fewer."""
+        return [known for known in self.degrees.get(kind, []) if known > 1][-2:]
 
     def _at(self, first: int, end: int, kind: str, degree: int, samples: int) -> float:
         """Return the bytes for a profiled degree, by the line through the smallest and the largest batch."""
@@ -65,6 +75,10 @@ class FittedPeaks:
         at_small, at_large = (sizes[size].stage_bytes(first, end) for size in (small, large))
         slope = (at_large - at_small) / (large - small) if large > small else 0.0
         return at_small + slope * (samples - small)
+
+
+def _way(kind: str, degree: int) -> tuple[str, int]:
+    return "data" if degree == 1 else kind, degree
 
 
 def _alone_and_added(names: list[str], rows: list[Observation]) -> AdditiveCosts:

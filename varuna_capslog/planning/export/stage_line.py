@@ -187,7 +187,7 @@ def _pipeline(path: list[PlanStage], replicas: int, system: str, empty: bool) ->
     if None in (places[0], places[-1]):
         raise CapslogError(
             f"the stages run on the ranks {[stage.rank for stage in path]}, but {system} begins on the first and "
-            f"ends on the last of them; end the plan on rank {max(ranks)}"
+            f"ends on the last of them; end the plan on rank {ranks[-1]}"
         )
     stages: list[tuple[int, int]] = []
     for place in places:
