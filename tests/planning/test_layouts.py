@@ -93,9 +93,11 @@ def test_empty_chunks_are_exported_and_read_back() -> None:
             with pytest.raises(CapslogError, match="deals them out in turn, as many to each rank"):
                 written("primus", Request(plan, RunShape(recompute=False), names=names))
     assert exported > 20
-    plan = Plan(15, stages_of_pipelines(15, [0, 4, 9], 1, 1, [0, 1, 0]), Units(12, 1, 1), "interleaved")
-    with pytest.raises(CapslogError, match="Megatron begins on the first and ends on the last of them"):
-        written("megatron", Request(plan, RunShape(recompute=False), names=names))
+    for placement, last in (([0, 1, 0], 1), ([1, 0, 1], 0)):
+        plan = Plan(15, stages_of_pipelines(15, [0, 4, 9], 1, 1, placement), Units(12, 1, 1), "interleaved")
+        sentence = f"Megatron begins on the first and ends on the last of them; end the plan on rank {last}$"
+        with pytest.raises(CapslogError, match=sentence):
+            written("megatron", Request(plan, RunShape(recompute=False), names=names))
 
 
 def test_cuts_of_chunks_embedding_and_head() -> None:
