@@ -134,7 +134,8 @@ def test_one_capture_serves_every_size(capsys: pytest.CaptureFixture[str], monke
         return capture(cls, *arguments, **options)
 
     monkeypatch.setattr(capslog.Chain, "from_module", classmethod(counted))
-    answer = asked(capsys, *MODEL, "--devices", "1", "--device", "cuda:t4", "--capacity", "560MiB", "microbatch")
+    few_rows = (*MODEL[:-1], "x=float32[1,1024,64]")  # of which several microbatches fit
+    answer = asked(capsys, *few_rows, "--devices", "1", "--device", "cuda:t4", "--capacity", "560MiB", "microbatch")
     assert len(answer["tried"]) > 1
     assert len(captures) == 1
 

@@ -27,6 +27,7 @@ from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.model_workload import workload_of_model
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import estimate
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config, estimate_workload
@@ -424,29 +425,39 @@ SPEED = cpu_speed("a processor", 19e12, 13.4e12, 360e9, 5e-6)
 
 @functools.cache
 def reused() -> tuple[Config, Memo, Profile]:
-    """Return the profile of a run whose backwards are split, which has more rows, with what it was made of."""
-    config, memo = almost_equal("cuda", pipeline={"schedule": "zb-h1"}), Memo()
+    config, memo = almost_equal("cuda"), Memo()
     with pytest.MonkeyPatch.context() as patch:  # a measured clock gives no two equal speeds
         patch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)
         return config, memo, estimate_config(config, memo=memo)
 
 
-def test_a_profile_with_reuse_is_that_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_reused_is_what_a_run_of_its_own_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are equal except for a rate, an eps, a layout, a tie or a frozen weight are costed separately."""
     monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)  # a measured clock gives no two equal speeds
     config, memo, profile = reused()
-    # a single run for two pairs of equal blocks, although four are equal
-    assert len(memo.runs) == 2 * len(profile.layers) - 1 - 2
+    quick = StageEstimator.of_config(config, memo)
+    groups: dict[object, list[tuple[int, int]]] = {}
+    for run in stage_runs(len(profile.layers)):
+        groups.setdefault(quick.run_key(*run), []).append(run)
+    assert len(memo.runs) == len(groups)
+    several = sorted(runs for runs in groups.values() if len(runs) > 1)
+    assert several == [[(2, 3), (3, 4), (4, 5)], [(2, 4), (3, 5)]], "blocks 1 to 3; before block 0 comes no block"
     slow = Memo()
     slow.runs, slow.halves = Forgetful(), Forgetful()
     numbers = itertools.count()
     monkeypatch.setattr("varuna_capslog.model.trace.layer_signature", lambda layer: next(numbers))
-    assert json.dumps(estimate_config(config, memo=slow).to_json()) == json.dumps(profile.to_json())
+    alone = StageEstimator.of_config(config, slow)
+    assert alone.specs == quick.specs
+    for runs in several:
+        for run in runs:
+            assert alone.stage(*run) == quick.stage(*run)
+            assert alone.halves(*run) == quick.halves(*run)
+    assert len(memo.halves) == len(several)
 
 
 def test_a_model_on_the_meta_device_has_the_profile_of_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)
-    on_meta = almost_equal("cuda", arguments={"on_meta": True}, pipeline={"schedule": "zb-h1"})
+    on_meta = almost_equal("cuda", arguments={"on_meta": True})
     assert estimate_config(on_meta).to_json() == reused()[2].to_json()
 
 
