@@ -485,4 +485,6 @@ def test_a_choice_of_the_plan_builds_no_other_chain():
     other = StageEstimator.of_config(keeping, memo)
     assert other.chain is first.chain
     assert (first.conditions.recompute, other.conditions.recompute) == (True, False)
+    cut = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"cuts": [0], "stages_per_rank": 2})})
+    assert StageEstimator.of_config(cut, memo).chain is first.chain
     assert StageEstimator.of_config(config_of(4), memo).chain is not first.chain
