@@ -34,6 +34,7 @@ from varuna_capslog.base import fork_server
 _IMPORTED_ONCE = [
     "tests.engine.warm",
     "tests.engine.detr",
+    "tests.elastic.backend",
     "tests.elastic.checked",
     "torch.utils.tensorboard",
     "scipy.optimize",

@@ -21,7 +21,9 @@ CHAOS = Path(__file__).parents[4] / "launch" / "chaos.sh"
 FAULTS = ("kill", "cut", "in-apply", "clock", "memory")
 
 
-def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_lack_and_a_clock_that_jumps(tmp_path):
+def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_lack_and_a_clock_that_jumps(
+    tmp_path, forked_servers
+):
     results = tmp_path / "results.jsonl"
     words = ["--faults", "5", "--workers", "1", "--seed", "352", "--mean", "50ms", "--kinds", ",".join(FAULTS)]
     folder = tmp_path / "run"
