@@ -73,7 +73,7 @@ def lint(flags: LintFlags) -> None:
     """
     from varuna_capslog.planning.chunks import chunk_bound
     from varuna_capslog.planning.export import names_in
-    from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
+    from varuna_capslog.planning.layouts import count_blocks, layout_cuts, parted, read_layout
     from varuna_capslog.planning.problem import Problem
     from varuna_capslog.start.prepare import plan_run
 
@@ -89,6 +89,7 @@ def lint(flags: LintFlags) -> None:
     names, ranks = names_in(profile), config.pipeline.devices
     num_blocks, num_predictions = count_blocks(names, flags.block_names), len(names.predictions)
     layout = read_layout(text, num_blocks, ranks, flags.system, num_predictions)
+    layout = replace(layout, faults=layout.faults or tuple(parted(layout, names, flags.block_names)))
     if layout.faults:
         if flags.as_json:
             shared.print_json(_record(layout, None, None))
