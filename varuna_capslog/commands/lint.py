@@ -111,7 +111,7 @@ def lint(flags: LintFlags) -> None:
     if flags.as_json:
         shared.print_json(_record(layout, theirs, ours))
     else:
-        bound = chunk_bound(Problem.of_config(asked, profile))
+        bound = chunk_bound(Problem.of_config(asked, profile)) if all(layout.counts) else None
         notes = _notes(layout, theirs, ours, bound) + _prediction_notes(layout, num_predictions)
         _print(layout, theirs, ours, list(steps.values()), notes)
     if theirs.fits is False:
@@ -202,7 +202,7 @@ def _fit(plan: Plan) -> str:
     return f"does not fit: {where} lacks {format_bytes(lack.bytes)}, headroom included"
 
 
-def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float) -> list[str]:
+def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float | None) -> list[str]:
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.reports.markup import duration
 
@@ -210,7 +210,7 @@ def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float) -> list[str]:
     if theirs.step_seconds and ours.step_seconds:
         change = _change(ours.step_seconds, theirs.step_seconds)
         times = f"{duration(theirs.step_seconds)}, ours {duration(ours.step_seconds)} ({change})"
-        notes.append(f"step: {times}; no cuts take less than {duration(bound)}")
+        notes.append(f"step: {times}" + ("" if bound is None else f"; no cuts take less than {duration(bound)}"))
     if theirs.peak_bytes and ours.peak_bytes:
         change = _change(ours.peak_bytes, theirs.peak_bytes)
         notes.append(

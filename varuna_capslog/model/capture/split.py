@@ -243,10 +243,10 @@ def _with_joined_layers(
             why = f"which makes all calls of {norm}, since its running statistics are added in their order"
             ranges.setdefault((min(layers), max(layers)), why)
     whys = getattr(model, "not_parted", {}) if lenient else {}
-    for why, group in groupby(range(len(names)), lambda at: whys.get(names[at])):
+    for reason, group in groupby(range(len(names)), lambda at: whys.get(names[at])):
         numbers = list(group)
-        if why is not None and numbers[-1] > 0:
-            ranges[max(0, numbers[0] - 1), numbers[-1]] = why
+        if reason is not None and numbers[-1] > 0:
+            ranges[max(0, numbers[0] - 1), numbers[-1]] = reason
     place = joined(len(names), sorted(ranges))
     kept = sorted(set(place))
     sentences = [
