@@ -19,7 +19,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.layer_counts import block_pattern, blocks_of_layers
 
-__all__ = ["SYSTEMS", "Layout", "count_blocks", "layout_cuts", "read_layout"]
+__all__ = ["SYSTEMS", "Layout", "count_blocks", "layout_cuts", "parted", "read_layout"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,23 @@ def count_blocks(names: ModelNames, pattern: str | None = None) -> int:
     """Return the number of a model's decoder blocks. pattern: of their names, as for `capslog export`."""
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
     return 1 + max(number for numbers in blocks for number in numbers)
+
+
+def parted(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[str]:
+    """Return a sentence for each border of stages that lies within a layer of the model here."""
+    blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
+    layer_of = {number: layer for layer, numbers in enumerate(blocks) for number in numbers}
+    faults = []
+    for stage in range(1, len(layout.counts)):
+        first = sum(layout.counts[:stage])
+        layer = 0 if first == 0 else layer_of[first - 1]
+        if layer_of.get(first) == layer:
+            held = "the embedding and its blocks" if layer == 0 else f"blocks {blocks[layer][0]} to {blocks[layer][-1]}"
+            faults.append(
+                f"stage {stage} begins with block {first}, but {held} are one layer, {names.layers[layer]!r}, which "
+                "cannot be parted (capslog profile says why, --cut-points parts what a model allows)"
+            )
+    return faults
 
 
 def layout_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[int]:
