@@ -15,6 +15,8 @@ from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.model.workload import load_workload
+from varuna_capslog.profiling import estimate
+from varuna_capslog.profiling.estimation.rates import cpu_speed
 from varuna_capslog.profiling.measure import profile_config
 from varuna_capslog.profiling.rehearsal import rehearse_plan
 from varuna_capslog.start.ordinary import folder_keys, with_choices_of
@@ -104,8 +106,10 @@ def test_one_capture_serves_every_batch_and_the_answer_is_that_of_plans(monkeypa
     assert late.largest_batch.text().startswith("at least 1 (stopped after ")
 
 
-def test_the_largest_microbatch_of_the_fastest_step_that_fits_is_chosen() -> None:
+def test_the_largest_microbatch_of_the_fastest_step_that_fits_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside every size alone, with room for all and for half of the samples of a step, which stay as many."""
+    speed = cpu_speed("a processor", 1e11, 1e11, 1e10, 4e-6)  # a measured clock gives no two equal speeds
+    monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: speed)
     options: dict[str, Any] = {"devices": 1, "device": "cpu"}
     step = {"train.minibatch_size": 4}
 
