@@ -25,7 +25,8 @@ from varuna_capslog.model.capture.export import (
     is_open,
     module_calls,
     module_path,
-    same_storage,
+    nodes_by_storage,
+    storage_key,
 )
 from varuna_capslog.model.capture.python_calls import Whole
 from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel, Region, Sizes
@@ -291,6 +292,7 @@ def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[s
 
 def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
     """Copy a value of an earlier layer before an in-place operation on (a view of) it; later readers read the copy."""
+    sharing = nodes_by_storage(captured.graph.nodes)
     for node in list(captured.graph.nodes):
         if node not in layer_of:
             continue
@@ -298,9 +300,8 @@ def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of
         for written in mutated_arguments(node):
             crossing = [
                 source
-                for source in captured.graph.nodes
+                for source in sharing[storage_key(written)]
                 if (source.op == "placeholder" or layer_of.get(source, index) < index)
-                and same_storage(source, written)
                 and (source in wanted.values() or any(layer_of.get(user, -1) >= index for user in source.users))
             ]
             if not crossing:
@@ -317,9 +318,9 @@ def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of
             copy.meta = {key: base.meta.get(key) for key in ("val",)}
             copy.meta["nn_module_stack"] = head.meta.get("nn_module_stack")
             layer_of[copy] = index
-            base.replace_all_uses_with(
-                copy, delete_user_cb=lambda user, i=index, c=copy: user is not c and layer_of[user] >= i
-            )
+            sharing.setdefault(storage_key(copy), []).append(copy)
+            later = {user for user in base.users if user is not copy and layer_of[user] >= index}
+            base.replace_all_uses_with(copy, delete_user_cb=later.__contains__)
             for output, value in wanted.items():
                 if value is base:
                     wanted[output] = copy
