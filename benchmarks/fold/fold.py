@@ -63,6 +63,8 @@ def errors(trials: Sequence[Trial], name: str) -> list[float]:
 def summary(trials: Sequence[Trial], name: str) -> str:
     """Return a table row: median and largest absolute error, the lowest, and the outcome of 21 capacities per peak."""
     rank_errors = errors(trials, name)
+    if not rank_errors:
+        return f"| {name} | 0 |"
     fits, refused = false_fits(trials, name)
     return (
         f"| {name} | {len(rank_errors)} | {statistics.median(map(abs, rank_errors)):.4%} | "
