@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from detr_pipeline.task import DetrWorkload
-from tests.engine.layouts import random_layout, with_intervals
+from tests.engine.layouts import random_layout, round_layout, with_intervals
 from tests.profiling.workloads import Crossed, Megabytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
@@ -37,7 +37,8 @@ from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.schedules import RunShape, Schedule, from_strings, to_strings
 
-__all__ = ["GRAINS", "JOINABLE", "MICROBATCHES", "MODELS", "Case", "draw_case", "real_peak", "workload_of"]
+__all__ = ["GRAINS", "JOINABLE", "MICROBATCHES", "MODELS", "Case", "draw_case", "draw_chunks", "real_peak"]
+__all__ += ["workload_of"]
 
 MICROBATCHES = 8
 SCHEDULES = [("1f1b", False), ("1f1b", True), ("varuna", True), ("gpipe", False), ("zb-h1", False), ("zb-h1", True)]
@@ -125,13 +126,23 @@ def workload_of(model: str) -> tuple[Workload, int]:
     return next(made for name, made in kind.items() if model.startswith(name))(config), size
 
 
+def draw_chunks(draw: random.Random, chains: dict[str, Chain], ranks: int) -> Case:
+    """Draw a plan of schedule interleaved with two to four uneven chunks on every rank, some of them empty, and memory
+    intervals half of the time."""
+    model, blocks = draw.choice(list(chains)), draw.choice([1, 2, 4])
+    layout = round_layout(draw.randrange(1 << 30), len(chains[model]), blocks, ranks)
+    if draw.random() < 0.5:
+        layout = with_intervals(layout, draw.randrange(1 << 30))
+    return Case(model, layout, "interleaved", draw.random() < 0.5, None, tuple(chains[model].edges))
+
+
 def draw_case(draw: random.Random, chains: dict[str, Chain], ranks: int, grains: bool = False) -> Case:
     """Draw a plan of a random model: layouts of any shape, schedules by name or as lists of actions. Where layers read
     more than the preceding layer, half of the plans have direct routes.
 
     grains: at least one stage takes several microbatches in one call, and no stage limits the calls in flight.
     """
-    model, blocks = draw.choice(list(JOINABLE if grains else MODELS)), draw.choice([1, 2, 4])
+    model, blocks = draw.choice(list(chains)), draw.choice([1, 2, 4])
     chain, edges = chains[model], tuple(chains[model].edges)
     direct = any(reader > writer + 1 for writer, reader in edges) and draw.random() < 0.5
     seed, most = draw.randrange(1 << 30), draw.randint(1, ranks)

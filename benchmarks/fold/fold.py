@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cases import GRAINS, JOINABLE, MICROBATCHES, MODELS, Case, draw_case, real_peak, workload_of
+from cases import GRAINS, JOINABLE, MICROBATCHES, MODELS, Case, draw_case, draw_chunks, real_peak, workload_of
 from common import write_json
 
 from tests.engine.pool import WorkerPool
@@ -63,6 +63,8 @@ def errors(trials: Sequence[Trial], name: str) -> list[float]:
 def summary(trials: Sequence[Trial], name: str) -> str:
     """Return a table row: median and largest absolute error, the lowest, and the outcome of 21 capacities per peak."""
     rank_errors = errors(trials, name)
+    if not rank_errors:
+        return f"| {name} | 0 |"
     fits, refused = false_fits(trials, name)
     return (
         f"| {name} | {len(rank_errors)} | {statistics.median(map(abs, rank_errors)):.4%} | "
@@ -102,11 +104,14 @@ def main() -> None:
     parser.add_argument(
         "--grains", action="store_true", help="plans whose stages take several microbatches in one call"
     )
+    parser.add_argument("--chunks", action="store_true", help="schedule interleaved, several chunks on every rank")
+    parser.add_argument("--unmeasured", action="store_true", help="compare with the rehearsal, and train nothing")
+    parser.add_argument("--only", action="append", help="draw for this model alone; may be given several times")
     parser.add_argument("--json", type=Path, help="where to write the results")
     arguments = parser.parse_args()
     profiles: dict[tuple[str, bool], Profile] = {}
     estimators: dict[str, StageEstimator] = {}
-    chosen = JOINABLE if arguments.grains else tuple(MODELS)
+    chosen = tuple(arguments.only or (JOINABLE if arguments.grains else MODELS))
     for model in chosen:
         workload, size = workload_of(model)
         estimators[model] = StageEstimator(workload, RunConditions(microbatch_size=size))
@@ -119,9 +124,15 @@ def main() -> None:
     draw, pool, trials = random.Random(arguments.seed), WorkerPool(), []
     try:
         for number in range(arguments.plans):
-            case = draw_case(draw, chains, arguments.ranks, arguments.grains)
-            real = pool.run(real_peak, case.layout.world_size, case)
+            if arguments.chunks:
+                case = draw_chunks(draw, chains, arguments.ranks)
+            else:
+                case = draw_case(draw, chains, arguments.ranks, arguments.grains)
             rehearsed = rehearse_layout(estimators[case.model], case.layout, case.options)
+            if arguments.unmeasured:
+                real = [(guess.peak_bytes, 0) for guess in rehearsed]
+            else:
+                real = pool.run(real_peak, case.layout.world_size, case)
             rows = folded(case, profiles[case.model, case.recompute])
             for rank, parts in enumerate(zip(real, rehearsed, rows, strict=True)):
                 num_stages = len(case.layout.stages_of(rank))
@@ -137,7 +148,7 @@ def main() -> None:
                 sys.stderr.write(f"{number + 1} of {arguments.plans}\n")
     finally:
         pool.close()
-    seconds = seconds_of_a_long_list(profiles["transformer", False])
+    seconds = seconds_of_a_long_list(profiles[chosen[0], False])
     out("| prediction | ranks | median error | worst | lowest | false fits | fits refused |")
     out("|---|---|---|---|---|---|---|")
     out("\n".join(summary(trials, name) for name in ("rehearsed", "folded")))

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.engine import cases, detr, models
 from tests.engine.compare import differences, gradient_error
-from tests.engine.layouts import Cuts, random_layout, with_intervals
+from tests.engine.layouts import Cuts, random_layout, round_layout, with_intervals
 from tests.engine.pool import WorkerPool
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.layout import Layout, layout_of
@@ -66,6 +66,12 @@ def drawn(draw: random.Random, model: str, blocks: int, ranks: int, schedule: st
         stages = tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages)
         layout = dataclasses.replace(layout, stages=stages)
     return with_intervals(layout, draw.randrange(1 << 30))
+
+
+def of_chunks(draw: random.Random, model: str, blocks: int, ranks: int) -> Layout:
+    """Draw uneven chunks on every rank, half of the time with memory intervals."""
+    layout = round_layout(draw.randrange(1 << 30), LENGTHS[model], blocks, ranks)
+    return with_intervals(layout, draw.randrange(1 << 30)) if draw.random() < 0.5 else layout
 
 
 def grained(draw: random.Random, model: str, layout: Layout) -> Layout:
@@ -118,6 +124,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="most ranks of a plan")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", help="draw for this model alone; may be given several times")
+    parser.add_argument("--chunks", action="store_true", help="schedule interleaved, several chunks on every rank")
     arguments = parser.parse_args()
     pool, draw, began = WorkerPool(), random.Random(arguments.seed), time.perf_counter()
     names = arguments.only or ["tiny", "tiny", *detr.MODELS, *GRAPHS, *models.GRAPHS]
@@ -128,9 +135,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for number in range(arguments.plans):
                 model, blocks = draw.choice(names), draw.choice([1, 2, 4])
-                schedule = draw.choice(SCHEDULES)
-                layout = drawn(draw, model, blocks, draw.randint(1, arguments.ranks), schedule)
-                layout = through_a_file(grained(draw, model, layout), schedule, model, Path(folder))
+                if arguments.chunks:
+                    schedule, layout = "interleaved", of_chunks(draw, model, blocks, arguments.ranks)
+                else:
+                    schedule = draw.choice(SCHEDULES)
+                    layout = drawn(draw, model, blocks, draw.randint(1, arguments.ranks), schedule)
+                    layout = grained(draw, model, layout)
+                layout = through_a_file(layout, schedule, model, Path(folder))
                 alone = by_layers(layout)
                 key = (model, blocks, None if isinstance(alone, Cuts) else tuple(stage.grain for stage in alone.stages))
                 if key not in oracles:
