@@ -108,7 +108,7 @@ def test_one_capture_serves_every_batch_and_the_answer_is_that_of_plans(monkeypa
 
 def test_the_largest_microbatch_of_the_fastest_step_that_fits_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside every size alone, with room for all and for half of the samples of a step, which stay as many."""
-    speed = cpu_speed("a processor", 1e11, 1e11, 1e10, 4e-6)  # a measured clock gives no two equal speeds
+    speed = cpu_speed("a processor", 1e11, 1e11, 1e11, 1e-4)  # a measured clock gives no two equal speeds
     monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: speed)
     options: dict[str, Any] = {"devices": 1, "device": "cpu"}
     step = {"train.minibatch_size": 4}
