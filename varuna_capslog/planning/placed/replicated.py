@@ -19,7 +19,6 @@ import numpy as np
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalSearch, stage_bytes
@@ -91,7 +90,7 @@ class PlacedIntervals:
     def __init__(self, profile: Profile, run: RunShape) -> None:
         self._profile, self._run = profile, run
         self._seconds = LayerSeconds.of_profile(profile)
-        self._ranges = RangeBytes(profile, RANKS, run.recomputes)
+        self._ranges = RangeBytes.of_ranks(profile, run.recomputes)
         self._of_stage: dict[tuple[int, ...], RangeBytes] = {}
         self._fronts: dict[tuple[int, int, tuple[int, ...], Handling], IntervalSearch] = {}
 
@@ -360,7 +359,7 @@ class StagesPlayed:
         profile does not tell the bytes of ranges.
         """
         try:
-            ranges = RangeBytes(self.profile, RANKS, self.run.recomputes)
+            ranges = RangeBytes.of_ranks(self.profile, self.run.recomputes)
         except CapslogError:
             return
         assert self.best is not None, "the placements of its sums were weighed"
