@@ -13,7 +13,14 @@ from torch import nn
 
 import varuna_capslog as capslog
 from tests.planning.asking import plan
-from tests.planning.placed.test_replicated_capture_peaks import every_peak, key_of, peak_of, question, split_question
+from tests.planning.placed.test_replicated_capture_peaks import (
+    Placement,
+    every_peak,
+    key_of,
+    peak_of,
+    question,
+    split_question,
+)
 from varuna_capslog.planners.replicas import REPLICATED, GraphCosts
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles.record import Profile
@@ -47,7 +54,7 @@ def questions(first: int) -> list[Question]:
     return fitting[:DRAWN] + [network(seed) for seed in range(first, first + NETWORKS)]
 
 
-def by_sums(profile: Profile, devices: int, node: int, run: RunShape, peaks: dict[tuple[object, int], int]) -> int:
+def by_sums(profile: Profile, devices: int, node: int, run: RunShape, peaks: dict[tuple[Placement, int], int]) -> int:
     """Return the least peak of the placements that have the least sums for some number of blocks."""
     costs = GraphCosts.of_profile(profile, devices, run.microbatches, link=Link(node_devices=node), peaks=True)
     placements = [key_of(stages) for stages in REPLICATED["capture"](costs)]

@@ -27,6 +27,9 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
+Placement = tuple[tuple[int, int, int, tuple[int, ...]], ...]
+"""First layer, end, replicas and devices of each stage."""
+
 
 def question(seed: int) -> tuple[Profile, int, int, RunShape]:
     """Draw a profile, the devices, the devices of a node, and a run that keeps everything."""
@@ -47,12 +50,12 @@ def peak_of(profile: Profile, answer: Plan, run: RunShape, known: Known | None =
 
 def every_peak(
     profile: Profile, devices: int, node: int, run: RunShape, parts: int = 0
-) -> dict[tuple[object, int], int]:
+) -> dict[tuple[Placement, int], int]:
     """Return the peak of every placement with every number of blocks. parts: of every split layer of the profile, which
     the devices of a stage may then also share; the key then has the devices of each shared stage.
     """
     frame = frame_of(Problem.of(profile, devices, None, run, Link(node_devices=node)), run, "capture", "relay")
-    peaks, known = dict[tuple[object, int], int](), Known()
+    peaks, known = dict[tuple[Placement, int], int](), Known()
     for placed in every_placement(profile.num_layers, devices // node, node):
         for stages in itertools.product(*(ways(profile, *stage, parts) for stage in placed)):
             most, microbatches = max(stage.replicas for stage in stages), run.microbatches
@@ -64,7 +67,7 @@ def every_peak(
     return peaks
 
 
-def key_of(stages: Iterable[ReplicatedStage]) -> object:
+def key_of(stages: Iterable[ReplicatedStage]) -> Placement:
     return tuple((stage.layers[0], stage.layers[-1] + 1, stage.replicas, stage.devices) for stage in stages)
 
 
@@ -106,7 +109,7 @@ def test_no_placement_has_a_smaller_peak_by_the_fold(seed: int) -> None:
     _check_bounds(profile, costs, peaks)
 
 
-def _check_bounds(profile: Profile, costs: GraphCosts, peaks: dict[tuple[object, int], int]) -> None:
+def _check_bounds(profile: Profile, costs: GraphCosts, peaks: dict[tuple[Placement, int], int]) -> None:
     """Every placement comes once, by rising bound, and no bound is above its peak."""
     last = 0
     for placement in placements_by_bound(costs, RangeBytes(profile, RANKS, False)):
