@@ -18,6 +18,10 @@ from tests.forks import (
     take_server,
 )
 from tests.skips import pytest_terminal_summary  # noqa: F401 (pytest calls it at the end of a run)
+from tests.sweeps import (
+    choose_cases,
+    pytest_addoption,  # noqa: F401 (pytest calls it)
+)
 
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and every process it starts inherits that; the
 # tests that press Ctrl-C would never end.
@@ -86,7 +90,8 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the controller's fork server, in a worker of pytest-xdist."""
+    """Take the option of sweeps; in a worker of pytest-xdist also the controller's fork server."""
+    choose_cases(config)
     if hasattr(config, "workerinput"):
         take_server(config.workerinput["fork_server"])
 

@@ -54,7 +54,7 @@ def test_from_a_folder_to_the_systems_that_serve(capsys: pytest.CaptureFixture[s
     # one key-value head of 8 numbers in 3 layers, keys and values, 2 bytes, 32 tokens
     assert told.err == (
         "capslog: inference estimated for cuda:t4, within its capacity: bfloat16, 6 sequence(s) of 32 tokens together, "
-        "2 in a forward, 3 KiB of keys and values for each, in 3 layers\n"
+        "2 in a forward, 3 KiB of caches for each, in 3 layers\n"
     )
     names = ("--hf", "llama")
     assert cli._run(["export", "plan.json", "--to", "vllm", *names]) == 0

@@ -1,4 +1,4 @@
-"""Tensors that attention layers cache, against the caches that transformers itself fills."""
+"""Tensors that layers cache, against the caches that transformers itself fills."""
 
 from __future__ import annotations
 
@@ -6,51 +6,65 @@ import pytest
 import torch
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.inference_model import attention_caches, cache_of_layers
+from varuna_capslog.model.inference_model import cache_of_layers, layer_caches
 from varuna_capslog.model.layer import Layer
 
 transformers = pytest.importorskip("transformers")
 TOKENS, HEADS = 12, {"num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 16, "pad_token_id": None, "bos_token_id": None}
 SMALL |= {"eos_token_id": None}
+LATENT = {
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 6,
+    "q_lora_rank": 6,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
+WINDOW = {"head_dim": 4, "sliding_window": 5, **HEADS}
+GEMMA = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], **WINDOW}
+NEMOTRON = {"layers_block_type": ["mamba", "mlp", "attention", "mamba"], "head_dim": 4, "n_groups": 2, **HEADS}
+NEMOTRON |= {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "hidden_size": 16, "chunk_size": 4}
+NEXT = {"num_hidden_layers": 4, "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, **DELTA, **HEADS}
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "grouped heads": ("Llama", {"num_hidden_layers": 3, "head_dim": 6, **HEADS}),
     "plain heads": ("GPT2", {"n_embd": 16, "n_head": 4, "n_layer": 2, "vocab_size": 16, "eos_token_id": None}),
-    "a window in every layer": ("Mistral", {"num_hidden_layers": 2, "sliding_window": 5, **HEADS}),
-    "a window in some layers": (
-        "Gemma2",
-        {"num_hidden_layers": 2, "head_dim": 4, "sliding_window": 5, **HEADS},
-    ),
+    "a window in every layer": ("Mistral", {"num_hidden_layers": 2, **WINDOW}),
+    "a window in some layers": ("Gemma2", {"num_hidden_layers": 2, **WINDOW}),
+    "a window in two of three": ("Gemma3", GEMMA),
+    "latent vectors": ("DeepseekV3", {"num_hidden_layers": 2, **LATENT, **EXPERTS, **HEADS}),
+    "a state space": ("NemotronH", NEMOTRON),
+    "a delta rule": ("Qwen3Next", {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, **NEXT}),
 }
 
 
 def made(family: str, **keys: object) -> torch.nn.Module:
     keys = keys if "n_embd" in keys else {**SMALL, **keys}
-    config = getattr(transformers, f"{family}Config")(**keys)
+    config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")(**keys)
     return getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_as_many_bytes_as_transformers_keeps(name: str) -> None:
-    family, keys = MODELS[name]
-    model = made(family, **keys)
+def kept_bytes(model: torch.nn.Module, tokens: int) -> list[int]:
+    """Sum the tensors in each layer of the cache that transformers fills with real numbers."""
     with torch.no_grad():
-        kept = model(torch.ones(1, TOKENS, dtype=torch.int64), use_cache=True).past_key_values.layers
-    # a layer with a window keeps one token less than its width, which the next token needs; systems reserve its width
-    held = [layer.keys.shape[-2] for layer in kept]
-    reserved = [TOKENS if tokens == TOKENS else tokens + 1 for tokens in held]
-    sizes = [
-        (layer.keys.nbytes + layer.values.nbytes) // tokens * width
-        for layer, tokens, width in zip(kept, held, reserved, strict=True)
-    ]
-    assert list(attention_caches(model, TOKENS, 4).values()) == sizes
-    assert (min(held) < TOKENS) == ("window" in name)
+        cache = model(torch.ones(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
+    sizes = []
+    for layer in cache.layers:
+        states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+        tensors = [getattr(layer, "keys", None), getattr(layer, "values", None), *states]
+        sizes.append(sum(tensor.nbytes for tensor in tensors if tensor is not None))
+    return sizes
 
 
-def test_models_that_do_not_look_back_cache_nothing() -> None:
-    config = transformers.BertConfig(**SMALL, num_hidden_layers=2, num_attention_heads=2)
-    assert attention_caches(transformers.BertForMaskedLM(config), TOKENS, 4) == {}
-    assert attention_caches(torch.nn.Linear(2, 2), TOKENS, 4) is None  # unknown
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_many_bytes_as_transformers_keeps(name: str, dtype: torch.dtype) -> None:
+    family, keys = MODELS[name]
+    model = made(family, **keys).to(dtype)
+    for tokens in (3, TOKENS):
+        assert list(layer_caches(model, tokens).values()) == [size for size in kept_bytes(model, tokens) if size]
 
 
 def test_a_layer_caches_for_the_attention_that_it_runs_first() -> None:
@@ -64,12 +78,8 @@ def test_a_layer_caches_for_the_attention_that_it_runs_first() -> None:
 def test_other_caches_are_refused() -> None:
     config = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=16)
     with pytest.raises(CapslogError, match="what a t5 caches is not known: it is an encoder-decoder; wrap it"):
-        attention_caches(transformers.T5ForConditionalGeneration(config), TOKENS, 4)
+        layer_caches(transformers.T5ForConditionalGeneration(config), TOKENS)
     model = made("Llama", num_hidden_layers=1, **HEADS)
-    model.config.kv_lora_rank = 8
-    with pytest.raises(CapslogError, match="caches latent vectors"):
-        attention_caches(model, TOKENS, 4)
-    del model.config.kv_lora_rank
-    model.config.layer_types = ["linear_attention"]
-    with pytest.raises(CapslogError, match="layers of linear_attention"):
-        attention_caches(model, TOKENS, 4)
+    model.model.forward = None
+    with pytest.raises(CapslogError, match=r"what a llama caches is not known: its prefill fails \(TypeError: "):
+        layer_caches(model, TOKENS)

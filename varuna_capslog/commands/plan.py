@@ -181,7 +181,7 @@ def _assumptions(profile: Profile, batch: int, capacity: int | list[int] | None)
     kind = f":{told['gpu']}" if "gpu" in told else ""
     caches = told[CACHE_BYTES]
     holding = sum(1 for size in caches if size)
-    cached = f"{format_bytes(sum(caches))} of keys and values for each, in {holding} layers" if holding else "no caches"
+    cached = f"{format_bytes(sum(caches))} of caches for each, in {holding} layers" if holding else "no caches"
     length = "" if told["sequence"] is None else f" of {told['sequence']} tokens"
     limit = "without a limit of memory" if capacity is None else "within its capacity"
     return (

@@ -19,7 +19,7 @@ from varuna_capslog.decoding.choice import HEADS, SEQUENCE, SHARDS, DecoderShape
 from varuna_capslog.decoding.generation import Prompts, TokenChoice, check_prompts, generation_keys, unpadded
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.model.inference_model import attention_caches
+from varuna_capslog.model.inference_model import layer_caches
 from varuna_capslog.model.layer import TensorPiece
 from varuna_capslog.training.layer_state import digest
 
@@ -93,23 +93,24 @@ def shape_of(model: nn.Module) -> DecoderShape:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         _refuse(config, f"its position codes depend on the longest request (rope_type {kind})")
-    kept = set((attention_caches(model, _PLENTY, 1) or {}).values())
-    if len(kept) != 1 or min(kept) % (2 * _PLENTY):
+    output: Any = model.get_output_embeddings()  # type: ignore[operator]
+    itemsize = output.weight.element_size()
+    kept = set((layer_caches(model, _PLENTY) or {}).values())
+    if len(kept) != 1 or min(kept) % (2 * _PLENTY * itemsize):
         _refuse(config, "some of its layers do not keep all tokens")
     (_, first), *_ = blocks
     inner = next(_sizes(part)[0] for spec, part in first if spec.path.startswith("mlp.") and not spec.inputs)
     heads, size = config.num_attention_heads, getattr(config, "head_dim", None)
     size = size or config.hidden_size // heads
     divided = sum(part.weight.numel() for _, parts in blocks for _, part in parts)
-    output: Any = model.get_output_embeddings()  # type: ignore[operator]
     return DecoderShape(
         layers=len(blocks),
         width=config.hidden_size,
         heads=heads,
-        kv_heads=min(kept) // (2 * _PLENTY) // size,
+        kv_heads=min(kept) // (2 * _PLENTY * itemsize) // size,
         head_dim=size,
         inner=inner,
-        itemsize=output.weight.element_size(),
+        itemsize=itemsize,
         divided=divided,
         output=output.weight.numel(),
         rest=sum(parameter.numel() for parameter in model.parameters()) - divided - output.weight.numel(),

@@ -3,64 +3,95 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import source_modules
 from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.hollow import on_host
 from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 
-__all__ = ["InferenceModel", "attention_caches", "cache_of_layers"]
+__all__ = ["InferenceModel", "cache_of_layers", "layer_caches"]
 
 
-# -- What the attention layers of a Hugging Face model cache for one sequence, from its config and its modules.
+# -- What the layers of a Hugging Face model cache for one sequence, from prefills of the model itself.
 #
-# The rules are those of transformers 5 (`DynamicCache`): every attention module that looks back (`is_causal`) and
-# knows its place (`layer_idx`) keeps one key and one value of `head_dim` numbers per key-value head and token; layers
-# of sliding windows and chunks keep no more tokens than these. Nothing here imports transformers.
+# Two short prefills on tensors without values fill transformers' own cache. A layer keeps a part that is the same in
+# both (recurrent states), and a part for each token, which a window limits: a cache keeps one
+# token less than its window, since the next token takes that place. Nothing here imports transformers.
 
 
-_LIMITS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of attention that keep no more tokens than a key of the config says."""
+_SHORT = (8, 12)
+"""Tokens of the two prefills."""
+_CACHES = ("past_key_values", "cache", "cache_params")
+"""Names that transformers' models give the cache in their result."""
 
 
-def attention_caches(model: nn.Module, tokens: int | None, itemsize: int) -> dict[str, int] | None:
-    """Qualified name of each attention module that caches -> bytes for one sequence.
+def layer_caches(model: nn.Module, tokens: int | None) -> dict[str, int] | None:
+    """Qualified name of each module that caches -> bytes for one sequence.
 
     None: not a model of transformers. {}: a model of transformers that caches nothing (BERT, ViT).
 
     Args:
         tokens: of a sequence; None where the model's inputs have none.
-        itemsize: bytes of one number.
 
     Raises:
-        CapslogError: it caches something else than keys and values of equal heads (latent attention, recurrent states,
-            the encoder's in an encoder-decoder).
+        CapslogError: it is an encoder-decoder, or its prefill cannot run on tensors without values.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type") or not hasattr(config, "to_dict"):
         return None
     if getattr(config, "is_encoder_decoder", False):
         _refuse(config, "it is an encoder-decoder")
-    text = config.get_text_config()
     places = _places(model)
-    if not places or tokens is None:
+    if not places or tokens is None or "use_cache" not in inspect.signature(model.forward).parameters:
         return {}
-    if getattr(text, "kv_lora_rank", None):
-        _refuse(config, "it caches latent vectors (kv_lora_rank)")
-    heads = getattr(text, "num_key_value_heads", None)
-    if heads is None:
-        if getattr(text, "multi_query", False) or hasattr(text, "num_kv_heads"):
-            _refuse(config, "its config does not say num_key_value_heads")
-        heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kept = [min(tokens, limit) for limit in _limits(config, text, max(places.values()) + 1, tokens)]
-    return {path: 2 * heads * size * itemsize * kept[place] for path, place in places.items() if place < len(kept)}
+    try:
+        few, more = (_prefilled(model, count) for count in _SHORT)
+    except Exception as error:  # of the model's own code
+        _refuse(config, f"its prefill fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+    caches: dict[str, int] = {}
+    for path, place in places.items():
+        if place < len(more):
+            caches[path] = _bytes_of(few[place], more[place], tokens)
+    return {path: size for path, size in caches.items() if size}
+
+
+class _Kept(NamedTuple):
+    """Bytes that a layer keeps after a prefill. window: tokens that its cache is limited to, with the next one."""
+
+    size: int
+    window: int | None
+
+
+def _bytes_of(few: _Kept, more: _Kept, tokens: int) -> int:
+    """Return the bytes that a layer keeps for `tokens`, by those for the two short prefills."""
+    lengths = [count if few.window is None else min(count, few.window - 1) for count in (*_SHORT, tokens)]
+    grown = lengths[1] - lengths[0]
+    each = (more.size - few.size) // grown if grown else few.size // max(1, lengths[0])
+    return few.size + each * (lengths[2] - lengths[0])
+
+
+def _prefilled(model: nn.Module, tokens: int) -> list[_Kept]:
+    """Return what each layer of the cache keeps after a prefill of so many tokens."""
+    with on_host(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        device = next(model.parameters()).device
+        made = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device=device), use_cache=True)
+    cache = next((made[name] for name in _CACHES if made.get(name) is not None), None)
+    return [_kept_by(layer) for layer in getattr(cache, "layers", ())]
+
+
+def _kept_by(layer: Any) -> _Kept:
+    tensors = [leaf for leaf in pytree.tree_leaves(vars(layer)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    return _Kept(sum(tensor.nbytes for tensor in tensors), getattr(layer, "sliding_window", None))
 
 
 def cache_of_layers(caches: Mapping[str, int], layers: Iterable[Layer]) -> list[int]:
@@ -77,33 +108,18 @@ def cache_of_layers(caches: Mapping[str, int], layers: Iterable[Layer]) -> list[
 
 
 def _places(model: nn.Module) -> dict[str, int]:
-    """Map the innermost modules that look back and know their position (`layer_idx`) to that position."""
+    """Map the innermost module with each position (`layer_idx`) to it, of several the first."""
     places: dict[str, int] = {}
     for path, module in model.named_modules():
         place = getattr(module, "layer_idx", None)
-        if isinstance(place, int) and getattr(module, "is_causal", False):
+        if isinstance(place, int):
             places = {name: index for name, index in places.items() if not path.startswith(f"{name}.")}
-            places[path] = place
+            if place not in places.values():
+                places[path] = place
     return places
 
 
-def _limits(config: Any, text: Any, count: int, tokens: int) -> list[int]:
-    """Largest number of tokens that each layer keeps; layers that reuse other layers' keys and values have no entry."""
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        configured = {kind: getattr(text, key, None) for kind, key in _LIMITS.items()}
-        kinds = [next((kind for kind, limit in configured.items() if limit is not None), "full_attention")] * count
-    shared = getattr(text, "num_kv_shared_layers", None) or 0
-    limits = []
-    for kind in kinds[: len(kinds) - shared]:
-        if kind != "full_attention" and kind not in _LIMITS:
-            _refuse(config, f"it has layers of {kind}")
-        limit = getattr(text, _LIMITS[kind], None) if kind in _LIMITS else None
-        limits.append(tokens if limit is None else limit)
-    return limits
-
-
-def _refuse(config: Any, why: str) -> None:
+def _refuse(config: Any, why: str) -> NoReturn:
     raise CapslogError(
         f"what a {config.model_type} caches is not known: {why}; wrap it in a module of your own and state the bytes "
         "with --cache"
@@ -179,7 +195,7 @@ class InferenceModel(ModelWorkload):
             )
         self.tokens = self._sequence or (counted[0].shape[1] if counted else None)
         if isinstance(model, nn.Module):
-            self._caches = attention_caches(model, self.tokens, self.dtype.itemsize)
+            self._caches = layer_caches(model, self.tokens)
 
     def _finished(self, chain: Chain) -> Chain:
         self.cache_bytes = None if self._caches is None else tuple(cache_of_layers(self._caches, chain.layers))

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from varuna_capslog import cli
-from varuna_capslog.model.capture.export import input_tensors
+from varuna_capslog.model.capture.export import input_tensors, named_leaves
 from varuna_capslog.profiling.estimate import StageEstimator
 
 HEADINGS = ("library", "model", "answer", "layers", "processor", "GiB", "parameters", "FLOPs")
 _PICTURE = "pixel_values=float32[1,3,224,224]"
-INPUTS: dict[str, list[str]] = {
-    kind: [_PICTURE] for kind in ("resnet", "pp_ocrv6_small_det", "slanet", "rf_detr", "dinov3_convnext", "tipsv2_dpt")
-} | {
+INPUTS: dict[str, list[str]] = {kind: [_PICTURE] for kind in ("resnet", "slanet", "dinov3_convnext", "tipsv2_dpt")} | {
+    "pp_ocrv6_small_det": ["pixel_values=float32[1,3,640,640]"],
+    "rf_detr": ["pixel_values=float32[1,3,560,560]"],
     "vitmatte": ["pixel_values=float32[1,4,224,224]"],
 }
 """Model type -> the inputs that `--hf` asks for by its sentence."""
@@ -161,30 +161,31 @@ def _compared(chain: Any) -> dict[str, Any]:
     try:
         arguments = workload._examples(1.0)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            whole = _flops(model, lambda: model(**_fake(arguments)))
+            whole = _flops(model, lambda: dict(named_leaves(model(**_fake(arguments)))), chain.outputs)
             layers = nn.ModuleList(layer.module for layer in chain.layers)
             inputs = {
                 key: leaf for name, value in arguments.items() for key, leaf in input_tensors(name, value).items()
             }
-            parts = _flops(layers, lambda: chain.run(_fake(inputs)))
+            parts = _flops(layers, lambda: chain.run(_fake(inputs)), chain.outputs)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return {**row, "FLOPs": f"not counted ({type(error).__name__}, {Path(last.filename).name}:{last.lineno})"}
-    return {**row, "FLOPs": f"{whole:.3e}" if parts == whole else f"{parts:.3e} of {whole:.3e}"}
+    return {**row, "FLOPs": f"{whole:.3e}" + (f" {100 * (parts / whole - 1):+.3g} %" if parts != whole else "")}
 
 
 def _fake(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return pytree.tree_map_only(Tensor, torch.empty_like, dict(arguments))
 
 
-def _flops(module: nn.Module, run: Callable[[], Any]) -> float:
-    """Return torch's FLOPs of a forward and the backward of the sum of its outputs that need a gradient."""
+def _flops(module: nn.Module, run: Callable[[], Mapping[str, Any]], outputs: Sequence[str]) -> float:
+    """Return torch's FLOPs of a forward, and of the backward from the sum of those outputs that the chain has."""
     module.to_empty(device="cpu").train()
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     counted = {torch.ops.aten._grouped_mm: _of_experts, fused: _of_attention}
     counted[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward] = _of_its_backward
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
-        leaves = [leaf for leaf in pytree.tree_leaves(run()) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        made = run()
+        leaves = [made[name] for name in outputs if isinstance(made.get(name), Tensor) and made[name].requires_grad]
         sum((leaf.float().sum() for leaf in leaves), torch.zeros(())).backward()
     return float(counter.get_total_flops())
 

@@ -24,14 +24,27 @@ _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layers", 
 _SKIPPED = ("feature_layer", "level", "skip", "dense_layers")
 
 
+_BACKBONES: dict[str, dict[str, Any]] = {
+    "vitmatte": {
+        "hidden_size": 768,
+        "backbone_config": {"model_type": "vitdet", "num_channels": 4, "num_hidden_layers": 2, "out_indices": [2]},
+    },
+    "pp_ocrv6_small_det": {
+        "layer_list_out_channels": [48, 96, 192, 384],
+        "backbone_config": {"model_type": "pp_lcnet_v3", "scale": 0.75, "divisor": 16, "out_indices": [2, 3, 4, 5]},
+    },
+}
+"""Model types whose library does not run its own default config, since its sizes do not fit its backbone -> changes."""
+
+
 def write_folder(kind: str, folder: Path) -> None:
     """Write config.json of a model type of transformers, from its class's defaults with fewer layers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[kind]()
     config.architectures = [architecture_of(kind)]
-    whole = config.to_dict()
-    for changed in (_shallow(whole), whole):
+    whole = config.to_dict() | _BACKBONES.get(kind, {})
+    for changed in (whole,) if kind in _BACKBONES else (_shallow(whole), whole):
         try:
             made = type(config).from_dict(changed)
             _build(made)
