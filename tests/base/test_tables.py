@@ -56,3 +56,11 @@ def test_lines_and_log_records_are_said_without_control_characters(
     log_to(stream)
     root.warning("%s: torn\nline 2", EVIL)
     assert stream.getvalue() == f"{SHOWN}: torn\nline 2\n"
+
+
+def test_a_table_without_headings_has_no_row_for_them_and_keeps_to_a_page() -> None:
+    table = Table("run", ("", ""), [["steps", "193"], ["productive", "70 % of the time " * 8]], (0, 1))
+    lines = table.text().splitlines()
+    assert "steps" in lines[2]
+    assert max(map(len, lines)) == 80
+    assert "thead" not in table.html()

@@ -203,7 +203,7 @@ class TrainedRun:
             numbers.append(["productive", account.sentence()])
         if (share := self.record.waited_share()) is not None:
             numbers.append(["waited for data", f"{100 * share:.1f} % of the time in steps"])
-        return Table(str(self.run_dir), ("", ""), numbers, (0,))
+        return Table(str(self.run_dir), ("", ""), numbers, (0, 1))
 
     def __str__(self) -> str:
         return self._table().text()

@@ -134,8 +134,8 @@ def log_to(stream: TextIO) -> None:
 @dataclass(frozen=True)
 class Table:
     """Rows of text under headings, with a line below for each note. Columns are set to the right except those in
-    `left`; a column without any text is left out. names: columns whose texts are cut in the middle where the table is
-    wider than the terminal.
+    `left`; a column without any text is left out; headings that are all empty are not drawn, and cells of such a table
+    are folded. names: columns whose texts are cut in the middle where the table is wider than the terminal.
     """
 
     title: str
@@ -157,7 +157,7 @@ class Table:
         from rich.console import Console
 
         written = io.StringIO()
-        self._print_on(Console(file=written, width=_COLUMNS), _PAGE)
+        self._print_on(Console(file=written, width=_COLUMNS if any(self.headings) else _PAGE), _PAGE)
         return written.getvalue().rstrip("\n")
 
     def html(self) -> str:
@@ -172,10 +172,8 @@ class Table:
 
         rows = "".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        return (
-            f"<table><caption>{escape(self.title)}</caption><thead><tr>{cells('th', self.headings)}</tr></thead>"
-            f"<tbody>{rows}</tbody></table>{notes}"
-        )
+        head = f"<thead><tr>{cells('th', self.headings)}</tr></thead>" if any(self.headings) else ""
+        return f"<table><caption>{escape(self.title)}</caption>{head}<tbody>{rows}</tbody></table>{notes}"
 
     @property
     def _columns(self) -> list[int]:
@@ -188,7 +186,7 @@ class Table:
         from rich.text import Text
 
         # as Text, in which rich reads neither markup nor emoji: [/x] and :car: are names like others
-        drawn, title = table.Table(), printable(self.title)
+        drawn, title = table.Table(show_header=any(self.headings)), printable(self.title)
         columns = self._columns
         cells = [[printable(row[column]) for column in columns] for row in self.rows]
         widths = [max((len(cell) for cell in column), default=0) for column in zip(*cells, strict=True)]
