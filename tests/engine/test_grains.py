@@ -14,6 +14,7 @@ from tests.engine import cases, models
 from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import random_layout, with_intervals
 from tests.engine.pool import WorkerPool
+from tests.sweeps import some
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.grains import Joining, check_grains, check_joined, joined_inputs, sample_dimensions
 from varuna_capslog.engine.layout import Layout
@@ -59,7 +60,7 @@ def grained(layout: Layout, dice: random.Random, name: str) -> tuple[Layout, tup
     return dataclasses.replace(layout, stages=tuple(stages)), tuple(grains[n] for n in range(layout.num_layers))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", some(range(6), 2))
 @pytest.mark.parametrize("name", NAMES)
 def test_any_stages_of_equal_grains_give_the_same_bits(pool: WorkerPool, name: str, seed: int) -> None:
     """Every second layout has direct routes."""

@@ -15,6 +15,7 @@ from tests.engine import cases, models
 from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import Cuts, random_layout, with_intervals
 from tests.engine.pool import WorkerPool
+from tests.sweeps import some
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.layout import GradientKey, Gradients, Layout, layout_of, ports_of
 from varuna_capslog.model.chain import Value
@@ -85,7 +86,7 @@ def test_stages_of_towers_give_the_bits_of_one_rank(pool: WorkerPool, layout: La
     check(pool, "towers", layout, schedule=schedule, recompute=schedule == "varuna")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(6), 3))
 @pytest.mark.parametrize("name", models.GRAPHS)
 def test_any_stages_of_a_graph_give_the_bits_of_one_rank(pool: WorkerPool, name: str, seed: int) -> None:
     chain, dice = models.GRAPHS[name].build_chain(), random.Random(seed)

@@ -16,6 +16,7 @@ from tests.engine import cases, models
 from tests.engine.layouts import Cuts, random_layout, rectangle, with_shares
 from tests.engine.pool import WorkerPool
 from tests.equality import assert_same
+from tests.sweeps import some
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layout import Layout
@@ -42,7 +43,7 @@ def one_rank(pool: WorkerPool, number: int) -> dict[str, Any]:
     return pool.run(cases.train, 1, Cuts((0,), (0,)), options, 3)[0]
 
 
-@pytest.mark.parametrize("seed", [5, 6, 9])
+@pytest.mark.parametrize("seed", some([5, 6, 9, 7, 10, 11], 3))
 def test_replicas_that_take_updated_values_have_the_bits_of_one_rank(pool: WorkerPool, seed: int) -> None:
     """The values also travel over one group for every ordered pair of ranks, as with NCCL."""
     layout = with_shares(random_layout(seed, 11, 4, 4), seed - 4, APART)

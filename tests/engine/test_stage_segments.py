@@ -18,6 +18,7 @@ from tests.engine.layouts import Cuts, random_layout, rectangle, with_intervals
 from tests.engine.pool import WorkerPool
 from tests.memory.machine import Model, profile_of
 from tests.planning.asking import plan
+from tests.sweeps import some
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.offload import TierOptions
@@ -55,7 +56,7 @@ def differences(results: list[dict[str, Any]], expected: dict[str, Any]) -> list
     return different
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", some(range(12), 6))
 def test_any_intervals_give_the_bits_of_one_rank_that_keeps_all(pool: WorkerPool, seed: int) -> None:
     schedule = ["1f1b", "gpipe", "zb-h1", "varuna", "kfkb", "interleaved"][seed % 6]
     layout = with_intervals(random_layout(seed, 11, 4, 4), seed)

@@ -16,6 +16,7 @@ from tests.engine.layouts import Cuts, layout_for, random_layout, rectangle
 from tests.engine.pool import WorkerPool
 from tests.memory.machine import Model, profile_of
 from tests.planning.asking import plan
+from tests.sweeps import some
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import Verdict
 from varuna_capslog.engine.layout import Layout
@@ -85,7 +86,7 @@ def run(pool: WorkerPool, name: str, **options: Any) -> list[dict[str, Any]]:
     return pool.run(cases.train, layout.world_size, layout, settings, steps, dtype, twist)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(8), 3))
 def test_any_rectangles_give_the_bits_of_one_rank(pool: WorkerPool, seed: int) -> None:
     """Several stages per rank, single stages in unequal shares, pipelines of unequal length; four blocks."""
     layout = random_layout(seed, 11, 4, 5)
