@@ -18,6 +18,10 @@ from tests.forks import (
     take_server,
 )
 from tests.skips import pytest_terminal_summary  # noqa: F401 (pytest calls it at the end of a run)
+from tests.sweeps import (
+    choose_cases,
+    pytest_addoption,  # noqa: F401 (pytest calls it)
+)
 
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and every process it starts inherits that; the
 # tests that press Ctrl-C would never end.
@@ -37,42 +41,43 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # which shares the folder of the pr
 LONGEST = (
     "profiling/test_estimate.py",
     "elastic/test_live_plans.py",
-    "rig/tests/commands/test_chaos.py",
+    "rig/tests/search/test_explore.py",
     "elastic/test_live.py",
     "model/capture/test_exporting.py",
-    "test_fuzz.py",
     "memory/test_truth.py",
-    "engine/test_detr.py",
     "planning/test_doors.py",
     "model/capture/test_assign.py",
     "profiling/test_rehearsal.py",
+    "rig/tests/commands/test_chaos.py",
     "test_faults.py",
-    "rig/tests/search/test_explore.py",
-    "commands/test_largest.py",
     "test_recipes.py",
+    "elastic/test_launchers.py",
+    "rig/tests/commands/test_program.py",
+    "test_torchrun.py",
+    "commands/test_largest.py",
     "api/test_fits_adapters.py",
     "engine/test_graphs.py",
-    "start/test_ordinary.py",
-    "training/test_layer_state.py",
-    "own_data/test_workload.py",
+    "engine/test_detr.py",
+    "start/test_elastic_host.py",
+    "start/test_given_plan.py",
+    "elastic/store/test_etcd_store.py",
     "planning/test_fastest.py",
     "training/test_run.py",
     "profiling/test_measure.py",
     "model/capture/test_trial_step_memory.py",
-    "engine/test_layers.py",
     "start/test_prepare.py",
     "api/test_planning.py",
     "reports/test_page.py",
-    "start/test_elastic_host.py",
-    "start/test_given_plan.py",
     "elastic/script/test_script.py",
-    "elastic/store/test_etcd_store.py",
     "elastic/host/test_host.py",
-    "elastic/test_launchers.py",
-    "test_torchrun.py",
     "rig/tests/search/test_forgetting.py",
     "start/test_replicated_runs.py",
     "rig/tests/test_verdict.py",
+    "test_fuzz.py",
+    "own_data/test_workload.py",
+    "start/test_ordinary.py",
+    "training/test_layer_state.py",
+    "engine/test_layers.py",
 )
 """Files that take most processor seconds, the longest first, and those that wait much. They come first, so that none of
 them is what the end waits for."""
@@ -85,7 +90,8 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the controller's fork server, in a worker of pytest-xdist."""
+    """Take the option of sweeps; in a worker of pytest-xdist also the controller's fork server."""
+    choose_cases(config)
     if hasattr(config, "workerinput"):
         take_server(config.workerinput["fork_server"])
 

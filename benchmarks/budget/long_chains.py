@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common import layerwise_plan
 

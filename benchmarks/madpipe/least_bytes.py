@@ -57,9 +57,10 @@ def main() -> int:
     """Print how many questions have a wrong answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profiles", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="first seed")
     arguments = parser.parse_args()
     begun, wrong = time.process_time(), list[str]()
-    for seed in range(arguments.profiles):
+    for seed in range(arguments.first, arguments.first + arguments.profiles):
         wrong += [f"seed {seed}, {share} of the least capacity: {what}" for share, what in misses(seed).items() if what]
     print(*wrong, sep="\n")
     print(

@@ -135,7 +135,7 @@ def test_a_search_is_told_how_much_is_lacking() -> None:
     [("fp32", (4, 0, 4, 8)), ("bf16", (4, 0, 4, 8)), ("bfloat16-master", (2, 4, 4, 8)), ("bf16-weights", (2, 0, 2, 4))],
 )
 def test_each_precision_holds_its_bytes_of_a_parameter(precision: str, each: tuple[int, ...]) -> None:
-    held = capslog.fits("net_of_fits:pair", INPUT, devices="t4", settings={"train.precision": precision}).kinds
+    held = capslog.fits("net_of_fits:pair", INPUT, devices="t4", settings={**ONE, "train.precision": precision}).kinds
     names = ("weights", "masters", "gradients", "optimizer states")
     assert [round(held.get(name, 0) / PARAMETERS, 2) for name in names] == list(each)
 
@@ -149,7 +149,7 @@ def test_optimizers_by_a_word_hold_their_bytes(optimizer: str, of_matrices: floa
 
 
 def test_replicas_that_share_optimizer_states_hold_a_half_each_by_fold_and_rehearsal() -> None:
-    settings = {"pipeline.replicas": 2, "train.precision": "fp32"}
+    settings = {**ONE, "pipeline.replicas": 2, "train.precision": "fp32"}
     options: dict[str, Any] = {"devices": 1, "device": "cpu", "capacity": "1GiB"}
     whole, shared = (
         capslog.fits("net_of_fits:pair", INPUT, **options, settings={**settings, "pipeline.zero": zero})

@@ -60,7 +60,7 @@ def test_adapters_alone_are_trained() -> None:
 )
 def test_gradients_and_moments_are_those_of_the_adapters(base: str | None, weight_bytes: int) -> None:
     """Beside few bits the other weights have 16, and adapters always 32."""
-    settings: dict[str, Any] = {"model.arguments.lora": RANK}
+    settings: dict[str, Any] = {"model.arguments.lora": RANK, "train.microbatch_size": 1}
     settings |= {} if base is None else {"model.arguments.base": base}
     fit = capslog.fits(str(Path.cwd()), devices="1x rtx4090", settings=settings)
     held = fit.kinds

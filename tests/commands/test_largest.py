@@ -31,11 +31,11 @@ def with_pictures(config):
     return ModelWorkload(section, config.train.microbatch_size)
 """
 LLAMA = folders.LLAMA | {"max_position_embeddings": 200}
-MODEL = ("--model", "nets_of_largest:stack", "--input", "x=float32[1,1024,64]")
+MODEL = ("--model", "nets_of_largest:stack", "--input", "x=float32[1,5120,64]")
 CONFIG = """
 workload: varuna_capslog.model.model_workload:workload
-model: {factory: nets_of_largest:stack, inputs: ["x=float32[1,1024,64]"]}
-train: {minibatch_size: 60}
+model: {factory: nets_of_largest:stack, inputs: ["x=float32[1,5120,64]"]}
+train: {minibatch_size: 12}
 profile: {source: estimated, device: cuda:t4}
 """
 
@@ -72,7 +72,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) 
 def test_the_largest_microbatch_divides_the_samples_and_its_plan_is_written(capsys):
     sizes = ("--capacity", "560MiB")
     answer = asked(capsys, "stack.yaml", "microbatch", *sizes, "-o", "plan.json")
-    divisors = [size for size in range(1, 61) if 60 % size == 0]
+    divisors = [size for size in range(1, 13) if 12 % size == 0]
     assert {trial["value"] for trial in answer["tried"]} < set(divisors)
     statuses = {}
     for size in (answer["largest"], divisors[divisors.index(answer["largest"]) + 1]):
@@ -80,10 +80,10 @@ def test_the_largest_microbatch_divides_the_samples_and_its_plan_is_written(caps
     assert list(statuses.values()) == [0, 3]
     alone, written = read_plan(Path(f"{answer['largest']}.json")), read_plan(Path("plan.json"))
     assert (written.cut_list, written.stage_bytes) == (alone.cut_list, alone.stage_bytes)
-    assert (written.microbatch_size, written.num_microbatches) == (answer["largest"], 60 // answer["largest"])
+    assert (written.microbatch_size, written.num_microbatches) == (answer["largest"], 12 // answer["largest"])
     (best,) = [trial for trial in answer["tried"] if trial["value"] == answer["largest"]]
     assert best["peak_bytes"] == alone.peak_bytes
-    assert best["samples_per_second"] == pytest.approx(60 / alone.step_seconds)
+    assert best["samples_per_second"] == pytest.approx(12 / alone.step_seconds)
     for trial in answer["tried"]:
         assert trial["fits"] == (trial["value"] <= answer["largest"]) == (trial["lacking_bytes"] is None)
 
@@ -99,21 +99,21 @@ def test_a_model_keeps_its_number_of_microbatches(capsys):
 
 
 def test_minibatches_end_where_no_stage_has_more_in_flight(capsys):
-    arguments = ("stack.yaml", "minibatch", "--capacity", "600MiB", "train.microbatch_size=20")
+    arguments = ("stack.yaml", "minibatch", "--capacity", "600MiB", "train.microbatch_size=4")
     answer = asked(capsys, *arguments, "pipeline.schedule=1f1b")
     assert answer["every_larger_fits"]
-    assert "every larger multiple of 20: with schedule 1f1b" in answer["answer"]
+    assert "every larger multiple of 4: with schedule 1f1b" in answer["answer"]
     gpipe_answer = asked(
-        capsys, *arguments, "train.minibatch_size=60", "pipeline.schedule=gpipe", "pipeline.stage_inputs=device"
+        capsys, *arguments, "train.minibatch_size=12", "pipeline.schedule=gpipe", "pipeline.stage_inputs=device"
     )
     assert not gpipe_answer["every_larger_fits"]
-    assert gpipe_answer["largest"] % 20 == 0
+    assert gpipe_answer["largest"] % 4 == 0
     assert run("stack.yaml", "--capacity", "600MiB", *_gpipe(gpipe_answer["largest"])) == 0
-    assert run("stack.yaml", "--capacity", "600MiB", *_gpipe(gpipe_answer["largest"] + 20)) == 3
+    assert run("stack.yaml", "--capacity", "600MiB", *_gpipe(gpipe_answer["largest"] + 4)) == 3
 
 
 def _gpipe(samples: int) -> tuple[str, ...]:
-    sizes = ("train.microbatch_size=20", f"train.minibatch_size={samples}")
+    sizes = ("train.microbatch_size=4", f"train.minibatch_size={samples}")
     return *sizes, "pipeline.schedule=gpipe", "pipeline.stage_inputs=device"
 
 
@@ -134,7 +134,8 @@ def test_one_capture_serves_every_size(capsys: pytest.CaptureFixture[str], monke
         return capture(cls, *arguments, **options)
 
     monkeypatch.setattr(capslog.Chain, "from_module", classmethod(counted))
-    answer = asked(capsys, *MODEL, "--devices", "1", "--device", "cuda:t4", "--capacity", "560MiB", "microbatch")
+    few_rows = (*MODEL[:-1], "x=float32[1,1024,64]")  # of which several microbatches fit
+    answer = asked(capsys, *few_rows, "--devices", "1", "--device", "cuda:t4", "--capacity", "560MiB", "microbatch")
     assert len(answer["tried"]) > 1
     assert len(captures) == 1
 

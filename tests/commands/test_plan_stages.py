@@ -17,13 +17,13 @@ from tests.planners.test_budget import timed
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import write_profile
 
-WANTED = ("--devices", "2", "--planner", "budget", "--minibatch", "6", "pipeline.host_bandwidth=10MB/s")
+WANTED = ("--devices", "2", "--planner", "budget", "--minibatch", "4", "pipeline.host_bandwidth=10MB/s")
 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("profile") / "profile.json"
-    write_profile(path, timed(random.Random(7), 5))
+    write_profile(path, timed(random.Random(7), 4))
     return str(path)
 
 
@@ -40,9 +40,7 @@ def front(profile: str) -> list[dict[str, Any]]:
 def test_a_front_is_printed_as_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile, file = tmp_path / "profile.json", tmp_path / "front.json"
     write_profile(profile, timed(random.Random(7), 3))
-    for output in (["-o", str(file)], ["--json", "-o", str(tmp_path / "front.png")]):
-        capsys.readouterr()
-        assert run("front", "--profile", str(profile), *WANTED, *output) == 0
+    assert run("front", "--profile", str(profile), *WANTED, "--json", "-o", str(file)) == 0
     assert json.loads(capsys.readouterr().out)["front"] == json.loads(file.read_text())["front"]
 
 
@@ -77,7 +75,7 @@ def test_the_table_and_the_picture_of_a_plan(
     shown = capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not picture.with_suffix(".svg").exists()
-    for word in ("kept", "recomputed", "offloaded", "against keeping all", "peak", "margin", "step of 6 microbatches"):
+    for word in ("kept", "recomputed", "offloaded", "against keeping all", "peak", "margin", "step of 4 microbatches"):
         assert word in shown
     assert "against keeping everything" in shown
     offloads = any(part[2].endswith("offload") for stage in least["memory"] for part in stage)

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.engine import cases
+from tests.engine.pool import WorkerPool
 from tests.equality import assert_same
 from tests.rig.drawing import PLANS, draw_for
 from tests.rig.faults import VARIABLE, Fault
@@ -30,7 +29,6 @@ from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
-from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.schedules import RunShape
@@ -80,11 +78,13 @@ class Truth:
 
 
 def truth_of(run_dir: Path, steps: int = STEPS, **sections: Any) -> Truth:
-    """Run without interruption in one process; return the results."""
-    torch.set_num_threads(1)  # as in the members: the bits depend on it
+    """Run without interruption in one process of its own; return the results."""
     config = cases.run_config(str(run_dir), train={"max_steps": steps} | sections.pop("train", {}), **sections)
-    communicator = connect_group(torch.distributed.HashStore(), "alone", 0, 1)
-    assert cases.train_run(communicator, config, (0,))["step"] == steps
+    workers = WorkerPool()
+    try:
+        assert workers.run(cases.train_run, 1, config, (0,), patience=600.0)[0]["step"] == steps
+    finally:
+        workers.close()
     rows = files.read_jsonl(run_dir / "metrics.jsonl")
     return Truth(
         {row["step"]: row["loss"] for row in rows}, {row["step"]: row["grad_norm"] for row in rows}, final_of(run_dir)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.elastic.live import Truth, truth_of
 from tests.engine import cases
 from tests.forks import Fork, start_command
@@ -42,7 +40,7 @@ def write_config(folder: Path, devices: int = 2, steps: int = LONG, **elastic: A
     config = cases.run_config(
         str(folder / "run"),
         train={"max_steps": steps},
-        data={"pause_seconds": 0.1},  # every step is made again, alone, to judge it
+        data={"pause_seconds": 0.3},  # every step is made again, alone, to judge it
         pipeline={"devices": devices, "cuts": cuts, "timeout_seconds": 60.0},
         elastic={"enabled": True, "lease_seconds": 2.0, "patience_seconds": 0.3} | elastic,
     )
@@ -129,7 +127,6 @@ class Machines:
         """Compare every line of the history with an uninterrupted run; return the last step."""
         rows = self.rows()
         last = max(row["step"] for row in rows)
-        torch.set_num_threads(1)
         truth: Truth = truth_of(folder, last)
         assert {row["step"] for row in rows} == set(range(1, last + 1))
         for row in rows:

@@ -284,8 +284,8 @@ def train_run(
     def build(parts: EngineParts) -> PipelineEngine:
         made = config.model.get("graph") or config.model.get("chain", "build_chain")
         types = {"precision": parts.options.precision, "weights": parts.options.weights}
-        table = shapes_of(made, **types) if config.workload == TINY else None
-        ready = Ready(table)
+        own = config.workload != TINY
+        ready = Ready(SharedShapes(parts.chain, device.type, **types) if own else shapes_of(made, **types))
         return Starved(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device, ready)
 
     run = Run(

@@ -6,15 +6,20 @@ ours, and therefore has neither dropout nor noise.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torchvision.models import resnet
 
 from detr_pipeline.rt_detr.task import Groups, Noise, RtDetrWorkload
 from tests.detr.rt_detr import tiny
 from tests.engine.layouts import Cuts, layout_for
+from tests.engine.shapes import SharedShapes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import seed_layer
@@ -63,11 +68,23 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str) -> tuple[Workload, Chain]:
+def short_resnet(**options: Any) -> resnet.ResNet:
+    """Return a resnet50 with one block in each of its four parts."""
+    return resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], **{k: v for k, v in options.items() if k != "weights"})
+
+
+@functools.cache
+def _built(name: str) -> tuple[Workload, Chain]:
     config = {"workload": "detr_pipeline:workload", "model": MODELS[name]} | SECTIONS.get(name, {})
     workload = load_workload(Config.model_validate(config))
     torch.manual_seed(0)
-    return workload, workload.chosen_chain()
+    with mock.patch.object(resnet, "resnet50", short_resnet):
+        return workload, workload.chosen_chain()
+
+
+def build(name: str) -> tuple[Workload, Chain]:
+    """Return the workload and its chain, which a process builds once."""
+    return copy.deepcopy(_built(name))
 
 
 def minibatch(name: str) -> tuple[Minibatch, list[dict[str, Tensor]]]:
@@ -188,7 +205,7 @@ def step(
     workload, chain = build(name)
     settings = EngineOptions(**({"num_microbatches": 4, "num_blocks": 2, "seed": 7, "clip_norm": 0.1} | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
-    ready = Ready(None if shapes is None else Traced(shapes))
+    ready = Ready(SharedShapes(chain, device.type) if shapes is None else Traced(shapes))
     engine = PipelineEngine(chain, workload.loss, placed, settings, communicator, device, ready)
     batch, inputs = minibatch(name)
     gradients: dict[str, Tensor] = {}

@@ -11,7 +11,7 @@ from tests.rig.drawn_plans import draw_memory, draw_moments, draw_plan
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units
 
-__all__ = ["Cuts", "layout_for", "random_layout", "rectangle", "with_intervals", "with_shares"]
+__all__ = ["Cuts", "layout_for", "random_layout", "rectangle", "round_layout", "with_intervals", "with_shares"]
 
 
 def rectangle(
@@ -52,6 +52,17 @@ def random_layout(
     used = sorted({stage.rank for stage in stages})
     placed = tuple(dataclasses.replace(stage, ranks=(used.index(stage.rank),), memory=None) for stage in stages)
     return Layout(placed, num_blocks, direct=edges is not None)
+
+
+def round_layout(seed: int, num_layers: int, num_blocks: int, ranks: int) -> Layout:
+    """Two to four uneven chunks on each of two ranks or more, as schedule interleaved has them; from the second round
+    on a rank may be passed over, which is an empty chunk of other systems."""
+    dice = random.Random(seed)
+    devices = dice.randint(2, min(ranks, num_layers // 2))
+    stages = devices * dice.randint(2, min(4, num_layers // devices))
+    placement = [number % devices for number in range(stages) if number < devices or dice.random() < 0.85]
+    cuts = [0, *sorted(dice.sample(range(1, num_layers), len(placement) - 1))]
+    return Layout.pipelines(cuts, num_layers, placement, 1, num_blocks)
 
 
 def with_intervals(layout: Layout, seed: int, kinds: Sequence[str] = (KEEP, *INTERVAL_KINDS)) -> Layout:

@@ -59,7 +59,7 @@ def grained(layout: Layout, dice: random.Random, name: str) -> tuple[Layout, tup
     return dataclasses.replace(layout, stages=tuple(stages)), tuple(grains[n] for n in range(layout.num_layers))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", NAMES)
 def test_any_stages_of_equal_grains_give_the_same_bits(pool: WorkerPool, name: str, seed: int) -> None:
     """Every second layout has direct routes."""

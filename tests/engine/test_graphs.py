@@ -18,10 +18,14 @@ from tests.engine.pool import WorkerPool
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.layout import GradientKey, Gradients, Layout, layout_of, ports_of
 from varuna_capslog.model.chain import Value
+from varuna_capslog.model.splitting.chains import part_number
+from varuna_capslog.planners.replicas import ReplicatedStage
+from varuna_capslog.planning.placed.replicated import plan_of_stages
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.solve import solve
 from varuna_capslog.planning.verdict import fold_plan
-from varuna_capslog.plans.parts import PlanStage
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiling.rehearsal import rehearse_plan
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.ordinary import with_choices_of
@@ -81,7 +85,7 @@ def test_stages_of_towers_give_the_bits_of_one_rank(pool: WorkerPool, layout: La
     check(pool, "towers", layout, schedule=schedule, recompute=schedule == "varuna")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", models.GRAPHS)
 def test_any_stages_of_a_graph_give_the_bits_of_one_rank(pool: WorkerPool, name: str, seed: int) -> None:
     chain, dice = models.GRAPHS[name].build_chain(), random.Random(seed)
@@ -117,6 +121,17 @@ def test_a_plan_of_budget_with_branches_replicas_and_intervals_gives_the_bits_of
     folds = fold_plan(profile, plan, RunShape.of_config(settled))
     assert [fold.peak_bytes for fold in folds] == pytest.approx(rehearse_plan(settled, plan), rel=0.01)
     check(pool, "towers", layout_of(plan, settled), schedule="1f1b", actions=plan.actions)
+
+
+def test_devices_that_share_the_parts_of_split_layers_give_the_bits_of_one_rank(pool: WorkerPool) -> None:
+    """As planner `capture` places them: the first device has all other layers, too."""
+    chain = models.SPLIT["split, captured"].build_chain()
+    devices = tuple(part_number(layer) for layer in chain.layers)
+    units = Units(4, 2, 2)
+    frame = Plan(len(chain), (PlanStage(((0, len(chain)),), (0,)),), units, "1f1b", routes="direct")
+    plan = plan_of_stages(frame, [ReplicatedStage(tuple(range(len(chain))), 1, devices)], 2, chain.edges)
+    assert len(plan.stages) == 1 + sum(a != b for a, b in itertools.pairwise(devices)) > 4
+    check(pool, "split, captured", Layout(plan.stages, 2, direct=True), schedule="1f1b", actions=plan.actions)
 
 
 def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(pool: WorkerPool) -> None:

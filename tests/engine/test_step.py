@@ -85,7 +85,7 @@ def run(pool: WorkerPool, name: str, **options: Any) -> list[dict[str, Any]]:
     return pool.run(cases.train, layout.world_size, layout, settings, steps, dtype, twist)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_rectangles_give_the_bits_of_one_rank(pool: WorkerPool, seed: int) -> None:
     """Several stages per rank, single stages in unequal shares, pipelines of unequal length; four blocks."""
     layout = random_layout(seed, 11, 4, 5)

@@ -8,11 +8,18 @@ import contextlib
 
 import torch
 
-from tests.engine import models
+from tests.engine import cases, models
 from tests.engine.shapes import trace_tiny
 from varuna_capslog.profiling.estimation.rates import speed_of
 
 torch.set_num_threads(1)
 with contextlib.suppress(Exception):  # a failure here happens in a worker again, which reports it
     trace_tiny(models.build_chain(), 1, 2)
+    for steps in (1, 2):
+        for precision in ("bfloat16", "float16"):
+            for inputs in models.make_minibatch(4, steps)[0].inputs:
+                cases.shapes_of(precision=precision, weights=precision).boundaries(inputs)
+        for name, graph in models.GRAPHS.items():
+            for inputs in graph.make_minibatch(3, steps)[0].inputs:
+                cases.shapes_of(name).boundaries(inputs)
 speed_of("cpu")

@@ -117,6 +117,17 @@ def trained(
     return engine, probe.peak_bytes
 
 
+_ESTIMATES: dict[str, tuple[StageEstimator, Profile]] = {}
+
+
+def estimates(workload: Workload, conditions: RunConditions) -> tuple[StageEstimator, Profile]:
+    """Return what rehearses a workload, and its estimate; made once for all tests of equal conditions."""
+    key = f"{workload.name} {conditions}"
+    if key not in _ESTIMATES:
+        _ESTIMATES[key] = StageEstimator(workload, conditions), estimate_workload(workload, conditions)
+    return _ESTIMATES[key]
+
+
 # -- moments in the host tier
 
 
@@ -160,10 +171,11 @@ def test_waiting_moments_are_in_rehearsal_and_fold(types: dict[str, Any], away: 
     layout, tier = Layout(stages), HostTier(cpu)
     engine, peak = trained(workload, layout, options, tier, size)
     conditions = RunConditions(microbatch_size=size, **types)
-    (rehearsed,) = rehearse_layout(StageEstimator(workload, conditions), layout, options)
+    estimator, profile = estimates(workload, conditions)
+    (rehearsed,) = rehearse_layout(estimator, layout, options)
     run, units = RunShape(count, "gpipe"), Units(count, 1, 1)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
-    (rank_fold,) = fold(estimate_workload(workload, conditions), stages, units, rows, run)
+    (rank_fold,) = fold(profile, stages, units, rows, run)
     assert rank_fold.peak_bytes == pytest.approx(peak, rel=0.01)
     assert rehearsed.peak_bytes == pytest.approx(peak, rel=0.002)
     offloaded = [layer for layer in engine.layers if layer.index in stages[0].moments_away]
@@ -197,10 +209,11 @@ def test_moments_that_another_replica_keeps_are_in_rehearsal_and_fold(
     layout, options = Layout(stages, 2), EngineOptions(4, "gpipe", num_blocks=2, **types)
     real = pool.run(peak_of_shares, 2, layout, options)
     workload, conditions = Wide(), RunConditions(microbatch_size=2, **types)
-    rehearsed = rehearse_layout(StageEstimator(workload, conditions), layout, options)
+    estimator, profile = estimates(workload, conditions)
+    rehearsed = rehearse_layout(estimator, layout, options)
     run, units = RunShape(4, "gpipe", num_blocks=2), Units(4, 2, 2)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
-    rank_folds = fold(estimate_workload(workload, conditions), stages, units, rows, run)
+    rank_folds = fold(profile, stages, units, rows, run)
     assert [rehearsal.peak_bytes for rehearsal in rehearsed] == pytest.approx(real, rel=0.002)
     assert [rank_fold.peak_bytes for rank_fold in rank_folds] == pytest.approx(real, rel=0.01)
     assert [rank_fold.host_bytes for rank_fold in rank_folds] == [0, 0]
@@ -214,10 +227,10 @@ def test_a_gpu_updates_all_parameters_together_which_is_in_the_fold(away: tuple[
     moments = tuple(MemoryInterval(*layers, "host") for layers in away)
     stages = (PlanStage(((0, 5),), (0,), memory=(MemoryInterval(0, 5, "recompute"),), moments=moments),)
     workload, conditions = Wide(), RunConditions(microbatch_size=2, device="cuda")
-    (rehearsed,) = rehearse_layout(StageEstimator(workload, conditions), Layout(stages), EngineOptions(2, "gpipe"))
+    estimator, profile = estimates(workload, conditions)
+    (rehearsed,) = rehearse_layout(estimator, Layout(stages), EngineOptions(2, "gpipe"))
     run, units = RunShape(2, "gpipe"), Units(2, 1, 1)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
-    profile = estimate_workload(workload, conditions)
     (rank_fold,) = fold(profile, stages, units, rows, run)
     most = max(size for _, size in rehearsed.course)  # without the libraries' workspaces
     needed = rank_fold.peak_bytes - lasting(profile.observations).max()
@@ -265,12 +278,13 @@ def test_what_is_kept_of_a_shared_parameter_is_folded_once(
     if "precision" in types and Quirks("cpu").half:
         pytest.skip("oneDNN's float16 products are not modelled")
     workload, conditions = Tied(), RunConditions(microbatch_size=2, **types)
+    estimator, profile = estimates(workload, conditions)
     moments = tuple(MemoryInterval(*layers, "host") for layers in away)
     stages = (PlanStage(((0, 5),), (0,), memory=(MemoryInterval(0, 5, "recompute"),), moments=moments),)
     options, run, units = EngineOptions(2, "gpipe", **types), RunShape(2, "gpipe"), Units(2, 1, 1)
-    (rehearsed,) = rehearse_layout(StageEstimator(workload, conditions), Layout(stages), options)
+    (rehearsed,) = rehearse_layout(estimator, Layout(stages), options)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
-    (rank_fold,) = fold(estimate_workload(workload, conditions), stages, units, rows, run)
+    (rank_fold,) = fold(profile, stages, units, rows, run)
     course = dict(rehearsed.course)
     assert rank_fold.bytes[-1] == pytest.approx(course["0B1"], rel=0.001)
     assert rank_fold.end_bytes >= 0.999 * course["update"]
@@ -334,10 +348,11 @@ def test_what_autograd_does_not_show_is_in_rehearsal_and_fold(kinds: tuple[str, 
     layout, tier = Layout(stages), HostTier(cpu)
     _, peak = trained(workload, layout, options, tier, size)
     conditions = RunConditions(microbatch_size=size)
-    (rehearsed,) = rehearse_layout(StageEstimator(workload, conditions), layout, options)
+    estimator, profile = estimates(workload, conditions)
+    (rehearsed,) = rehearse_layout(estimator, layout, options)
     assert rehearsed.peak_bytes == pytest.approx(peak, rel=0.002)
     run, units = RunShape(count, "gpipe", False), Units(count, 1, 1)
     rows = scheduled("gpipe", stages, stage_graph(stages, units), run)
-    (rank_fold,) = fold(estimate_workload(workload, conditions), stages, units, rows, run)
+    (rank_fold,) = fold(profile, stages, units, rows, run)
     assert -0.001 <= rank_fold.peak_bytes / peak - 1 <= 0.01
     assert rank_fold.host_bytes == tier.peak_bytes

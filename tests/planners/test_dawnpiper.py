@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planners.layered import Numbers, chain_of, random_chain
+from tests.sweeps import some
 from varuna_capslog.planners.capuchin import treated_stage
 from varuna_capslog.planners.dawnpiper import compute_balanced, dawnpiper_stages, memory_balanced
 from varuna_capslog.planners.layerwise import Layerwise, StageChoice
@@ -61,7 +62,7 @@ def algorithm_2(numbers: Numbers, depth: int) -> dict[int, int]:
     return rho
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some(range(60), 20))
 def test_algorithm_2_line_by_line(seed: int) -> None:
     dice = random.Random(f"balance {seed}")
     depth = dice.randint(2, 5)
@@ -136,7 +137,7 @@ def test_cuts_that_many_tensors_cross_are_passed_over() -> None:
     assert walked([frozenset({"mask", "x", "skip", f"own {cut}", f"other {cut}"}) for cut in range(13)]) == [0, 5]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some(range(40), 14))
 def test_what_fits_fits_whatever_the_speed_of_the_tier_and_without_one(seed: int) -> None:
     """A faster tier used to offload what two calls in flight hold anyway, and to recompute nothing."""
     dice = random.Random(f"tier {seed}")
@@ -214,7 +215,7 @@ class Printed:
         return min(par_dict.values(), key=lambda candidate: candidate[:2])
 
 
-@pytest.mark.parametrize("seed", range(240))
+@pytest.mark.parametrize("seed", some(range(240), 60))
 def test_algorithm_1_line_by_line(seed: int) -> None:
     dice = random.Random(f"partition {seed}")
     chain = random_chain(dice, seed % 8 + 1)
@@ -225,7 +226,7 @@ def test_algorithm_1_line_by_line(seed: int) -> None:
 # -- Theorem 4.1
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", some(range(150), 50))
 def test_the_theorem_holds_for_two_stages_to_within_a_layer(seed: int) -> None:
     """Its conditions: seconds and bytes grow with every layer, transfers take no time, and every byte saved costs the
     same. Whole layers move each balanced position by less than one layer."""

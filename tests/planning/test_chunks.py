@@ -58,6 +58,25 @@ def test_no_cut_list_of_a_small_chain_is_faster(seed: int) -> None:
     assert bounded.step_seconds == min(plan.step_seconds or 0.0 for plan in fitting)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "gpipe", "zb-h1"])
+def test_no_step_undercuts_the_bound(schedule: str) -> None:
+    """Of no cut list, also on devices of unequal speed; with a heavy head it is little less than that rank's work."""
+    for seed in range(4):
+        draw = random.Random(seed)
+        ranks, count = draw.choice([(2, 2), (3, 1), (2, 1)] if schedule == "interleaved" else [(2, 1), (3, 1)])
+        problem = problem_of(profile_of(draw, 7), ranks, count)
+        devices = tuple(dataclasses.replace(rank, speed=draw.uniform(0.5, 1)) for rank in problem.devices)
+        run = dataclasses.replace(problem.run, schedule=schedule)
+        problem = dataclasses.replace(problem, run=run, devices=devices if count > 1 else problem.devices)
+        steps = [with_cuts(problem, cuts).step_seconds or 0.0 for cuts in all_cuts(7, ranks * count)]
+        assert chunk_bound(problem) <= min(steps) * (1 + 1e-9)
+        head = dataclasses.replace(problem.profile.layers[-1], forward_seconds=10.0, backward_seconds=20.0)
+        layers = (*problem.profile.layers[:-1], head)
+        heavy = dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, layers=layers))
+        best = min(with_cuts(heavy, cuts).step_seconds or 0.0 for cuts in all_cuts(7, ranks * count))
+        assert 0.8 * best < chunk_bound(heavy) <= best * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1), (1, 1, 2), (1, 3)])
 def test_no_cut_list_of_unequal_chunks_is_faster(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all lists, and near the best rounds of a chain that is taken for a long one."""

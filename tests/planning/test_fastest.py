@@ -11,6 +11,7 @@ import pytest
 
 from tests.planners.test_budget import all_cuts, choices, timed
 from tests.planning.asking import judged_layerwise_plan, layerwise_plan, plan
+from tests.sweeps import some
 from varuna_capslog.planners.budget import BudgetSearch
 from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link
@@ -62,7 +63,7 @@ def on_devices(profile: Profile, bounds: Sequence[tuple[int, int]], speeds: Sequ
     return replace(profile, layers=tuple(layers))
 
 
-@pytest.mark.parametrize(("seed", "schedule"), list(enumerate(["1f1b", "varuna", "gpipe"] * 3)))
+@pytest.mark.parametrize(("seed", "schedule"), some(enumerate(["1f1b", "varuna", "gpipe"] * 3), 4))
 def test_no_plan_is_below_the_bound_and_none_is_faster_where_that_is_proven(seed: int, schedule: str) -> None:
     draw = random.Random(seed)
     size, devices = draw.choice([(3, 2), (3, 3), (4, 3)])
@@ -102,7 +103,7 @@ def test_the_bound_does_not_count_a_block_of_gradients_that_may_not_be_there(see
         assert budget_plan.step_seconds == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize(("seed", "schedule"), list(enumerate(["1f1b", "varuna", "gpipe", "1f1b"], 40)))
+@pytest.mark.parametrize(("seed", "schedule"), some(enumerate(["1f1b", "varuna", "gpipe", "1f1b"], 40), 3))
 def test_no_plan_that_offloads_is_below_the_bound(seed: int, schedule: str) -> None:
     """Copies overlap the computation or block it, and messages take time; the bound counts the memory too."""
     draw = random.Random(seed)
@@ -121,7 +122,7 @@ def test_no_plan_that_offloads_is_below_the_bound(seed: int, schedule: str) -> N
         assert budget_plan.step_seconds == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", [2, 15, 18])
+@pytest.mark.parametrize("seed", some([2, 15, 18], 2))
 def test_plans_near_the_best_are_left_out_only_where_a_bound_rules_them_out(seed: int) -> None:
     """The fastest plan is near the plan that the search finds first, but another one."""
     draw = random.Random(seed)
@@ -148,7 +149,7 @@ def test_where_something_may_be_offloaded_the_bound_counts_what_the_memory_costs
     assert slow.bound_seconds == alone.bound_seconds
 
 
-@pytest.mark.parametrize(("seed", "schedule"), list(enumerate(["1f1b", "varuna", "gpipe"] * 2)))
+@pytest.mark.parametrize(("seed", "schedule"), some(enumerate(["1f1b", "varuna", "gpipe"] * 2), 3))
 def test_no_plan_for_devices_of_unlike_speeds_is_faster(seed: int, schedule: str) -> None:
     draw = random.Random(seed)
     size, devices = draw.choice([(3, 2), (3, 3), (4, 3)])
@@ -169,7 +170,7 @@ def test_no_plan_for_devices_of_unlike_speeds_is_faster(seed: int, schedule: str
         assert budget_plan.bound_seconds <= budget_plan.step_seconds
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3), 1))
 def test_a_longer_chain_is_cut_for_the_speeds_of_its_devices(seed: int) -> None:
     """With 14 layers the search does not weigh every plan."""
     draw = random.Random(seed)
@@ -203,7 +204,7 @@ def test_a_model_that_does_not_fit_one_device_gets_intervals_there() -> None:
     assert judged_layerwise_plan(profile, 1, "budget", "auto", least - 1, run).fits is False
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", some([0, 1], 1))
 def test_never_slower_than_cuts_for_time_alone_that_recompute_whole_stages(seed: int) -> None:
     """An R may run while its rank waits. The search for intervals counts it as a part of the backward, and so preferred
     intervals with a longer step than recomputing whole stages.

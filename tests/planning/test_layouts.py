@@ -33,6 +33,8 @@ PUBLISHED = [
      [5, *[6] * 14, 5], 0),
     ("decoder_pipeline_manual_split_list: [7, 8, 9, 8]", 32, 4, "primus", [7, 8, 9, 8], 0),
     ("partition_method = 'manual'\npartition_split = [16]", 40, 2, "diffusion-pipe", [15, 25], 0),
+    ("layout = [['embedding'] + ['decoder'] * 3, ['decoder'], ['decoder'] * 2, ['mtp', 'loss']]  # [1]", 6, 2,
+     "megatron", [5, 1], 1),
     ('[["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm"]]', 3, 2, "torchtitan", [1, 2], 0),
 ]  # fmt: skip
 
@@ -172,3 +174,11 @@ def test_texts_that_are_no_layout_are_refused() -> None:
         read_layout("partition_split = x", 8, 2)
     with pytest.raises(CapslogError, match="unknown system"):
         read_layout("4,4", 8, 2, "vlm")
+    for lists, reason in (
+        ("[['embedding', 't'], ['loss']]", "'t'"),
+        ("[['embedding'] * 10**9, ['loss']]", "no product of a list with less than 1000"),
+        ("[['embedding'], run()]", r"'run\(\)' is no list"),
+        ("[['embedding']", "never closed"),
+    ):
+        with pytest.raises(CapslogError, match=rf"the layout .* cannot be read \(.*{reason}"):
+            read_layout(lists, 8, 2)

@@ -27,6 +27,7 @@ from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.model_workload import workload_of_model
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import estimate
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config, estimate_workload
@@ -251,14 +252,16 @@ def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_byte
     bounded = plan(low, 2, capacity=1 << 40)
     assert (bounded.fits, bounded.peak_bytes) == (None, None)
     assert "the estimate is too low for 16-bit convolutions on the CPU; measure the profile" in bounded.notes[0]
-    others = [
-        estimate_workload(Blocks((1, 1)), RunConditions(device="cpu")),
-        estimate_workload(Blocks((1, 1)), RunConditions(precision="bfloat16", device="cuda")),
-    ]
+    others = []
     products = estimate_workload(Megabytes(), RunConditions(precision="bfloat16", device="cpu"))
     halves = estimate_workload(Megabytes(), RunConditions(precision="float16", device="cpu"))
     if amx:
-        others += [products, halves]
+        others = [
+            estimate_workload(Blocks((1, 1)), RunConditions(device="cpu")),
+            estimate_workload(Blocks((1, 1)), RunConditions(precision="bfloat16", device="cuda")),
+            products,
+            halves,
+        ]
     else:
         assert products.conditions["limits"] == ["bfloat16 products on a CPU without AMX"]
         assert halves.conditions["limits"] == ["float16 products by oneDNN on the CPU"]
@@ -421,31 +424,41 @@ SPEED = cpu_speed("a processor", 19e12, 13.4e12, 360e9, 5e-6)
 
 
 @functools.cache
-def reused(device: str, schedule: str) -> tuple[Config, Memo, Profile]:
-    config, memo = almost_equal(device, pipeline={"schedule": schedule}), Memo()
+def reused() -> tuple[Config, Memo, Profile]:
+    config, memo = almost_equal("cuda"), Memo()
     with pytest.MonkeyPatch.context() as patch:  # a measured clock gives no two equal speeds
         patch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)
         return config, memo, estimate_config(config, memo=memo)
 
 
-@pytest.mark.parametrize(("device", "schedule"), [("cuda", "varuna"), ("cpu", "zb-h1")])
-def test_a_profile_with_reuse_is_that_without(device: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_reused_is_what_a_run_of_its_own_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are equal except for a rate, an eps, a layout, a tie or a frozen weight are costed separately."""
     monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)  # a measured clock gives no two equal speeds
-    config, memo, profile = reused(device, schedule)
-    # a single run for two pairs of equal blocks, although four are equal
-    assert len(memo.runs) == 2 * len(profile.layers) - 1 - 2
+    config, memo, profile = reused()
+    quick = StageEstimator.of_config(config, memo)
+    groups: dict[object, list[tuple[int, int]]] = {}
+    for run in stage_runs(len(profile.layers)):
+        groups.setdefault(quick.run_key(*run), []).append(run)
+    assert len(memo.runs) == len(groups)
+    several = sorted(runs for runs in groups.values() if len(runs) > 1)
+    assert several == [[(2, 3), (3, 4), (4, 5)], [(2, 4), (3, 5)]], "blocks 1 to 3; before block 0 comes no block"
     slow = Memo()
     slow.runs, slow.halves = Forgetful(), Forgetful()
     numbers = itertools.count()
     monkeypatch.setattr("varuna_capslog.model.trace.layer_signature", lambda layer: next(numbers))
-    assert json.dumps(estimate_config(config, memo=slow).to_json()) == json.dumps(profile.to_json())
+    alone = StageEstimator.of_config(config, slow)
+    assert alone.specs == quick.specs
+    for runs in several:
+        for run in runs:
+            assert alone.stage(*run) == quick.stage(*run)
+            assert alone.halves(*run) == quick.halves(*run)
+    assert len(memo.halves) == len(several)
 
 
 def test_a_model_on_the_meta_device_has_the_profile_of_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: SPEED)
     on_meta = almost_equal("cuda", arguments={"on_meta": True})
-    assert estimate_config(on_meta).to_json() == reused("cuda", "varuna")[2].to_json()
+    assert estimate_config(on_meta).to_json() == reused()[2].to_json()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -472,4 +485,6 @@ def test_a_choice_of_the_plan_builds_no_other_chain():
     other = StageEstimator.of_config(keeping, memo)
     assert other.chain is first.chain
     assert (first.conditions.recompute, other.conditions.recompute) == (True, False)
+    cut = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"cuts": [0], "stages_per_rank": 2})})
+    assert StageEstimator.of_config(cut, memo).chain is first.chain
     assert StageEstimator.of_config(config_of(4), memo).chain is not first.chain

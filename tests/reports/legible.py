@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import combinations
 from typing import Any
 
@@ -17,8 +18,11 @@ TITLE = "Picture of package.models:a_network_with_a_name on 16 devices (cuda:a10
 """A title of two lines."""
 
 
+@functools.lru_cache(maxsize=1)
 def visible_texts(figure: Figure) -> list[tuple[str, Bbox]]:
-    """Return every text of the drawn figure with its box in pixels; no text may be smaller than 4 points."""
+    """Return every text of the drawn figure with its box in pixels; no text may be smaller than 4 points. It is drawn
+    once: a test may not change it afterwards.
+    """
     canvas = figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
     texts: list[tuple[str, Bbox]] = []

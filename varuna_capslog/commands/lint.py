@@ -73,7 +73,7 @@ def lint(flags: LintFlags) -> None:
     """
     from varuna_capslog.planning.chunks import chunk_bound
     from varuna_capslog.planning.export import names_in
-    from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
+    from varuna_capslog.planning.layouts import count_blocks, layout_cuts, parted, read_layout
     from varuna_capslog.planning.problem import Problem
     from varuna_capslog.start.prepare import plan_run
 
@@ -89,6 +89,7 @@ def lint(flags: LintFlags) -> None:
     names, ranks = names_in(profile), config.pipeline.devices
     num_blocks, num_predictions = count_blocks(names, flags.block_names), len(names.predictions)
     layout = read_layout(text, num_blocks, ranks, flags.system, num_predictions)
+    layout = replace(layout, faults=layout.faults or tuple(parted(layout, names, flags.block_names)))
     if layout.faults:
         if flags.as_json:
             shared.print_json(_record(layout, None, None))
@@ -110,7 +111,7 @@ def lint(flags: LintFlags) -> None:
     if flags.as_json:
         shared.print_json(_record(layout, theirs, ours))
     else:
-        bound = chunk_bound(Problem.of_config(asked, profile))
+        bound = chunk_bound(Problem.of_config(asked, profile)) if all(layout.counts) else None
         notes = _notes(layout, theirs, ours, bound) + _prediction_notes(layout, num_predictions)
         _print(layout, theirs, ours, list(steps.values()), notes)
     if theirs.fits is False:
@@ -201,7 +202,7 @@ def _fit(plan: Plan) -> str:
     return f"does not fit: {where} lacks {format_bytes(lack.bytes)}, headroom included"
 
 
-def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float) -> list[str]:
+def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float | None) -> list[str]:
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.reports.markup import duration
 
@@ -209,7 +210,7 @@ def _notes(layout: Layout, theirs: Plan, ours: Plan, bound: float) -> list[str]:
     if theirs.step_seconds and ours.step_seconds:
         change = _change(ours.step_seconds, theirs.step_seconds)
         times = f"{duration(theirs.step_seconds)}, ours {duration(ours.step_seconds)} ({change})"
-        notes.append(f"step: {times}; no cuts take less than {duration(bound)}")
+        notes.append(f"step: {times}" + ("" if bound is None else f"; no cuts take less than {duration(bound)}"))
     if theirs.peak_bytes and ours.peak_bytes:
         change = _change(ours.peak_bytes, theirs.peak_bytes)
         notes.append(

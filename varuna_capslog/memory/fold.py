@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.memory.cut_bytes import LinkBytes
-from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.segments import Treatment, treated
 from varuna_capslog.plans.parts import PlanStage, Units, with_memory
@@ -125,7 +124,7 @@ def fold(
 
     Raises CapslogError naming what the profile lacks; for split backwards it must tell the bytes of each half.
     """
-    ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, RANKS, run.recomputes)
+    ranges = profile if isinstance(profile, RangeBytes) else RangeBytes.of_ranks(profile, run.recomputes)
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "accelerator")
     direct = routes == "direct"
     step = StepActions.of(actions, stage_graph(stages, units, routes, ranges.edges if direct else None))
@@ -286,11 +285,13 @@ class _StageCalls:
         kept_whole = self._kept_whole(self.traffic.step.rows[self.rank])
         facts = [self.recomputes >= 0, self.offloads >= 0, kept_whole, self.weights >= 0]
         kinds = sum(fact.astype(np.int64) << place for place, fact in enumerate(facts))
-        layers = self.ranges, stage.layers, stage.memory or ()
-        return [
-            (np.flatnonzero(kinds == kind), treated(*layers, *(bool(kind >> place & 1) for place in range(len(facts)))))
-            for kind in np.unique(kinds).tolist()
-        ]
+        layers = stage.layers, stage.memory or ()
+
+        def treatment(kind: int) -> Treatment:
+            how = (bool(kind >> place & 1) for place in range(len(facts)))
+            return self.ranges.once((treated, *layers, kind), lambda: treated(self.ranges, *layers, *how))
+
+        return [(np.flatnonzero(kinds == kind), treatment(kind)) for kind in np.unique(kinds).tolist()]
 
     def _kept_whole(self, row: RankActions) -> NDArray[np.bool_]:
         """Return call -> True where it keeps its whole graph: `schedules.backwards_at_once`, in arrays."""

@@ -5,6 +5,7 @@ maximum over saved prefixes as in `composition`. Rows without `action_bytes` tel
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.composition import lasting, observed
 from varuna_capslog.memory.costs import Bytes
 from varuna_capslog.memory.cut_bytes import CutBytes, StageTensors
-from varuna_capslog.memory.inflight import check_halves, one_in_flight
+from varuna_capslog.memory.inflight import RANKS, check_halves, one_in_flight
 from varuna_capslog.profiles.conditions import MOMENTS, kept_copies
 from varuna_capslog.profiles.record import LEAST_MOMENT_BYTES, Observation, Profile
 
@@ -144,6 +145,10 @@ class BackwardWork(NamedTuple):
         return np.maximum(self.whole - elsewhere, self.later - still)
 
 
+MOVING = ("grain", "peaks")
+"""First words of the keys of `RangeBytes.once` whose results depend on where the moments wait."""
+
+
 class RangeBytes(CutBytes):
     """Bytes of one profile's layers, as a call of `grain` microbatches has them. model: the memory model that asks, for
     errors. recompute: prefer rows of a run with recomputation, where there is a choice. alone: see `CutBytes`. Raises
@@ -198,6 +203,15 @@ class RangeBytes(CutBytes):
         self.moments, self.moments_wait = MomentBytes(sizes, profile, self.gradients), False
         self._known: dict[tuple[object, ...], Any] = {}
 
+    @classmethod
+    def of_ranks(cls, profile: Profile, recompute: bool) -> RangeBytes:
+        """Return the bytes of a profile for ranks. Searches of one profile share them, and all that `once` holds."""
+        for ranges in tuple(_RECENT):
+            if ranges._profile is profile and ranges._recompute == recompute:
+                return ranges
+        _RECENT.append(ranges := cls(profile, RANKS, recompute))
+        return ranges
+
     def of_stage(self, layers: Collection[int]) -> RangeBytes:
         """Return the bytes of the same layers in a stage of these layers with direct routes."""
         alone = StageTensors.of(self.tensors, layers, self.num_layers)
@@ -211,7 +225,8 @@ class RangeBytes(CutBytes):
     def with_waiting_moments(self) -> RangeBytes:
         """Return the bytes of the same layers where all moments wait in the host tier."""
         ranges = copy.copy(self)
-        ranges.moments_wait, ranges._known = True, {key: fact for key, fact in self._known.items() if key[0] != "grain"}
+        ranges.moments_wait = True
+        ranges._known = {key: known for key, known in self._known.items() if key[0] not in MOVING}
         return ranges
 
     def _like(self, ranges: RangeBytes) -> RangeBytes:
@@ -424,7 +439,9 @@ class RangeBytes(CutBytes):
         return max(sum(int(self.gradients[layer]) for layer in layers) + besides, waiting)
 
     def once(self, key: tuple[object, ...], make: Callable[[], Known]) -> Known:
-        """Return the result of `make`, computed once; valid wherever the moments wait, unless the key is "grain"."""
+        """Return the result of `make`, computed once; valid wherever the moments wait, unless the key begins with a
+        word of `MOVING`.
+        """
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -476,6 +493,10 @@ class RangeBytes(CutBytes):
     def _with_seeds(self, rows: Sequence[Observation]) -> Bytes:
         end = np.array([row.layers[1] for row in rows], dtype=np.int64)
         return self._graph(rows) + np.where(end == self.num_layers, 0, np.array(self.gradient)[end])
+
+
+_RECENT: deque[RangeBytes] = deque(maxlen=4)
+"""Of the last profiles that were searched. They hold their profiles, whose identity so stays theirs."""
 
 
 def _column(rows: Sequence[Observation], name: str) -> Bytes:

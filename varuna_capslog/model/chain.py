@@ -191,6 +191,12 @@ class Chain:
             *properties.get("joined", [])
         ]
 
+    @property
+    def joined_parts(self) -> dict[str, list[str]]:
+        """Names of layers that hold several parts -> the others of these, which no cut may part."""
+        parts: dict[str, list[str]] = getattr(self.layers[-1].module, "meta", {}).get("parts", {})
+        return parts
+
     def check_unchanged(self) -> None:
         """Raise CapslogError where the captured model has other attributes or submodules now, unknown to its layers."""
         state = self._captured.value

@@ -11,7 +11,7 @@ import re
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ def model(
     if trains:
         _keep_no_cache(made)
     inputs = _example(path, made, sequence, trains) if example else {}
+    made.not_parted = _not_parted(made)
     if predicts and trains and lora is None:
         return with_predictions(made), inputs
     constants = {"logits_to_keep": 1} if not trains and "logits_to_keep" in _names(made) else {}
@@ -116,6 +117,33 @@ def _keep_no_cache(model: nn.Module) -> None:
         config: Any = getattr(part, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
+
+
+def _not_parted(model: nn.Module) -> dict[str, str]:
+    """Map modules that every system which splits such models keeps with the part before them -> why, by rules of the
+    config: decoder blocks that attend to places which the block before has chosen (`indexer_types`), those whose router
+    reads the token ids (`mlp_layer_types`), and the first ones, and the tower, where a tower adds its features to them.
+    """
+    config: Any = model.config
+    text, tower = config.get_text_config(), getattr(config, "vision_config", None)
+    parts, count = dict(model.named_modules()), getattr(text, "num_hidden_layers", 0)
+    lists = (path for path, part in parts.items() if isinstance(part, nn.ModuleList) and len(part) == count)
+    blocks = next((path for path in lists if path.endswith("layers")), None)
+    if blocks is None:
+        return {}
+    kinds = enumerate(getattr(text, "indexer_types", None) or ())
+    chosen = [number for number, kind in kinds if kind == "shared"]
+    routers = enumerate(getattr(text, "mlp_layer_types", None) or ())
+    hashed = range(max((number + 1 for number, kind in routers if kind == "hash_moe"), default=0))
+    features = range(len(getattr(tower, "deepstack_visual_indexes", None) or ()))
+    rules: list[tuple[Sequence[int], str]] = [
+        (features, "since a tower adds its features to them (deepstack_visual_indexes)"),
+        (hashed, "since routers read the token ids (mlp_layer_types)"),
+        (chosen, "which attends to places that its first block has chosen (indexer_types)"),
+    ]
+    whys = {f"{blocks}.{number}": why for numbers, why in rules for number in numbers}
+    towers = tuple(f"{path}." for path, part in parts.items() if features and getattr(part, "config", None) is tower)
+    return whys | {path: rules[0][1] for path in parts if path.startswith(towers)}
 
 
 def _add_adapters(model: nn.Module, rank: int, base: str | None) -> None:

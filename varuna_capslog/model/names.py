@@ -7,8 +7,8 @@ only `names_of` reads a chain.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class ModelNames:
     layers: in order.
     shared: (name of a parameter, indices of the layers that use it) for each that several layers use.
     held: modules and tensors of the model per layer; None where only the layers' names are known, as in a profile.
+    joined: layers that hold several parts -> the others of these, where `held` is None.
     lists: the ModuleLists and ModuleDicts of the model; other modules with numbers as names are Sequentials.
     copied: modules without parameters whose results several layers read, such as rotary position embeddings. Systems
         that split a model by its modules give each stage a copy.
@@ -51,6 +52,7 @@ class ModelNames:
     lists: frozenset[str] = frozenset()
     copied: frozenset[str] = frozenset()
     tokens: bool | None = None
+    joined: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def predictions(self) -> tuple[int, ...]:

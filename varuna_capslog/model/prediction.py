@@ -73,6 +73,8 @@ class PredictingModel(nn.Module):
             setattr(self, name, _Prediction(self.model, number, self.config.get_text_config().hidden_size))
         self.head = _Head(made)
         self.more_cut_points = [*self._predictions, "head"]
+        why = "since one stage has all layers for multi-token prediction"
+        self.not_parted = {**getattr(made, "not_parted", {}), **dict.fromkeys(self._predictions[1:], why)}
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return {"loss": ...} of token ids and labels, both (samples, tokens)."""

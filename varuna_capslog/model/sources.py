@@ -40,7 +40,7 @@ def module_settings(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield a module's plain attributes as text; an address in the text is removed."""
     for key, value in sorted(vars(module).items()):
         if key == "meta" and isinstance(value, dict):  # in which classes outputs are returned is no work
-            left_out = ("result", "whole", "joined", "left", "python")
+            left_out = ("result", "whole", "joined", "parts", "left", "python")
             value = {name: setting for name, setting in value.items() if name not in left_out}
         if not key.startswith("_") and not isinstance(value, nn.Module | Tensor):
             yield key, _ADDRESS.sub("", repr(value))

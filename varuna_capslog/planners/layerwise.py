@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from varuna_capslog.memory.costs import NEVER
 from varuna_capslog.memory.fold import fold
-from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
@@ -104,7 +103,7 @@ class Layerwise:
         CapslogError naming the seconds, bytes or runs that the profile lacks.
         """
         link = link or Link()
-        seconds, ranges = LayerSeconds.of_profile(profile, link), RangeBytes(profile, RANKS, run.recomputes)
+        seconds, ranges = LayerSeconds.of_profile(profile, link), RangeBytes.of_ranks(profile, run.recomputes)
         layers = range(profile.num_layers)
         beside = link.copies_beside
         if beside is None:  # on a CPU a copy takes its rank's core, as in `planning/simulation`
@@ -128,7 +127,7 @@ class Layerwise:
             [ranges.moved(at, at + 1) if has_tier else 0 for at in layers],
             in_flight_limits(run.schedule, devices, run.microbatches, run.k),
             [NEVER] * devices if usable is None else list(usable),
-            functools.cache(_Peaks(ranges, run, devices)),
+            _peaks(ranges, run, devices),
             functools.cache(functools.partial(_once, ranges)),
             seconds.transfer.tolist(),
             crossing,
@@ -148,7 +147,7 @@ class Layerwise:
         return replace(
             self,
             in_flight=in_flight_limits(schedule, self.stages, run.microbatches, run.k),
-            peak=functools.cache(_Peaks(self.question.ranges, run, self.stages)),
+            peak=_peaks(self.question.ranges, run, self.stages),
             question=replace(self.question, run=run),
         )
 
@@ -158,7 +157,7 @@ class Layerwise:
         ranges = self.question.ranges.with_waiting_moments()
         return replace(
             self,
-            peak=functools.cache(_Peaks(ranges, self.question.run, self.stages)),
+            peak=_peaks(ranges, self.question.run, self.stages),
             once=functools.cache(functools.partial(_once, ranges)),
             question=replace(self.question, ranges=ranges),
         )
@@ -222,6 +221,11 @@ class Layerwise:
                 fits = middle
         intervals, cost = candidates[fits]
         return StageChoice(first, end, intervals, seconds + cost, 0)
+
+
+def _peaks(ranges: RangeBytes, run: RunShape, devices: int) -> Callable[[int, int, int, Intervals], int]:
+    """Return `Layerwise.peak`, whose answers serve every search with these bytes: they do not depend on capacities."""
+    return ranges.once(("peaks", run, devices), lambda: functools.cache(_Peaks(ranges, run, devices)))
 
 
 class _Peaks:

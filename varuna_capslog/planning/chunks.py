@@ -20,6 +20,7 @@ from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import Known, judged
 from varuna_capslog.plans.parts import PlanRank, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
+from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 
 __all__ = ["chunk_bound", "fastest_chunks", "plan_of_rounds"]
 
@@ -27,6 +28,9 @@ _ALL_LISTS = 1000
 """Up to this number of cut lists, all are played."""
 _ACTIONS = 300_000
 """Forwards in all plays of a search, which takes less than 10 s."""
+
+_OF_HALVES = ("zb-h1", AUTO_SCHEDULE)
+"""Schedules in which a device may make a part of its backwards behind those of the devices before it."""
 
 _BISECTIONS = 30
 """Of the longest stage of a round."""
@@ -36,9 +40,41 @@ _Value = tuple[int, float, int]
 
 
 def chunk_bound(problem: Problem) -> float:
-    """Return seconds that no step of a pipeline of whole layers undercuts, however its stages go round the devices."""
-    slowest = max(_layer_seconds(problem, False)) / max(problem.speeds or (1.0,))
-    return max(problem.even_share_seconds, problem.share.microbatches * slowest)
+    """Return seconds that no step undercuts whose stages of whole layers go round the devices as the problem says.
+
+    A device is idle until the stages before its first one have made a forward, and behind its last backward until they
+    have made theirs: at least as many layers as there are such stages. Between, it works for all microbatches, the
+    device of each layer also for a layer of each of its other stages.
+    """
+    layers, speeds = _layer_seconds(problem, False), problem.speeds or (1.0,) * problem.width
+    placement, microbatches, fastest = problem.placement, problem.share.microbatches, max(speeds)
+    halved = problem.run.schedule in _OF_HALVES
+    idle = [
+        _smallest(problem.profile.column("forward_seconds") if halved else layers, count) / fastest
+        for count in range(problem.width)
+    ]
+    waits = sum(speed * seconds for speed, seconds in zip(speeds, idle, strict=True))
+    bounds = [(microbatches * sum(layers) + waits) / sum(speeds)]
+    for number, seconds in enumerate(layers):
+        others = layers[:number] + layers[number + 1 :]
+        ranks = _ranks_of(number, len(layers), placement)
+        bounds.append(
+            min(
+                idle[rank] + microbatches * (seconds + _smallest(others, placement.count(rank) - 1)) / speeds[rank]
+                for rank in ranks
+            )
+        )
+    return max(bounds)
+
+
+def _smallest(seconds: Sequence[float | None], count: int) -> float:
+    return sum(sorted(row or 0.0 for row in seconds)[:count])
+
+
+def _ranks_of(layer: int, num_layers: int, placement: Sequence[int]) -> set[int]:
+    """Devices that may hold a layer, where every stage holds one or more."""
+    stages = len(placement)
+    return set(placement[max(0, stages - (num_layers - layer)) : min(layer, stages - 1) + 1])
 
 
 def plan_of_rounds(problem: Problem, cuts: Sequence[int], placement: Sequence[int] | None = None) -> Plan:

@@ -5,18 +5,21 @@ Imports no torch. `planning/export` writes the same forms; the rules are those t
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.layer_counts import block_pattern, blocks_of_layers
 
-__all__ = ["SYSTEMS", "Layout", "count_blocks", "layout_cuts", "read_layout"]
+__all__ = ["SYSTEMS", "Layout", "count_blocks", "layout_cuts", "parted", "read_layout"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,23 @@ def count_blocks(names: ModelNames, pattern: str | None = None) -> int:
     return 1 + max(number for numbers in blocks for number in numbers)
 
 
+def parted(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[str]:
+    """Return a sentence for each border of stages that lies within a layer of the model here."""
+    blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
+    layer_of = {number: layer for layer, numbers in enumerate(blocks) for number in numbers}
+    faults = []
+    for stage in range(1, len(layout.counts)):
+        first = sum(layout.counts[:stage])
+        layer = 0 if first == 0 else layer_of[first - 1]
+        if layer_of.get(first) == layer:
+            held = "the embedding and its blocks" if layer == 0 else f"blocks {blocks[layer][0]} to {blocks[layer][-1]}"
+            faults.append(
+                f"stage {stage} begins with block {first}, but {held} are one layer, {names.layers[layer]!r}, which "
+                "cannot be parted (capslog profile says why, --cut-points parts what a model allows)"
+            )
+    return faults
+
+
 def layout_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[int]:
     """Return the first layer of each stage of a layout without faults; that of the next stage for one without layers.
 
@@ -102,13 +122,20 @@ _Parts = tuple[list[int], tuple[int, ...], list[str]]
 
 _PIECE = re.compile(r"\((?P<group>[^()]*)\)(?:\*(?P<times>\d+))?|(?P<letter>[EtmL|])(?:\*(?P<count>\d+))?|[,\s]")
 _LAYOUT = r"""[EtmL|()*\d,\s]*t[EtmL|()*\d,\s]*"""
+_LISTS = r"""\[\s*\[\s*["'](?:embedding|decoder|mtp|loss)["']"""
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _NUMBERS = r"\s*\d+\s*(?:,\s*\d+\s*)*"
 
 
 def _megatron(text: str, num_blocks: int, ranks: int) -> _Parts:
-    """Layout string: stages split by |; E, t, m and L, `x*n` and `(...)*n`; commas mean nothing."""
+    """Layout string: stages split by |; E, t, m and L, `x*n` and `(...)*n`; commas mean nothing. Or Python's lists."""
     named = re.search(rf"""pipeline[-_]model[-_]parallel[-_]layout["']?[\s=:]+["']?({_LAYOUT})""", text)
-    stages = _expanded(named[1] if named else text.strip().strip("\"'")).split("|")
+    lists = re.search(_LISTS, text)
+    stages = (
+        _lists_as_letters(text[lists.start() :])
+        if lists
+        else _expanded(named[1] if named else text.strip().strip("\"'")).split("|")
+    )
     flat, faults = "".join(stages), []
     if stages[0][:1] != "E" or flat.count("E") != 1:
         faults.append("it does not begin with one E, the embedding")
@@ -139,6 +166,36 @@ def _expanded(layout: str) -> str:
             "repeated as t*3 or (tt|)*2"
         )
     return letters
+
+
+def _lists_as_letters(text: str) -> list[str]:
+    """Return the letters of each stage of a list of lists at the text's begin, such as [["embedding"], ["decoder"] * 2
+    + ["loss"]].
+    """
+    depths = itertools.accumulate((letter == "[") - (letter == "]") for letter in text)
+    end = next((place + 1 for place, depth in enumerate(depths) if depth == 0), len(text))
+    try:
+        stages = _value(ast.parse(text[:end], mode="eval").body)
+        return ["".join(_LETTERS[word] for word in stage) for stage in stages]
+    except (SyntaxError, KeyError, TypeError) as error:
+        raise CapslogError(
+            f"the layout {text[:end][:60]!r} cannot be read ({error}); Megatron's lists hold, for each stage, "
+            f"{', '.join(_LETTERS)}"
+        ) from None
+
+
+def _value(node: ast.expr) -> Any:
+    """Return the value of lists, strings and numbers, added or repeated."""
+    match node:
+        case ast.Constant(value=str() | int() as constant):
+            return constant
+        case ast.List(elts=parts):
+            return [_value(part) for part in parts]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left=ast.List() as left, op=ast.Mult(), right=ast.Constant(value=int() as n)) if n < 1000:
+            return _value(left) * n
+    raise TypeError(f"{ast.unparse(node)!r} is no list, no name, no sum, and no product of a list with less than 1000")
 
 
 def _numbers(text: str, num_blocks: int, ranks: int) -> _Parts:
@@ -235,6 +292,7 @@ _MARKS = (
     (r"pp_layer_partition", "vllm-ascend"),
     (r"SGLANG_PP_LAYER_PARTITION", "sglang"),
     (r"VLLM_PP_LAYER_PARTITION", "vllm"),
+    (_LISTS, "megatron"),
     (r"\[\s*\[\s*[\"']", "torchtitan"),
     (r"pipeline[-_]model[-_]parallel[-_]layout", "megatron"),
     (rf"^\[?{_NUMBERS}\]?\s*$", "vllm"),

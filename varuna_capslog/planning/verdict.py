@@ -276,7 +276,7 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape, known: Known | None =
     shape = dataclasses.replace(run, schedule=name, num_microbatches=units.per_step, num_blocks=units.blocks or 1)
     known = {} if known is None else known
     if shape.recomputes not in known:
-        known[shape.recomputes] = RangeBytes(profile, RANKS, shape.recomputes)  # says first what the profile lacks
+        known[shape.recomputes] = RangeBytes.of_ranks(profile, shape.recomputes)  # says first what the profile lacks
     ranges = known[shape.recomputes]
     return fold(ranges, plan.stages, units, _actions(profile, plan, units, shape), shape, plan.routes)
 

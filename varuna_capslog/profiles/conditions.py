@@ -13,6 +13,7 @@ from varuna_capslog.schedules.shape import STAGE_INPUTS
 __all__ = [
     "CACHE_BYTES",
     "JOINED",
+    "JOINED_PARTS",
     "KEPT_WHOLE",
     "LAST_HOLDS",
     "MOMENTS",
@@ -36,6 +37,9 @@ JOINED = "joined_variants"
 
 KEPT_WHOLE = "kept_whole"
 """Condition: the parts of a captured model that run as a whole, as Python, or are one layer, and the reasons."""
+
+JOINED_PARTS = "joined_parts"
+"""Condition: layers that hold several parts -> the others of these, which no cut may part."""
 
 LAST_HOLDS = "last_layer"
 """Condition: all modules of the last layer, which is called after the first of them."""
@@ -96,6 +100,12 @@ def _texts(value: Any, name: str) -> list[str]:
     return [fields.text(text, f"{name}[{i}]") for i, text in enumerate(fields.listed(value, name))]
 
 
+def _parts(value: Any, name: str) -> dict[str, list[str]]:
+    if not isinstance(value, Mapping):
+        raise CapslogError(f"{name} must be an object that maps names of layers to lists of names")
+    return {layer: _texts(parts, f"{name}.{layer}") for layer, parts in value.items()}
+
+
 def _sizes(value: Any, name: str) -> list[int]:
     return [fields.whole(size, f"{name}[{i}]") for i, size in enumerate(fields.listed(value, name))]
 
@@ -106,6 +116,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "headroom": _headroom,
     "limits": _texts,
     JOINED: _texts,
+    JOINED_PARTS: _parts,
     KEPT_WHOLE: _texts,
     LAST_HOLDS: _texts,
     MOMENTS: fields.text,

@@ -20,7 +20,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.layer import low_bytes
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan, read_plan
-from varuna_capslog.profiles.conditions import KEPT_WHOLE, LAST_HOLDS
+from varuna_capslog.profiles.conditions import JOINED_PARTS, KEPT_WHOLE, LAST_HOLDS
 from varuna_capslog.profiles.record import (
     ActionBytes,
     Observation,
@@ -207,7 +207,9 @@ def profile_of(
         - low_bytes(layer.module, weights)[1]
         for layer in chain.layers
     ]
-    more_conditions = {KEPT_WHOLE: list(chain.kept_whole)} if chain.kept_whole else {}
+    more_conditions: dict[str, Any] = {KEPT_WHOLE: list(chain.kept_whole)} if chain.kept_whole else {}
+    if chain.joined_parts:
+        more_conditions[JOINED_PARTS] = chain.joined_parts
     if len(holds := _modules_of_last(chain)) > 1:
         more_conditions[LAST_HOLDS] = holds
     return Profile(

@@ -147,8 +147,9 @@ class StageEstimator:
         from varuna_capslog.config.reading import dump_config  # imports pydantic, which costs of workloads do without
 
         memo, conditions = memo or Memo(), conditions_of_run(config, {})
-        # the planner and the capacity do not change the costs of a stage
-        anyhow = {"planner": "", "schedule": "varuna", "capacity": None, "search_seconds": None}
+        # the planner, the capacity and the cuts do not change the costs of a stage
+        anyhow: dict[str, Any] = {"planner": "", "schedule": "varuna", "capacity": None, "search_seconds": None}
+        anyhow |= {"cuts": None, "stages_per_rank": 1}
         pipeline = config.pipeline.model_copy(update=anyhow)
         text = dump_config(config.model_copy(update={"pipeline": pipeline})) + repr(conditions)
         if text in memo.estimators:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
@@ -23,7 +23,7 @@ from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.varuna_plugin.install import find_varuna, silent
 from varuna_capslog.varuna_plugin.options import CUTS_VARIABLE, Search, parse_cuts
 
-__all__ = ["main"]
+__all__ = ["main", "split_arguments", "watch"]
 
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -40,19 +40,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 when every process ended with 0; else the status of the process that failed (not of those that only lost it),
         128 + n when signal n ended it; 2 for a mistake on the command line, 3 when nothing keeps within the capacity.
     """
-    command_arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _launch(*split_arguments(sys.argv[1:] if arguments is None else arguments))
+    except CapslogError as error:
+        sys.stderr.write(f"launch: {error}\n")
+        return error.exit_status
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], Namespace]:
+    """Return Varuna's arguments, with the script and its own, and the plugin's options."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--cuts")
     parser.add_argument("--profile")
     parser.add_argument("--planner", default="exact")
     parser.add_argument("--capacity")
-    ours, launcher_arguments = parser.parse_known_args(_options(command_arguments))
-    launcher_arguments += command_arguments[len(_options(command_arguments)) :]
-    try:
-        return _launch(launcher_arguments, ours)
-    except CapslogError as error:
-        sys.stderr.write(f"launch: {error}\n")
-        return error.exit_status
+    options = _options(list(arguments))
+    ours, varuna_arguments = parser.parse_known_args(options)
+    return [*varuna_arguments, *arguments[len(options) :]], ours
 
 
 def _options(arguments: list[str]) -> list[str]:
@@ -119,7 +123,12 @@ def _launch(arguments: list[str], ours: Namespace) -> int:
         )
         for rank in ranks
     ]
-    return _watch(jobs, list(ranks), args.code_dir)
+
+    def start(workers: list[subprocess.Popen[bytes]]) -> None:
+        for command, variables in jobs:
+            workers.append(subprocess.Popen(command, env=variables, cwd=args.code_dir))
+
+    return watch(start, lambda index: f"rank {list(ranks)[index]}")
 
 
 def _parsed(launcher: Any, arguments: list[str]) -> Any:
@@ -132,8 +141,12 @@ def _parsed(launcher: Any, arguments: list[str]) -> Any:
         sys.argv = before
 
 
-def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folder: str | None) -> int:
-    """Start every job, wait, and end the others when one fails. SIGINT, SIGTERM and Varuna's SIGUSR1 are passed on."""
+def watch(start: Callable[[list[subprocess.Popen[bytes]]], None], name: Callable[[int], str]) -> int:
+    """Start processes, wait, and end the others when one fails. SIGINT, SIGTERM and Varuna's SIGUSR1 are passed on.
+
+    start: adds each process to the list that it is called with. name: of a process by its place in that list.
+    Returns the status of the process that failed, as `main` does.
+    """
     workers: list[subprocess.Popen[bytes]] = []
     heard: list[int] = []  # of the first two
 
@@ -146,8 +159,7 @@ def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folde
 
     try:
         with heard_signals((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), pass_on):
-            for command, environment in jobs:
-                workers.append(subprocess.Popen(command, env=environment, cwd=folder))
+            start(workers)
             while True:
                 states = [worker.poll() for worker in workers]
                 failed = next((index for index, state in enumerate(states) if state), None)
@@ -157,7 +169,7 @@ def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folde
                     failed = _cause([worker.poll() for worker in workers])
                     status = int(workers[failed].returncode)
                     how = f"signal {-status}" if status < 0 else f"status {status}"
-                    sys.stderr.write(f"launch: rank {ranks[failed]} ended with {how}; the others are stopped\n")
+                    sys.stderr.write(f"launch: {name(failed)} ended with {how}; the others are stopped\n")
                     return 128 - status if status < 0 else status
                 if all(state is not None for state in states):
                     return 128 + heard[0] if heard else 0

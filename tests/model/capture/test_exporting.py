@@ -124,7 +124,7 @@ def engine_step(chain: Chain, recompute: bool) -> tuple[float, dict[str, Tensor]
 @pytest.mark.parametrize("name", hostile.RIGHT)
 def test_a_step_of_the_engine_draws_by_its_seeds(name: str) -> None:
     """The step also covers layers that run again, in any state of the process's generators, which stay unchanged."""
-    chain = Chain.from_module(made(hostile.RIGHT[name]), None, (BATCHES[0],))
+    chain = Chain.from_module(made(hostile.RIGHT[name]), None, (BATCHES[0],), evaluates=False)
     random.seed(1)
     states = random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
     losses = [engine_step(copy.deepcopy(chain), recompute) for recompute in (True, False)]
@@ -138,7 +138,7 @@ def test_a_step_of_the_engine_draws_by_its_seeds(name: str) -> None:
 def test_a_step_of_a_whole_model_is_the_models_own_with_the_same_seeds(name: str) -> None:
     model = made(hostile.RIGHT[name])
     plain = copy.deepcopy(model)
-    total, gradients = engine_step(Chain.from_module(model, None, (BATCHES[0],)), recompute=True)
+    total, gradients = engine_step(Chain.from_module(model, None, (BATCHES[0],), evaluates=False), recompute=True)
     losses = []
     for microbatch, x in enumerate(BATCHES):
         seed(plain, mix(0, after=mixed(5, 1, microbatch)))
@@ -174,7 +174,7 @@ def test_a_capture_leaves_nothing_behind(name: str) -> None:
     draws = random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
     for compares in (True, False):
         try:
-            Chain.from_module(model, None, (BATCHES[0],), compares=compares)
+            Chain.from_module(model, None, (BATCHES[0],), evaluates=compares, compares=compares)
         except CapslogError:
             assert name in hostile.REFUSED
         assert state.changes() == []
@@ -192,7 +192,9 @@ def test_a_capture_leaves_nothing_behind(name: str) -> None:
 def test_without_weights_the_same_modules_stay_python(name: str) -> None:
     """The capture then knows, as in planning, only the reads and draws that it notices."""
     model = made(hostile.RIGHT[name])
-    chains = [Chain.from_module(variant, None, (BATCHES[0],)) for variant in (model, hollow_copy(model))]
+    chains = [
+        Chain.from_module(variant, None, (BATCHES[0],), evaluates=False) for variant in (model, hollow_copy(model))
+    ]
     assert [layer.name for layer in chains[0].layers] == [layer.name for layer in chains[1].layers]
     specs = [ShapeTable(chain).boundaries({chain.inputs[0]: TensorSpec((4, 8))}) for chain in chains]
     assert specs[0] == specs[1]
@@ -201,7 +203,7 @@ def test_without_weights_the_same_modules_stay_python(name: str) -> None:
 def test_what_carries_a_gradient_does_not_depend_on_a_draw() -> None:
     """A skipped block passes on a tensor without a gradient; stages before it were then never trained."""
     for kind in (hostile.DroppingBlocks, hostile.DroppingSequential):
-        chain = Chain.from_module(made(kind), None, (BATCHES[0],))
+        chain = Chain.from_module(made(kind), None, (BATCHES[0],), evaluates=False)
         for high in (True, False):
             with crafted_draws(high):
                 table = ShapeTable(chain).boundaries({chain.inputs[0]: TensorSpec((4, 8))})

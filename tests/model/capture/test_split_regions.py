@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tests.model import unusual
 from tests.model.unusual import WIDTH, Blocks, Case, NormBlock, assert_close, engine_step, examples, made, plain_step
+from varuna_capslog.model.capture import export
 from varuna_capslog.model.chain import Chain
 
 
@@ -94,3 +95,35 @@ def test_a_batch_norm_under_autocast_of_the_model_keeps_it_whole() -> None:
     (why,) = chain.kept_whole
     assert "its code calls a batch norm under autocast (test_split_regions.py:" in why
     assert_close(engine_step(chain, examples(case), True)[1], plain_step(made(case), examples(case))[1], 0.0)
+
+
+class Changing(nn.Module):
+    """Linear layers with a function in place after each."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu_()
+        return x
+
+
+def test_the_work_for_functions_in_place_grows_with_the_layers_and_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted, storage_key = 0, export.storage_key
+
+    def counting(node: fx.Node) -> int | fx.Node:
+        nonlocal counted
+        counted += 1
+        return storage_key(node)
+
+    monkeypatch.setattr(export, "storage_key", counting)
+    counts = []
+    for depth in (8, 32):
+        counted = 0
+        Chain.from_module(Changing(depth), [f"layers.{layer}" for layer in range(1, depth)], {"x": torch.ones(2, 4)})
+        counts.append(counted)
+    assert 0 < counts[1] <= 5 * counts[0]

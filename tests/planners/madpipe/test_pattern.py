@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.planners.madpipe.chains import draw_chain, every_allocation, fits
+from tests.sweeps import some
 from varuna_capslog.planners.madpipe.allocation import Allocation, ChainCosts, best_allocation
 from varuna_capslog.planners.madpipe.pattern import Operation, Pattern, periodic_pattern
 
@@ -57,7 +58,7 @@ def check(costs: ChainCosts, allocation: Allocation, pattern: Pattern) -> None:
 
 def test_patterns_of_drawn_allocations_are_valid_and_no_shorter_than_their_loads() -> None:
     dice, checked = random.Random(1), 0
-    for _ in range(50):
+    for _ in some(range(50), 28):
         layers, devices = dice.randrange(2, 9), dice.randrange(2, 5)
         costs = draw_chain(dice, layers, devices)
         parts = dice.choice(list(every_allocation(layers, devices - 1)))
@@ -69,7 +70,7 @@ def test_patterns_of_drawn_allocations_are_valid_and_no_shorter_than_their_loads
                 assert pattern.proven
                 assert pattern.period >= allocation.load(costs) * (1 - 1e-6)
                 check(costs, allocation, pattern)
-    assert checked > 25
+    assert checked > 10
 
 
 def test_contiguous_stages_have_the_period_of_1f1b_star() -> None:
@@ -119,7 +120,7 @@ def test_no_choice_of_whole_starts_gives_a_shorter_period(monkeypatch: pytest.Mo
     """Three stages, the first and the last on the same processor; memory is so small that some must wait."""
     monkeypatch.setattr("tests.planners.madpipe.test_pattern.PERIODS", 6)
     dice, longer, compared = random.Random(6), 0, 0
-    for _ in range(16):
+    for _ in some(range(16), 8):
         seconds = [float(dice.randrange(1, 3)) for _ in range(3)]
         saved = tuple(float(dice.randrange(1, 4)) for _ in range(3))
         costs = ChainCosts(
@@ -136,8 +137,8 @@ def test_no_choice_of_whole_starts_gives_a_shorter_period(monkeypatch: pytest.Mo
         assert pattern.period == pytest.approx(whole_period, rel=2e-4)
         compared += 1
         longer += pattern.period > allocation.load(costs) * 1.01
-    assert compared > 6
-    assert longer > 1
+    assert compared > 3
+    assert longer > 0
 
 
 def test_the_solver_writes_nothing_to_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.memory.machine import Model, profile_of
 from tests.planners.madpipe.chains import every_allocation
 from tests.planning.asking import plan
+from tests.sweeps import some
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.madpipe.allocation import Allocation, ChainCosts
@@ -61,8 +62,8 @@ def test_a_rank_comes_back_where_no_cuts_are_even() -> None:
 
 
 def test_its_ranks_hold_what_the_fold_finds_within_their_capacity() -> None:
-    dice, fitting, coming_back = random.Random(2), 0, 0
-    for seed in range(8):
+    dice, seeds, fitting, coming_back = random.Random(2), some(range(8), 4), 0, 0
+    for seed in seeds:
         profile = timed([dice.uniform(0.5, 3.0) for _ in range(7)], seed)
         free = plan(profile, 3, "madpipe", run=RUN, link=LINK)
         assert free.peak_bytes is not None
@@ -74,8 +75,8 @@ def test_its_ranks_hold_what_the_fold_finds_within_their_capacity() -> None:
         if not limited.fits:
             assert limited.shortfall is not None
             assert "does not fit: rank" in limited.notes[0]
-    assert fitting > 4
-    assert coming_back > 2
+    assert fitting > len(seeds) // 2
+    assert coming_back > len(seeds) // 4
 
 
 def test_where_the_fold_finds_more_than_the_chain_the_stages_hold_less(monkeypatch: pytest.MonkeyPatch) -> None:

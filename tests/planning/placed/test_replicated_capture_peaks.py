@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import pytest
+from torch import nn
 
+import varuna_capslog as capslog
 from tests.memory.machine import Model, profile_of
 from tests.planners.replicas.test_capture import every_placement
 from tests.planning.asking import plan
@@ -40,18 +45,54 @@ def peak_of(profile: Profile, answer: Plan, run: RunShape, known: Known | None =
     return max(rank.peak_bytes for rank in fold_plan(profile, answer, run, known))
 
 
-def every_peak(profile: Profile, devices: int, node: int, run: RunShape) -> dict[tuple[object, int], int]:
-    """Return the peak of every placement with every number of blocks."""
+def every_peak(
+    profile: Profile, devices: int, node: int, run: RunShape, parts: int = 0
+) -> dict[tuple[object, int], int]:
+    """Return the peak of every placement with every number of blocks. parts: of every split layer of the profile, which
+    the devices of a stage may then also share; the key then has the devices of each shared stage.
+    """
     frame = frame_of(Problem.of(profile, devices, None, run, Link(node_devices=node)), run, "capture", "relay")
     peaks, known = dict[tuple[object, int], int](), Known()
     for placed in every_placement(profile.num_layers, devices // node, node):
-        stages = [ReplicatedStage(tuple(range(first, end)), degree) for first, end, degree in placed]
-        most, microbatches = max(degree for *_, degree in placed), run.microbatches
-        counts = [count for count in range(most, microbatches + 1) if microbatches % count == 0] if most > 1 else [1]
-        for blocks in counts:
-            candidate = plan_of_stages(frame, stages, blocks, profile.known_edges)
-            peaks[tuple(placed), blocks] = peak_of(profile, candidate, run, known)
+        for stages in itertools.product(*(ways(profile, *stage, parts) for stage in placed)):
+            most, microbatches = max(stage.replicas for stage in stages), run.microbatches
+            counts = [count for count in range(most, microbatches + 1) if microbatches % count == 0]
+            routed = dataclasses.replace(frame, routes="direct" if any(stage.devices for stage in stages) else "relay")
+            for blocks in counts if most > 1 else [1]:
+                candidate = plan_of_stages(routed, stages, blocks, profile.known_edges)
+                peaks[key_of(stages), blocks] = peak_of(profile, candidate, run, known)
     return peaks
+
+
+def key_of(stages: Iterable[ReplicatedStage]) -> object:
+    return tuple((stage.layers[0], stage.layers[-1] + 1, stage.replicas, stage.devices) for stage in stages)
+
+
+def ways(profile: Profile, first: int, end: int, degree: int, parts: int) -> Iterator[ReplicatedStage]:
+    """Yield the stage on replicas, and on devices that share the parts of its layers, known by their names."""
+    layers = tuple(range(first, end))
+    yield ReplicatedStage(layers, degree)
+    words = [layer.name.rpartition(".") for layer in profile.layers[first:end]]
+    numbers = [int(last) if before and last.isdecimal() else None for before, _, last in words]
+    whole = all(
+        count == parts for count in Counter(word[0] for word in words if word[0] and word[2].isdecimal()).values()
+    )
+    if degree > 1 and parts and parts % degree == 0 and whole and any(numbers):
+        yield ReplicatedStage(layers, 1, tuple((number or 0) * degree // parts for number in numbers))
+
+
+def split_question(seed: int, parts: int) -> tuple[Profile, int, int, RunShape]:
+    """Draw one or two pairs of linear maps of which each is split, perhaps with a whole layer, and a run."""
+    draw = random.Random(seed)
+    width, wide = draw.choice([8, 32]), [draw.choice([32, 256, 2048]) for _ in range(draw.choice([1, 2]))]
+    layers: list[nn.Module] = [nn.Sequential(nn.Linear(width, w), nn.GELU(), nn.Linear(w, width)) for w in wide]
+    layers += [nn.Linear(width, width)] * (draw.random() < 0.5)
+    settings = {"splits": {f"[0-{len(wide) - 1}]": f"tensor-{parts}"}, "numerics": "close"}
+    samples, cuts = draw.choice([1, 16]), [str(number) for number in range(1, len(layers))]
+    inputs, device = f"x=float32[{samples},{width}]", draw.choice(["cpu", "cuda:a100-80gb"])
+    profile = capslog.estimate(nn.Sequential(*layers), inputs, device=device, cut_points=cuts, settings=settings)
+    devices = draw.choice([2, 4])
+    return profile, devices, draw.choice([2, devices]), RunShape(4, "1f1b", False, microbatch_size=samples)
 
 
 @pytest.mark.parametrize("seed", [34, 2, 48, 53])
@@ -62,9 +103,28 @@ def test_no_placement_has_a_smaller_peak_by_the_fold(seed: int) -> None:
     answer = plan(profile, devices, "capture", run=run, link=Link(node_devices=node))
     assert peak_of(profile, answer, run) == min(peaks.values())
     costs = GraphCosts.of_profile(profile, devices, run.microbatches, link=Link(node_devices=node), peaks=True)
+    _check_bounds(profile, costs, peaks)
+
+
+def _check_bounds(profile: Profile, costs: GraphCosts, peaks: dict[tuple[object, int], int]) -> None:
+    """Every placement comes once, by rising bound, and no bound is above its peak."""
     last = 0
     for placement in placements_by_bound(costs, RangeBytes(profile, RANKS, False)):
-        placed = tuple((stage.layers[0], stage.layers[-1] + 1, stage.replicas) for stage in placement.stages)
-        assert last <= placement.bound <= peaks.pop((placed, placement.blocks or 1))
+        assert last <= placement.bound <= peaks.pop((key_of(placement.stages), placement.blocks or 1))
         last = placement.bound
     assert not peaks
+
+
+@pytest.mark.parametrize(("seed", "parts"), [(10, 2), (8, 4)])
+def test_no_placement_of_split_layers_has_a_smaller_peak(seed: int, parts: int) -> None:
+    profile, devices, node, run = split_question(seed, parts)
+    peaks = every_peak(profile, devices, node, run, parts)
+    answer = plan(profile, devices, "capture", run=run, link=Link(node_devices=node))
+    assert peak_of(profile, answer, run) == min(peaks.values())
+    without = min(peak for (stages, _), peak in peaks.items() if not any(stage[3] for stage in stages))
+    assert min(peaks.values()) < without, "devices that share the parts must matter here"
+    _check_bounds(
+        profile,
+        GraphCosts.of_profile(profile, devices, run.microbatches, link=Link(node_devices=node), peaks=True),
+        peaks,
+    )

@@ -74,3 +74,13 @@ def test_latent_attention():
         assert part.matrix_share == pytest.approx(share(module, divided))
         assert part.gathered_bytes == TOKENS * (24 + 32 + HIDDEN) * 2
     assert (parts[0].expert_share, parts[1].expert_share) == (0, pytest.approx(share(modules[1], [".experts."])))
+
+
+def test_experts_that_are_no_bfloat16_weights():
+    """transformers then runs an operator of its own: experts were not divided, and their products cost nothing."""
+    config = transformers.Qwen3MoeConfig(**SIZES | {"dtype": torch.float32}, **EXPERTS)
+    model, tokens = Model(config), torch.zeros(1, TOKENS, dtype=torch.int64)
+    settings = {"train.precision": "bf16-master"}
+    block = capslog.estimate(model, tokens, device="cuda:h100-80gb", settings=settings).layers[1]
+    assert block.divisible.expert_share == pytest.approx(share(model.model.model.layers[1], [".experts."]))
+    assert block.divisible.expert_seconds > 0

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.export import Captured, module_calls, same_storage
+from varuna_capslog.model.capture.export import Captured, module_calls, nodes_by_storage, same_storage, storage_key
 
 __all__ = ["collapse_modules", "forked_modules", "mutated_arguments"]
 
@@ -150,10 +150,11 @@ def _stack_at(node: fx.Node, key: str) -> dict[str, Any]:
 
 
 def _refuse_state(captured: Captured, model: nn.Module) -> None:
-    held = captured.graph.find_nodes(op="get_attr")
+    states = captured.graph.find_nodes(op="get_attr")
+    held = nodes_by_storage(state for state in states if state.target not in captured.extra)
     for node in captured.graph.nodes:
         for argument in mutated_arguments(node):
-            changed = [state for state in held if state.target not in captured.extra and same_storage(state, argument)]
+            changed = held.get(storage_key(argument))
             if not changed:
                 continue
             owner, _, name = str(changed[0].target).rpartition(".")

@@ -13,7 +13,7 @@ import operator
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,8 +45,10 @@ __all__ = [
     "module_calls",
     "module_path",
     "named_leaves",
+    "nodes_by_storage",
     "paths_of",
     "same_storage",
+    "storage_key",
 ]
 
 
@@ -358,12 +360,23 @@ def module_path(node: fx.Node) -> str:
     return list(calls.values())[-1] if calls else ""
 
 
+def storage_key(node: fx.Node) -> int | fx.Node:
+    """Return the number of the storage that a tensor is in; the node itself where its value is no tensor."""
+    tensor = node.meta.get("val")
+    return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else node
+
+
 def same_storage(a: fx.Node, b: fx.Node) -> bool:
     """True where two nodes are one value, or tensors that share memory."""
-    first, second = a.meta.get("val"), b.meta.get("val")
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-        return a is b
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return storage_key(a) == storage_key(b)
+
+
+def nodes_by_storage(nodes: Iterable[fx.Node]) -> dict[int | fx.Node, list[fx.Node]]:
+    """Return the nodes by `storage_key`, in their order."""
+    groups: dict[int | fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        groups.setdefault(storage_key(node), []).append(node)
+    return groups
 
 
 def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Node], keeps: bool) -> None:

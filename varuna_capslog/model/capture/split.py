@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +25,8 @@ from varuna_capslog.model.capture.export import (
     is_open,
     module_calls,
     module_path,
-    same_storage,
+    nodes_by_storage,
+    storage_key,
 )
 from varuna_capslog.model.capture.python_calls import Whole
 from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel, Region, Sizes
@@ -170,7 +172,8 @@ def split_graph(
     """
     wanted = _choose_outputs(captured, outputs)
     layer_of, names = assign_layers(captured, model, cut_points, lenient)
-    layer_of, names, together = _with_statistics_together(layer_of, names, captured, model)
+    of_one = _with_joined_layers(layer_of, names, captured, model, lenient)
+    layer_of, names = of_one.layer_of, of_one.names
     _protect_boundaries(captured, wanted, layer_of)
     value_names = _name_values(captured, wanted, layer_of)
     parts: list[list[fx.Node]] = [[] for _ in names]
@@ -208,35 +211,56 @@ def split_graph(
         "whole": captured.whole,
         "left": OfTheModel(left_behind),
         "python": python,
-        "joined": together,
+        "joined": of_one.whys,
+        "parts": of_one.parts,
     }
     layers[-1].module.meta |= properties  # type: ignore[operator]
     freeze_layers(layers, model)
     return layers, tuple(captured.inputs), tuple(wanted)
 
 
-def _with_statistics_together(
-    layer_of: dict[fx.Node, int], names: list[str], captured: Captured, model: nn.Module
-) -> tuple[dict[fx.Node, int], list[str], list[str]]:
-    """Join all layers from the first to the last one that calls a module with running statistics, since these are added
-    in the order of its calls, in one place.
-
-    Returns the layer of every node, the names of the layers, and which layers were joined, one sentence each.
+@dataclass
+class _Joined:
+    """Layers that are joined. layer_of: of every node. names: of the layers. whys: which were joined, a sentence each.
+    parts: name of a layer -> the former names of the other layers that it holds.
     """
-    norms: dict[tuple[int, int], str] = {}
+
+    layer_of: dict[fx.Node, int]
+    names: list[str]
+    whys: list[str]
+    parts: dict[str, list[str]]
+
+
+def _with_joined_layers(
+    layer_of: Mapping[fx.Node, int], names: list[str], captured: Captured, model: nn.Module, lenient: bool
+) -> _Joined:
+    """Join all layers from the first to the last one that calls a module with running statistics, since these are added
+    in the order of its calls, in one place; with automatic cut points (lenient) also those that begin with a module of
+    the model's `not_parted` with the layer before.
+    """
+    ranges: dict[tuple[int, int], str] = {}
     for norm, layers in _statistics(layer_of, captured, model).items():
         if min(layers) < max(layers):
-            norms.setdefault((min(layers), max(layers)), norm)
-    place = joined(len(names), norms)
+            why = f"which makes all calls of {norm}, since its running statistics are added in their order"
+            ranges.setdefault((min(layers), max(layers)), why)
+    whys = getattr(model, "not_parted", {}) if lenient else {}
+    for reason, group in groupby(range(len(names)), lambda at: whys.get(names[at])):
+        numbers = list(group)
+        if reason is not None and numbers[-1] > 0:
+            ranges[max(0, numbers[0] - 1), numbers[-1]] = reason
+    place = joined(len(names), sorted(ranges))
     kept = sorted(set(place))
-    number = {old: kept.index(place[old]) for old in range(len(names))}
-    why = [
-        f"{names[first]} to {names[last]} are one layer, which makes all calls of {norm}, since its running statistics "
-        "are added in their order"
-        for (first, last), norm in norms.items()
-        if not any(low <= first and last <= high and (low, high) != (first, last) for low, high in norms)
+    sentences = [
+        f"{names[first]} to {names[last]} are one layer, {why}"
+        for (first, last), why in ranges.items()
+        if not any(low <= first and last <= high and (low, high) != (first, last) for low, high in ranges)
     ]
-    return {node: number[layer] for node, layer in layer_of.items()}, [names[old] for old in kept], why
+    parts: dict[str, list[str]] = {}
+    for at, first in enumerate(place):
+        if first < at:
+            parts.setdefault(names[first], []).append(names[at])
+    numbers_of = {node: kept.index(place[layer]) for node, layer in layer_of.items()}
+    return _Joined(numbers_of, [names[at] for at in kept], sentences, parts)
 
 
 def _statistics(layer_of: Mapping[fx.Node, int], captured: Captured, model: nn.Module) -> dict[str, list[int]]:
@@ -268,6 +292,7 @@ def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[s
 
 def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
     """Copy a value of an earlier layer before an in-place operation on (a view of) it; later readers read the copy."""
+    sharing = nodes_by_storage(captured.graph.nodes)
     for node in list(captured.graph.nodes):
         if node not in layer_of:
             continue
@@ -275,9 +300,8 @@ def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of
         for written in mutated_arguments(node):
             crossing = [
                 source
-                for source in captured.graph.nodes
+                for source in sharing[storage_key(written)]
                 if (source.op == "placeholder" or layer_of.get(source, index) < index)
-                and same_storage(source, written)
                 and (source in wanted.values() or any(layer_of.get(user, -1) >= index for user in source.users))
             ]
             if not crossing:
@@ -294,9 +318,9 @@ def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of
             copy.meta = {key: base.meta.get(key) for key in ("val",)}
             copy.meta["nn_module_stack"] = head.meta.get("nn_module_stack")
             layer_of[copy] = index
-            base.replace_all_uses_with(
-                copy, delete_user_cb=lambda user, i=index, c=copy: user is not c and layer_of[user] >= i
-            )
+            sharing.setdefault(storage_key(copy), []).append(copy)
+            later = {user for user in base.users if user is not copy and layer_of[user] >= index}
+            base.replace_all_uses_with(copy, delete_user_cb=later.__contains__)
             for output, value in wanted.items():
                 if value is base:
                     wanted[output] = copy

@@ -99,7 +99,7 @@ def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, 
             raise NotText(f"layer {layer.name!r} is no captured graph")
         written.append({**described, "name": layer.name, "reads": layer.reads, "writes": layer.writes})
     meta: dict[str, Any] = layers[-1].module.meta  # type: ignore[assignment]
-    properties = {name: meta[name] for name in ("whole", "joined") if name in meta}
+    properties = {name: meta[name] for name in ("whole", "joined", "parts") if name in meta}
     return json.dumps({"layers": written, "inputs": inputs, "outputs": outputs, "told": properties}), tensors
 
 

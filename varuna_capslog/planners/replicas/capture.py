@@ -25,8 +25,8 @@ Deviations, unless `printed` is True:
 - For degrees above 4 the paper fits a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
   a + b / d; the logarithm predicts only the weights for 8, and less than the weights beyond. Here the bytes of every
   degree follow from its number of calls, and nothing is fitted.
-- Tensor parallelism is left out: a stage runs on one device, and its replicas have all its weights. `fitted` predicts
-  it from a profile's runs.
+- Tensor parallelism is a choice of `placements_by_bound` alone, for layers that `splits` has divided: the devices of a
+  stage share the parts of each layer, and the first has all else. `fitted` predicts it from a profile's runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -155,6 +155,7 @@ def _degrees(size: int, most: int) -> list[int]:
 class _Rest:
     """Stages from some layer to the loss. row: bytes of their devices, the largest first. in_flight, end, degree: of
     the first stage. at_once: microbatches that the widest stage takes at once. behind: the stages behind the first.
+    devices: of the first stage's layers, where several share them.
     """
 
     row: list[float]
@@ -163,6 +164,7 @@ class _Rest:
     end: int = 0
     degree: int = 0
     behind: _Rest | None = None
+    devices: tuple[int, ...] = ()
 
     def before(self, size: int) -> tuple[int, int]:
         """Return in_flight and at_once with a stage of `size` microbatches at once before these (`stage_limits`)."""
@@ -255,12 +257,62 @@ class KeptBytes:
             moments.add((min(ahead, calls - call) - 1, min(calls, call + ahead), waiting, call % of_block == 0))
         return moments
 
+    def _ranges_of(self, layers: Sequence[int]) -> RangeBytes:
+        return self._ranges
+
     def _parts(self, first: int, end: int) -> _RangeParts:
-        ranges, treatment = self._ranges, treated(self._ranges, ((first, end),), ())
+        ranges = self._ranges_of(range(first, end))
+        treatment = treated(ranges, ((first, end),), ())
         resident, statistics = int(ranges.resident(range(first, end))), int(ranges.statistics(first, end))
         later = stage_bytes(ranges, first, end, (), 1) - statistics
         others = int(treatment.held), int(ranges.made(first, end)), statistics
         return _RangeParts(resident, resident + int(treatment.first_backward), later, *others)
+
+
+class SharedBytes(KeptBytes):
+    """The same for plans with direct routes, in which devices may share a stage: those of stage d have the layers side
+    by side in d equal parts, and the first also all other layers.
+    """
+
+    def __init__(self, ranges: RangeBytes, costs: GraphCosts) -> None:
+        super().__init__(ranges, costs)
+        self._rows, self._readers = costs.rows, dict[int, int]()
+        for writer, reader, _ in costs.edges:
+            self._readers[writer] = min(reader, self._readers.get(writer, reader))
+        self.devices = functools.cache(self._devices)
+        self.of_shared = functools.cache(self._shared)
+
+    def _ranges_of(self, layers: Sequence[int]) -> RangeBytes:
+        return self._ranges.of_stage(layers)
+
+    def reader(self, layer: int) -> int:
+        """Return the first layer that reads from this one, or the next layer."""
+        return self._readers.get(layer, layer + 1)
+
+    def _devices(self, first: int, end: int, degree: int) -> tuple[int, ...]:
+        """Return the device of each layer; () where a row is cut, or no row can be divided so."""
+        rows = [row for row in self._rows if row[0] < end and first < row[1]]
+        if any(row[0] < first or end < row[1] for row in rows):
+            return ()
+        devices = [0] * (end - first)
+        for begin, behind in rows:
+            part, rest = divmod(behind - begin, degree)
+            if not rest:
+                devices[begin - first : behind - first] = [number // part for number in range(behind - begin)]
+        return tuple(devices) if any(devices) else ()
+
+    def _shared(self, first: int, end: int, degree: int, in_flight: int) -> int:
+        """Return the least bytes of the fullest device: its gradients at the update, or the graphs of its parts."""
+        stage = ReplicatedStage(tuple(range(first, end)), 1, self.devices(first, end, degree))
+        peaks, calls = [], min(in_flight, self._microbatches)
+        for device in range(degree):
+            pieces = [piece for number, piece in stage.pieces if number == device]
+            layers = [layer for piece in pieces for layer in range(*piece)]
+            ranges = self._ranges
+            graphs = sum(ranges.saved(*piece) for piece in pieces) * calls if device else 0
+            made = sum(ranges.made(*piece) for piece in pieces)
+            peaks.append(int(ranges.resident(layers)) + max(made, graphs))
+        return max(peaks)
 
 
 @dataclass(frozen=True)
@@ -280,9 +332,11 @@ def placements_by_bound(
     """
     size, bounds = _node_size(costs), merged(costs, groups)
     counts = [count for count in range(1, costs.microbatches + 1) if costs.microbatches % count == 0]
-    bound, order, queue = KeptBytes(ranges, costs), itertools.count(), list[tuple[int, int, _Partial]]()
+    order, queue = itertools.count(), list[tuple[int, int, _Partial]]()
+    peaks = [KeptBytes(ranges, costs), *([SharedBytes(ranges, costs)] if costs.rows else [])]
     spaces = [
         _Space(costs, bounds, size, blocks, bound, below)
+        for bound in peaks
         for blocks in (None, *([costs.blocks] if costs.blocks else counts))
     ]
     for space in spaces:
@@ -302,28 +356,43 @@ def placements_by_bound(
                 heapq.heappush(queue, (max(peak, longer.peak, least), next(order), longer))
 
 
+class _Stage(NamedTuple):
+    """A stage of the layers from `first` on that fits. peak: least bytes of a device. devices: as in `_Rest`."""
+
+    first: int
+    peak: int
+    degree: int
+    devices: tuple[int, ...] = ()
+
+
 class _Space:
-    """Placements with one number of blocks; None: those without replicas."""
+    """Placements with one number of blocks; None: those without replicas. By `SharedBytes`: those with a stage that
+    devices share.
+    """
 
     def __init__(
         self, costs: GraphCosts, bounds: list[int], size: int, blocks: int | None, bound: KeptBytes, below: int | None
     ) -> None:
         self._below = below
         self.costs, self.bounds, self.size, self.blocks = costs, bounds, size, blocks
-        self._degrees = _degrees(size, blocks or 1)
         self._of_block = costs.microbatches // (blocks or 1)
         self._bound, self._least = bound, dict[tuple[int, int], int | None]()
 
     def longer(self, partial: _Partial) -> Iterator[_Partial]:
         """Yield the placements with one more stage before these."""
-        for degree in self._degrees_at(partial.used):
-            width = degree * self._of_block if degree > 1 else 1
-            in_flight, at_once = partial.behind.before(width)
-            for first, peak in self._stages(partial.first, degree, in_flight):
-                rest = _Rest([0], in_flight, at_once, partial.first, degree, partial.behind)
-                widest = max(partial.widest, degree)
-                if first or widest > 1 or self.blocks is None:
-                    yield _Partial(self, first, partial.used + degree, rest, max(partial.peak, peak), widest)
+        shares, behind = isinstance(self._bound, SharedBytes), partial.behind
+        if isinstance(self._bound, SharedBytes):  # routes are direct: the next stage may read nothing of these layers
+            reader = self._bound.reader(self.bounds[partial.first] - 1)
+            while behind.behind is not None and self.bounds[behind.end] <= reader:
+                behind = behind.behind
+        for degree, shared in self._ways(partial.used):
+            in_flight, at_once = behind.before(1 if shared or degree == 1 else degree * self._of_block)
+            for stage in self._stages(partial.first, degree, shared, in_flight):
+                rest = _Rest([0], in_flight, at_once, partial.first, degree, partial.behind, stage.devices)
+                widest, parts = max(partial.widest, 1 if shared else degree), partial.shares or shared
+                if stage.first or ((widest > 1 or self.blocks is None) and parts == shares):
+                    peak = max(partial.peak, stage.peak)
+                    yield _Partial(self, stage.first, partial.used + degree, rest, peak, widest, parts)
 
     def least_before(self, end: int, used: int) -> int | None:
         """Return the least peak of layers 0 .. end-1 on the devices that are not used, with the fewest calls in flight;
@@ -334,32 +403,48 @@ class _Space:
             return 0 if end == left == 0 else None
         if (end, used) not in self._least:
             peaks = []
-            for degree in self._degrees_at(used):
-                for first, peak in self._stages(end, degree, degree if used == 0 else degree + 1):
-                    others = self.least_before(first, used + degree)
+            for degree, shared in self._ways(used):
+                fewest = (1 if shared else degree) + (used > 0)
+                for stage in self._stages(end, degree, shared, fewest):
+                    others = self.least_before(stage.first, used + degree)
                     if others is not None:
-                        peaks.append(max(others, peak))
+                        peaks.append(max(others, stage.peak))
             self._least[end, used] = min(peaks, default=None)
         return self._least[end, used]
 
-    def _degrees_at(self, used: int) -> list[int]:
-        room = self.size - used % self.size
-        return [degree for degree in self._degrees if degree <= room and used + degree <= self.costs.devices]
+    def _ways(self, used: int) -> Iterator[tuple[int, bool]]:
+        """Yield degree, and whether the devices share the layers, for a stage before those on `used` devices."""
+        room = min(self.size - used % self.size, self.costs.devices - used)
+        for degree in _degrees(room, room):
+            if degree <= (self.blocks or 1):
+                yield degree, False
+            if degree > 1 and isinstance(self._bound, SharedBytes):
+                yield degree, True
 
-    def _stages(self, end: int, degree: int, in_flight: int) -> Iterator[tuple[int, int]]:
-        """Yield the first layer of each stage that ends before layer `end`, and its bytes."""
-        calls, last = -(-in_flight // degree), self.bounds[end]
+    def _stages(self, end: int, degree: int, shared: bool, in_flight: int) -> Iterator[_Stage]:
+        """Yield the stages that end before layer `end`."""
+        calls, last = -(-in_flight // (1 if shared else degree)), self.bounds[end]
         for first in range(end - 1, -1, -1):
-            if self._below is not None and self._bound.parts(self.bounds[first], last).resident >= self._below:
+            begin = self.bounds[first]
+            if shared and isinstance(self._bound, SharedBytes):
+                devices = self._bound.devices(begin, last, degree)
+                if devices and self._is_below(peak := self._bound.of_shared(begin, last, degree, calls)):
+                    yield _Stage(first, peak, degree, devices)
+                continue
+            if self._below is not None and self._bound.parts(begin, last).resident >= self._below:
                 return  # resident bytes only grow with the stage
-            peak = self._bound.of(self.bounds[first], last, degree, calls, self.blocks)
-            if self._below is None or peak < self._below:
-                yield first, peak
+            if self._is_below(peak := self._bound.of(begin, last, degree, calls, self.blocks)):
+                yield _Stage(first, peak, degree)
+
+    def _is_below(self, peak: int) -> bool:
+        return self._below is None or peak < self._below
 
 
 @dataclass(frozen=True)
 class _Partial:
-    """Stages of the layers from `first` on. used: their devices. peak: bound of the largest. widest: most replicas."""
+    """Stages of the layers from `first` on. used: their devices. peak: bound of the largest. widest: most replicas.
+    shares: True where devices share a stage.
+    """
 
     space: _Space
     first: int
@@ -367,10 +452,12 @@ class _Partial:
     behind: _Rest
     peak: int
     widest: int = 1
+    shares: bool = False
 
     def listed(self, bounds: list[int]) -> Iterator[ReplicatedStage]:
         """Yield the stages in order."""
         first, rest = self.first, self.behind
         while rest.behind is not None:
-            yield ReplicatedStage(tuple(range(bounds[first], bounds[rest.end])), rest.degree)
+            replicas = 1 if rest.devices else rest.degree
+            yield ReplicatedStage(tuple(range(bounds[first], bounds[rest.end])), replicas, rest.devices)
             first, rest = rest.end, rest.behind

@@ -16,7 +16,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["GraphCosts", "ReplicatedStage", "check_tensors"]
+__all__ = ["GraphCosts", "ReplicatedStage", "check_tensors", "rows_side_by_side"]
 
 Floats = NDArray[np.float64]
 Amount = TypeVar("Amount", float, Floats)
@@ -24,10 +24,25 @@ Amount = TypeVar("Amount", float, Floats)
 
 @dataclass(frozen=True)
 class ReplicatedStage:
-    """A stage: its layers in rising order, and the number of its replicas."""
+    """A stage: its layers in rising order, and the number of its replicas.
+
+    devices: of each layer, counted from 0 in the stage, where several devices share a stage without replicas; (): one.
+    """
 
     layers: tuple[int, ...]
     replicas: int = 1
+    devices: tuple[int, ...] = ()
+
+    @property
+    def pieces(self) -> list[tuple[int, tuple[int, int]]]:
+        """Device and range (first, end) of each run of neighbouring layers that one device has, in order."""
+        pieces: list[tuple[int, tuple[int, int]]] = []
+        for layer, device in zip(self.layers, self.devices, strict=True):
+            if pieces and pieces[-1][0] == device:
+                pieces[-1] = device, (pieces[-1][1][0], layer + 1)
+            else:
+                pieces.append((device, (layer, layer + 1)))
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,8 @@ class GraphCosts:
     bytes that cross the cut before each layer, in the forward direction; 0 at both ends. edges: (layer that writes,
     layer that reads, bytes), each pair once; the last layer stands for the loss. usable: bytes that each device may
     hold; None: no limit. blocks: accumulation blocks that the step must have; None: the plan chooses. isolated,
-    added: [L] bytes, M_i and M_a of CAPSlog; empty where they are not needed.
+    added: [L] bytes, M_i and M_a of CAPSlog; empty where they are not needed. rows: ranges (first, end) of layers side
+    by side (`rows_side_by_side`), which the devices of a stage may share.
     """
 
     seconds: tuple[float, ...]
@@ -54,6 +70,7 @@ class GraphCosts:
     link: Link = field(default_factory=Link)
     isolated: tuple[int, ...] = ()
     added: tuple[int | None, ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_profile(
@@ -97,6 +114,7 @@ class GraphCosts:
             link,
             tuple(profile.column("isolated_bytes")) if peaks else (),
             tuple(profile.column("added_bytes")) if peaks else (),
+            rows_side_by_side(profile) if peaks else (),
         )
 
     @property
@@ -135,6 +153,27 @@ class GraphCosts:
         """Return the sum of seconds, static, saved or parameters over `layers`."""
         column: Sequence[float] = getattr(self, name)
         return sum(column[layer] for layer in layers)
+
+
+def rows_side_by_side(profile: Profile) -> tuple[tuple[int, int], ...]:
+    """Return the ranges (first, end) of two or more neighbouring layers that read the same tensors and are read by the
+    same layers behind them, such as the parts of a layer that `splits` divides; () where tensors are not known.
+    """
+    reads, readers = [set[int]() for _ in profile.layers], [set[int]() for _ in profile.layers]
+    for number, tensor in enumerate(profile.tensors):
+        for reader in tensor.readers:
+            if reader < profile.num_layers:
+                reads[reader].add(number)
+        if tensor.writer is not None:
+            readers[tensor.writer].update(tensor.readers)
+    rows, first = [], 0
+    for layer in range(1, profile.num_layers + 1):
+        alike = layer < profile.num_layers and (reads[layer], readers[layer]) == (reads[first], readers[first])
+        if not alike:
+            if layer > first + 1 and readers[first]:
+                rows.append((first, layer))
+            first = layer
+    return tuple(rows)
 
 
 def check_tensors(profile: Profile, planner: str) -> None:

@@ -111,7 +111,7 @@ def blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
     """Return layer -> the numbers of the blocks of which it holds a part."""
     blocks, reached, last, expression = [], -1, "", _expression(pattern)
     for layer, name in enumerate(names.layers):
-        modules = (name,) if names.held is None else names.held[layer].modules
+        modules = (name, *names.joined.get(name, ())) if names.held is None else names.held[layer].modules
         numbers = list(dict.fromkeys(int(match[1]) for path in modules if (match := re.fullmatch(expression, path))))
         if numbers and numbers[0] > reached + 1 and names.held is None:
             raise CapslogError(

@@ -22,6 +22,7 @@ from varuna_capslog.planning.export.module_lists import automodel, deepspeed, de
 from varuna_capslog.planning.export.stage_line import number_of, run_of, stage_line
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import JOINED_PARTS
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import KINDS, RunShape, from_strings, to_strings
 
@@ -246,6 +247,7 @@ def names_in(profile: Profile) -> ModelNames:
     return ModelNames(
         tuple(layer.name for layer in profile.layers),
         tuple((parameter.name, parameter.layers) for parameter in profile.shared),
+        joined=profile.conditions.get(JOINED_PARTS, {}),
     )
 
 

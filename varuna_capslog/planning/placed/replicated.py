@@ -19,7 +19,6 @@ import numpy as np
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalSearch, stage_bytes
@@ -91,7 +90,7 @@ class PlacedIntervals:
     def __init__(self, profile: Profile, run: RunShape) -> None:
         self._profile, self._run = profile, run
         self._seconds = LayerSeconds.of_profile(profile)
-        self._ranges = RangeBytes(profile, RANKS, run.recomputes)
+        self._ranges = RangeBytes.of_ranks(profile, run.recomputes)
         self._of_stage: dict[tuple[int, ...], RangeBytes] = {}
         self._fronts: dict[tuple[int, int, tuple[int, ...], Handling], IntervalSearch] = {}
 
@@ -360,7 +359,7 @@ class StagesPlayed:
         profile does not tell the bytes of ranges.
         """
         try:
-            ranges = RangeBytes(self.profile, RANKS, self.run.recomputes)
+            ranges = RangeBytes.of_ranks(self.profile, self.run.recomputes)
         except CapslogError:
             return
         assert self.best is not None, "the placements of its sums were weighed"
@@ -376,6 +375,8 @@ class StagesPlayed:
 
     def routes_of(self, stages: Sequence[ReplicatedStage]) -> tuple[str, ...]:
         """Routes to try: a line of ranges may also relay, which sends gradients of several readers at once."""
+        if any(stage.devices for stage in stages):
+            return ("direct",)
         routes = self.frame.routes
         line = [layer for stage in stages for layer in stage.layers] == list(range(self.costs.num_layers))
         return (routes, "relay") if routes == "direct" and line and self.frame.planner != "piper" else (routes,)
@@ -469,6 +470,12 @@ def plan_of_stages(
     units, rows, rank = dataclasses.replace(frame.units, blocks=blocks), list[PlanStage](), 0
     limits = stage_limits(stages, units, frame.routes, edges)
     for stage, limit in zip(stages, limits, strict=True):
+        if stage.devices:
+            rows += [
+                PlanStage((piece,), (rank + device,), in_flight=limit, memory=()) for device, piece in stage.pieces
+            ]
+            rank += max(stage.devices) + 1
+            continue
         for number in range(stage.replicas):
             served = None if stage.replicas == 1 else tuple(range(number, blocks, stage.replicas))
             pieces = tuple(ranges_of(stage.layers))
@@ -479,27 +486,34 @@ def plan_of_stages(
 
 
 def with_lists(plan: Plan) -> Plan:
-    """Return the plan with the list of every stage where some have replicas, else with those of its schedule."""
-    if all(stage.blocks is None for stage in plan.stages):
+    """Return the plan with the list of every rank where some stages have replicas or are shared, else with those of its
+    schedule.
+    """
+    numbers = dict[int, list[int]]()
+    for number, stage in enumerate(plan.stages):
+        numbers.setdefault(stage.rank, []).append(number)
+    if all(stage.blocks is None for stage in plan.stages) and len(numbers) == len(plan.stages):
         return dataclasses.replace(plan, actions=None)
-    rows = (_one_by_one(number, stage, plan.units) for number, stage in enumerate(plan.stages))
+    rows = (_one_by_one(numbers[rank], plan.stages[numbers[rank][0]], plan.units) for rank in sorted(numbers))
     return dataclasses.replace(plan, actions=tuple(rows))
 
 
-def _one_by_one(number: int, stage: PlanStage, units: Units) -> tuple[str, ...]:
-    """Return the list of a stage under 1F1B: as many forwards as it may have in flight, then a backward and a forward
+def _one_by_one(numbers: Sequence[int], stage: PlanStage, units: Units) -> tuple[str, ...]:
+    """Return the list of a rank under 1F1B: as many forwards as it may have in flight, then a backward and a forward
     in turn, with recomputation directly before its backward. Schedules assume that all calls take equally long; those
-    of replicas take longer, by as much as there are more.
+    of replicas take longer, by as much as there are more. numbers: of its stages, of which `stage` is the first; a call
+    goes through all of them, and its backward in reverse.
     """
     blocks = units.blocks if stage.blocks is None else len(stage.blocks)
     calls = (blocks or 1) * units.of_block
     ahead = min(stage.in_flight or calls, calls)
-    names = [f"{number}F{call}" for call in range(ahead)]
+    names = [f"{number}F{call}" for call in range(ahead) for number in numbers]
     again = ahead > 1 and any(interval.recomputes for interval in stage.memory or ())
     for call in range(calls):
-        names += [f"{number}R{call}"] if again else []
-        names.append(f"{number}B{call}")
-        names += [f"{number}F{call + ahead}"] if call + ahead < calls else []
+        for number in reversed(numbers):
+            names += [f"{number}R{call}"] if again else []
+            names.append(f"{number}B{call}")
+        names += [f"{number}F{call + ahead}" for number in numbers] if call + ahead < calls else []
     return tuple(names)
 
 
@@ -509,7 +523,8 @@ def with_least_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     `stage_limits` takes all calls for equally long and messages for free. Here each limit is bisected by the step, from
     the last stage to the first: what a stage needs depends on those behind it. Without limits the plan stays.
     """
-    if all(stage.in_flight is None for stage in plan.stages) or _is_long(plan):
+    shared = len({stage.rank for stage in plan.stages}) < len(plan.stages)
+    if shared or all(stage.in_flight is None for stage in plan.stages) or _is_long(plan):
         return plan
     assert plan.step_seconds is not None, "the plan was played"
     step = plan.step_seconds
@@ -571,7 +586,7 @@ def stage_limits(
     where no stage has replicas. A stage of r replicas takes a block on each of them at a time; Table 3.2 takes that for
     one call of all.
     """
-    if all(stage.replicas == 1 for stage in stages):
+    if all(stage.replicas == 1 and not stage.devices for stage in stages):
         return [None] * len(stages)
     sizes = [1 if stage.replicas == 1 else stage.replicas * units.of_block for stage in stages]
     behind: list[set[int]] = [set() for _ in stages]

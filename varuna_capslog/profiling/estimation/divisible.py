@@ -18,7 +18,8 @@ from varuna_capslog.profiling.estimation.operators import tensors_in
 
 __all__ = ["DivisibleMeter"]
 
-_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "linear": (0, 1), "_grouped_mm": (0, 1), "bmm": (0, 1), "baddbmm": (1, 2)}
+_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "linear": (0, 1), "bmm": (0, 1), "baddbmm": (1, 2)}
+_PRODUCTS |= {"_grouped_mm": (0, 1), "grouped_mm_fallback": (0, 1)}
 """Operator -> places of the rows and of the matrix."""
 _COPIES = frozenset({"_to_copy", "clone", "contiguous", "t", "transpose"})
 """What is still a parameter: its copy in another type or order."""

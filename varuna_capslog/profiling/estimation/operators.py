@@ -46,7 +46,9 @@ _REDUCTIONS = frozenset(
      "argmax", "argmin", "topk", "sort", "avg_pool2d", "avg_pool2d_backward", "max_pool2d_with_indices",
      "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"}
 )  # fmt: skip
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "frozen_product"})
+_GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
+"""Products of experts -> their number; the fallback is that of transformers for other weights than bfloat16."""
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", *_GROUPED, "_scaled_mm", "frozen_product"})
 
 _TILE, _DEPTH = 32, 16
 """Rows and columns of a tile of 16-bit and TF32 products, and how deep one is; half of both in float32."""
@@ -124,7 +126,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 def _product(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
-    if name == "_grouped_mm":
+    if name in _GROUPED:
         first, second = inputs[0], inputs[1]
         rows, inner, columns = first.shape[-2], first.shape[-1], second.shape[-1]
         batch = first.shape[0] if first.dim() == second.dim() == 3 else 1
@@ -141,7 +143,7 @@ def _product(
     elif kind == "tf32" and first.stride(-2) == 1 < first.stride(-1) and second.stride(-1) == 1:
         kind += " columns"
     return {
-        f"product {kind}": 2.0 * batch * rows * inner * columns,
+        f"product {kind}": 2.0 * _GROUPED.get(name, 1) * batch * rows * inner * columns,
         "product bytes": _bytes(inputs + outputs),
         "launch": 1,
     }

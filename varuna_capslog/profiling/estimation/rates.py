@@ -23,7 +23,7 @@ from varuna_capslog.profiling.estimation.quirks import USUAL_GPU
 
 __all__ = ["CLASSES", "GROUPS", "HOST_SECONDS", "RATES_VERSION", "Speed", "cpu_speed", "speed_of"]
 
-RATES_VERSION = 2
+RATES_VERSION = 3
 """Raised whenever a factor or what is counted changes; a condition of every estimated profile."""
 HOST_SECONDS = 15e-6
 """Of the host for each operator that it launches: assumed, between the 10 and 32 us that printed steps of small models

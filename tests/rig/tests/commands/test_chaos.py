@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.elastic.etcd import find_etcd
 from tests.rig.commands.chaos import app
-from tests.rig.namespaces import how_to_enter
 from varuna_capslog.base.errors import CapslogError
 
-CHAOS = Path(__file__).parents[4] / "launch" / "chaos.sh"
 FAULTS = ("kill", "cut", "in-apply", "clock", "memory")
 
 
-def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_lack_and_a_clock_that_jumps(tmp_path):
+def test_a_run_on_two_machines_comes_through_a_kill_a_cut_a_loss_inside_apply_a_lack_and_a_clock_that_jumps(
+    tmp_path, forked_servers
+):
     results = tmp_path / "results.jsonl"
     words = ["--faults", "5", "--workers", "1", "--seed", "352", "--mean", "50ms", "--kinds", ",".join(FAULTS)]
     folder = tmp_path / "run"
@@ -81,24 +77,6 @@ def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tm
     log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
     assert {entry["segment"] for entry in log} == {1}, "nothing was started again"
     assert sum(entry["kind"] == "dead" for entry in log) >= 2
-
-
-def test_machines_with_networks_of_their_own_are_cut_off_by_the_kernel(tmp_path):
-    try:
-        how_to_enter()
-    except CapslogError as error:
-        pytest.skip(str(error))
-    folder = tmp_path / "run"
-    words = ["--network", "namespaces", "--workers", "1", "--faults", "1", "--kinds", "cut", "--mean", "50ms"]
-    command = [str(CHAOS), *words, "--seed", "5", "-o", str(folder), "--json"]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["outcome"], report["network"], report["faults"]) == ("passed", "namespaces", 1)
-    assert {1, 2} <= set(report["layouts"]), "nobody was cut off"
-    log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
-    assert any("does not answer" in str(entry.get("why")) for entry in log if entry["kind"] == "dead")
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):

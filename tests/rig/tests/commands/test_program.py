@@ -1,7 +1,8 @@
-"""`launch/chaos.sh` from any folder: its help, its refusals, and which `tests` it takes."""
+"""`launch/chaos.sh` from any folder: its help, its refusals, which `tests` it takes, and networks of the kernel."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.rig.namespaces import how_to_enter
+from varuna_capslog.base.errors import CapslogError
+
 ROOT = Path(__file__).parents[4]
 
 
 def chaos(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""}
     return subprocess.run(
-        [ROOT / "launch" / "chaos.sh", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [ROOT / "launch" / "chaos.sh", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=400
     )
 
 
@@ -47,16 +51,34 @@ def test_a_mistake_ends_in_one_sentence_that_names_the_program() -> None:
         assert len(shown.stderr.splitlines()) == 1
 
 
-def test_a_project_with_tests_of_its_own_is_no_hindrance(tmp_path: Path) -> None:
-    """The project's package `tests` once came first on the path, in this process and in those that fork members."""
+def has_namespaces() -> bool:
+    try:
+        how_to_enter()
+    except CapslogError:
+        return False
+    return True
+
+
+def test_a_project_with_tests_of_its_own_is_no_hindrance_and_the_kernel_cuts_machines_off(tmp_path: Path) -> None:
+    """The project's package `tests` once came first on the path, in this process and in those that fork members. Where
+    machines can have networks of their own, the kernel cuts one off.
+    """
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "__init__.py").touch()
     (tmp_path / "queue.py").write_text("raise SystemExit(9)\n")
-    words = ["--faults", "1", "--kinds", "kill", "--workers", "1", "--mean", "50ms", "--seed", "3", "-o", "run"]
-    done = chaos(*words, folder=tmp_path)
+    network, kind = ("namespaces", "cut") if has_namespaces() else ("relay", "kill")
+    words = ["--network", network, "--workers", "1", "--faults", "1", "--kinds", kind, "--mean", "50ms"]
+    done = chaos(*words, "--seed", "5", "-o", "run", "--results", "results.jsonl", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "seed 3: passed; 1 faults" in done.stdout
+    assert "seed 5: passed; 1 faults" in done.stdout
     assert (tmp_path / "run" / "chaos" / "records").is_dir()
+    report = json.loads((tmp_path / "results.jsonl").read_text())
+    assert (report["outcome"], report["network"], report["faults"]) == ("passed", network, 1)
+    if kind == "kill":
+        pytest.skip("this machine allows no network namespaces")
+    assert {1, 2} <= set(report["layouts"]), "nobody was cut off"
+    log = [json.loads(line) for line in (tmp_path / "run" / "chaos" / "log.jsonl").open()]
+    assert any("does not answer" in str(entry.get("why")) for entry in log if entry["kind"] == "dead")
 
 
 def test_a_copy_without_the_rig_says_what_it_needs(tmp_path: Path) -> None:
