@@ -35,6 +35,23 @@ def test_short_steps_have_the_peaks_of_whole_ones(schedule: str, recompute: bool
     assert rehearse(estimator, cuts, schedule, 9) == [rank.peak_bytes for rank in full]
 
 
+class LastTrains(Equal):
+    def build_chain(self) -> Chain:
+        built = super().build_chain()
+        for layer in built.layers[:-1]:
+            layer.module.requires_grad_(False)
+        return built
+
+
+def test_a_last_rank_that_sends_no_gradient_has_the_peak_of_the_whole_step() -> None:
+    """Its program lacks the messages that others send: a short step of all messages ended in an IndexError."""
+    estimator = StageEstimator(LastTrains(), RunConditions(device="cuda", microbatch_size=64, recompute=True))
+    layout, options = Layout.pipelines((0, 3), 4), EngineOptions(24, schedule="1f1b", recompute=True)
+    assert ShortSteps(estimator.chain, layout, options, inputs_wait=False).sample(1) is not None
+    full = rehearse_layout(estimator, layout, options)
+    assert rank_peaks(estimator, layout, options) == [rank.peak_bytes for rank in full]
+
+
 def chain(*modules: nn.Module) -> Chain:
     return Chain([Layer(f"layer.{index}", module) for index, module in enumerate(modules)])
 

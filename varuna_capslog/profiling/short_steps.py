@@ -64,10 +64,13 @@ class Sample:
 
     def peak_bytes(self, events: Sequence[Event], starts: Sequence[int]) -> int | None:
         """Return the peak of the whole step; None where the short step does not show it: what is kept is large or not
-        the same for each microbatch, or the peak comes at the end of the step.
+        the same for each microbatch, the peak comes at the end of the step, or gradients that no layer wants are not
+        sent.
 
         events: of the short step. starts: number of them before each instruction.
         """
+        if len(starts) != len(self.more):
+            return None
         live = list(accumulate(_changes(events), initial=0))
         steps = {live[starts[after]] - live[starts[at]] for at, after in pairwise(self.forwards)}
         kept_bytes = steps.pop()

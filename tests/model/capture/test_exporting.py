@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.model import hostile, unusual
@@ -553,3 +554,26 @@ def test_a_value_of_its_file_that_the_code_reads_may_not_change(monkeypatch: pyt
     monkeypatch.setattr(Scaled, "loss_so_far", 0.5)
     with pytest.raises(CapslogError, match=r"Scaled\.loss_so_far of the model was changed"):
         chain.run({chain.inputs[0]: BATCHES[0]})
+
+
+class Scans(nn.Module):
+    """As state spaces of transformers do, it scans where it is compiled, by a function that no operator stands for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            compiled = torch.compiler.is_compiling()
+            x = associative_scan(torch.add, x, 0, combine_mode="generic") if compiled else x.cumsum(0)
+        return x
+
+
+def test_code_for_compilers_that_no_graph_holds_is_captured_as_it_runs() -> None:
+    model, x = Scans(), torch.randn(5, 4)
+    chain = Chain.from_module(model, ["blocks.0", "blocks.1"], x)
+    assert len(chain) == 2
+    assert torch.equal(*chain.run({"x": x}).values(), model(x))
+    assert not torch.compiler.is_compiling()

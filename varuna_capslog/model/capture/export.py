@@ -205,7 +205,7 @@ def export_model(
 
     Raises NotCaptured, which names the module that was running and torch's reason.
     """
-    varies = {}
+    varies, asked = {}, (arguments, keywords)
     if any(isinstance(argument, Varying) for argument in [*arguments, *keywords.values()]):
         varies = inspect.signature(model.forward).bind(*arguments, **keywords).arguments
         varies = {name: _open_sizes(value) for name, value in varies.items()}
@@ -222,7 +222,7 @@ def export_model(
         blocks.open() if blocks else nullcontext(),
         watch.open(),
         _quiet(),
-        _as_it_runs(),
+        _answering("is_exporting"),
         kernels_stay_calls(model),
     ):
         try:
@@ -235,6 +235,9 @@ def export_model(
             program = None  # code may read what a block leaves behind
     if program is None:
         return export_model(model, arguments, keywords, once=False)
+    if _maps(program.graph_module) and torch.compiler.is_compiling.__module__ != __name__:
+        with _answering("is_compiling"):
+            return export_model(model, *asked, opaque, by_module, keeps, once)
     _check_open(program, varies)
     name_slices(model, program.graph_module)
     _check_functions(model, program.graph_module)
@@ -446,22 +449,27 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _as_it_runs() -> Iterator[None]:
-    """Let `torch.compiler.is_exporting` be true for torch alone, so that a model's code goes the way it goes when it
+def _answering(question: str) -> Iterator[None]:
+    """Let a function of `torch.compiler` be true for torch alone, so that a model's code goes the way it goes when it
     runs. Other ways are for graphs that serve other sizes or systems: masks of sequence x sequence in place of
     causality, which fused attention need not read, or loops in place of a solver. Our graphs refuse other sizes.
     """
-    exporting = torch.compiler.is_exporting
+    answer = getattr(torch.compiler, question)
 
-    def is_exporting() -> bool:
+    def of_torch() -> bool:
         asking = sys._getframe(1).f_globals.get("__name__", "")
-        return exporting() and asking.partition(".")[0] == "torch"
+        return answer() and asking.partition(".")[0] == "torch"
 
-    torch.compiler.is_exporting = is_exporting
+    setattr(torch.compiler, question, of_torch)
     try:
         yield
     finally:
-        torch.compiler.is_exporting = exporting
+        setattr(torch.compiler, question, answer)
+
+
+def _maps(root: fx.GraphModule) -> bool:
+    """True where code for compilers ran a scan or a map, of whose parts the graph holds functions without operators."""
+    return any(getattr(node.target, "__name__", "") == "_add_batch_dim" for node in root.graph.nodes)
 
 
 def _explained(model: nn.Module, running: Sequence[tuple[str, str]], error: Exception) -> NotCaptured:
