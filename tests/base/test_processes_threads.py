@@ -73,6 +73,7 @@ WAITS = {
     "profiling/worker.py WorkerGroup.finished": "the workers, whose end closes a pipe",
     "profiling/worker.py next_task": "the client, whose end closes the pipe",
     "profiling/worker.py _last_message": "there is something to read",
+    "varuna_plugin/manager.py _listening.Handler.handle": "has a timeout",
     "profiling/worker.py follow_client.follow": "the client, whose end is waited for",
     "training/feed.py Feed._take": "a pool whose future takes what is raised, or a batch of `Loader`",
     "training/checkpoint_writer.py CheckpointWriter._written": "its pool's future takes what is raised; it writes",

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.processes import free_port, heard_signals
+from varuna_capslog.base.processes import OwnedThread, free_port, heard_signals, logged
 from varuna_capslog.varuna_plugin.install import Patches, find_varuna, silent
 from varuna_capslog.varuna_plugin.launch import split_arguments, watch
 
@@ -40,6 +40,7 @@ HEARTBEAT_PORT, MORPH_PORT = 5000, 4200
 JOB_FOLDER = "varuna_job"
 """Folder in the current one with the arguments of the job, in place of /tmp/varuna, which all jobs of a host share."""
 _MESSAGE_BYTES = 1024
+_MESSAGE_SECONDS = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +105,11 @@ def _listening(address: str, port: int, hear: Callable[[str], None]) -> Iterator
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
-            message = str(self.request.recv(_MESSAGE_BYTES), "ascii", "replace")
+            self.request.settimeout(_MESSAGE_SECONDS)
+            try:
+                message = str(self.request.recv(_MESSAGE_BYTES), "ascii", "replace")
+            except OSError:  # nothing was said, or the sender has gone
+                return
             if "is_running?" in message:
                 self.request.sendall(b"yes")
             hear(message)
@@ -117,7 +122,7 @@ def _listening(address: str, port: int, hear: Callable[[str], None]) -> Iterator
             "that has it"
         ) from error
     with server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        OwnedThread("messages of Varuna", server.serve_forever, logged).start()
         try:
             yield
         finally:
