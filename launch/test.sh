@@ -26,6 +26,6 @@ unset PYTHONDONTWRITEBYTECODE
 .venv/bin/python -m compileall -q -j 2 varuna_capslog detr_pipeline tests
 # and six processes would each rewrite the asserts of a fresh clone
 if [[ -z "$(find tests -name 'test_house.*-pytest-*.pyc' -print -quit)" ]]; then
-    .venv/bin/python -m pytest --collect-only -q >/dev/null || true # the run itself says what is wrong
+    .venv/bin/python -m pytest --collect-only -q "$@" >/dev/null || true # the run itself says what is wrong
 fi
 exec .venv/bin/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder "$@"

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.model.capture import runs_python
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -296,7 +295,7 @@ class StepSearch:
         conditions = RunConditions(device.type, precision=loop.precision, stage_inputs="device")
         self._estimator = StageEstimator(_CapturedModule(chain, specs, loss), conditions)
         self._profile = estimated_profile(self._estimator)
-        self._ranges = RangeBytes(self._profile, RANKS, True)
+        self._ranges = RangeBytes.of_ranks(self._profile, True)
         seconds = LayerSeconds.of_profile(self._profile, None)
         handling = Handling(host_bandwidth=loop.host_bandwidth, copies_beside=False)
         offloads = loop.host_bandwidth is not None and device.type != "cpu"

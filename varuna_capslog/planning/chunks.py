@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.playing import SAME, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import Known, judged
+from varuna_capslog.planning.verdict import judged
 from varuna_capslog.plans.parts import PlanRank, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 from varuna_capslog.schedules.shape import AUTO_SCHEDULE
@@ -224,7 +224,7 @@ class _Plays:
     def __init__(self, problem: Problem) -> None:
         run = problem.share.settled()
         self._problem = dataclasses.replace(problem, devices=problem.devices[: problem.width], run=run, pipelines=1)
-        self._known, self._values = Known(), dict[tuple[int, ...], _Value]()
+        self._values = dict[tuple[int, ...], _Value]()
 
     @property
     def count(self) -> int:
@@ -240,7 +240,7 @@ class _Plays:
         profile, plan = problem.profile, plan_of_rounds(problem, cuts)
         verdict, lack = plan, 0
         if problem.capacities is not None:
-            verdict = judged(profile, plan, run, None, problem.tier, self._known)
+            verdict = judged(profile, plan, run, None, problem.tier)
             lack = 0 if verdict.shortfall is None else verdict.shortfall.bytes
         step = with_step_seconds(profile, plan, run, problem.link).step_seconds
         if step is None:

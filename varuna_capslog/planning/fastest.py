@@ -26,7 +26,7 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.nearby import LOOPED, STARRED, WIDER, Cheapest, improved, limited, looped, weighings
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import Known, check_devices, fold_plan, judge_ranks, judged, predictable
+from varuna_capslog.planning.verdict import check_devices, fold_plan, judge_ranks, judged, predictable
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE, why_few
@@ -152,7 +152,6 @@ class _Candidates:
         self._fastest: dict[str, _Weighed] = {}
         """Schedule -> the fastest plan that fits."""
         self._searches: list[BudgetSearch] = []
-        self._ranges: Known = {self.run.recomputes: chain.question.ranges}
         self._bounds: dict[str, float] = {}
         """Schedule -> lower bound in seconds of its plans, without the update."""
         self._kept: dict[str, float] = {}
@@ -174,7 +173,7 @@ class _Candidates:
         if key not in self._seen:
             run = dataclasses.replace(self.run, schedule=schedule)
             plan = self.plan_of(stages, run)
-            verdict = judged(self.profile, plan, run, None, self.tier, self._ranges)
+            verdict = judged(self.profile, plan, run, None, self.tier)
             if verdict.fits is None and len(self.chains) > 1 and not predictable(self.profile, run.microbatch_size):
                 self.chains.pop(schedule, None)  # the profile does not tell the halves of split backwards
                 return False
@@ -309,7 +308,7 @@ class _Candidates:
         run = dataclasses.replace(self.run, schedule=LOOPED)
 
         def judge(stages: Sequence[StageChoice]) -> Plan:
-            return judged(self.profile, self.plan_of(stages, run), run, None, self.tier, self._ranges)
+            return judged(self.profile, self.plan_of(stages, run), run, None, self.tier)
 
         for stages in looped(self.chain, costs, judge):
             self.weigh(stages, LOOPED)
@@ -441,8 +440,7 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
     layers first, so that few copies are left. ranges: of the profile, with all moments on the device.
     """
     headroom, stages = Headroom.of(profile), list(plan.stages)
-    range_bytes: Known = {}
-    for rank, fold in enumerate(fold_plan(profile, plan, run, range_bytes)):
+    for rank, fold in enumerate(fold_plan(profile, plan, run)):
         numbers = [number for number, stage in enumerate(stages) if stage.rank == rank]
         layers = frozenset(layer for number in numbers for layer in stages[number].numbers)
         limit, sizes, away = plan.ranks[rank].capacity_bytes, ranges.moments.of(layers, layers), layers
@@ -459,7 +457,7 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
         for number in numbers:
             stages[number] = _away(stages[number], away.intersection(stages[number].numbers))
     candidate = dataclasses.replace(plan, stages=tuple(stages))
-    return candidate if judged(profile, candidate, run, known=range_bytes).fits else plan
+    return candidate if judged(profile, candidate, run).fits else plan
 
 
 def _away(stage: PlanStage, layers: frozenset[int]) -> PlanStage:

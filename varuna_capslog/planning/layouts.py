@@ -129,13 +129,11 @@ _NUMBERS = r"\s*\d+\s*(?:,\s*\d+\s*)*"
 
 def _megatron(text: str, num_blocks: int, ranks: int) -> _Parts:
     """Layout string: stages split by |; E, t, m and L, `x*n` and `(...)*n`; commas mean nothing. Or Python's lists."""
-    named = re.search(rf"""pipeline[-_]model[-_]parallel[-_]layout["']?[\s=:]+["']?({_LAYOUT})""", text)
-    lists = re.search(_LISTS, text)
-    stages = (
-        _lists_as_letters(text[lists.start() :])
-        if lists
-        else _expanded(named[1] if named else text.strip().strip("\"'")).split("|")
-    )
+    if lists := re.search(_LISTS, text):
+        stages = _lists_as_letters(text[lists.start() :])
+    else:
+        named = re.search(rf"""pipeline[-_]model[-_]parallel[-_]layout["']?[\s=:]+["']?({_LAYOUT})""", text)
+        stages = _expanded(named[1] if named else text.strip().strip("\"'")).split("|")
     flat, faults = "".join(stages), []
     if stages[0][:1] != "E" or flat.count("E") != 1:
         faults.append("it does not begin with one E, the embedding")

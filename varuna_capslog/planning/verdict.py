@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HostMemory",
-    "Known",
     "MemoryVerdict",
     "capacities_of_devices",
     "fold_plan",
@@ -250,19 +249,16 @@ def capacities_of_devices(capacity: int | Sequence[int] | None, devices: int) ->
 #    `memory/fold` computes them; a rehearsal, which needs torch, is passed in.
 
 
-Known = dict[bool, RangeBytes]
-"""True if the run recomputes -> bytes of ranges of layers."""
 _CERTAIN = 0.8
 """Up to this part of its device by the fold, a rank is not rehearsed, which may take seconds: the fold's errors are a
 few percent (`benchmarks/fold`)."""
 
 
-def fold_plan(profile: Profile, plan: Plan, run: RunShape, known: Known | None = None) -> list[RankFold]:
+def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
     """Return the bytes of every rank at every position of its list.
 
     run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
         stages whose memory is None, whether they recompute.
-    known: cache of the profile's bytes for a caller that folds many plans.
 
     Raises CapslogError for what schedules do not describe (splits), for unknown units, and for what the profile lacks.
     """
@@ -274,10 +270,7 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape, known: Known | None =
     units = Units(plan.units.per_step or run.num_microbatches, None, plan.units.blocks or run.num_blocks)
     name = plan.schedule or run.schedule
     shape = dataclasses.replace(run, schedule=name, num_microbatches=units.per_step, num_blocks=units.blocks or 1)
-    known = {} if known is None else known
-    if shape.recomputes not in known:
-        known[shape.recomputes] = RangeBytes.of_ranks(profile, shape.recomputes)  # says first what the profile lacks
-    ranges = known[shape.recomputes]
+    ranges = RangeBytes.of_ranks(profile, shape.recomputes)  # says first what the profile lacks
     return fold(ranges, plan.stages, units, _actions(profile, plan, units, shape), shape, plan.routes)
 
 
@@ -287,7 +280,6 @@ def judged(
     run: RunShape,
     rehearse: Callable[[], Sequence[int]] | None = None,
     tier: HostMemory | None = None,
-    known: Known | None = None,
 ) -> Plan:
     """Return the plan with the bytes of its ranks, and whether each fits its device. Where the fold cannot tell, the
     rehearsal does; where that cannot either, `fits` is None and a note says why.
@@ -298,13 +290,13 @@ def judged(
             ranks where the profile lacks the bytes of each action. A model that it cannot run is named in a note,
             unless the profile itself is an estimate.
         tier: limit of the host tiers; None: no limit, in memory.
-        run, known: as for `fold_plan`.
+        run: as for `fold_plan`.
     """
     gaps = predictable(profile, run.microbatch_size)
     if gaps:
         return dataclasses.replace(plan, fits=None, shortfall=None, notes=(*plan.notes, *gaps))
     try:
-        folds = fold_plan(profile, plan, run, known)
+        folds = fold_plan(profile, plan, run)
     except CapslogError as error:
         return _by_rehearsal_alone(profile, plan, rehearse, str(error))
     tier, on_cpu = tier or HostMemory(), HostMemory().is_device(profile)

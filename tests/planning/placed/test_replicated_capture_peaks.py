@@ -22,7 +22,7 @@ from varuna_capslog.planners.replicas.costs import ReplicatedStage
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed.replicated import frame_of, plan_of_stages
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import Known, fold_plan
+from varuna_capslog.planning.verdict import fold_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -44,8 +44,8 @@ def question(seed: int) -> tuple[Profile, int, int, RunShape]:
     return dataclasses.replace(profile, layers=tuple(rows)), devices, node, RunShape(draw.choice([4, 8]), "1f1b", False)
 
 
-def peak_of(profile: Profile, answer: Plan, run: RunShape, known: Known | None = None) -> int:
-    return max(rank.peak_bytes for rank in fold_plan(profile, answer, run, known))
+def peak_of(profile: Profile, answer: Plan, run: RunShape) -> int:
+    return max(rank.peak_bytes for rank in fold_plan(profile, answer, run))
 
 
 def every_peak(
@@ -55,7 +55,7 @@ def every_peak(
     the devices of a stage may then also share; the key then has the devices of each shared stage.
     """
     frame = frame_of(Problem.of(profile, devices, None, run, Link(node_devices=node)), run, "capture", "relay")
-    peaks, known = dict[tuple[Placement, int], int](), Known()
+    peaks = dict[tuple[Placement, int], int]()
     for placed in every_placement(profile.num_layers, devices // node, node):
         for stages in itertools.product(*(ways(profile, *stage, parts) for stage in placed)):
             most, microbatches = max(stage.replicas for stage in stages), run.microbatches
@@ -63,7 +63,7 @@ def every_peak(
             routed = dataclasses.replace(frame, routes="direct" if any(stage.devices for stage in stages) else "relay")
             for blocks in counts if most > 1 else [1]:
                 candidate = plan_of_stages(routed, stages, blocks, profile.known_edges)
-                peaks[key_of(stages), blocks] = peak_of(profile, candidate, run, known)
+                peaks[key_of(stages), blocks] = peak_of(profile, candidate, run)
     return peaks
 
 

@@ -377,12 +377,13 @@ class _Space:
         self.costs, self.bounds, self.size, self.blocks = costs, bounds, size, blocks
         self._of_block = costs.microbatches // (blocks or 1)
         self._bound, self._least = bound, dict[tuple[int, int], int | None]()
+        self._shared = bound if isinstance(bound, SharedBytes) else None
 
     def longer(self, partial: _Partial) -> Iterator[_Partial]:
         """Yield the placements with one more stage before these."""
-        shares, behind = isinstance(self._bound, SharedBytes), partial.behind
-        if isinstance(self._bound, SharedBytes):  # routes are direct: the next stage may read nothing of these layers
-            reader = self._bound.reader(self.bounds[partial.first] - 1)
+        shares, behind = self._shared is not None, partial.behind
+        if self._shared is not None:  # routes are direct: the next stage may read nothing of these layers
+            reader = self._shared.reader(self.bounds[partial.first] - 1)
             while behind.behind is not None and self.bounds[behind.end] <= reader:
                 behind = behind.behind
         for degree, shared in self._ways(partial.used):
@@ -418,7 +419,7 @@ class _Space:
         for degree in _degrees(room, room):
             if degree <= (self.blocks or 1):
                 yield degree, False
-            if degree > 1 and isinstance(self._bound, SharedBytes):
+            if degree > 1 and self._shared is not None:
                 yield degree, True
 
     def _stages(self, end: int, degree: int, shared: bool, in_flight: int) -> Iterator[_Stage]:
@@ -426,9 +427,9 @@ class _Space:
         calls, last = -(-in_flight // (1 if shared else degree)), self.bounds[end]
         for first in range(end - 1, -1, -1):
             begin = self.bounds[first]
-            if shared and isinstance(self._bound, SharedBytes):
-                devices = self._bound.devices(begin, last, degree)
-                if devices and self._is_below(peak := self._bound.of_shared(begin, last, degree, calls)):
+            if shared and self._shared is not None:
+                devices = self._shared.devices(begin, last, degree)
+                if devices and self._is_below(peak := self._shared.of_shared(begin, last, degree, calls)):
                     yield _Stage(first, peak, degree, devices)
                 continue
             if self._below is not None and self._bound.parts(begin, last).resident >= self._below:

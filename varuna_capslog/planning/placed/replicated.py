@@ -35,7 +35,7 @@ from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planning.placed.equal_pipelines import with_shared_moments
 from varuna_capslog.planning.playing import SAME, even_share_seconds, with_step_seconds
 from varuna_capslog.planning.problem import Problem
-from varuna_capslog.planning.verdict import Known, judged
+from varuna_capslog.planning.verdict import judged
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanRank, PlanStage, Units, ranges_of, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -298,7 +298,6 @@ class StagesPlayed:
     ) -> None:
         self.profile, self.run, self.link, self.costs = profile, run, link, costs
         self.frame, self._intervals, self._may_share = frame, intervals, may_share
-        self._known = Known()
         self.best: PlayedPlan | None = None
 
     def beat(self, plan: Plan) -> None:
@@ -414,7 +413,7 @@ class StagesPlayed:
         return PlayedPlan(lack, played.step_seconds, played, peak)
 
     def _judged(self, plan: Plan) -> Plan:
-        return judged(self.profile, plan, self.run, known=self._known)
+        return judged(self.profile, plan, self.run)
 
     def settle(self) -> None:
         """Give the best plan the least limits in flight that keep its step, or shorten it where the planner chooses
