@@ -77,6 +77,15 @@ def test_no_step_undercuts_the_bound(schedule: str) -> None:
         assert 0.8 * best < chunk_bound(heavy) <= best * (1 + 1e-9)
 
 
+def test_split_backwards_meet_their_bound_with_equal_layers() -> None:
+    """A device makes a part of its backwards while those before it make theirs, so only forwards keep it waiting."""
+    profile = profile_of(random.Random(0), 3)
+    layers = (dataclasses.replace(row, forward_seconds=1.0, backward_seconds=2.0) for row in profile.layers)
+    problem = problem_of(dataclasses.replace(profile, layers=tuple(layers)), 3, 1)
+    problem = dataclasses.replace(problem, run=dataclasses.replace(problem.run, schedule="zb-h1"))
+    assert with_cuts(problem, (0, 1, 2)).step_seconds == chunk_bound(problem) == 6 * 3 + 2
+
+
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1), (1, 1, 2), (1, 3)])
 def test_no_cut_list_of_unequal_chunks_is_faster(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all lists, and near the best rounds of a chain that is taken for a long one."""
