@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import varuna_capslog as capslog
+from varuna_capslog.model.prediction import with_predictions
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,10 +78,14 @@ def test_latent_attention():
 
 
 def test_experts_that_are_no_bfloat16_weights():
-    """transformers then runs an operator of its own: experts were not divided, and their products cost nothing."""
-    config = transformers.Qwen3MoeConfig(**SIZES | {"dtype": torch.float32}, **EXPERTS)
-    model, tokens = Model(config), torch.zeros(1, TOKENS, dtype=torch.int64)
-    settings = {"train.precision": "bf16-master"}
-    block = capslog.estimate(model, tokens, device="cuda:h100-80gb", settings=settings).layers[1]
-    assert block.divisible.expert_share == pytest.approx(share(model.model.model.layers[1], [".experts."]))
-    assert block.divisible.expert_seconds > 0
+    """transformers then compiles an operator of its own: experts were not divided, and their products cost nothing."""
+    sizes = SIZES | {"num_key_value_heads": 8, "head_dim": 8, "dtype": torch.float32, "num_nextn_predict_layers": 1}
+    config = transformers.DeepseekV3Config(**sizes, **LATENT, **ROUTED, first_k_dense_replace=1)
+    model, tokens = transformers.AutoModelForCausalLM.from_config(config), torch.zeros(1, TOKENS, dtype=torch.int64)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    layers = capslog.estimate(with_predictions(model), inputs, device="cuda:h100-80gb").layers
+    block = next(layer.divisible for layer in layers if layer.name == "model.layers.1")
+    assert block.expert_share == pytest.approx(share(model.model.layers[1], [".experts."]))
+    _, parts, _ = layers_of(config)  # whose experts run as they are, by torch's operator
+    assert block.expert_seconds > 0
+    assert block.expert_seconds == pytest.approx(parts[1].expert_seconds)
