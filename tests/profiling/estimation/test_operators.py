@@ -34,6 +34,17 @@ def test_products_are_counted_in_tiles_by_type() -> None:
     assert narrow["product half even"] == 12 * 2 * 128 * 64 * 128
 
 
+def test_products_of_experts_by_the_operator_of_transformers() -> None:
+    """Every row meets one expert; the backward makes two such products."""
+    pytest.importorskip("transformers.integrations.moe")
+    rows, experts, ends = meta(64, 32), meta(4, 32, 96), meta(4, dtype=torch.int32)
+    operators = torch.ops.transformers
+    forward = work(operators.grouped_mm_fallback.default, rows, experts, ends)
+    backward = work(operators.grouped_mm_fallback_backward.default, rows, experts, ends, meta(64, 96))
+    assert forward["product float32"] == 2 * 64 * 32 * 96
+    assert backward["product float32"] == 2 * forward["product float32"]
+
+
 def test_a_vocabulary_that_is_no_multiple_of_eight_is_slow() -> None:
     """GPT-2's head of 50,257 tokens takes seven times as long on an H200 as one of 50,304."""
     for tokens, kind in ((50304, "product half"), (30522, "product half even"), (50257, "product half odd")):
