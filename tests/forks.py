@@ -34,9 +34,6 @@ from varuna_capslog.base import fork_server
 _IMPORTED_ONCE = [
     "tests.engine.warm",
     "tests.engine.detr",
-    "tests.elastic.backend",
-    "tests.elastic.checked",
-    "torch.utils.tensorboard",
     "scipy.optimize",
     "varuna_capslog.training.run",
     "varuna_capslog.start.prepare",
@@ -134,18 +131,11 @@ def start_command(
         return Fork(f"{__name__}:_command", (list(arguments),), environment, descriptors, folder)
 
 
-@contextlib.contextmanager
-def servers_as_forks() -> Iterator[None]:
-    """Make fork servers that this process starts meanwhile forks themselves."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
-        yield
-
-
 @pytest.fixture(scope="module")
 def forked_servers() -> Iterator[None]:
     """Fork servers of commands that run in this process are forks themselves."""
-    with servers_as_forks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
         yield
 
 

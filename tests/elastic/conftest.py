@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.elastic.live import Cradle, Truth, truth_of
-from tests.forks import servers_as_forks
 
 
 @pytest.fixture(scope="session")
 def fork_server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
-    with servers_as_forks():
-        shared_cradle = Cradle(tmp_path_factory.mktemp("cradle"))
+    shared_cradle = Cradle(tmp_path_factory.mktemp("cradle"))
     yield shared_cradle
     shared_cradle.close()
 
@@ -26,4 +25,5 @@ def cradle(fork_server_of_all: Cradle) -> Iterator[Cradle]:
 
 @pytest.fixture(scope="session")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    torch.set_num_threads(1)  # as in the members: sums have other bits otherwise
     return truth_of(tmp_path_factory.mktemp("truth"))

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.engine import cases
-from tests.engine.pool import WorkerPool
 from tests.equality import assert_same
 from tests.rig.drawing import PLANS, draw_for
 from tests.rig.faults import VARIABLE, Fault
@@ -29,6 +30,7 @@ from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
+from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.schedules import RunShape
@@ -78,13 +80,11 @@ class Truth:
 
 
 def truth_of(run_dir: Path, steps: int = STEPS, **sections: Any) -> Truth:
-    """Run without interruption in one process of its own; return the results."""
+    """Run without interruption in one process; return the results."""
+    torch.set_num_threads(1)  # as in the members: the bits depend on it
     config = cases.run_config(str(run_dir), train={"max_steps": steps} | sections.pop("train", {}), **sections)
-    workers = WorkerPool()
-    try:
-        assert workers.run(cases.train_run, 1, config, (0,), patience=600.0)[0]["step"] == steps
-    finally:
-        workers.close()
+    communicator = connect_group(torch.distributed.HashStore(), "alone", 0, 1)
+    assert cases.train_run(communicator, config, (0,))["step"] == steps
     rows = files.read_jsonl(run_dir / "metrics.jsonl")
     return Truth(
         {row["step"]: row["loss"] for row in rows}, {row["step"]: row["grad_norm"] for row in rows}, final_of(run_dir)

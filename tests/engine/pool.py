@@ -29,6 +29,7 @@ def _serve(pipe: Connection) -> None:
         if case is None:
             return
         function, rank, world_size, port, generation, timeout, arguments = case
+        communicator = None
         try:
             communicator = connect(rank, world_size, "127.0.0.1", port, generation, timeout)
             try:
@@ -36,7 +37,8 @@ def _serve(pipe: Connection) -> None:
             finally:
                 communicator.close()
         except BaseException as error:
-            pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+            kind = "unconnected" if communicator is None else "error"
+            pipe.send((kind, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
 class WorkerPool:
@@ -72,15 +74,18 @@ class WorkerPool:
             self._workers[rank][1].send(
                 (function, rank, world_size, self._store.port, self._generation, timeout, arguments)
             )
-        results, errors = [], []
+        results, errors, kinds = [], [], set()
         for rank in range(world_size):
             if not self._workers[rank][1].poll(patience):
                 self.close()
                 raise RuntimeError(f"rank {rank} of {world_size} gave no answer within {patience:g} s: {errors}")
             kind, value = self._workers[rank][1].recv()
             results.append(value)
-            if kind == "error":
+            kinds.add(kind)
+            if kind != "ok":
                 errors.append(f"rank {rank}: {value}")
+        if "unconnected" in kinds:  # such a process counts its groups differently from now on
+            self.close()
         if errors:
             raise RuntimeError("\n".join(errors))
         return results
