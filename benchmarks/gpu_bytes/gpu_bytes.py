@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENT = HERE.parents[1] / "build" / "gpu_bytes" / "transformers-4.42.4"
 PACKAGES = ("transformers==4.42.4", "tokenizers==0.19.1", "huggingface_hub==0.23.5", "numpy==1.26.4")
 """All that differs from the environment of this process, whose torch and other packages are used."""
-PARTS = ("hf", "h200", "saved", "plans", "pairs", "dense", "traces")
+PARTS = ("hf", "h200", "saved", "plans", "pairs", "dense", "ranks", "traces")
 
 
 def old_transformers() -> Path:
@@ -87,6 +87,7 @@ def main() -> None:
         "plans": lambda: sailor.compare_plans(folder),
         "pairs": lambda: reserved.print_pairs(folder),
         "dense": reserved.replay_transformers,
+        "ranks": reserved.compare_ranks,
         "traces": reserved.compare_traces,
     }
     results = {}

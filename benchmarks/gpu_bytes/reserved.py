@@ -1,9 +1,10 @@
-"""Bytes that the caching allocator reserves beyond the peak: replayed, published by others, and recorded."""
+"""Bytes that the caching allocator reserves and needs beyond the peak: replayed, published by others, and recorded."""
 
 from __future__ import annotations
 
 import json
 import lzma
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +15,28 @@ import torch
 from common import TransformerSize, token_loss, transformer_chain
 from torch import Tensor
 
+from varuna_capslog.api.fit_question import Question
+from varuna_capslog.base.gpus import parse_devices
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.recipe import EngineOptions
+from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiling import rehearsal
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
-from varuna_capslog.profiling.estimation.allocator import AllocatorPeaks, CachingAllocator, Event, replay
-from varuna_capslog.profiling.estimation.headroom import fragmentation, run_of_steps
+from varuna_capslog.profiling.estimation.allocator import (
+    AllocatorPeaks,
+    CachingAllocator,
+    Event,
+    least_capacity,
+    replay,
+)
+from varuna_capslog.profiling.estimation.headroom import SEGMENT, reserved_bytes, run_of_steps
 from varuna_capslog.profiling.estimation.hollow import fake_step
+from varuna_capslog.start.ordinary import with_choices_of
 
-__all__ = ["compare_traces", "print_pairs", "replay_transformers"]
+__all__ = ["compare_ranks", "compare_traces", "print_pairs", "replay_transformers"]
 
 TRACES = Path(__file__).with_name("traces.json.xz")
 SIZES = (
@@ -88,7 +99,7 @@ def replay_transformers() -> list[dict[str, Any]]:
             cases = []
             for first, stop in ((0, 1), (1, 2), (1, 3), (end - 2, end), (0, end)):
                 stage = estimator.stage(first, stop)
-                ratios = fragmentation([stage]), fragmentation([stage], expandable=True)
+                ratios = tuple(reserved_bytes([stage], rules) / stage.peak_bytes for rules in (False, True))
                 cases.append((f"layers {first} to {stop - 1}", stage.peak_bytes, *ratios))
             for rank, events in enumerate(_rank_events(estimator, size, recompute, schedule)):
                 peak, run = replay(events).allocated_bytes, run_of_steps([events], [0, 0])
@@ -178,3 +189,100 @@ def compare_traces() -> list[dict[str, Any]]:
         off = [f"{error:+.2%}" for error in sorted(errors) if error]
         print(f"{words}: {len(errors) - len(off)} of {len(errors)} equal, the others {', '.join(off)}")
     return results
+
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "num_key_value_heads": 8,
+} | {"max_position_embeddings": 8192}
+_FOLDERS: dict[str, tuple[dict[str, Any], str, int, int]] = {
+    "8 layers of Llama-3-70B": (
+        _LLAMA
+        | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 8}
+        | {"vocab_size": 128256},
+        "2x h100-80gb",
+        4096,
+        8,
+    ),
+    "16 layers of Llama-3-8B": (
+        _LLAMA
+        | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 16}
+        | {"vocab_size": 128256},
+        "4x a100-80gb",
+        4096,
+        16,
+    ),
+    "4 layers of Mixtral": (
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "dtype": "bfloat16", "vocab_size": 32000}
+        | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4},
+        "4x h100-80gb",
+        4096,
+        16,
+    ),
+    "GPT-2 XL": (
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257}
+        | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024},
+        "4x rtx4090",
+        1024,
+        32,
+    ),
+    "T5-large": (
+        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 32128, "d_model": 1024}
+        | {"d_ff": 4096, "d_kv": 64, "num_heads": 16, "num_layers": 24, "num_decoder_layers": 24}
+        | {"decoder_start_token_id": 0},
+        "4x a4000",
+        512,
+        32,
+    ),
+}
+"""config.json, devices, tokens of a sequence, samples of a step."""
+_VISION = {"convnext_base": "2x a4000", "vit_l_16": "2x a4000", "resnet101": "2x a4000", "swin_b": "4x a4000"}
+
+
+def compare_ranks() -> list[dict[str, Any]]:
+    """Compare what plans count for their ranks with the smallest device on which each rank's own step runs; print a
+    table and return its rows.
+    """
+    import torchvision
+
+    print("| model | devices | rank | allocated GiB | reserved | needed | counted beyond need |")
+    print("|---|---|---|---|---|---|---|")
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (fields, devices, sequence, batch) in _FOLDERS.items():
+            path = Path(folder, name.replace(" ", "-"))
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(fields))
+            question = Question(str(path), None, parse_devices(devices), sequence=sequence, batch=batch)
+            results += _rank_rows(name, question)
+    for name, devices in _VISION.items():
+        sample = (torch.zeros(4, 3, 224, 224),)
+        question = Question(getattr(torchvision.models, name)(), sample, parse_devices(devices), batch=64, microbatch=4)
+        results += _rank_rows(name, question)
+    over = [row["over"] for row in results]
+    print(f"{len(results)} ranks: {min(over):+.1%} to {max(over):+.1%}")
+    return results
+
+
+def _rank_rows(name: str, question: Question) -> list[dict[str, Any]]:
+    answer = question.answer()
+    config = with_choices_of(answer.config, answer.plan)
+    with mock.patch.object(rehearsal, "rank_peaks", rehearsal.rehearse_layout):  # whole steps, with their events
+        ranks: Any = rehearsal.rehearse_plan(config, answer.plan, memo=answer.memo)
+    headroom, rows = Headroom.of(answer.profile), list[dict[str, Any]]()
+    known: set[tuple[int, int]] = set()
+    for rank, step in enumerate(ranks):
+        steps = run_of_steps([step.events], [0, 0])
+        reserved, need = replay(steps).reserved_bytes, least_capacity([steps])
+        if (step.peak_bytes, reserved) in known:
+            continue
+        known.add((step.peak_bytes, reserved))
+        over = (headroom.reserved(step.peak_bytes) + SEGMENT) / need - 1
+        rows.append({"model": name, "rank": rank, "over": over})
+        ratios = f"{reserved / step.peak_bytes:.3f} | {need / step.peak_bytes:.3f} | {over:+.1%}"
+        kinds = question.devices.kinds
+        print(f"| {name} | {len(kinds)}x {kinds[0]} | {rank} | {step.peak_bytes / 2**30:.2f} | {ratios} |", flush=True)
+    return rows

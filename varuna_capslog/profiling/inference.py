@@ -6,7 +6,6 @@ listed beside them, since they stay, however many microbatches have passed.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling.calibration import corrected_speed
 from varuna_capslog.profiling.conditions import RunConditions, profile_of, shapes_of
 from varuna_capslog.profiling.estimate import key_of_range
-from varuna_capslog.profiling.estimation.headroom import fragmentation, state_headroom
+from varuna_capslog.profiling.estimation.headroom import least_bytes, state_headroom
 from varuna_capslog.profiling.estimation.hollow import ForwardRun, run_forward
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
@@ -130,7 +129,7 @@ def _headroom(forwards: list[ForwardRun], served: Served) -> dict[str, Any]:
     """Return the bytes that a device needs beyond a peak. GPUs communicate over NCCL when they serve.
 
     Weights and caches are allocated once and stay, so that only a forward's own tensors leave gaps: the bytes that the
-    allocator reserves beyond the peak of the largest runs are added, and nothing is multiplied.
+    allocator needs beyond the peak of the largest runs are added, and nothing is multiplied.
     """
     if served.device == "cpu":
         return state_headroom(served.device, "gloo", [])
@@ -138,7 +137,7 @@ def _headroom(forwards: list[ForwardRun], served: Served) -> dict[str, Any]:
     largest = {
         forward.events: forward for forward in sorted(forwards, key=lambda forward: forward.peak_bytes)[-_SIMULATED:]
     }
-    gaps = max(math.ceil((fragmentation([forward]) - 1) * forward.peak_bytes) for forward in largest.values())
+    gaps = max(least_bytes([forward]) - forward.peak_bytes for forward in largest.values())
     origin = f"replayed by the allocator's rules: {len(largest)} runs"
     parts = stated["parts"] | {"gaps between tensors": {"bytes": gaps, "known": origin}}
     return stated | {"fixed_bytes": stated["fixed_bytes"] + gaps, "parts": parts}

@@ -4,15 +4,24 @@ plain memory map that is searched byte by byte instead of kept in lists.
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.profiling.estimation.allocator import AllocatorPeaks, CachingAllocator, Event, replay, rounded
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.profiling.estimation.allocator import (
+    AllocatorPeaks,
+    CachingAllocator,
+    Event,
+    least_capacity,
+    replay,
+    rounded,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -168,16 +177,24 @@ class Map:
     A gap is a single block only because free neighbours always join, which is the rule under test.
     """
 
-    def __init__(self, expandable: bool = False) -> None:
-        self.expandable = expandable
+    def __init__(self, expandable: bool = False, capacity: float = math.inf) -> None:
+        self.expandable, self.capacity = expandable, capacity
         self.segments: list[Span] = []
+        self.end = 0
         self.taken: dict[int, Span] = {}
+
+    @property
+    def reserved(self) -> int:
+        return sum(segment.end - segment.start for segment in self.segments)
+
+    def within(self, segment: Span) -> Iterator[tuple[int, int]]:
+        return ((span.start, span.end) for span in self.taken.values() if segment.start <= span.start < segment.end)
 
     def gaps(self, small: bool) -> list[tuple[int, int]]:
         gaps = []
         for segment in self.segments:
             if segment.small is small:
-                inside = sorted((s.start, s.end) for s in self.taken.values() if segment.start <= s.start < segment.end)
+                inside = sorted(self.within(segment))
                 edges = [segment.start, *(edge for span in inside for edge in span), segment.end]
                 gaps += [(b - a, a) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
         return gaps
@@ -191,9 +208,13 @@ class Map:
             return
         if gap is None:
             length = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
-            start = self.segments[-1].end if self.segments else 0
-            self.segments.append(Span(start, start + length, small))
-            gap = (length, start)
+            if self.reserved + length > self.capacity:
+                self.segments = [segment for segment in self.segments if any(self.within(segment))]
+            if self.reserved + length > self.capacity:
+                raise DoesNotFit("full")
+            self.segments.append(Span(self.end, self.end + length, small))
+            gap = (length, self.end)
+            self.end += length
         keep = gap[0] - size < (512 if small else MIB + 512)
         self.taken[key] = Span(gap[1], gap[1] + (gap[0] if keep else size), small)
 
@@ -242,6 +263,50 @@ def test_any_sequence_agrees_with_a_map_of_memory(expandable: bool, events: list
             remainder = peak - sum(map(rounded, requests.values()))
     expected = AllocatorPeaks(peak, allocator.reserved_bytes, len(oracle.segments), remainder)
     assert replay(events, expandable) == allocator.peaks == expected
+
+
+@given(events=programs(), capacity=st.integers(1, 60))
+@settings(max_examples=150, deadline=None)
+def test_a_full_device_takes_idle_segments_back_before_it_refuses(events: list[Event], capacity: int) -> None:
+    allocator, oracle = CachingAllocator(capacity=capacity * 2 * MIB), Map(capacity=capacity * 2 * MIB)
+    for key, size in events:
+        if not size:
+            allocator.release(key)
+            del oracle.taken[key]
+            continue
+        try:
+            oracle.allocate(key, size)
+        except DoesNotFit:
+            with pytest.raises(DoesNotFit, match="give the device more memory"):
+                allocator.allocate(key, size)
+            return
+        allocator.allocate(key, size)
+        assert allocator.reserved_bytes == oracle.reserved <= capacity * 2 * MIB
+        assert allocator.segments == len(oracle.segments)
+
+
+@given(events=programs())
+@settings(max_examples=150, deadline=None)
+def test_a_program_runs_on_the_least_capacity(events: list[Event]) -> None:
+    least = least_capacity([events])
+    assert replay(events).allocated_bytes <= least <= replay(events).reserved_bytes
+    oracle = Map(capacity=least)
+    for key, size in events:
+        if size:
+            oracle.allocate(key, size)
+        else:
+            del oracle.taken[key]
+    assert least_capacity([events], floor=least) == least  # where the floor does, it is the answer
+    assert least_capacity([events], floor=2 * least + 1) == 2 * least + 1
+
+
+def test_the_least_capacity_by_hand() -> None:
+    """16 MiB are idle when 40 are asked for: 56 are reserved, and 40 would do; two programs need that of the larger."""
+    events = [(0, 16 * MIB), (0, 0), (1, 40 * MIB)]
+    assert replay(events).reserved_bytes == 56 * MIB
+    assert 40 * MIB <= least_capacity([events]) <= 1.01 * 40 * MIB
+    assert 50 * MIB <= least_capacity([events, [(0, 50 * MIB)]]) <= 1.01 * 50 * MIB
+    assert least_capacity([]) == 0
 
 
 def test_an_expandable_segment_grows_by_pages_and_uses_its_end() -> None:

@@ -11,11 +11,15 @@ from varuna_capslog.profiling.estimation.allocator import Event, replay
 from varuna_capslog.profiling.estimation.headroom import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
+    LEAST_FACTOR,
+    SEGMENT,
     UNSEEN_PART,
     StepTrace,
     context_bytes,
     cublas_bytes,
     fragmentation,
+    least_bytes,
+    reserved_bytes,
     run_of_steps,
     state_headroom,
 )
@@ -60,30 +64,37 @@ def test_keys_may_come_again_inside_a_step():
 
 
 def test_one_size_over_and_over_reserves_what_it_needs_once():
-    assert fragmentation([trace(12, 14)]) == 1.0
+    assert reserved_bytes([trace(12, 14)]) == least_bytes([trace(12, 14)]) == 56 * MIB
     # 5 MiB blocks share a segment of 20
-    assert fragmentation([trace(5, 5)]) == pytest.approx((30 + 20) / 40)
+    assert reserved_bytes([trace(5, 5)]) == least_bytes([trace(5, 5)]) == (30 + 20) * MIB
 
 
-def test_changing_sizes_reserve_more_than_any_one_of_them():
+def test_changing_sizes_reserve_more_than_any_one_of_them_and_give_it_back():
     """Blocks of 12 and 14 MiB are of no use to a step that needs 16 and 20."""
     sizes = [trace(12, 14), trace(10, 18), trace(16, 20)]
-    worst = fragmentation(sizes)
-    assert worst > 1.3
-    # by hand: 12, 14 and 18 are reserved and too small or fully in use, so that 16 and 20 each need a new segment
     run = run_of_steps([trace.events for trace in sizes], [0, 2])
+    # by hand: 12, 14 and 18 are reserved and too small or fully in use, so that 16 and 20 each need a new segment
     assert replay(run).reserved_bytes == (30 + 12 + 14 + 16 + 20) * MIB
-    assert fragmentation(sizes) == fragmentation(sizes)
-    assert worst * sizes[2].peak_bytes >= replay(run).reserved_bytes
+    assert reserved_bytes(sizes) == reserved_bytes(sizes) >= replay(run).reserved_bytes
+    # by hand: the segment of 18 takes the 16, and for the 20 all that is idle is returned
+    assert (30 + 18 + 20) * MIB <= least_bytes(sizes) <= 1.01 * (30 + 18 + 20) * MIB
+
+
+def test_the_mildest_of_the_largest_stages_decides_but_for_a_floor():
+    tight, gappy = [trace(200, 200)], [trace(12, 5, 400, 11)]
+    assert fragmentation([tight]) == fragmentation([gappy, tight]) == LEAST_FACTOR
+    whole = StepTrace(100 * MIB, [(key, 16 * MIB) for key in range(10)])  # of a peak that is 60 MiB too low
+    assert fragmentation([[whole]]) == pytest.approx((160 - 20) / 100)
+    assert fragmentation([[whole], tight]) == LEAST_FACTOR
 
 
 def test_cuda_states_every_part():
     stages = [[trace(12, 14)], [trace(12, 14), trace(16, 20)]]
     stated = state_headroom("cuda", "gloo", stages)
     # bytes by which Hopper's workspaces exceed the 8.125 MiB in the peak, for each of two threads
-    cublas = 2 * (32 * MIB - 8519680)
+    cublas = 2 * (32 * MIB - 8519680) + SEGMENT
     assert stated["fixed_bytes"] == CONTEXT_BYTES + cublas
-    assert stated["fragmentation"] == pytest.approx(max(map(fragmentation, stages)), abs=1e-4)
+    assert stated["fragmentation"] == fragmentation(stages) == LEAST_FACTOR
     # two numbers are the sum and the factor of the parts, and each part names its source
     parts = stated["parts"]
     assert sum(part.get("bytes", 0) for part in parts.values()) == stated["fixed_bytes"]
@@ -93,31 +104,27 @@ def test_cuda_states_every_part():
     assert parts["context"]["known"] == "assumed"
     assert state_headroom("cuda", "nccl", stages)["fixed_bytes"] == CONTEXT_BYTES + cublas + 4 * COMMUNICATOR_BYTES
     for kind in ("a4000", "h200"):  # their peak includes all workspaces
-        assert state_headroom("cuda", "gloo", stages, kind)["fixed_bytes"] == context_bytes(kind)
+        assert state_headroom("cuda", "gloo", stages, kind)["fixed_bytes"] == context_bytes(kind) + SEGMENT
     assert context_bytes("h200") == 771 * MIB > context_bytes("a4000") == CONTEXT_BYTES
 
 
-def test_expandable_segments_are_stated_beside_the_default():
+def test_expandable_segments_reserve_less():
     """Expected by hand: 12 and 14 MiB, then 16 and 20: the default keeps a segment for each, the other reuses one
     range.
     """
-    stages = [[trace(12, 14), trace(10, 18), trace(16, 20)]]
-    parts = state_headroom("cuda", "gloo", stages)["parts"]
-    stated = parts["fragmentation, expandable segments"]["factor"]
-    assert stated == pytest.approx(fragmentation(stages[0], expandable=True), abs=1e-4)
+    sizes = [trace(12, 14), trace(10, 18), trace(16, 20)]
     # weights of 30 and steps of 36 MiB: 66, in pages of 20
-    assert stated == pytest.approx(80 / 66, abs=1e-4)
-    assert fragmentation(stages[0]) > 1.3
+    assert reserved_bytes(sizes, expandable=True) == 80 * MIB
+    assert reserved_bytes(sizes) > 1.3 * 66 * MIB
 
 
-def test_stages_smaller_than_a_segment_state_its_rest_in_bytes() -> None:
+def test_stages_smaller_than_a_segment_add_no_more_than_one() -> None:
     """A factor of 170 for a model of 12 kB was refused by the profile's own check, and would grow with the peak."""
     tiny = StepTrace(12_288, [(0, 8192), (1, 4096), (1, 0)])
     stated = state_headroom("cuda", "gloo", [[tiny]])
-    assert stated["fragmentation"] == 1.0
-    reserved = 12_288 + stated["fixed_bytes"] - CONTEXT_BYTES - cublas_bytes("")
-    assert reserved == replay([*tiny.events, *tiny.events[1:]]).reserved_bytes == 2 * MIB
-    assert stated["parts"]["segments larger than every stage"]["bytes"] == 2 * MIB - 12_288
+    assert stated["fragmentation"] == LEAST_FACTOR
+    assert stated["fixed_bytes"] == CONTEXT_BYTES + cublas_bytes("") + SEGMENT
+    assert reserved_bytes([tiny]) == 2 * MIB < SEGMENT
 
 
 def test_the_cpu_has_no_segments():
@@ -130,7 +137,7 @@ def test_planners_read_what_is_stated():
     stated = state_headroom("cuda", "gloo", [[trace(5, 5)]])
     profile = Profile((LayerProfile("only", 1),), conditions={"headroom": stated})
     headroom = Headroom.of(profile)
-    assert headroom == (CONTEXT_BYTES + cublas_bytes(""), 1.25)
+    assert headroom == (CONTEXT_BYTES + cublas_bytes("") + SEGMENT, LEAST_FACTOR)
     assert headroom.device(headroom.usable(1 << 30)) <= 1 << 30
     with pytest.raises(CapslogError, match="fixed_byts"):
         Headroom.of(Profile((LayerProfile("only", 1),), conditions={"headroom": {"fixed_byts": 1}}))

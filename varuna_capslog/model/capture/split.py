@@ -172,7 +172,7 @@ def split_graph(
     """
     wanted = _choose_outputs(captured, outputs)
     layer_of, names = assign_layers(captured, model, cut_points, lenient)
-    of_one = _with_joined_layers(layer_of, names, captured, model, lenient)
+    of_one = _with_joined_layers(layer_of, names, captured, wanted, model, lenient)
     layer_of, names = of_one.layer_of, of_one.names
     _protect_boundaries(captured, wanted, layer_of)
     value_names = _name_values(captured, wanted, layer_of)
@@ -232,17 +232,29 @@ class _Joined:
 
 
 def _with_joined_layers(
-    layer_of: Mapping[fx.Node, int], names: list[str], captured: Captured, model: nn.Module, lenient: bool
+    layer_of: Mapping[fx.Node, int],
+    names: list[str],
+    captured: Captured,
+    wanted: Mapping[str, fx.Node],
+    model: nn.Module,
+    lenient: bool,
 ) -> _Joined:
     """Join all layers from the first to the last one that calls a module with running statistics, since these are added
-    in the order of its calls, in one place; with automatic cut points (lenient) also those that begin with a module of
-    the model's `not_parted` with the layer before.
+    in the order of its calls, in one place. With automatic cut points (lenient), join also layers that begin with a
+    module of the model's `not_parted` with the layer before, and the makers of several views with the layer that
+    changes their tensor in place.
     """
     ranges: dict[tuple[int, int], str] = {}
     for norm, layers in _statistics(layer_of, captured, model).items():
         if min(layers) < max(layers):
             why = f"which makes all calls of {norm}, since its running statistics are added in their order"
             ranges.setdefault((min(layers), max(layers)), why)
+    changes = _changes_behind(captured, wanted, layer_of, nodes_by_storage(captured.graph.nodes)) if lenient else ()
+    for node, views in changes:
+        makers = [layer_of[view] for view in views if view in layer_of]
+        if len(views) > 1 and makers:
+            why = f"since {module_path(node) or 'the model'} changes in place a tensor that is read through other views"
+            ranges.setdefault((min(makers), layer_of[node]), why)
     whys = getattr(model, "not_parted", {}) if lenient else {}
     for reason, group in groupby(range(len(names)), lambda at: whys.get(names[at])):
         numbers = list(group)
@@ -290,9 +302,17 @@ def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[s
     return {output: captured.outputs[output] for output in (captured.outputs if outputs is None else outputs)}
 
 
-def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
-    """Copy a value of an earlier layer before an in-place operation on (a view of) it; later readers read the copy."""
-    sharing = nodes_by_storage(captured.graph.nodes)
+def _changes_behind(
+    captured: Captured,
+    wanted: Mapping[str, fx.Node],
+    layer_of: Mapping[fx.Node, int],
+    sharing: Mapping[int | fx.Node, Sequence[fx.Node]],
+) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Yield each in-place operation on tensors of earlier layers, and the values on the changed storage that come from
+    these and are read from its layer on.
+
+    sharing: nodes by storage; as the caller changes it.
+    """
     for node in list(captured.graph.nodes):
         if node not in layer_of:
             continue
@@ -304,26 +324,33 @@ def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of
                 if (source.op == "placeholder" or layer_of.get(source, index) < index)
                 and (source in wanted.values() or any(layer_of.get(user, -1) >= index for user in source.users))
             ]
-            if not crossing:
-                continue
-            if len(crossing) > 1:
-                raise CapslogError(
-                    f"module {module_path(node) or 'the model'!r} changes in place a tensor that crosses the cut "
-                    f"before layer {index} in {len(crossing)} views; cut elsewhere or make that operation out of place"
-                )
-            base = crossing[0]
-            head = next(node for node in captured.graph.nodes if layer_of.get(node) == index)
-            with captured.graph.inserting_before(head):
-                copy = captured.graph.call_function(torch.clone, (base,))
-            copy.meta = {key: base.meta.get(key) for key in ("val",)}
-            copy.meta["nn_module_stack"] = head.meta.get("nn_module_stack")
-            layer_of[copy] = index
-            sharing.setdefault(storage_key(copy), []).append(copy)
-            later = {user for user in base.users if user is not copy and layer_of[user] >= index}
-            base.replace_all_uses_with(copy, delete_user_cb=later.__contains__)
-            for output, value in wanted.items():
-                if value is base:
-                    wanted[output] = copy
+            if crossing:
+                yield node, crossing
+
+
+def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
+    """Copy a value of an earlier layer before an in-place operation on (a view of) it; later readers read the copy."""
+    sharing = nodes_by_storage(captured.graph.nodes)
+    for node, crossing in _changes_behind(captured, wanted, layer_of, sharing):
+        index = layer_of[node]
+        if len(crossing) > 1:
+            raise CapslogError(
+                f"module {module_path(node) or 'the model'!r} changes in place a tensor that crosses the cut "
+                f"before layer {index} in {len(crossing)} views; cut elsewhere or make that operation out of place"
+            )
+        base = crossing[0]
+        head = next(node for node in captured.graph.nodes if layer_of.get(node) == index)
+        with captured.graph.inserting_before(head):
+            copy = captured.graph.call_function(torch.clone, (base,))
+        copy.meta = {key: base.meta.get(key) for key in ("val",)}
+        copy.meta["nn_module_stack"] = head.meta.get("nn_module_stack")
+        layer_of[copy] = index
+        sharing.setdefault(storage_key(copy), []).append(copy)
+        later = {user for user in base.users if user is not copy and layer_of[user] >= index}
+        base.replace_all_uses_with(copy, delete_user_cb=later.__contains__)
+        for output, value in wanted.items():
+            if value is base:
+                wanted[output] = copy
 
 
 def _name_values(

@@ -1,8 +1,8 @@
 """A model of torch's CUDA caching allocator: the bytes that it reserves for a sequence of allocations.
 
 Plain Python on numbers: no device, no torch. Rules and constants are those of torch 2.15 (the constants in its
-installed header c10/core/AllocatorConfig.h, the rules of c10/cuda/CUDACachingAllocator.cpp), with default settings, one
-stream and a device that never runs out:
+installed header c10/core/AllocatorConfig.h, the rules of c10/cuda/CUDACachingAllocator.cpp), with default settings and
+one stream:
 
 - sizes are rounded up to 512 bytes; up to 1 MiB they come from the small pool, above from the large one;
 - the smallest free block of the pool that is large enough is taken, of equal ones that of the lowest address;
@@ -10,9 +10,11 @@ stream and a device that never runs out:
   else the size rounded up to 2 MiB;
 - a block is split if more than 1 MiB (small pool: 512 bytes or more) would be left; else it is used whole, and its
   surplus counts as allocated;
-- a freed block joins free neighbours of its segment. Segments are never returned to the device.
+- a freed block joins free neighbours of its segment. Segments are returned to the device only where a new one does not
+  fit in it: then all that are idle.
 
-A full device would have idle segments returned before it refuses, so reserved bytes bound what a run needs from above.
+So the bytes reserved on a device with plenty bound what a run needs from above, and `least_capacity` tells what it
+needs.
 
 With `expandable_segments:True` (PYTORCH_ALLOC_CONF) each pool is one range of addresses that grows at its end, in pages
 of 2 MiB in the small pool and 20 MiB in the large one; a free block at the end counts towards the request. The rest of
@@ -23,12 +25,12 @@ that are free again stay mapped, as no device here runs out.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
 
-__all__ = ["AllocatorPeaks", "CachingAllocator", "Event", "replay", "round_up", "rounded"]
+__all__ = ["AllocatorPeaks", "CachingAllocator", "Event", "least_capacity", "replay", "round_up", "rounded"]
 
 Event = tuple[int, int]
 """(key, bytes above 0) for an allocation, (key, 0) for its release; a key may be used again after that."""
@@ -71,13 +73,14 @@ class _Block:
 
 
 class CachingAllocator:
-    """Allocator, empty at first. expandable: by the rules of expandable segments.
+    """Allocator, empty at first. expandable: by the rules of expandable segments. capacity: most bytes of all segments,
+    without expandable ones; None: no limit.
 
     Attributes:
         allocated_bytes, reserved_bytes, segments: at present.
     """
 
-    def __init__(self, expandable: bool = False) -> None:
+    def __init__(self, expandable: bool = False, capacity: int | None = None) -> None:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.segments = 0
@@ -87,17 +90,20 @@ class CachingAllocator:
         # pool (small or not) -> its free blocks, by size and then address; and each by its address
         self._order: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._free_at: dict[int, _Block] = {}
-        self._expandable = expandable
+        self._expandable, self._capacity = expandable, capacity
+        self._next_address = 0
         # of expandable segments: pool -> the block at the end of the mapped range
         self._last: dict[bool, _Block] = {}
 
     @property
     def peaks(self) -> AllocatorPeaks:
-        """Peaks so far. Since segments are never returned, the peak of reserved bytes is the present value."""
+        """Peaks so far, and the reserved bytes of now: without a capacity, their peak."""
         return AllocatorPeaks(self._peak_allocated, self.reserved_bytes, self.segments, self._peak_remainder)
 
     def allocate(self, key: int, num_bytes: int) -> None:
-        """Allocate `num_bytes`, above 0, under a free key. Raises CapslogError for a key in use or another size."""
+        """Allocate `num_bytes`, above 0, under a free key. Raises CapslogError for a key in use or another size, and
+        DoesNotFit where no segment of the capacity has room.
+        """
         if key in self._given:
             raise CapslogError(f"key {key} is allocated twice; release it in between")
         if num_bytes <= 0:
@@ -151,11 +157,26 @@ class CachingAllocator:
             length = _LARGE_SEGMENT
         else:
             length = round_up(size, _SEGMENT_STEP)
+        if self._capacity is not None and self.reserved_bytes + length > self._capacity:
+            self._return_idle_segments()
+            if self.reserved_bytes + length > self._capacity:
+                raise DoesNotFit(
+                    f"a segment of {length} bytes does not fit beside {self.reserved_bytes} of {self._capacity}; give "
+                    "the device more memory"
+                )
         # segments lie one behind another, but blocks never join across their borders
-        block = _Block(self.reserved_bytes, length, small)
+        block = _Block(self._next_address, length, small)
+        self._next_address += length
         self.reserved_bytes += length
         self.segments += 1
         return block
+
+    def _return_idle_segments(self) -> None:
+        for block in list(self._free_at.values()):
+            if block.before is None and block.after is None:
+                self._withdraw(block)
+                self.reserved_bytes -= block.size
+                self.segments -= 1
 
     def _grown(self, size: int, small: bool) -> _Block:
         """Return the block at the end of a pool's expandable segment, mapped until it is large enough."""
@@ -209,6 +230,35 @@ def replay(events: Iterable[Event], expandable: bool = False) -> AllocatorPeaks:
         except CapslogError as error:
             raise CapslogError(f"event {number}: {error}") from None
     return allocator.peaks
+
+
+def least_capacity(runs: Sequence[Sequence[Event]], floor: int = 0) -> int:
+    """Return the fewest bytes, from `floor` on and up to 1 % too many, of a device on which an allocator can execute
+    each of the runs, which begin with it empty. Raises CapslogError as `replay`.
+    """
+    if floor and _fit_in(runs, floor):
+        return floor
+    peaks = [replay(run) for run in runs]
+    high = max((peak.reserved_bytes for peak in peaks), default=0)
+    low = max([floor, *(peak.allocated_bytes - 1 for peak in peaks)])  # does not do
+    while high - low > low // 100 + 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fit_in(runs, middle) else (middle, high)
+    return high
+
+
+def _fit_in(runs: Sequence[Sequence[Event]], capacity: int) -> bool:
+    for run in runs:
+        allocator = CachingAllocator(capacity=capacity)
+        try:
+            for key, num_bytes in run:
+                if num_bytes:
+                    allocator.allocate(key, num_bytes)
+                else:
+                    allocator.release(key)
+        except DoesNotFit:
+            return False
+    return True
 
 
 def rounded(num_bytes: int) -> int:

@@ -2,20 +2,21 @@
 
 `memory.headroom` reads the two numbers that planners use:
 
-    reserved = allocated * fragmentation        what the caching allocator holds of the device
+    reserved = allocated * fragmentation        what the caching allocator needs of the device
     device   = reserved + fixed_bytes           what the driver counts as used
 
 "parts" names all parts of both, each with its bytes or its factor and its source: read off a device, in somebody's
 print or in torch's source, replayed by the allocator's rules, or assumed.
 
-Fragmentation is simulated: sizes change from step to step, and the caching allocator keeps segments that suit none of
-the later ones. Traces of one stage at several input sizes are replayed as one long run, and the reserved bytes at its
-end are compared with the peak predicted for the largest size: by the allocator's default rules, which planners count,
-and by those of expandable segments. On an H200 the replay of eight traces of whole runs met the real allocator to the
-byte in seven, and to 2 % in one (docs/gpu.md).
+Fragmentation is simulated: blocks of one size leave gaps that suit none of the next. Traces of one stage at several
+input sizes are replayed as one long run, and the smallest device on which torch's allocator can run it is compared with
+the peak predicted for the largest size. With more memory the allocator reserves more (up to 1.6 times the peak), but
+before it fails it gives idle segments back. On an H200 the replay of eight traces of whole runs met the real allocator
+to the byte in seven, and to 2 % in one (docs/gpu.md).
 
-Where all stages are smaller than one segment, what the allocator reserves does not grow with the peak, so the
-difference is stated as bytes, not as a factor.
+Single layers and pairs, whose traces a profile has, lie in more gaps than the stages of a plan, so the mildest of the
+largest decides, with at least `LEAST_FACTOR` (`benchmarks/gpu_bytes`). Where a stage is smaller than a segment, gaps do
+not grow with the peak, so a segment is added as bytes.
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.base.gpus import GPUS
-from varuna_capslog.profiling.estimation.allocator import Event, replay
+from varuna_capslog.profiling.estimation.allocator import Event, least_capacity, replay
 from varuna_capslog.profiling.estimation.quirks import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
 
 __all__ = [
     "COMMUNICATOR_BYTES",
     "CONTEXT_BYTES",
     "HOPPER_CONTEXT_BYTES",
+    "LEAST_FACTOR",
+    "SEGMENT",
     "UNSEEN_PART",
     "StepTrace",
     "context_bytes",
     "cublas_bytes",
     "fragmentation",
+    "least_bytes",
+    "reserved_bytes",
     "run_of_steps",
     "state_headroom",
 ]
@@ -56,8 +61,10 @@ UNSEEN_PART = 0.01
 """Of a stage's peak on the CPU, for scratch of kernels that the table of quirks leaves out: the lowest estimate of
 `benchmarks/truth` was 0.7 % under the real allocator."""
 
-_SEGMENT = 2 << 20
-"""Bytes of the allocator's smallest segment."""
+LEAST_FACTOR = 1.05
+"""On a peak, for gaps between blocks: ranks of plans needed up to 1.044 times theirs, a segment apart."""
+SEGMENT = 20 << 20
+"""Bytes of a segment for blocks of 1 to 10 MiB, the last of which may be nearly empty."""
 _STEPS = 8
 _ORDERS = 3
 _CUBLAS_THREADS = 2
@@ -104,20 +111,42 @@ def _staying(events: Sequence[Event]) -> int:
     return len(events)
 
 
-def fragmentation(traces: Sequence[StepTrace], expandable: bool = False, seed: int = 0) -> float:
-    """Return the worst ratio of reserved bytes after several steps to the largest predicted peak; at least 1.
+def least_bytes(traces: Sequence[StepTrace], floor: int = 0, seed: int = 0) -> int:
+    """Return the memory in which steps of several sizes run one after another, at least `floor` (up to 1 % too much).
 
     One trace: its step twice over. Several: steps in a few random orders, the largest size once in each, at the
     beginning, in the middle or at the end.
+    """
+    return least_capacity(_runs(traces, seed), floor)
+
+
+def reserved_bytes(traces: Sequence[StepTrace], expandable: bool = False, seed: int = 0) -> int:
+    """Return the bytes that the allocator reserves for the same steps where the device has plenty.
 
     expandable: with the allocator's expandable segments, which a run may choose by PYTORCH_ALLOC_CONF.
     """
+    return max(replay(run, expandable).reserved_bytes for run in _runs(traces, seed))
+
+
+def fragmentation(stages: Sequence[Sequence[StepTrace]]) -> float:
+    """Return the factor on a peak, beside a segment, for the gaps between blocks: at least `LEAST_FACTOR`, else that of
+    the stage with the fewest gaps. stages: of each, its traces at several sizes.
+    """
+    factor = math.inf
+    for traces in stages:
+        peak = max(trace.peak_bytes for trace in traces)
+        floor = math.ceil(LEAST_FACTOR * peak) + SEGMENT
+        need = least_bytes(traces, floor)
+        if need <= floor:
+            return LEAST_FACTOR
+        factor = min(factor, (need - SEGMENT) / peak)
+    return factor
+
+
+def _runs(traces: Sequence[StepTrace], seed: int) -> list[list[Event]]:
     events = [trace.events for trace in traces]
     largest = max(range(len(traces)), key=lambda number: traces[number].peak_bytes)
-    peak = traces[largest].peak_bytes
-    orders = _orders(len(traces), largest, seed)
-    worst = max(replay(run_of_steps(events, order), expandable).reserved_bytes for order in orders)
-    return max(1.0, worst / peak) if peak else 1.0
+    return [run_of_steps(events, order) for order in _orders(len(traces), largest, seed)]
 
 
 def _orders(count: int, largest: int, seed: int) -> Iterable[list[int]]:
@@ -166,22 +195,16 @@ def state_headroom(
                 "basis": "capacities count the CPU allocator's bytes: no segments, no process beside tensors",
             },
         }
-    peak = max((trace.peak_bytes for traces in stages for trace in traces), default=0)
-    ratio, expandable = (
-        max((fragmentation(traces, rules) for traces in stages), default=1.0) for rules in (False, True)
-    )
     context, cublas = context_bytes(gpu), cublas_bytes(gpu)
-    gaps = 0
-    if peak < _SEGMENT:
-        gaps, ratio, expandable = math.ceil((ratio - 1) * peak), 1.0, 1.0
+    factor, segment = (round(fragmentation(stages), 4), SEGMENT) if stages else (1.0, 0)
     messages = communicators * COMMUNICATOR_BYTES if transport == "nccl" else 0
     replayed = (
         f"replayed by the allocator's rules: {len(stages)} stages, up to {max(map(len, stages), default=0)} sizes"
     )
     read = "read off an H200" if context == HOPPER_CONTEXT_BYTES else "assumed"
     return {
-        "fixed_bytes": context + cublas + messages + gaps,
-        "fragmentation": round(ratio, 4),
+        "fixed_bytes": context + cublas + messages + segment,
+        "fragmentation": factor,
         "parts": {
             "context": {"bytes": context, "known": read},
             "cuBLAS beyond the peak": {"bytes": cublas, "known": "torch's source"},
@@ -189,9 +212,8 @@ def state_headroom(
                 "bytes": messages,
                 "known": f"{communicators} communicators as printed for A100s" if messages else "none",
             },
-            "fragmentation": {"factor": round(ratio, 4), "known": replayed},
-            "fragmentation, expandable segments": {"factor": round(expandable, 4), "known": replayed},
-            **({"segments larger than every stage": {"bytes": gaps, "known": replayed}} if gaps else {}),
+            "fragmentation": {"factor": factor, "known": replayed},
+            "last segment": {"bytes": segment, "known": "torch's source"},
             "workspaces of cuDNN": {"bytes": 0, "known": "in the peak, read off an H200"},
         },
     }
