@@ -113,6 +113,18 @@ def test_blocks_of_a_captured_model_are_compared_by_their_graphs() -> None:
     ]
 
 
+def test_a_module_may_hold_its_own_name_but_no_other() -> None:
+    def layers(names: list[str]) -> list[object]:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in names))
+        for block, name in zip(model, names, strict=True):
+            block[0].kept = {"target": [name]}
+        chain = Chain.from_module(model, ["0", "1", "2"], (torch.zeros(2, 4),))
+        return [layer_signature(layer) for layer in chain.layers]
+
+    first, second, third = layers(["0.0", "1.0", "0.0"])
+    assert first == second != third
+
+
 def test_rates_that_grow_with_depth_are_told_apart_at_0_and_1_only() -> None:
     depth = pytest.importorskip("torchvision").ops.StochasticDepth
     none, some, more, all_ = (layer_signature(Layer("a", depth(rate, "row"))) for rate in (0.0, 0.1, 0.2, 1.0))

@@ -2,7 +2,8 @@
 
 `ShapeTable` traces, and the estimator costs, layers of one signature once. A signature holds all that a result can
 depend on; what it cannot compare is equal to itself only, so that in doubt work is done again. Names, and with them
-the place of a layer in its model, are no part of it.
+the place of a layer in its model, are no part of it, nor are strings with the qualified name of the module that holds
+them (peft's adapters).
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class _Description:
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
 
-    def module(self, module: nn.Module) -> object:
+    def module(self, module: nn.Module, path: str = "") -> object:
+        """Describe a module. path: its qualified name, as far as it is known."""
         number = self._numbers.get(id(module))
         if number is not None:
             return "again", number
@@ -89,39 +91,47 @@ class _Description:
         hooks = [(name, self.value(list(vars(module)[name].values()))) for name in _HOOKS if vars(module)[name]]
         if isinstance(module, fx.GraphModule) and type(module).__mro__[1] in (fx.GraphModule, CapturedGraph, ByShape):
             # the names of what it holds are those of the whole model
-            parts = [self.module(part) for part in module._modules.values() if part is not None]
+            parts = [self.module(part, name) for name, part in module._modules.items() if part is not None]
             graphs = module.graphs if isinstance(module, ByShape) else (module.graph,)
             operations = tuple(operation for graph in graphs for operation in self._graph(module, graph))
             content: object = (fx.GraphModule, tuple(tensor for _, tensor in held), tuple(parts), operations)
         else:
-            children = [(name, None if part is None else self.module(part)) for name, part in module._modules.items()]
+            children = [
+                (name, None if part is None else self.module(part, f"{path}.{name}"))
+                for name, part in module._modules.items()
+            ]
             if isinstance(module, SequentialSlice) or type(module) is nn.Module:
                 # made by a capture, under the names that the whole model has for its parts
                 children = [("", described) for _, described in children]
-            content = (type(module), tuple(held), tuple(children), tuple(self._attributes(module)))
+            content = (type(module), tuple(held), tuple(children), tuple(self._attributes(module, path)))
         frozen: tuple[int, ...] = ()
         if isinstance(module, Frozen) and module.frozen:
             frozen = tuple(at for at, (name, _) in enumerate(module.named_modules()) if name in module.frozen)
         return (module.training, *frozen), tuple(hooks), content
 
-    def value(self, value: object, numbers: dict[fx.Node, int] | None = None) -> object:
-        """Describe a value of an attribute or of an operation's argument; numbers: of the nodes of the graph."""
+    def value(self, value: object, numbers: dict[fx.Node, int] | None = None, path: str = "") -> object:
+        """Describe a value of an attribute or of an operation's argument.
+
+        numbers: of the nodes of the graph. path: qualified name of the module that has the attribute.
+        """
         if isinstance(value, fx.Node):
             assert numbers is not None
             return "node", numbers[value]
+        if isinstance(value, str) and "." in value and f".{path}".endswith(f".{value}"):
+            return "its name"
         if isinstance(value, _PLAIN):
             return type(value), value  # 1, 1.0 and True are equal, but not to an operation
         if isinstance(value, _THEMSELVES):
-            return value
+            return "its name"
         if isinstance(value, CallShape):
             return type(value), self.value(value.key)
         if type(value) is slice:
             value = ("slice", value.start, value.stop, value.step)
         if isinstance(value, dict):
-            pairs = [(self.value(key), self.value(part, numbers)) for key, part in value.items()]
+            pairs = [(self.value(key), self.value(part, numbers, path)) for key, part in value.items()]
             return type(value), tuple(pairs)
         if isinstance(value, (list, tuple)):
-            return type(value), tuple(self.value(part, numbers) for part in value)
+            return type(value), tuple(self.value(part, numbers, path) for part in value)
         if isinstance(value, nn.Module):
             return self.module(value)
         return _Same(value)
@@ -137,7 +147,7 @@ class _Description:
             return _Same(tensor)
         return type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
-    def _attributes(self, module: nn.Module) -> Iterator[tuple[str, object]]:
+    def _attributes(self, module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
         if isinstance(module, Guard):
             yield "shapes", module.shapes
             yield "conditions", module.conditions
@@ -154,7 +164,7 @@ class _Description:
             elif key == rate and isinstance(value, float) and 0 < value < 1:
                 yield key, "between 0 and 1"
             else:
-                yield key, self.value(value)
+                yield key, self.value(value, path=path)
 
     def _graph(self, module: fx.GraphModule, graph: fx.Graph) -> Iterator[object]:
         if type(graph._codegen) is not fx.graph.CodeGen:

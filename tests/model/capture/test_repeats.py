@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from varuna_capslog.model.capture import export
 from varuna_capslog.model.capture.export import Captured, module_calls
 from varuna_capslog.model.capture.exporting import graph_text
+from varuna_capslog.model.capture.runtime import Varying
 
 
 class Block(nn.Module):
@@ -64,6 +65,29 @@ class WithRegion(Block):
         return self.linear(x) * mask, x.t()
 
 
+class Sized(Block):
+    """Computes with the size that is left open, and has a tensor of another open size."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.cat([x, x.new_zeros(x.shape[0], 2)], 1).reshape(-1, 3)
+        return x + self.linear(y.reshape(x.shape[0], -1)[:, :4]) * scale / x.shape[0], x.t()
+
+
+class Named(Block):
+    """Holds its own name, as peft's adapters do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.linear.kept = {"target": f"blocks.{number}.linear", "rank": [4]}
+
+
+class NamedApart(Named):
+    """Computes with its name."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x * len(self.linear.kept["target"]), x.t()
+
+
 class Model(nn.Module):
     doubled: Tensor
 
@@ -99,16 +123,27 @@ def _told(captured: Captured) -> tuple[object, ...]:
         storages.setdefault(value.untyped_storage()._cdata, len(storages)) if isinstance(value, Tensor) else None
         for value in values
     ]
-    return graph_text(captured), [list(module_calls(node).values()) for node in nodes], shared, captured.simple
+    shapes = [str(value.shape) if isinstance(value, Tensor) else str(value) for value in values]
+    return graph_text(captured), [list(module_calls(node).values()) for node in nodes], shared, shapes, captured.simple
 
 
 @pytest.mark.parametrize(
     ("kind", "last", "copied"),
     # the first block's input has no gradient, unlike those of the others
     [(Block, Block, 2), (Block, Wider, 1), (ByNumber, ByNumber, 0), (InPlace, InPlace, 0), (OfOthers, OfOthers, None)]
-    + [(WithRegion, WithRegion, 2), (Counting, Counting, 0), (Told, Told, 2)],
+    + [(WithRegion, WithRegion, 2), (Counting, Counting, 0), (Told, Told, 2)]
+    + [(Named, Named, 2), (NamedApart, NamedApart, 0)],
 )
 def test_the_graph_is_that_of_all_blocks(kind, last, copied, monkeypatch):
+    _compare(kind, last, copied, torch.zeros(2, 4), monkeypatch)
+
+
+@pytest.mark.parametrize(("kind", "copied"), [(Sized, 2), (OfOthers, None)])
+def test_the_graph_is_that_of_all_blocks_where_a_size_is_left_open(kind, copied, monkeypatch):
+    _compare(kind, kind, copied, Varying(torch.zeros(3, 4), [0]), monkeypatch)
+
+
+def _compare(kind, last, copied, x, monkeypatch):
     seen: list[int] = []
     copy_parts = export.EqualBlocks.copy_parts
 
@@ -120,7 +155,7 @@ def test_the_graph_is_that_of_all_blocks(kind, last, copied, monkeypatch):
     monkeypatch.setattr(export.EqualBlocks, "copy_parts", counted)
     with torch.device("meta"):
         model = Model(kind, last)
-    once, whole = (export.export_model(model, (), {"x": torch.zeros(2, 4)}, once=once) for once in (True, False))
+    once, whole = (export.export_model(model, (), {"x": x}, once=once) for once in (True, False))
     texts, others = zip(*((graph, rest) for graph, *rest in map(_told, (once, whole))), strict=True)
     assert others[0] == others[1]
     assert texts[0] == texts[1] or kind is WithRegion  # whose nodes have other names

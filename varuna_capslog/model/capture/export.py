@@ -214,7 +214,7 @@ def export_model(
     # torch takes one tensor given under two names for one input, so every input is a tensor of its own
     arguments, keywords = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (arguments, dict(keywords)))
     watch, opaque = Watch(model, by_module, keeps), opaque or OpaqueCalls({})
-    plainly = not (varies or by_module or keeps or opaque.keeps_modules)
+    plainly = not (by_module or keeps or opaque.keeps_modules)
     blocks = EqualBlocks(model) if once and plainly and _is_hollow(model) else None
     with (
         on_host(model),
@@ -234,7 +234,7 @@ def export_model(
                 raise _explained(model, watch.running, error) from error
             program = None  # code may read what a block leaves behind
     if program is None:
-        return export_model(model, arguments, keywords, once=False)
+        return export_model(model, *asked, once=False)
     if _maps(program.graph_module) and torch.compiler.is_compiling.__module__ != __name__:
         with _answering("is_compiling"):
             return export_model(model, *asked, opaque, by_module, keeps, once)
@@ -266,7 +266,7 @@ def export_model(
                 raise NotEqual
             copies, simple = blocks.copy_parts(graph, extra), blocks.with_equals(simple)
         except NotEqual:
-            return export_model(model, arguments, keywords, once=False)
+            return export_model(model, *asked, once=False)
         env = {node: copies.get(value, value) for node, value in env.items()}
     bounds = {
         str(name): (int(limits.lower), _finite(limits.upper)) for name, limits in program.range_constraints.items()

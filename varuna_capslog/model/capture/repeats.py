@@ -3,7 +3,7 @@ part of the graph is copied for the others.
 
 Used for models without memory for their weights, which are planned and not trained. Blocks are the children of lists of
 modules; they are equal if their modules, plain attributes and shapes are. An attribute with a block's number in its
-list, such as `layer_idx`, may differ as long as the first block's code does not read it.
+list, such as `layer_idx`, or with its module's own name may differ as long as the first block's code does not read it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import json
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,13 +29,16 @@ __all__ = ["EqualBlocks", "NotEqual"]
 _LIBRARY = torch.library.Library("capslog", "FRAGMENT")
 _LIBRARY.define("block_border(Tensor[] tensors, int number) -> ()")
 _LIBRARY.impl("block_border", lambda tensors, number: None, "CompositeExplicitAutograd")
-_LIBRARY.define("equal_block(Tensor[] tensors, str made, int number) -> Tensor[]")
+_LIBRARY.define("equal_block(Tensor[] tensors, int first, int number) -> Tensor[]")
+_NUMBERS = itertools.count(1)
+_MADE: dict[int, list[tuple[Any, ...]]] = {}
+"""Shape, strides, dtype and device of each tensor that a first block returned, by number of the call; sizes may be
+open. During the export."""
 
 
-def _made(tensors: list[Tensor], made: str, number: int) -> list[Tensor]:
+def _made(tensors: list[Tensor], first: int, number: int) -> list[Tensor]:
     return [
-        torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
-        for shape, stride, dtype, device in json.loads(made)
+        torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in _MADE[first]
     ]
 
 
@@ -52,7 +54,7 @@ class NotEqual(Exception):
 
 @dataclass
 class _Group:
-    """Equal blocks. numbered: attributes with a block's number, by the qualified name of their module in the block."""
+    """Equal blocks. numbered: attributes with a block's number or name, by their module's qualified name in it."""
 
     numbered: frozenset[tuple[str, str]]
     was_read: bool = False
@@ -60,12 +62,11 @@ class _Group:
 
 @dataclass
 class _First:
-    """First call of its kind. tree: of its result; made: shapes of the result's tensors, as text."""
+    """First call of its kind. tree: of its result."""
 
     path: str
     number: int
     tree: Any
-    made: str
 
 
 @dataclass
@@ -75,7 +76,6 @@ class EqualBlocks:
     model: nn.Module
     calls: dict[int, tuple[str, _First]] = field(default_factory=dict)
     _first: dict[object, _First] = field(default_factory=dict)
-    _numbers: int = 0
     _called: set[str] = field(default_factory=set)
 
     @contextmanager
@@ -94,6 +94,8 @@ class EqualBlocks:
         finally:
             for part, kind in kinds.items():
                 part.__class__ = kind
+            for first in self._first.values():
+                del _MADE[first.number]
 
     def _call(
         self, path: str, block: nn.Module, group: _Group, run: Callable[..., Any], *args: Any, **kwargs: Any
@@ -107,19 +109,18 @@ class EqualBlocks:
         now = tuple(_attributes(part, name, group.numbered) for name, part in block.named_modules())
         key = id(group), str(tree), tuple(map(_described, leaves)), _places(tensors), _state(), now
         first = None if group.was_read else self._first.get(key)
-        self._numbers += 1
-        number = self._numbers
+        number = next(_NUMBERS)
         if first is not None:
             self.calls[number] = path, first
-            return pytree.tree_unflatten(torch.ops.capslog.equal_block(tensors, first.made, number), first.tree)
+            return pytree.tree_unflatten(torch.ops.capslog.equal_block(tensors, first.number, number), first.tree)
         versions = [tensor._version for tensor in tensors]
         torch.ops.capslog.block_border(tensors, number)
         output = run(*args, **kwargs)
         made, tree = pytree.tree_flatten(output)
         if all(isinstance(leaf, Tensor) for leaf in made) and versions == [tensor._version for tensor in tensors]:
             torch.ops.capslog.block_border(made, number)
-            shapes = [(leaf.shape, leaf.stride(), str(leaf.dtype)[6:], str(leaf.device)) for leaf in made]
-            self._first[key] = _First(path, number, tree, json.dumps(shapes))
+            _MADE[number] = [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in made]
+            self._first[key] = _First(path, number, tree)
         return output
 
     def with_equals(self, modules: set[int]) -> set[int]:
@@ -185,7 +186,7 @@ def _state() -> object:
 
 def _described(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        return str(tuple(leaf.shape)), str(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf
 
 
@@ -236,7 +237,7 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
                 (inner, attribute)
                 for inner, part in block.named_modules()
                 for attribute, value in vars(part).items()
-                if type(value) is int and value == place
+                if (type(value) is int and value == place) or _names(value, f"{path}.{name}.{inner}")
             )
             key = tuple(_signature(part, inner, numbered) for inner, part in block.named_modules())
             rows.setdefault((path, key, numbered), []).append((f"{path}.{name}".lstrip("."), block, numbered))
@@ -246,6 +247,14 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
         if len(blocks) > 1 and not any(f"{path}.".startswith(f"{outer}.") for path, _, _ in blocks for outer in groups):
             groups |= {path: (block, group) for path, block, _ in blocks}
     return groups
+
+
+def _names(value: Any, path: str) -> bool:
+    """True where a value holds a string that is the end of a qualified name."""
+    if isinstance(value, str):
+        return "." in value and f".{path}".endswith(f".{value}")
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(_names(part, path) for part in parts)
 
 
 def _signature(part: nn.Module, name: str, numbered: Collection[tuple[str, str]]) -> object:
@@ -277,8 +286,10 @@ def _of_value(value: Any) -> object:
         return type(value), value
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_of_value, value))
-    if isinstance(value, (dict, set)) and not value:
-        return type(value)
+    if isinstance(value, dict):
+        return type(value), tuple((_of_value(key), _of_value(part)) for key, part in value.items())
+    if isinstance(value, set) and not value:
+        return set
     return id(value)
 
 
@@ -305,6 +316,8 @@ def _copy(
     def copy_of(node: fx.Node) -> fx.Node:
         if node in copies:
             return copies[node]
+        if isinstance(node.meta.get("val"), torch.SymInt):  # of an input of the model
+            return node
         if node.op != "get_attr":
             raise NotEqual
         target = str(node.target)
@@ -352,8 +365,6 @@ def _storage_of(node: fx.Node) -> Any:
 
 def _alike(tensor: Tensor, storages: dict[int | None, Any]) -> Tensor:
     """Return a fake tensor like another one, on the storage that takes the place of the latter's storage."""
-    if any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride(), tensor.storage_offset())):
-        raise NotEqual  # another block has other values, and so another size
     key, fake = tensor.untyped_storage()._cdata, cast(FakeTensor, tensor)
     with torch._C._DisableTorchDispatch():
         if key not in storages:
