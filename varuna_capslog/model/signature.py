@@ -122,7 +122,7 @@ class _Description:
         if isinstance(value, _PLAIN):
             return type(value), value  # 1, 1.0 and True are equal, but not to an operation
         if isinstance(value, _THEMSELVES):
-            return "its name"
+            return value
         if isinstance(value, CallShape):
             return type(value), self.value(value.key)
         if type(value) is slice:
