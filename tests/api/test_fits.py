@@ -27,6 +27,9 @@ from torch import nn
 def pair():
     return nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
 
+def wide():
+    return nn.Sequential(*(nn.Linear(16384, 16384, bias=False) for _ in range(4)))
+
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -126,6 +129,15 @@ def test_the_largest_microbatch_of_the_fastest_step_that_fits_is_chosen(monkeypa
         fit = capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, **options, capacity=capacity, settings=step)
         assert fit.split.endswith(f"4 samples per step in {4 // best} microbatch{'es' * (best < 4)} of {best}")
         assert 1 < best <= most
+
+
+def test_cards_of_which_as_many_would_do_are_those_that_share_the_load_of_unequal_ones() -> None:
+    """Two of four layers, at 16 bytes a parameter, are 8.6 GB: too much for 8 GB, and little for 16 GB."""
+    for devices in ("h200, t4", "2x t4"):
+        answer = capslog.fits("net_of_fits:wide", "x=float32[1,16384]", devices=devices, settings=ONE)
+        assert answer.fits
+        assert answer.cards[0] == "t4"
+        assert "rtx2080" not in answer.cards
 
 
 def test_a_search_is_told_how_much_is_lacking() -> None:

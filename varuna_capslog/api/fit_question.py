@@ -197,6 +197,13 @@ class PlannedRun:
     def _smallest(self) -> PlannedRun:
         return _smallest_run(self.config, self.profile, self.memo)
 
+    def least_needed(self) -> int:
+        """Return the bytes that the fullest device needs in the plan of the smallest peak; of unequal devices, among
+        which that divides unevenly, the mean.
+        """
+        needed, capacities = self._smallest.memory.needed, self.memory.capacities
+        return max(needed) if len(set(capacities)) == 1 else sum(needed) // len(needed)
+
     def least(self) -> tuple[int, int]:
         """Return the lack of the plan with the smallest peak, and the same without activations, at most 0."""
         smallest = self._smallest

@@ -167,7 +167,7 @@ class Fit:
         low = self._answer.config.train.precision in ("bfloat16", defaults.BF16_WEIGHTS)
         kinds = [name for name, gpu in GPUS.items() if gpu.has_bfloat16 or not low]
         kinds.sort(key=lambda name: GPUS[name].memory_bytes)
-        need = max(self.memory.capacities) + self._least[0]
+        need = self._answer.least_needed()
         count, begun = self._answer.question.devices.count, time.perf_counter()
         for first, name in enumerate(kinds):
             if GPUS[name].memory_bytes < _ALIKE * need:
