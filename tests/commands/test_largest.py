@@ -70,7 +70,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) 
 
 
 def test_the_largest_microbatch_divides_the_samples_and_its_plan_is_written(capsys):
-    sizes = ("--capacity", "560MiB")
+    sizes = ("--capacity", "584MiB")
     answer = asked(capsys, "stack.yaml", "microbatch", *sizes, "-o", "plan.json")
     divisors = [size for size in range(1, 13) if 12 % size == 0]
     assert {trial["value"] for trial in answer["tried"]} < set(divisors)
@@ -89,7 +89,7 @@ def test_the_largest_microbatch_divides_the_samples_and_its_plan_is_written(caps
 
 
 def test_a_model_keeps_its_number_of_microbatches(capsys):
-    arguments = (*MODEL, "--devices", "2", "--device", "cuda:t4", "--capacity", "560MiB", "microbatch")
+    arguments = (*MODEL, "--devices", "2", "--device", "cuda:t4", "--capacity", "580MiB", "microbatch")
     assert largest(*arguments, "-o", "plan.json") == 0
     told = capsys.readouterr()
     written = read_plan(Path("plan.json"))
@@ -118,12 +118,12 @@ def _gpipe(samples: int) -> tuple[str, ...]:
 
 
 def test_the_largest_image_has_the_ratio_of_the_config(capsys):
-    arguments = ("pictures.yaml", "profile.image_size=[64, 128]", "image-size", "--capacity", "520MiB")
+    arguments = ("pictures.yaml", "profile.image_size=[64, 128]", "image-size", "--capacity", "540MiB")
     answer = asked(capsys, *arguments)
     assert all(abs(2 * height - width) <= 32 for height, width in (trial["value"] for trial in answer["tried"]))
     height, width = answer["largest"]
-    assert run("pictures.yaml", "--capacity", "520MiB", f"profile.image_size=[{height}, {width}]") == 0
-    assert run("pictures.yaml", "--capacity", "520MiB", f"profile.image_size=[{height + 32}, {width + 32}]") == 3
+    assert run("pictures.yaml", "--capacity", "540MiB", f"profile.image_size=[{height}, {width}]") == 0
+    assert run("pictures.yaml", "--capacity", "540MiB", f"profile.image_size=[{height + 32}, {width + 32}]") == 3
 
 
 def test_one_capture_serves_every_size(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_one_capture_serves_every_size(capsys: pytest.CaptureFixture[str], monke
 
     monkeypatch.setattr(capslog.Chain, "from_module", classmethod(counted))
     few_rows = (*MODEL[:-1], "x=float32[1,1024,64]")  # of which several microbatches fit
-    answer = asked(capsys, *few_rows, "--devices", "1", "--device", "cuda:t4", "--capacity", "560MiB", "microbatch")
+    answer = asked(capsys, *few_rows, "--devices", "1", "--device", "cuda:t4", "--capacity", "580MiB", "microbatch")
     assert len(answer["tried"]) > 1
     assert len(captures) == 1
 
