@@ -67,6 +67,16 @@ def test_as_many_bytes_as_transformers_keeps(name: str, dtype: torch.dtype) -> N
         assert list(layer_caches(model, tokens).values()) == [size for size in kept_bytes(model, tokens) if size]
 
 
+def test_a_model_of_pictures_and_text_caches_as_its_decoder_does() -> None:
+    """Its forward has no `use_cache`, which it hands on."""
+    text = transformers.LlamaConfig(num_hidden_layers=2, **SMALL, **HEADS)
+    tower = transformers.CLIPVisionConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2, image_size=8)
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=3)
+    ).eval()
+    assert list(layer_caches(model, TOKENS).values()) == kept_bytes(model, TOKENS)
+
+
 def test_a_layer_caches_for_the_attention_that_it_runs_first() -> None:
     parts = [torch.nn.Identity() for _ in range(4)]
     for part, ran in zip(parts, (("embed",), ("h.1.attn.q",), ("h.1.attn.o", "h.10.attn.q"), ("norm",)), strict=True):

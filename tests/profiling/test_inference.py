@@ -43,6 +43,23 @@ def lopsided() -> nn.Module:
     return Lopsided()
 
 
+class Otherwise(nn.Module):
+    """Calls other operators in eval mode, as state spaces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).sin() if self.training else block(torch.cat([x, x, x], 1).mean(1, keepdim=True) + x).tanh()
+        return x
+
+
+def otherwise() -> nn.Module:
+    return Otherwise()
+
+
 class Looks(nn.Module):
     """Tokens, and three blocks of which one has attention."""
 
@@ -103,6 +120,17 @@ def assert_close(profile: Profile, model: InferenceModel, devices: int) -> None:
         for size, stage in zip(plan.stage_bytes, plan.stages, strict=True)
     ]
     assert predicted == pytest.approx(measured(model, plan.cut_list), rel=0.01)
+
+
+def test_a_model_is_captured_as_it_is_served() -> None:
+    model = served(f"{HERE}:otherwise", "x=float32[1,500,64]")
+    assert_close(estimate_inference(model, Served(4)), model, 2)
+    module, x = Otherwise().eval(), torch.randn(4, 500, 64)
+    chain = model.build_chain()
+    for layer in chain.layers:
+        layer.module.eval()
+    module.load_state_dict({name[len("blocks.0.") :]: value for name, value in chain.named_parameters().items()})
+    assert torch.equal(next(iter(chain.run({"x": x}).values())), module(x))
 
 
 @pytest.mark.parametrize("devices", [2, 3])

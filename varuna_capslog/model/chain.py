@@ -171,7 +171,7 @@ class Chain:
         *,
         outputs: Sequence[str] | None = None,
         name: str | None = None,
-        evaluates: bool = True,
+        evaluates: bool | None = True,
         kept: Kept | None = None,
         compares: bool = True,
     ) -> Chain:

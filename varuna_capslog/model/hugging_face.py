@@ -26,7 +26,7 @@ from varuna_capslog.model.capture.trial import try_model
 from varuna_capslog.model.prediction import with_predictions
 from varuna_capslog.model.quantised import BASES, QuantisedLinear
 
-__all__ = ["FACTORY", "folder_of", "model", "most_tokens"]
+__all__ = ["FACTORY", "folder_of", "keep_no_cache", "model", "most_tokens"]
 
 FACTORY = f"{__name__}:model"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -102,7 +102,7 @@ def model(
     if lora is not None:
         _add_adapters(made, lora, base)
     if trains:
-        _keep_no_cache(made)
+        keep_no_cache(made)
     inputs = _example(path, made, sequence, trains) if example else {}
     made.not_parted = _not_parted(made)
     if predicts and trains and lora is None:
@@ -111,8 +111,8 @@ def model(
     return made, {**inputs, **constants}
 
 
-def _keep_no_cache(model: nn.Module) -> None:
-    """Switch the key-value caches of a model and of the models inside it off, as training does."""
+def keep_no_cache(model: nn.Module) -> None:
+    """Switch the key-value caches of a model and of the models inside it off."""
     for part in model.modules():
         config: Any = getattr(part, "config", None)
         if getattr(config, "use_cache", False):

@@ -16,6 +16,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import source_modules
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.hollow import on_host
+from varuna_capslog.model.hugging_face import keep_no_cache
 from varuna_capslog.model.layer import Layer
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 
@@ -52,7 +53,8 @@ def layer_caches(model: nn.Module, tokens: int | None) -> dict[str, int] | None:
     if getattr(config, "is_encoder_decoder", False):
         _refuse(config, "it is an encoder-decoder")
     places = _places(model)
-    if not places or tokens is None or "use_cache" not in inspect.signature(model.forward).parameters:
+    takes = inspect.signature(model.forward).parameters.keys() & {"use_cache", *_CACHES}
+    if not places or tokens is None or not takes:
         return {}
     try:
         few, more = (_prefilled(model, count) for count in _SHORT)
@@ -163,6 +165,10 @@ class InferenceModel(ModelWorkload):
         self.cache_bytes: tuple[int, ...] | None = None
         self._caches: Mapping[str, int] | None = None
 
+    def build_chain(self) -> Chain:
+        """Return the chain of the model in eval mode. Raises as `ModelWorkload.build_chain`."""
+        return self._captured(evaluates=None)
+
     def loss(
         self, outputs: Mapping[str, Tensor], targets: object, normalisers: Mapping[str, float]
     ) -> dict[str, Tensor]:
@@ -196,6 +202,7 @@ class InferenceModel(ModelWorkload):
         self.tokens = self._sequence or (counted[0].shape[1] if counted else None)
         if isinstance(model, nn.Module):
             self._caches = layer_caches(model, self.tokens)
+            keep_no_cache(model)
 
     def _finished(self, chain: Chain) -> Chain:
         self.cache_bytes = None if self._caches is None else tuple(cache_of_layers(self._caches, chain.layers))

@@ -306,7 +306,7 @@ class ModelWorkload(Workload):
             self._kept.writes = True
             self.build_chain()
 
-    def _captured(self, evaluates: bool) -> Chain:
+    def _captured(self, evaluates: bool | None) -> Chain:
         made = self._made()
         example: Any = None
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
@@ -331,7 +331,7 @@ class ModelWorkload(Workload):
             raise CapslogError(f"the inputs {names} are not the model's {list(chain.inputs)}; give one spec for each")
         return self._finished(chain)
 
-    def _from_module(self, model: nn.Module, evaluates: bool) -> Chain:
+    def _from_module(self, model: nn.Module, evaluates: bool | None) -> Chain:
         """Capture once for all sizes where torch can leave the changing ones open, else once for each size."""
         capture = functools.partial(
             Chain.from_module,

@@ -100,7 +100,7 @@ class SizedWorkload(ModelWorkload):
         except FixedSize:
             return None
 
-    def _from_module(self, model: nn.Module, evaluates: bool) -> Chain:
+    def _from_module(self, model: nn.Module, evaluates: bool | None) -> Chain:
         if not self._varies:
             return super()._from_module(model, evaluates)
         example, cuts = self._examples(1.0, varying=True), self._settings.cut_points

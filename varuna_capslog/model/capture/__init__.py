@@ -59,7 +59,7 @@ def capture_layers(
     cut_points: Sequence[str] | None,
     example_inputs: Mapping[str, Any] | Sequence[Any] | Tensor | Varying | OneOf | None = None,
     outputs: Sequence[str] | None = None,
-    evaluates: bool = True,
+    evaluates: bool | None = True,
     kept: Kept | None = None,
     compares: bool = False,
     keeps: bool = False,
@@ -82,7 +82,8 @@ def capture_layers(
         example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones. Entries that are no tensors
             (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open. For
             `OneOf` several examples the model is captured once for the shapes of each.
-        evaluates: False captures training mode only; the layers then refuse to run in eval mode.
+        evaluates: False captures training mode only; the layers then refuse to run in eval mode. None captures eval
+            mode only, of a model that is served.
         kept: where captures of the same model may lie, and are to be kept if it `writes`: then that of training mode
             only too.
         compares: whether to compare a step with the model's own, where the model has weights and nothing was kept.
@@ -194,12 +195,14 @@ def _takes_use_cache(model: nn.Module) -> bool:
 
 def _exported(
     request: CaptureRequest, cut_points: Sequence[str], both: bool, keeps: bool
-) -> dict[bool, CapturedLayers]:
+) -> dict[bool | None, CapturedLayers]:
     """Map `evaluates` of the request -> the captured model; with `both` also False -> that of training mode only."""
     model, requested = request.model, request.cut_points
     exporter = Exporter(model, *request.example, keeps)
     alone: Captured | None = None
     with in_training(model):
+        if request.evaluates is None:
+            model.eval()
         captured = exporter.export()
         localise_sizes(captured)
         if requested is None:
@@ -207,7 +210,7 @@ def _exported(
         _check_whole(captured, requested or ())
         open_regions(captured, cut_points)
         collapse_modules(captured, model, cut_points)
-        train_only: str | None = _NOT_ASKED
+        train_only = None if request.evaluates is None else _NOT_ASKED
         if request.evaluates:
             alone = captured.copy() if both else None
             model.eval()
@@ -221,9 +224,12 @@ def _exported(
             else:
                 train_only = merge_modes(captured, in_eval, model)
     split = functools.partial(split_graph, model=model, cut_points=cut_points, outputs=request.outputs)
-    made = {request.evaluates: split(captured, train_only=train_only, lenient=requested is None)}
+    lenient = requested is None
+    made: dict[bool | None, CapturedLayers] = {
+        request.evaluates: split(captured, train_only=train_only, lenient=lenient)
+    }
     if alone is not None:
-        made[False] = split(alone, train_only=_NOT_ASKED, lenient=requested is None)
+        made[False] = split(alone, train_only=_NOT_ASKED, lenient=lenient)
     return made
 
 

@@ -336,7 +336,7 @@ class CaptureRequest:
     cut_points: Sequence[str] | None
     example: tuple[tuple[Any, ...], Mapping[str, Any]]
     outputs: Sequence[str] | None
-    evaluates: bool
+    evaluates: bool | None
 
     def digest(self, code: Sequence[str] = ()) -> str:
         """SHA-256 of all that decides what is captured, without weights. `code`: modules beside the model's classes."""
