@@ -65,6 +65,13 @@ class WithRegion(Block):
         return self.linear(x) * mask, x.t()
 
 
+class ByValue(Block):
+    """Has a tensor whose size depends on values."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.linear(torch.nonzero(x).to(x.dtype).sum() + x), x.t()
+
+
 class Sized(Block):
     """Computes with the size that is left open, and has a tensor of another open size."""
 
@@ -132,7 +139,7 @@ def _told(captured: Captured) -> tuple[object, ...]:
     # the first block's input has no gradient, unlike those of the others
     [(Block, Block, 2), (Block, Wider, 1), (ByNumber, ByNumber, 0), (InPlace, InPlace, 0), (OfOthers, OfOthers, None)]
     + [(WithRegion, WithRegion, 2), (Counting, Counting, 0), (Told, Told, 2)]
-    + [(Named, Named, 2), (NamedApart, NamedApart, 0)],
+    + [(Named, Named, 2), (NamedApart, NamedApart, 0), (ByValue, ByValue, None)],
 )
 def test_the_graph_is_that_of_all_blocks(kind, last, copied, monkeypatch):
     _compare(kind, last, copied, torch.zeros(2, 4), monkeypatch)

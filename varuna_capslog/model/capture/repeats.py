@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 __all__ = ["EqualBlocks", "NotEqual"]
@@ -316,7 +317,7 @@ def _copy(
     def copy_of(node: fx.Node) -> fx.Node:
         if node in copies:
             return copies[node]
-        if isinstance(node.meta.get("val"), torch.SymInt):  # of an input of the model
+        if isinstance(node.meta.get("val"), torch.SymInt):  # left open, or made of such sizes
             return node
         if node.op != "get_attr":
             raise NotEqual
@@ -364,7 +365,11 @@ def _storage_of(node: fx.Node) -> Any:
 
 
 def _alike(tensor: Tensor, storages: dict[int | None, Any]) -> Tensor:
-    """Return a fake tensor like another one, on the storage that takes the place of the latter's storage."""
+    """Return a fake tensor like another one, on the storage that takes the place of the latter's storage. Raises
+    NotEqual where its size depends on values, which another block has others of.
+    """
+    if free_unbacked_symbols(tensor):
+        raise NotEqual
     key, fake = tensor.untyped_storage()._cdata, cast(FakeTensor, tensor)
     with torch._C._DisableTorchDispatch():
         if key not in storages:
