@@ -26,13 +26,14 @@ from varuna_capslog.profiling import rehearsal
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import (
+    LARGE_SEGMENT,
     AllocatorPeaks,
     CachingAllocator,
     Event,
     least_capacity,
     replay,
 )
-from varuna_capslog.profiling.estimation.headroom import SEGMENT, reserved_bytes, run_of_steps
+from varuna_capslog.profiling.estimation.headroom import run_of_steps
 from varuna_capslog.profiling.estimation.hollow import fake_step
 from varuna_capslog.start.ordinary import with_choices_of
 
@@ -96,15 +97,16 @@ def replay_transformers() -> list[dict[str, Any]]:
             )
             estimator = StageEstimator(Tokens(size), conditions)
             end = len(estimator.chain)
+            steps: list[tuple[str, Sequence[Event]]] = [
+                (f"layers {first} to {stop - 1}", estimator.stage(first, stop).events)
+                for first, stop in ((0, 1), (1, 2), (1, 3), (end - 2, end), (0, end))
+            ]
+            ranks = _rank_events(estimator, size, recompute, schedule)
+            steps += [(f"rank {rank} of 2", events) for rank, events in enumerate(ranks)]
             cases = []
-            for first, stop in ((0, 1), (1, 2), (1, 3), (end - 2, end), (0, end)):
-                stage = estimator.stage(first, stop)
-                ratios = tuple(reserved_bytes([stage], rules) / stage.peak_bytes for rules in (False, True))
-                cases.append((f"layers {first} to {stop - 1}", stage.peak_bytes, *ratios))
-            for rank, events in enumerate(_rank_events(estimator, size, recompute, schedule)):
+            for case, events in steps:
                 peak, run = replay(events).allocated_bytes, run_of_steps([events], [0, 0])
-                ratios = tuple(replay(run, rules).reserved_bytes / peak for rules in (False, True))
-                cases.append((f"rank {rank} of 2", peak, *ratios))
+                cases.append((case, peak, *(replay(run, rules).reserved_bytes / peak for rules in (False, True))))
             for case, peak, ratio, expandable in cases:
                 how = f"{schedule}{', recompute' if recompute else ''}"
                 results.append({"size": str(size), "step": how, "what": case, "ratio": ratio, "expandable": expandable})
@@ -191,25 +193,17 @@ def compare_traces() -> list[dict[str, Any]]:
     return results
 
 
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "num_key_value_heads": 8,
-} | {"max_position_embeddings": 8192}
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "num_key_value_heads": 8}
+_LLAMA |= {"max_position_embeddings": 8192, "vocab_size": 128256}
 _FOLDERS: dict[str, tuple[dict[str, Any], str, int, int]] = {
     "8 layers of Llama-3-70B": (
-        _LLAMA
-        | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 8}
-        | {"vocab_size": 128256},
+        _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 8},
         "2x h100-80gb",
         4096,
         8,
     ),
     "16 layers of Llama-3-8B": (
-        _LLAMA
-        | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 16}
-        | {"vocab_size": 128256},
+        _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 16},
         "4x a100-80gb",
         4096,
         16,
@@ -280,7 +274,7 @@ def _rank_rows(name: str, question: Question) -> list[dict[str, Any]]:
         if (step.peak_bytes, reserved) in known:
             continue
         known.add((step.peak_bytes, reserved))
-        over = (headroom.reserved(step.peak_bytes) + SEGMENT) / need - 1
+        over = (headroom.reserved(step.peak_bytes) + LARGE_SEGMENT) / need - 1
         rows.append({"model": name, "rank": rank, "over": over})
         ratios = f"{reserved / step.peak_bytes:.3f} | {need / step.peak_bytes:.3f} | {over:+.1%}"
         kinds = question.devices.kinds

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from varuna_capslog.model.capture.python_calls import CallShape, Whole
+from varuna_capslog.model.capture.repeats import is_own_name
 from varuna_capslog.model.capture.runtime import ByMode, ByShape, CapturedGraph, Frozen, Guard, SequentialSlice
 from varuna_capslog.model.layer import Layer
 
@@ -117,7 +118,7 @@ class _Description:
         if isinstance(value, fx.Node):
             assert numbers is not None
             return "node", numbers[value]
-        if isinstance(value, str) and "." in value and f".{path}".endswith(f".{value}"):
+        if isinstance(value, str) and is_own_name(value, path):
             return "its name"
         if isinstance(value, _PLAIN):
             return type(value), value  # 1, 1.0 and True are equal, but not to an operation

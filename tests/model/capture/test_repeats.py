@@ -85,7 +85,7 @@ class Named(Block):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.linear.kept = {"target": f"blocks.{number}.linear", "rank": [4]}
+        self.linear.kept, self.kept = {"target": f"blocks.{number}.linear", "rank": [4]}, f"blocks.{number}"
 
 
 class NamedApart(Named):

@@ -7,20 +7,19 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.profiles.record import LayerProfile, Profile
-from varuna_capslog.profiling.estimation.allocator import Event, replay
+from varuna_capslog.profiling.estimation.allocator import LARGE_SEGMENT, Event, replay
 from varuna_capslog.profiling.estimation.headroom import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     LEAST_FACTOR,
-    SEGMENT,
     UNSEEN_PART,
     StepTrace,
     context_bytes,
     cublas_bytes,
     fragmentation,
     least_bytes,
-    reserved_bytes,
     run_of_steps,
+    runs_of_sizes,
     state_headroom,
 )
 
@@ -39,6 +38,10 @@ def step(*sizes_mib: int, weights: int = 30) -> list[Event]:
 def trace(*sizes_mib: int) -> StepTrace:
     events = step(*sizes_mib)
     return StepTrace(30 * MIB + sum(sizes_mib) * MIB, events)
+
+
+def reserved_bytes(traces: list[StepTrace], expandable: bool = False) -> int:
+    return max(replay(run, expandable).reserved_bytes for run in runs_of_sizes(traces))
 
 
 def test_steps_follow_one_another_and_weights_stay():
@@ -92,7 +95,7 @@ def test_cuda_states_every_part():
     stages = [[trace(12, 14)], [trace(12, 14), trace(16, 20)]]
     stated = state_headroom("cuda", "gloo", stages)
     # bytes by which Hopper's workspaces exceed the 8.125 MiB in the peak, for each of two threads
-    cublas = 2 * (32 * MIB - 8519680) + SEGMENT
+    cublas = 2 * (32 * MIB - 8519680) + LARGE_SEGMENT
     assert stated["fixed_bytes"] == CONTEXT_BYTES + cublas
     assert stated["fragmentation"] == fragmentation(stages) == LEAST_FACTOR
     # two numbers are the sum and the factor of the parts, and each part names its source
@@ -104,7 +107,7 @@ def test_cuda_states_every_part():
     assert parts["context"]["known"] == "assumed"
     assert state_headroom("cuda", "nccl", stages)["fixed_bytes"] == CONTEXT_BYTES + cublas + 4 * COMMUNICATOR_BYTES
     for kind in ("a4000", "h200"):  # their peak includes all workspaces
-        assert state_headroom("cuda", "gloo", stages, kind)["fixed_bytes"] == context_bytes(kind) + SEGMENT
+        assert state_headroom("cuda", "gloo", stages, kind)["fixed_bytes"] == context_bytes(kind) + LARGE_SEGMENT
     assert context_bytes("h200") == 771 * MIB > context_bytes("a4000") == CONTEXT_BYTES
 
 
@@ -123,8 +126,8 @@ def test_stages_smaller_than_a_segment_add_no_more_than_one() -> None:
     tiny = StepTrace(12_288, [(0, 8192), (1, 4096), (1, 0)])
     stated = state_headroom("cuda", "gloo", [[tiny]])
     assert stated["fragmentation"] == LEAST_FACTOR
-    assert stated["fixed_bytes"] == CONTEXT_BYTES + cublas_bytes("") + SEGMENT
-    assert reserved_bytes([tiny]) == 2 * MIB < SEGMENT
+    assert stated["fixed_bytes"] == CONTEXT_BYTES + cublas_bytes("") + LARGE_SEGMENT
+    assert reserved_bytes([tiny]) == 2 * MIB < LARGE_SEGMENT
 
 
 def test_the_cpu_has_no_segments():
@@ -137,7 +140,7 @@ def test_planners_read_what_is_stated():
     stated = state_headroom("cuda", "gloo", [[trace(5, 5)]])
     profile = Profile((LayerProfile("only", 1),), conditions={"headroom": stated})
     headroom = Headroom.of(profile)
-    assert headroom == (CONTEXT_BYTES + cublas_bytes("") + SEGMENT, LEAST_FACTOR)
+    assert headroom == (CONTEXT_BYTES + cublas_bytes("") + LARGE_SEGMENT, LEAST_FACTOR)
     assert headroom.device(headroom.usable(1 << 30)) <= 1 << 30
     with pytest.raises(CapslogError, match="fixed_byts"):
         Headroom.of(Profile((LayerProfile("only", 1),), conditions={"headroom": {"fixed_byts": 1}}))

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-__all__ = ["EqualBlocks", "NotEqual"]
+__all__ = ["EqualBlocks", "NotEqual", "is_own_name"]
 
 _LIBRARY = torch.library.Library("capslog", "FRAGMENT")
 _LIBRARY.define("block_border(Tensor[] tensors, int number) -> ()")
@@ -238,7 +238,7 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
                 (inner, attribute)
                 for inner, part in block.named_modules()
                 for attribute, value in vars(part).items()
-                if (type(value) is int and value == place) or _names(value, f"{path}.{name}.{inner}")
+                if (type(value) is int and value == place) or _holds_name(value, f"{path}.{name}.{inner}".strip("."))
             )
             key = tuple(_signature(part, inner, numbered) for inner, part in block.named_modules())
             rows.setdefault((path, key, numbered), []).append((f"{path}.{name}".lstrip("."), block, numbered))
@@ -250,12 +250,16 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
     return groups
 
 
-def _names(value: Any, path: str) -> bool:
-    """True where a value holds a string that is the end of a qualified name."""
+def is_own_name(value: str, path: str) -> bool:
+    """True where a string is the qualified name of the module at `path`, from the model or from a part of it."""
+    return "." in value and f".{path}".endswith(f".{value}")
+
+
+def _holds_name(value: Any, path: str) -> bool:
     if isinstance(value, str):
-        return "." in value and f".{path}".endswith(f".{value}")
+        return is_own_name(value, path)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(_names(part, path) for part in parts)
+    return any(_holds_name(part, path) for part in parts)
 
 
 def _signature(part: nn.Module, name: str, numbered: Collection[tuple[str, str]]) -> object:
@@ -290,7 +294,7 @@ def _of_value(value: Any) -> object:
     if isinstance(value, dict):
         return type(value), tuple((_of_value(key), _of_value(part)) for key, part in value.items())
     if isinstance(value, set) and not value:
-        return set
+        return type(value)
     return id(value)
 
 

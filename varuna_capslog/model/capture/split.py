@@ -172,9 +172,11 @@ def split_graph(
     """
     wanted = _choose_outputs(captured, outputs)
     layer_of, names = assign_layers(captured, model, cut_points, lenient)
-    of_one = _with_joined_layers(layer_of, names, captured, wanted, model, lenient)
+    sharing = nodes_by_storage(captured.graph.nodes)
+    behind = list(_changes_behind(captured, wanted, layer_of, sharing)) if lenient else []
+    of_one = _with_joined_layers(layer_of, names, captured, behind, model, lenient)
     layer_of, names = of_one.layer_of, of_one.names
-    _protect_boundaries(captured, wanted, layer_of)
+    _protect_boundaries(captured, wanted, layer_of, sharing)
     value_names = _name_values(captured, wanted, layer_of)
     parts: list[list[fx.Node]] = [[] for _ in names]
     for node in captured.graph.nodes:
@@ -235,21 +237,20 @@ def _with_joined_layers(
     layer_of: Mapping[fx.Node, int],
     names: list[str],
     captured: Captured,
-    wanted: Mapping[str, fx.Node],
+    changes: Iterable[tuple[fx.Node, Sequence[fx.Node]]],
     model: nn.Module,
     lenient: bool,
 ) -> _Joined:
     """Join all layers from the first to the last one that calls a module with running statistics, since these are added
     in the order of its calls, in one place. With automatic cut points (lenient), join also layers that begin with a
     module of the model's `not_parted` with the layer before, and the makers of several views with the layer that
-    changes their tensor in place.
+    changes their tensor in place (`changes`, as `_changes_behind` yields them).
     """
     ranges: dict[tuple[int, int], str] = {}
     for norm, layers in _statistics(layer_of, captured, model).items():
         if min(layers) < max(layers):
             why = f"which makes all calls of {norm}, since its running statistics are added in their order"
             ranges.setdefault((min(layers), max(layers)), why)
-    changes = _changes_behind(captured, wanted, layer_of, nodes_by_storage(captured.graph.nodes)) if lenient else ()
     for node, views in changes:
         makers = [layer_of[view] for view in views if view in layer_of]
         if len(views) > 1 and makers:
@@ -328,9 +329,13 @@ def _changes_behind(
                 yield node, crossing
 
 
-def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
+def _protect_boundaries(
+    captured: Captured,
+    wanted: dict[str, fx.Node],
+    layer_of: dict[fx.Node, int],
+    sharing: dict[int | fx.Node, list[fx.Node]],
+) -> None:
     """Copy a value of an earlier layer before an in-place operation on (a view of) it; later readers read the copy."""
-    sharing = nodes_by_storage(captured.graph.nodes)
     for node, crossing in _changes_behind(captured, wanted, layer_of, sharing):
         index = layer_of[node]
         if len(crossing) > 1:

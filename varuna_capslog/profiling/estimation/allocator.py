@@ -30,7 +30,16 @@ from dataclasses import dataclass
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 
-__all__ = ["AllocatorPeaks", "CachingAllocator", "Event", "least_capacity", "replay", "round_up", "rounded"]
+__all__ = [
+    "LARGE_SEGMENT",
+    "AllocatorPeaks",
+    "CachingAllocator",
+    "Event",
+    "least_capacity",
+    "replay",
+    "round_up",
+    "rounded",
+]
 
 Event = tuple[int, int]
 """(key, bytes above 0) for an allocation, (key, 0) for its release; a key may be used again after that."""
@@ -39,7 +48,8 @@ _MIB = 1 << 20
 _SMALLEST_BLOCK = 512
 _SMALL_REQUEST = 1 * _MIB
 _SMALL_SEGMENT = 2 * _MIB
-_LARGE_SEGMENT = 20 * _MIB
+LARGE_SEGMENT = 20 * _MIB
+"""Bytes of a segment for blocks of 1 to 10 MiB, the last of which may be nearly empty."""
 _OWN_SEGMENT = 10 * _MIB
 _SEGMENT_STEP = 2 * _MIB
 _SMALL_ADDRESSES = 1 << 50
@@ -154,7 +164,7 @@ class CachingAllocator:
         if small:
             length = _SMALL_SEGMENT
         elif size < _OWN_SEGMENT:
-            length = _LARGE_SEGMENT
+            length = LARGE_SEGMENT
         else:
             length = round_up(size, _SEGMENT_STEP)
         if self._capacity is not None and self.reserved_bytes + length > self._capacity:
@@ -180,7 +190,7 @@ class CachingAllocator:
 
     def _grown(self, size: int, small: bool) -> _Block:
         """Return the block at the end of a pool's expandable segment, mapped until it is large enough."""
-        page, last = _SMALL_SEGMENT if small else _LARGE_SEGMENT, self._last.get(small)
+        page, last = _SMALL_SEGMENT if small else LARGE_SEGMENT, self._last.get(small)
         free = last is not None and last.address in self._free_at
         more = round_up(size - last.size if last is not None and free else size, page)
         self.reserved_bytes += more
@@ -221,15 +231,21 @@ def replay(events: Iterable[Event], expandable: bool = False) -> AllocatorPeaks:
     expandable segments. Raises CapslogError, with its number, for an event that cannot follow the earlier events.
     """
     allocator = CachingAllocator(expandable)
+    _execute(allocator, events)
+    return allocator.peaks
+
+
+def _execute(allocator: CachingAllocator, events: Iterable[Event]) -> None:
     for number, (key, num_bytes) in enumerate(events):
         try:
             if num_bytes == 0:
                 allocator.release(key)
             else:
                 allocator.allocate(key, num_bytes)
+        except DoesNotFit:
+            raise
         except CapslogError as error:
             raise CapslogError(f"event {number}: {error}") from None
-    return allocator.peaks
 
 
 def least_capacity(runs: Sequence[Sequence[Event]], floor: int = 0) -> int:
@@ -248,16 +264,11 @@ def least_capacity(runs: Sequence[Sequence[Event]], floor: int = 0) -> int:
 
 
 def _fit_in(runs: Sequence[Sequence[Event]], capacity: int) -> bool:
-    for run in runs:
-        allocator = CachingAllocator(capacity=capacity)
-        try:
-            for key, num_bytes in run:
-                if num_bytes:
-                    allocator.allocate(key, num_bytes)
-                else:
-                    allocator.release(key)
-        except DoesNotFit:
-            return False
+    try:
+        for run in runs:
+            _execute(CachingAllocator(capacity=capacity), run)
+    except DoesNotFit:
+        return False
     return True
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.base.gpus import GPUS
-from varuna_capslog.profiling.estimation.allocator import Event, least_capacity, replay
+from varuna_capslog.profiling.estimation.allocator import LARGE_SEGMENT, Event, least_capacity
 from varuna_capslog.profiling.estimation.quirks import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
 
 __all__ = [
@@ -36,15 +36,14 @@ __all__ = [
     "CONTEXT_BYTES",
     "HOPPER_CONTEXT_BYTES",
     "LEAST_FACTOR",
-    "SEGMENT",
     "UNSEEN_PART",
     "StepTrace",
     "context_bytes",
     "cublas_bytes",
     "fragmentation",
     "least_bytes",
-    "reserved_bytes",
     "run_of_steps",
+    "runs_of_sizes",
     "state_headroom",
 ]
 
@@ -63,8 +62,6 @@ UNSEEN_PART = 0.01
 
 LEAST_FACTOR = 1.05
 """On a peak, for gaps between blocks: ranks of plans needed up to 1.044 times theirs, a segment apart."""
-SEGMENT = 20 << 20
-"""Bytes of a segment for blocks of 1 to 10 MiB, the last of which may be nearly empty."""
 _STEPS = 8
 _ORDERS = 3
 _CUBLAS_THREADS = 2
@@ -111,21 +108,9 @@ def _staying(events: Sequence[Event]) -> int:
     return len(events)
 
 
-def least_bytes(traces: Sequence[StepTrace], floor: int = 0, seed: int = 0) -> int:
-    """Return the memory in which steps of several sizes run one after another, at least `floor` (up to 1 % too much).
-
-    One trace: its step twice over. Several: steps in a few random orders, the largest size once in each, at the
-    beginning, in the middle or at the end.
-    """
-    return least_capacity(_runs(traces, seed), floor)
-
-
-def reserved_bytes(traces: Sequence[StepTrace], expandable: bool = False, seed: int = 0) -> int:
-    """Return the bytes that the allocator reserves for the same steps where the device has plenty.
-
-    expandable: with the allocator's expandable segments, which a run may choose by PYTORCH_ALLOC_CONF.
-    """
-    return max(replay(run, expandable).reserved_bytes for run in _runs(traces, seed))
+def least_bytes(traces: Sequence[StepTrace], floor: int = 0) -> int:
+    """Return the memory in which the `runs_of_sizes` run, at least `floor` (up to 1 % too much)."""
+    return least_capacity(runs_of_sizes(traces), floor)
 
 
 def fragmentation(stages: Sequence[Sequence[StepTrace]]) -> float:
@@ -135,24 +120,29 @@ def fragmentation(stages: Sequence[Sequence[StepTrace]]) -> float:
     factor = math.inf
     for traces in stages:
         peak = max(trace.peak_bytes for trace in traces)
-        floor = math.ceil(LEAST_FACTOR * peak) + SEGMENT
+        floor = math.ceil(LEAST_FACTOR * peak) + LARGE_SEGMENT
         need = least_bytes(traces, floor)
         if need <= floor:
             return LEAST_FACTOR
-        factor = min(factor, (need - SEGMENT) / peak)
+        factor = min(factor, (need - LARGE_SEGMENT) / peak)
     return factor
 
 
-def _runs(traces: Sequence[StepTrace], seed: int) -> list[list[Event]]:
+def runs_of_sizes(traces: Sequence[StepTrace]) -> list[list[Event]]:
+    """Return the events of runs in which steps of several sizes follow one another.
+
+    One trace: its step twice over. Several: steps in a few random orders, the largest size once in each, at the
+    beginning, in the middle or at the end.
+    """
     events = [trace.events for trace in traces]
     largest = max(range(len(traces)), key=lambda number: traces[number].peak_bytes)
-    return [run_of_steps(events, order) for order in _orders(len(traces), largest, seed)]
+    return [run_of_steps(events, order) for order in _orders(len(traces), largest)]
 
 
-def _orders(count: int, largest: int, seed: int) -> Iterable[list[int]]:
+def _orders(count: int, largest: int) -> Iterable[list[int]]:
     if count == 1:
         return [[0, 0]]
-    rng = random.Random(seed)
+    rng = random.Random(0)
     orders = []
     for number in range(_ORDERS):
         order = [rng.randrange(count) for _ in range(_STEPS - 1)]
@@ -196,7 +186,7 @@ def state_headroom(
             },
         }
     context, cublas = context_bytes(gpu), cublas_bytes(gpu)
-    factor, segment = (round(fragmentation(stages), 4), SEGMENT) if stages else (1.0, 0)
+    factor, segment = (round(fragmentation(stages), 4), LARGE_SEGMENT) if stages else (1.0, 0)
     messages = communicators * COMMUNICATOR_BYTES if transport == "nccl" else 0
     replayed = (
         f"replayed by the allocator's rules: {len(stages)} stages, up to {max(map(len, stages), default=0)} sizes"
