@@ -60,6 +60,22 @@ def otherwise() -> nn.Module:
     return Otherwise()
 
 
+class KeepsInside(nn.Module):
+    """A part returns its caches, as the decoder inside a model of pictures and text does, unless its config says no."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Lopsided()
+        self.decoder.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"x": self.decoder(x)} | ({"caches": range(3)} if self.decoder.config.use_cache else {})
+
+
+def keeps_inside() -> nn.Module:
+    return KeepsInside()
+
+
 class Looks(nn.Module):
     """Tokens, and three blocks of which one has attention."""
 
@@ -131,6 +147,10 @@ def test_a_model_is_captured_as_it_is_served() -> None:
         layer.module.eval()
     module.load_state_dict({name[len("blocks.0.") :]: value for name, value in chain.named_parameters().items()})
     assert torch.equal(next(iter(chain.run({"x": x}).values())), module(x))
+
+
+def test_caches_of_a_part_are_switched_off() -> None:
+    assert served(f"{HERE}:keeps_inside", "x=float32[1,5,64]").build_chain().outputs == ("x_out",)
 
 
 @pytest.mark.parametrize("devices", [2, 3])

@@ -17,7 +17,7 @@ from varuna_capslog.cli import program
 from varuna_capslog.config.reading import Config, dump_config, load_config
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.start import collage_start
-from varuna_capslog.start.collage_start import Collaged, MeasuredChoice, _Log, collage
+from varuna_capslog.start.collage_start import Collaged, MeasuredChoice, _Log, collage, second_level
 from varuna_capslog.variants import registry
 from varuna_capslog.variants.registry import known_variants
 
@@ -93,3 +93,18 @@ def test_a_gain_within_two_hundredths_is_none() -> None:
     for seconds, best in (((0.99, 1.98, 0.5), "as configured"), ((0.97, 1.9, 1.5), "sdpa")):
         collaged = Collaged((plain, MeasuredChoice("sdpa", {0: "sdpa"}, 1.0, seconds)), profile)
         assert collaged.best.name == best
+
+
+def test_the_second_level_takes_back_what_the_first_gave() -> None:
+    """Level 1 gave the variant to every layer; measured whole, it pays in one run of neighbours alone."""
+    asked: list[dict[int, str]] = []
+
+    def ratios(choices: Sequence[Mapping[int, str]]) -> list[float]:
+        asked.extend(dict(choice) for choice in choices)
+        return [1 + 0.1 * len({0, 3} & choice.keys()) - 0.3 * ({1, 2} <= choice.keys()) for choice in choices]
+
+    first, without = dict.fromkeys(range(4), "channels-last") | {5: "sdpa"}, {5: "sdpa"}
+    chosen = second_level(ratios, first, without, range(4), "channels-last", seed=0, generations=6)
+    assert chosen == {1: "channels-last", 2: "channels-last", 5: "sdpa"}
+    assert first in asked
+    assert len(asked) == len({str(choice) for choice in asked})

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from tests.model import unusual
 from tests.model.unusual import WIDTH, Blocks, Case, NormBlock, assert_close, engine_step, examples, made, plain_step
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import export
 from varuna_capslog.model.chain import Chain
 
@@ -127,3 +128,24 @@ def test_the_work_for_functions_in_place_grows_with_the_layers_and_not_with_thei
         Chain.from_module(Changing(depth), [f"layers.{layer}" for layer in range(1, depth)], {"x": torch.ones(2, 4)})
         counts.append(counted)
     assert 0 < counts[1] <= 5 * counts[0]
+
+
+class TwoViews(Blocks):
+    """A block's output that a later block changes in place through one view, and the head reads through another."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.blocks[0](x)
+        view = x.view(x.shape[0], 2, -1)
+        hidden = self.blocks[2](self.blocks[1](x.relu()).relu())
+        view.add_(hidden.view_as(view))
+        return self.head(self.blocks[3](hidden + x))
+
+
+def test_layers_between_two_views_and_a_change_in_place_are_one() -> None:
+    """The model was refused, at cut points that nobody had asked for."""
+    case = Case(TwoViews, lambda: (unusual.x(),), 3)
+    chain = Chain.from_module(made(case), None, case.example(), evaluates=False)
+    assert [layer.name for layer in chain.layers] == ["blocks.0", "blocks.3", "head"]
+    assert_close(engine_step(chain, examples(case), True)[1], plain_step(made(case), examples(case))[1], 0.0)
+    with pytest.raises(CapslogError, match="changes in place a tensor that crosses the cut before layer 2 in 2 views"):
+        Chain.from_module(made(case), ["blocks.1", "blocks.2"], case.example(), evaluates=False)
