@@ -63,6 +63,22 @@ def test_from_a_folder_to_the_systems_that_serve(capsys: pytest.CaptureFixture[s
     assert counts.err == "note: vLLM also needs --pipeline-parallel-size 2\n"
 
 
+def test_the_slowest_stage_is_made_as_quick_as_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the seconds of the prompt or of the next token, which the table tells, too."""
+    pytest.importorskip("transformers")
+    slowest = {}
+    for balance in ("memory", "prefill", "decode"):
+        words = ("--hf", "llama", "--devices", "2", "--sequence", "64", "--device", "cuda:t4", "--balance", balance)
+        assert plan("--for", "inference", *words, "-o", "plan.json") == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "prefill of 1 x 64 tokens: " in shown
+        assert "next token of 1 sequence: " in shown
+        value = json.loads(Path("plan.json").read_text())
+        assert value["planner"] == ("exact" if balance == "memory" else "throughput")
+        slowest[balance] = max(value["stage_seconds"])
+    assert slowest["prefill"] <= min(slowest.values())
+
+
 def test_nothing_else_takes_a_plan_for_inference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert plan("--for", "inference", *PLAIN, "--devices", "2", "-o", "plan.json") == 0
     assert "1 sequence(s) together, 1 in a forward, no caches" in capsys.readouterr().err
@@ -99,7 +115,16 @@ REFUSED = {
     ),
     "another planner": (
         ("--for", "inference", *PLAIN, "--devices", "2", "--planner", "varuna"),
-        "inference is planned by exact",
+        "for inference leave it out, or give --balance",
+    ),
+    "seconds to train": ((*PLAIN, "--devices", "2", "--balance", "prefill"), "--balance goes with --for inference"),
+    "an unknown balance": (
+        ("--for", "inference", *PLAIN, "--devices", "2", "--balance", "time"),
+        "--balance is 'time'; it must be one of memory, prefill, decode",
+    ),
+    "seconds of a token that is not there": (
+        ("--for", "inference", *PLAIN, "--devices", "2", "--balance", "decode"),
+        "its layers cache nothing that is known, so that there is no next token; choose memory or prefill",
     ),
     "real runs": (("--for", "inference", *PLAIN, "--devices", "2", "--measure"), "estimates, and never measures"),
     "half a batch": (

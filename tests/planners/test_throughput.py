@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tests.planning import asking
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
-from varuna_capslog.planners.throughput import Fastest, fastest_cuts, pareto_front
+from varuna_capslog.planners.throughput import Fastest, fastest_cuts, pareto_front, steady_cuts
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import SCHEDULES, RunShape
 
@@ -47,6 +49,40 @@ def instance(rng: random.Random, most_layers: int = 9) -> tuple[Profile, Positio
     schedule, microbatches, recompute = rng.choice(SCHEDULES), rng.choice([1, 2, 5, 8]), rng.random() < 0.5
     run = RunShape(microbatches, schedule, recompute)
     return chain(rng, layers), costs, run, stages, rng.choice(LINKS)
+
+
+def test_no_cut_list_that_fits_has_a_quicker_slowest_stage() -> None:
+    """Nor, of those that are as quick, a smaller peak."""
+    rng = random.Random(8)
+    unfit = tied = 0
+    for _ in range(150):
+        layers = rng.randint(1, 9)
+        stages = rng.randint(1, min(layers, 5))
+        sizes = [rng.randint(1, 30) for _ in range(layers)]
+        costs = AdditiveCosts.of_statistics(sizes, [rng.randint(1, 30) for _ in range(layers)])
+        times = [rng.choice([1.0, 2.0, 5.0]) for _ in range(layers)]
+        rows = zip(chain(rng, layers).layers, times, strict=True)
+        profile = Profile(
+            tuple(replace(layer, forward_seconds=seconds, backward_seconds=0.0) for layer, seconds in rows)
+        )
+        capacities = [rng.randint(20, 100) for _ in range(stages)] if rng.random() < 0.7 else None
+        best = steady_cuts(costs, LayerSeconds.of_profile(profile), stages, capacities)
+        keys = [
+            (max(sum(times[a:b]) for a, b in pairwise([*cuts, layers])), max(costs.peaks(cuts)), cuts)
+            for cuts in cut_lists(layers, stages)
+            if capacities is None or all(np.array(costs.peaks(cuts)) <= capacities)
+        ]
+        if not keys:
+            assert best is None
+            unfit += 1
+            continue
+        slowest = min(keys)[0]
+        assert best is not None
+        assert max(sum(times[a:b]) for a, b in pairwise([*best, layers])) == pytest.approx(slowest)
+        assert max(costs.peaks(best)) == min(key[1] for key in keys if key[0] <= slowest * (1 + 1e-9))
+        tied += sum(key[0] <= slowest * (1 + 1e-9) for key in keys) > 1
+    assert unfit > 20
+    assert tied > 20
 
 
 def best_by_trying_all(

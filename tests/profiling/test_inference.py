@@ -15,9 +15,10 @@ from varuna_capslog.model.inference_model import InferenceModel
 from varuna_capslog.model.model_workload import ModelSection
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.solve import solve
-from varuna_capslog.profiles.conditions import CACHE_BYTES
+from varuna_capslog.profiles.conditions import CACHE_BYTES, DECODE_SECONDS
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.profiling.inference import Served, estimate_inference
+from varuna_capslog.profiling.estimation.rates import speed_of
+from varuna_capslog.profiling.inference import Served, decoding, estimate_inference
 
 HERE = __name__
 
@@ -92,6 +93,17 @@ class Looks(nn.Module):
         return x
 
 
+class Halving(Looks):
+    """Takes an even number of tokens, as models of pictures take whole pictures."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids.view(ids.shape[0], 2, -1).flatten(1))
+
+
+def halving() -> nn.Module:
+    return Halving()
+
+
 class SmallLlama(Looks):
     """A Hugging Face config describes it, so that its caches are known to be none."""
 
@@ -162,6 +174,32 @@ def test_peaks_of_stages_are_those_of_the_allocator(devices: int) -> None:
 def test_peaks_of_a_captured_decoder_are_those_of_the_allocator() -> None:
     model = served("examples.llama:model", "input_ids=int64[1,16]:512", dtype="float32", sequence=96)
     assert_close(profile_of_llama(), model, 3)
+
+
+def test_the_next_token_reads_all_weights_and_the_whole_cache() -> None:
+    """The layers are those of one token, whose seconds on a card are the weights' bytes and its host's."""
+    pytest.importorskip("transformers")
+    decode, rows = [], []
+    for tokens in (96, 192):
+        model = served("examples.llama:model", "input_ids=int64[1,16]:512", dtype="float32", sequence=tokens)
+        profile = estimate_inference(model, Served(4, "cuda", "a100-80gb"))
+        decode.append(profile.conditions[DECODE_SECONDS])
+        rows.append(profile)
+    short = served("examples.llama:model", "input_ids=int64[1,16]:512", dtype="float32", sequence=1)
+    alone = [layer.forward_seconds for layer in estimate_inference(short, Served(4, "cuda", "a100-80gb")).layers]
+    second_of_byte = speed_of("cuda", "a100-80gb").seconds_of["bytes"]
+    for seconds, profile in zip(decode, rows, strict=True):
+        caches = profile.conditions[CACHE_BYTES]
+        expected = [layer + 4 * size * second_of_byte for layer, size in zip(alone, caches, strict=True)]
+        assert seconds == pytest.approx(expected)
+    assert [layer.forward_seconds for layer in decoding(rows[0]).layers] == decode[0]
+    assert sum(decode[1]) > sum(decode[0])
+
+
+def test_a_model_that_cannot_take_one_token_has_no_seconds_of_decode() -> None:
+    profile = estimate_inference(served(f"{HERE}:halving", "ids=int64[1,6]:8"), Served(4, cache_bytes_per_token=8))
+    assert profile.conditions["decode"].startswith("not estimated: ")
+    assert DECODE_SECONDS not in profile.conditions
 
 
 def test_what_a_decoder_caches_belongs_to_its_blocks_and_grows_with_the_batch() -> None:

@@ -116,6 +116,8 @@ def draw_plan(path: Path, plan: Plan, profile: Profile, run: RunShape, link: Lin
 
 _KEYS = ("pipeline.devices", "pipeline.capacity", "profile.device", "train.microbatch_size")
 """Keys that decide a plan for inference."""
+_BALANCES = ("memory", "prefill", "decode")
+"""Amounts of which the largest stage is made as small as possible."""
 
 
 def check_purpose(flags: PlanFlags) -> bool:
@@ -124,7 +126,7 @@ def check_purpose(flags: PlanFlags) -> bool:
 
     fields.refuse_unknown([flags.purpose], ("training", "inference"), "purpose of --for")
     if flags.purpose == "training":
-        for name in ("batch", "dtype", "cache"):
+        for name in ("batch", "dtype", "cache", "balance"):
             if getattr(flags, name) is not None:
                 raise CapslogError(f"--{name} goes with --for inference")
         return False
@@ -135,7 +137,9 @@ def check_purpose(flags: PlanFlags) -> bool:
     ]:
         raise CapslogError(f"{name} belongs to plans of training; leave it out with --for inference")
     if flags.planner not in (None, "exact"):
-        raise CapslogError(f"--planner {flags.planner} plans for training; inference is planned by exact, leave it out")
+        raise CapslogError(
+            f"--planner {flags.planner} plans for training; inference is planned by --balance; leave it out"
+        )
     if flags.estimate is False:
         raise CapslogError("--for inference estimates, and never measures; leave --measure out")
     if flags.model is None:
@@ -152,9 +156,11 @@ def plan_for_inference(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
     from varuna_capslog.model.model_workload import ModelSection
     from varuna_capslog.planning.problem import Problem
     from varuna_capslog.planning.solve import solve
-    from varuna_capslog.profiling.inference import Served, estimate_inference
+    from varuna_capslog.profiles.conditions import DECODE_SECONDS
+    from varuna_capslog.profiling.inference import Served, decoding, estimate_inference
 
-    batch = flags.batch or 1
+    balance, batch = flags.balance or "memory", flags.batch or 1
+    fields.choice(balance, "--balance", _BALANCES)
     config = question_of(replace(flags, sequence=None), None, None)
     devices = config.pipeline.devices
     size = config.train.microbatch_size if "train.microbatch_size" in keys_of(flags.overrides) else batch
@@ -168,7 +174,16 @@ def plan_for_inference(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
     cache = None if flags.cache is None else units.parse_bytes(flags.cache, "--cache")
     model = InferenceModel(settings, size, flags.dtype, flags.sequence)
     profile = estimate_inference(model, Served(size, device, kind, cache))
-    plan = solve(Problem.of_serving(profile, devices, batch, config.pipeline.capacity), "exact")
+    if balance == "decode" and DECODE_SECONDS not in profile.conditions:
+        why = profile.conditions.get("decode", "its layers cache nothing that is known, so that there is no next token")
+        raise CapslogError(f"--balance decode of {model.name}: {why}; choose memory or prefill")
+    priced = decoding(profile) if balance == "decode" else profile
+    planner = "exact" if balance == "memory" else "throughput"
+    plan = solve(Problem.of_serving(priced, devices, batch, config.pipeline.capacity), planner)
+    if priced is not profile:  # the seconds of a plan's stages are those of a prefill
+        forward = [layer.forward_seconds or 0.0 for layer in profile.layers]
+        stages = (replace(stage, seconds=sum(forward[stage.first : stage.end])) for stage in plan.stages)
+        plan = replace(plan, stages=tuple(stages), profile_digest=profile.digest)
     shared.say(_assumptions(profile, batch, config.pipeline.capacity), err=True)
     return plan, config, profile
 
@@ -222,6 +237,16 @@ class PlanFlags(PlannerFlags):
     dtype: Annotated[
         str | None,
         option("Type of weights and caches: float32, bfloat16 or float16.", "the model's own", panel=INFERENCE),
+    ] = None
+    balance: Annotated[
+        str | None,
+        option(
+            "Amount whose largest stage is made as small as possible: memory, or the seconds of prefill or of decode, "
+            "within the memory.",
+            "memory",
+            metavar="[memory|prefill|decode]",
+            panel=INFERENCE,
+        ),
     ] = None
     cache: Annotated[
         str | None,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +165,12 @@ class InferenceModel(ModelWorkload):
         self.tokens: int | None = None
         self.cache_bytes: tuple[int, ...] | None = None
         self._caches: Mapping[str, int] | None = None
+
+    def of_next_token(self) -> Self:
+        """Return the model as it runs for the next token of every sequence, without the attention to the cache."""
+        model = copy.copy(self)
+        model._sequence = 1
+        return model
 
     def build_chain(self) -> Chain:
         """Return the chain of the model in eval mode. Raises as `ModelWorkload.build_chain`."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from varuna_capslog.config import defaults
 from varuna_capslog.memory import StageCosts
+from varuna_capslog.memory.inference import is_for_inference
 from varuna_capslog.planners.baselines import seconds_balanced_cuts, size_balanced_cuts, varuna_cuts
 from varuna_capslog.planners.budget import budget_stages
 from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
@@ -19,7 +20,7 @@ from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.mcap import mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.planners.replicas import REPLICATED
 from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.planners.throughput import fastest_cuts
+from varuna_capslog.planners.throughput import fastest_cuts, steady_cuts
 from varuna_capslog.planners.vpipe import vpipe_stages
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -115,5 +116,7 @@ def find_cuts(
     if planner != "throughput":
         return PLANNERS[planner](costs, devices, usable)
     seconds = LayerSeconds.of_profile(profile, link)
+    if is_for_inference(profile):
+        return steady_cuts(costs, seconds, devices, usable) or exact_cuts(costs, devices, usable)
     best = fastest_cuts(costs, seconds, with_microbatches(run, devices), devices, usable, speeds)
     return exact_cuts(costs, devices, usable) if best is None else list(best.cuts)

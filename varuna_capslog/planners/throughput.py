@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory.costs import NEVER, StageCosts
+from varuna_capslog.memory.costs import NEVER, RangeCosts, StageCosts
 from varuna_capslog.planners.baselines import varuna_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.seconds import LayerSeconds, StepPlayer, step_player
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["Fastest", "fastest_cuts", "least_step", "pareto_front"]
+__all__ = ["Fastest", "fastest_cuts", "least_step", "pareto_front", "steady_cuts"]
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
@@ -131,6 +131,30 @@ def pareto_front(
         if not front or point.step_seconds < front[-1].step_seconds:
             front.append(point)
     return front
+
+
+def steady_cuts(
+    costs: StageCosts, seconds: LayerSeconds, devices: int, capacities: Sequence[int] | None = None
+) -> list[int] | None:
+    """Return the cut list whose slowest stage takes the least seconds, as forwards follow one another without end; of
+    equal ones that of `exact_cuts`, with the smallest peak. None if none fits. Its costs are the same at every place.
+
+    The least limit of a stage's seconds with which a cut list fits is bisected among those of all ranges.
+    """
+    assert costs.position_free, "a stage of forwards holds the same at every place"
+    work, alone = seconds.of_ranges()[1], costs.matrix()
+    limits, best = np.unique(work[alone < NEVER]), None
+    first, end = 0, len(limits)
+    while first < end:
+        middle = (first + end) // 2
+        quick = RangeCosts(np.where(work > limits[middle] * (1 + _SAME), NEVER, alone))
+        cuts = exact_cuts(quick, devices, capacities)
+        pairs = zip(quick.peaks(cuts), capacities or [NEVER - 1] * devices, strict=True)
+        if all(peak <= most for peak, most in pairs):
+            best, end = cuts, middle
+        else:
+            first = middle + 1
+    return best
 
 
 @dataclass(frozen=True)

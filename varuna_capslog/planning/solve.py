@@ -70,7 +70,8 @@ def solve(
     Raises CapslogError for an unknown planner, and for a problem that it cannot answer.
     """
     if is_for_inference(problem.profile):
-        plan = cut_plan(dataclasses.replace(problem, memory=INFERENCE), "exact")
+        name = planner if planner == "throughput" else "exact"
+        plan = cut_plan(dataclasses.replace(problem, memory=INFERENCE), name)
         return dataclasses.replace(plan, purpose=INFERENCE, schedule=None)
     begun, entry = time.perf_counter(), planner_named(planner)
     if not problem.is_given:

@@ -12,6 +12,7 @@ from varuna_capslog.schedules.shape import STAGE_INPUTS
 
 __all__ = [
     "CACHE_BYTES",
+    "DECODE_SECONDS",
     "JOINED",
     "JOINED_PARTS",
     "KEPT_WHOLE",
@@ -31,6 +32,8 @@ PURPOSE = "purpose"
 """Condition: "inference" in a profile of forwards alone; profiles of training do not have it."""
 CACHE_BYTES = "cache_bytes_of_a_sequence"
 """Condition: bytes of keys and values that each layer keeps per sequence, in a profile for inference."""
+DECODE_SECONDS = "decode_seconds"
+"""Condition: seconds of each layer for the next token of every sequence of a forward, in a profile for inference."""
 
 JOINED = "joined_variants"
 """Condition: the variants whose neighbouring layers pass tensors to each other without conversion."""
@@ -106,6 +109,10 @@ def _parts(value: Any, name: str) -> dict[str, list[str]]:
     return {layer: _texts(parts, f"{name}.{layer}") for layer, parts in value.items()}
 
 
+def _times(value: Any, name: str) -> list[float]:
+    return [fields.seconds(time, f"{name}[{i}]") for i, time in enumerate(fields.listed(value, name))]
+
+
 def _sizes(value: Any, name: str) -> list[int]:
     return [fields.whole(size, f"{name}[{i}]") for i, size in enumerate(fields.listed(value, name))]
 
@@ -126,6 +133,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "weight_copies": _copies,
     "stage_inputs": partial(fields.choice, allowed=STAGE_INPUTS),
     CACHE_BYTES: _sizes,
+    DECODE_SECONDS: _times,
     PURPOSE: partial(fields.choice, allowed=("inference",)),
     UPDATE_RATE: fields.seconds,
 }

@@ -6,16 +6,18 @@ listed beside them, since they stay, however many microbatches have passed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.inference_model import InferenceModel
 from varuna_capslog.model.trace import ShapeTable
-from varuna_capslog.profiles.conditions import CACHE_BYTES, PURPOSE
+from varuna_capslog.profiles.conditions import CACHE_BYTES, DECODE_SECONDS, PURPOSE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling.calibration import corrected_speed
@@ -25,9 +27,10 @@ from varuna_capslog.profiling.estimation.headroom import least_bytes, state_head
 from varuna_capslog.profiling.estimation.hollow import ForwardRun, run_forward
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
+from varuna_capslog.profiling.estimation.rates import Speed
 from varuna_capslog.profiling.trim import skeleton
 
-__all__ = ["Served", "estimate_inference"]
+__all__ = ["Served", "decoding", "estimate_inference"]
 
 _SIMULATED = 6
 """Stages that fragmentation is simulated for, as in `estimate`."""
@@ -51,32 +54,16 @@ class Served:
 def estimate_inference(model: InferenceModel, served: Served) -> Profile:
     """Return the inference profile of a model: per run the peak of one forward, weights (static) and nothing saved.
 
-    Its conditions name the purpose, and the cache of every layer for one sequence.
+    Its conditions name the purpose, the cache of every layer for one sequence and, where layers cache, the seconds of
+    every layer for the next token.
 
     Raises CapslogError: the model cannot be captured, or a layer cannot run on fake tensors; a cache is stated where
     the model says itself what it caches, or where no layer attends.
     """
-    size, quirks = served.microbatch_size, Quirks(served.device, served.gpu)
-    with torch.random.fork_rng(devices=[]):
-        chain = skeleton(model, evaluates=True)
-    inputs = model.profile_inputs(size)
-    with quirks.dispatch():
-        specs = ShapeTable(chain, "cpu").boundaries(inputs)
-    # a forward without graphs makes no tensor that takes a gradient
-    speed, recipes, mode = (
-        corrected_speed(served.device, served.gpu),
-        Recipes(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    )
-    run_of_key: dict[object, ForwardRun] = {}
-    runs = stage_runs(len(chain))
-    forwards = []
-    for first, end in runs:
-        key = key_of_range(chain, first, end, specs[first : end + 1])
-        if key not in run_of_key:
-            fresh = Quirks(served.device, served.gpu)
-            run_of_key[key] = run_forward(mode, chain, (first, end), specs[first], fresh, speed, recipes)
-        forwards.append(run_of_key[key])
+    size, speed = served.microbatch_size, corrected_speed(served.device, served.gpu)
+    chain, specs = _captured(model, served)
+    inputs, runs = model.profile_inputs(size), stage_runs(len(chain))
+    forwards = _forwards(chain, specs, runs, served, speed)
     conditions = RunConditions(served.device, size, shapes_of(inputs), recompute=False, stage_inputs="device")
     rows = [
         conditions.row(
@@ -100,11 +87,66 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
         "seconds": f"classes({speed.name}), {speed.source}",
         "headroom": _headroom(forwards, served),
         "sequence": model.tokens,
-        CACHE_BYTES: _cache_bytes(model, served, forwards[: len(chain)]),
+        CACHE_BYTES: (caches := _cache_bytes(model, served, forwards[: len(chain)])),
     }
+    if any(caches):
+        try:
+            told[DECODE_SECONDS] = _decode_seconds(model, caches, served, speed)
+        except CapslogError as error:  # a plan of bytes does not need them
+            told["decode"] = f"not estimated: {error}"
     if limits := frozenset().union(*(forward.limits for forward in forwards)):
         told["limits"] = sorted(limits)
     return profile_of(chain, rows, "estimated", told, specs=specs)
+
+
+def decoding(profile: Profile) -> Profile:
+    """Return a profile of inference whose forwards are those for the next token; it has `DECODE_SECONDS`."""
+    pairs = zip(profile.layers, profile.conditions[DECODE_SECONDS], strict=True)
+    return replace(profile, layers=tuple(replace(layer, forward_seconds=seconds) for layer, seconds in pairs))
+
+
+def _captured(model: InferenceModel, served: Served) -> tuple[Chain, list[dict[str, TensorSpec]]]:
+    """Return the chain and the specs of the tensors across each cut, 0 .. L."""
+    with torch.random.fork_rng(devices=[]):
+        chain = skeleton(model, evaluates=True)
+    with Quirks(served.device, served.gpu).dispatch():
+        return chain, ShapeTable(chain, "cpu").boundaries(model.profile_inputs(served.microbatch_size))
+
+
+def _forwards(
+    chain: Chain,
+    specs: Sequence[Mapping[str, TensorSpec]],
+    runs: Sequence[tuple[int, int]],
+    served: Served,
+    speed: Speed,
+) -> list[ForwardRun]:
+    """Return the forward of each run of layers, once for all that are alike."""
+    # a forward without graphs makes no tensor that takes a gradient
+    recipes, mode = Recipes(), FakeTensorMode(allow_non_fake_inputs=True)
+    run_of_key: dict[object, ForwardRun] = {}
+    forwards = []
+    for first, end in runs:
+        key = key_of_range(chain, first, end, specs[first : end + 1])
+        if key not in run_of_key:
+            fresh = Quirks(served.device, served.gpu)
+            run_of_key[key] = run_forward(mode, chain, (first, end), specs[first], fresh, speed, recipes)
+        forwards.append(run_of_key[key])
+    return forwards
+
+
+def _decode_seconds(model: InferenceModel, caches: Sequence[int], served: Served, speed: Speed) -> list[float]:
+    """Return the seconds of each layer for the next token of every sequence of a forward, with a full cache.
+
+    Its layers run for one token, and what they cache is read once. Raises CapslogError where the model cannot be
+    captured for one token, or has other layers then.
+    """
+    chain, specs = _captured(model.of_next_token(), served)
+    if len(chain) != len(caches):
+        raise CapslogError(f"{model.name} has {len(caches)} layers for a prompt, but {len(chain)} for the next token")
+    single = [(layer, layer + 1) for layer in range(len(chain))]
+    reading = [speed.seconds({"bytes": float(served.microbatch_size * size)}) for size in caches]
+    forwards = _forwards(chain, specs, single, served, speed)
+    return [forward.seconds + seconds for forward, seconds in zip(forwards, reading, strict=True)]
 
 
 def _cache_bytes(model: InferenceModel, served: Served, single: list[ForwardRun]) -> list[int]:

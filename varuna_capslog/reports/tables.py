@@ -16,7 +16,7 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import play
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.conditions import KEPT_WHOLE, LAST_HOLDS
+from varuna_capslog.profiles.conditions import DECODE_SECONDS, KEPT_WHOLE, LAST_HOLDS
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.markup import duration, plural, second_unit, significant
 from varuna_capslog.schedules import RunShape
@@ -39,7 +39,7 @@ _MOST_CALLS = 2_000
 
 def idle_notes(plan: Plan, profile: Profile) -> list[str]:
     """Return a sentence where devices idle more than half of the simulated step; else nothing."""
-    if plan.num_microbatches is None or not profile.timed or plan.purpose != "training":
+    if plan.num_microbatches is None or not profile.timed:
         return []
     if plan.num_microbatches * len(plan.stages) > _MOST_CALLS:
         return []
@@ -147,7 +147,7 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
     if sizes and profile is not None and plan.purpose == "training":
         notes += _kind_notes(plan, profile, sizes)
     if profile is not None:
-        notes += idle_notes(plan, profile)
+        notes += idle_notes(plan, profile) if plan.purpose == "training" else _forward_notes(plan, profile)
     if plan.bound_seconds is not None and plan.step_seconds is not None:
         notes.append(_said_of_bound(plan, plan.step_seconds, plan.bound_seconds))
     if sizes is None and any(rank_use.bytes is not None for rank_use in plan.ranks):
@@ -161,6 +161,21 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
     ]
     headings = ["stage", "rank", "layers", "from", "to", *of_bytes, "blocks", "memory"]
     return Table(title, headings, rows, (3, 4, 9, 10), notes, (3, 4))
+
+
+def _forward_notes(plan: Plan, profile: Profile) -> list[str]:
+    """Return a line for each kind of forward of a served model: seconds of the slowest stage, and of all together."""
+    size, tokens = plan.microbatch_size, profile.conditions.get("sequence")
+    forwards = {f"forward of {plural(size or 1, 'sample')}": [layer.forward_seconds for layer in profile.layers]}
+    if DECODE_SECONDS in profile.conditions:
+        prefill, decode = f"prefill of {size} x {tokens} tokens", f"next token of {plural(size or 1, 'sequence')}"
+        forwards = {prefill: next(iter(forwards.values())), decode: profile.conditions[DECODE_SECONDS]}
+    notes = []
+    for name, seconds in forwards.items() if profile.timed else ():
+        sums = [sum(seconds[layer] or 0.0 for layer in stage.numbers) for stage in plan.stages]
+        slowest = max(range(len(sums)), key=sums.__getitem__)
+        notes.append(f"{name}: {duration(sums[slowest])} in the slowest stage, {slowest}; {duration(sum(sums))} in all")
+    return notes
 
 
 def _kind_notes(plan: Plan, profile: Profile, sizes: Sequence[int]) -> list[str]:

@@ -79,6 +79,15 @@ def test_kind_of_a_mask_is_that_of_its_values(name: str, part: int, monkeypatch:
     torch.testing.assert_close(Chain.from_module(model, [], (x,)).run({"x": x})["output"], model(x))
 
 
+def test_of_a_large_mask_as_many_rows_are_looked_at_whatever_its_size() -> None:
+    """9,600 tokens of 4 sequences took minutes: every row was computed by itself."""
+    for tokens in (9600, 131_072):
+        ranges = list(causality._rows(tokens, 4 * tokens * tokens))
+        assert len(ranges) < 300
+        assert (tokens - 1, tokens) in ranges
+        assert len({first % 8 for first, _ in ranges}) == 8, "a mask that repeats every 8 rows is seen as it is"
+
+
 @pytest.mark.parametrize("changes", ["buffer", "input"])
 def test_a_mask_that_may_change_stays(changes: str) -> None:
     class Masked(nn.Module):

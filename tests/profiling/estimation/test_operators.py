@@ -43,6 +43,8 @@ def test_products_of_experts_by_the_operator_of_transformers() -> None:
     backward = work(operators.grouped_mm_fallback_backward.default, rows, experts, ends, meta(64, 96))
     assert forward["product float32"] == 2 * 64 * 32 * 96
     assert backward["product float32"] == 2 * forward["product float32"]
+    few = work(operators.grouped_mm_fallback.default, meta(3, 32), experts, ends)
+    assert few["product bytes"] == 4 * (3 * 32 + 3 * 32 * 96 + 3 * 96) + 4 * 4, "three rows read three experts"
 
 
 def test_a_vocabulary_that_is_no_multiple_of_eight_is_slow() -> None:

@@ -23,6 +23,8 @@ _PART = 1 << 24
 """Elements of a mask that are looked at at once."""
 _ALL_ROWS = 1 << 28
 """Elements of a mask up to which all of it is looked at; of a larger one, rows at equal distances."""
+_SOME_ROWS = 256
+"""Number of these rows. Their distance is odd, so that they are not all alike in a mask with a period."""
 _WIDEST_HEAD = 256
 """Numbers of a head up to which fused kernels of 16-bit types share keys and values among heads. No fused kernel of
 CUDA does so for float32 (check_batch_size_and_num_heads_dense, sdp_utils.cpp), so there they are repeated."""
@@ -103,7 +105,7 @@ def _is_mask(node: fx.Node) -> bool:
     if any(user.op != "call_function" or not _is_plain(user, seeded=True) for user in node.users):
         return False
     try:
-        _allowed_row(node, shape[-2] - 1)
+        _allowed_row(node, shape[-2] - 1, {})
     except _NotKnown:
         return False
     return True
@@ -176,7 +178,8 @@ def _band(mask: fx.Node) -> _Band | None:
         return None
     queries, keys = shape[-2:]
     try:
-        before, after = (int(_allowed_row(mask, row).sum()) - 1 for row in (queries - 1, 0))
+        small = dict[fx.Node, Any]()
+        before, after = (int(_allowed_row(mask, row, small).sum()) - 1 for row in (queries - 1, 0))
         full = before == after == keys - 1
         if min(before, after) < 0 or (queries != keys and not full):
             return None
@@ -185,16 +188,16 @@ def _band(mask: fx.Node) -> _Band | None:
             position = torch.arange(first, end)[:, None]
             allowed = torch.arange(keys) >= position - band.before
             allowed &= torch.arange(keys) <= position + band.after
-            if not (_allowed(_part(mask, first, end, {})) == allowed).all():
+            if not (_allowed(_part(mask, first, end, {}, small)) == allowed).all():
                 return None
     except _NotKnown:
         return None
     return band
 
 
-def _allowed_row(mask: fx.Node, row: int) -> Tensor:
-    """Return one row of the first sequence and head."""
-    return _allowed(_part(mask, row, row + 1, {})).flatten()[: _fake(mask).shape[-1]]
+def _allowed_row(mask: fx.Node, row: int, small: dict[fx.Node, Any]) -> Tensor:
+    """Return one row of the first sequence and head; `small` as in `_part`."""
+    return _allowed(_part(mask, row, row + 1, {}, small)).flatten()[: _fake(mask).shape[-1]]
 
 
 def _rows(queries: int, elements: int) -> Iterator[tuple[int, int]]:
@@ -203,7 +206,7 @@ def _rows(queries: int, elements: int) -> Iterator[tuple[int, int]]:
     if elements <= _ALL_ROWS:
         yield from ((first, min(first + step, queries)) for first in reversed(range(0, queries, step)))
         return
-    apart = max(1, elements // _ALL_ROWS)
+    apart = queries // _SOME_ROWS | 1
     yield from ((row, row + 1) for row in reversed(range(0, queries, apart)))
     yield queries - 1, queries
 
@@ -244,16 +247,20 @@ def _name(node: fx.Node) -> str:
     return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
 
 
-def _part(node: fx.Node, first: int, end: int, made: dict[fx.Node, Tensor]) -> Any:
-    """Return rows [first, end) of the last but one dimension, of one that has rows, without making the whole."""
+def _part(node: fx.Node, first: int, end: int, made: dict[fx.Node, Tensor], small: dict[fx.Node, Any]) -> Any:
+    """Return rows [first, end) of the last but one dimension, of one that has rows, without making the whole. `made`:
+    the values for these rows so far; `small`: whole small tensors, for all rows.
+    """
     if node in made:
         return made[node]
     shape: Sequence[int] = _fake(node).shape
     if _fake(node).numel() <= max(_PART // 16, *shape, 1) or len(shape) < 2:
-        made[node] = _rows_of(_whole(node, {}), first, end)
+        if node not in small:
+            small[node] = _whole(node, {})
+        made[node] = _rows_of(small[node], first, end)
         return made[node]
     name = _name(node)
-    part = lambda leaf: _part(leaf, first, end, made) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+    part = lambda leaf: _part(leaf, first, end, made, small) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
     args, kwargs = pytree.tree_map(part, (list(node.args), dict(node.kwargs)))
     if name == "slice" and _fake(node).shape == _fake(node.args[0]).shape:
         made[node] = args[0]

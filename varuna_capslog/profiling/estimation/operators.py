@@ -135,6 +135,8 @@ def _product(
         rows, inner, columns = first.shape[-2], first.shape[-1], second.shape[-1]
         batch = first.shape[0] if first.dim() == 3 else 1
     kind, tiled = _type_of(first, halves), bool(halves)
+    routed = name in _GROUPED and first.dim() < second.dim()
+    idle = _bytes([second]) * max(0.0, 1 - first.shape[0] / second.shape[0]) if routed else 0.0
     if tiled:
         tile, depth = (_TILE, _DEPTH) if kind != "float32" else (_TILE // 2, _DEPTH // 2)
         rows, inner, columns = round_up(rows, tile), round_up(inner, depth), round_up(columns, tile)
@@ -144,7 +146,7 @@ def _product(
         kind += " columns"
     return {
         f"product {kind}": 2.0 * _GROUPED.get(name, 1) * batch * rows * inner * columns,
-        "product bytes": _bytes(inputs + outputs),
+        "product bytes": _bytes(inputs + outputs) - idle,  # of experts that get no row, where rows are fewer
         "launch": 1,
     }
 
