@@ -44,6 +44,22 @@ def lopsided() -> nn.Module:
     return Lopsided()
 
 
+class MostlyBfloat16(nn.Module):
+    """One parameter of another type, as the bias of a router of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(2)))
+        self.bias = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x) + self.bias.to(x.dtype)
+
+
+def mostly_bfloat16() -> nn.Module:
+    return MostlyBfloat16()
+
+
 class Otherwise(nn.Module):
     """Calls other operators in eval mode, as state spaces do."""
 
@@ -230,6 +246,9 @@ def test_weights_and_inputs_have_the_type_that_is_asked_for() -> None:
     full = estimate_inference(served(f"{HERE}:lopsided", "x=float32[1,50,64]"), Served(4, "cuda"))
     assert [2 * row.static_bytes for row in halved.observations] == [row.static_bytes for row in full.observations]
     assert halved.conditions["dtype"] == "float16"
+    mixed = served(f"{HERE}:mostly_bfloat16", "x=float32[1,50,64]")
+    mixed.build_chain()
+    assert (mixed.dtype, mixed.profile_inputs(4)["x"].dtype) == (torch.bfloat16, torch.bfloat16)
     assert halved.conditions["headroom"]["fixed_bytes"] > 512 << 20
     with pytest.raises(CapslogError, match=r"--sequence is 9, but .* has no input of tokens"):
         served(f"{HERE}:lopsided", "x=float32[1,50,64]", sequence=9).build_chain()

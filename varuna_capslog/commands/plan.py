@@ -138,7 +138,7 @@ def check_purpose(flags: PlanFlags) -> bool:
         raise CapslogError(f"{name} belongs to plans of training; leave it out with --for inference")
     if flags.planner not in (None, "exact"):
         raise CapslogError(
-            f"--planner {flags.planner} plans for training; inference is planned by --balance; leave it out"
+            f"--planner {flags.planner} plans for training; for inference leave it out, or give --balance"
         )
     if flags.estimate is False:
         raise CapslogError("--for inference estimates, and never measures; leave --measure out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -141,7 +142,7 @@ class InferenceModel(ModelWorkload):
     Args:
         settings: the config's `model` section.
         microbatch_size: samples of one forward.
-        dtype: of weights, caches and floating-point inputs, a name in DTYPES; None: that of the model's parameters.
+        dtype: of weights, caches and floating-point inputs, a name in DTYPES; None: that of most of the parameters.
         sequence: tokens of a sequence: the second size of the inputs of whole numbers; None: as the inputs say.
 
     Attributes:
@@ -184,12 +185,13 @@ class InferenceModel(ModelWorkload):
 
     def _ready(self, model: nn.Module | Chain) -> None:
         modules = [layer.module for layer in model.layers] if isinstance(model, Chain) else [model]
-        types = {
-            parameter.dtype for module in modules for parameter in module.parameters() if parameter.is_floating_point()
-        }
-        self.dtype = self._stated or (types.pop() if len(types) == 1 else torch.float32)
+        numbers = Counter[torch.dtype]()
         for module in modules:
-            if self._stated is not None and types != {self._stated}:
+            for parameter in filter(torch.is_floating_point, module.parameters()):
+                numbers[parameter.dtype] += parameter.numel()
+        self.dtype = self._stated or max(numbers, key=numbers.__getitem__, default=torch.float32)
+        for module in modules:
+            if self._stated is not None:
                 module.to(self._stated)
         self._specs = tuple(
             dataclasses.replace(spec, dtype=self.dtype) if spec.dtype.is_floating_point else spec

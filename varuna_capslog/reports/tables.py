@@ -175,7 +175,7 @@ def _forward_notes(plan: Plan, profile: Profile) -> list[str]:
         sums = [sum(seconds[layer] or 0.0 for layer in stage.numbers) for stage in plan.stages]
         slowest = max(range(len(sums)), key=sums.__getitem__)
         notes.append(f"{name}: {duration(sums[slowest])} in the slowest stage, {slowest}; {duration(sum(sums))} in all")
-    return notes
+    return [*notes, f"next token {profile.conditions['decode']}"] if "decode" in profile.conditions else notes
 
 
 def _kind_notes(plan: Plan, profile: Profile, sizes: Sequence[int]) -> list[str]:
