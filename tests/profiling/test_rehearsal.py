@@ -96,7 +96,7 @@ def test_stages_of_several_microbatches_are_what_the_fold_says(
             assert 0.995 * course[str(action)] <= size <= 1.1 * course[str(action)], str(action)
 
 
-@pytest.mark.parametrize("ranks", [(0, 1, 0), (0, 1, 1), (0, 1, 0, 1, 1), (0, 1, 2, 1)])
+@pytest.mark.parametrize("ranks", some([(0, 1, 0, 1, 1), (0, 1, 2, 1), (0, 1, 0), (0, 1, 1)], 2))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_unequal_numbers_of_chunks_are_what_the_fold_says(ranks: tuple[int, ...], recompute: bool) -> None:
     bounds = [0, 1, 2, 4, 6][: len(ranks)] + [7]
@@ -293,7 +293,7 @@ def crossed(recompute: bool) -> tuple[StageEstimator, Profile]:
     return StageEstimator(Crossed(), RunConditions(microbatch_size=SIZE)), estimate_workload(Crossed(), conditions)
 
 
-@pytest.mark.parametrize("seed", some(range(4), 2))
+@pytest.mark.parametrize("seed", some((1, 0, 2, 3), 1))
 @pytest.mark.parametrize(
     ("schedule", "recompute"), [("1f1b", False), ("1f1b", True), ("varuna", True), ("zb-h1", False)]
 )

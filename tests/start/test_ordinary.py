@@ -69,7 +69,7 @@ def problem(number: int) -> tuple[Config, Profile, Memo]:
     return config, Profile.from_json(estimated(config, memo).to_json()), memo
 
 
-@pytest.mark.parametrize("number", some([2, 3, 6, 0, 1, 4, 5, 7], 3))
+@pytest.mark.parametrize("number", some([2, 3, 6, 0, 1, 4, 5, 7], 1))
 def test_a_profile_file_and_its_model_fit_the_same_devices(number: int) -> None:
     """At a capacity just above the fold's peak a plan for `cuda:h100-80gb` fitted by the file and lacked 57.5 MiB by
     the model: the fold left out the workspaces of cuBLAS, which the rehearsal counts.
