@@ -198,11 +198,14 @@ class _Candidates:
             self._fastest[schedule] = candidate
 
     def weigh_for_shorter(self, stages: Sequence[StageChoice], schedule: str) -> float:
-        """Return the step of a plan; infinite where it does not fit, or a plan of its schedule that fits is faster. The
-        play comes first: it takes a third of the time of a fold, and most plans near a good one are longer.
+        """Return the step of a plan; infinite where it does not fit, or a plan of its schedule that fits is faster. A
+        lower bound comes first, then the play: it takes a third of the time of a fold, and most plans near a good one
+        are longer.
         """
         key, fastest = _key(stages, schedule), self._fastest.get(schedule)
         if fastest is not None and key not in self._seen:
+            if key not in self._played and self._least_step(stages, schedule) > fastest.step * (1 + SAME):
+                return np.inf
             if key not in self._played:
                 run = dataclasses.replace(self.run, schedule=schedule)
                 self._played[key] = with_step_seconds(self.profile, self.plan_of(stages, run), run, self.link)
@@ -211,6 +214,21 @@ class _Candidates:
             if step > fastest.step * (1 + SAME):
                 return np.inf
         return self._fastest[schedule].step if self.weigh(stages, schedule) else np.inf
+
+    def _least_step(self, stages: Sequence[StageChoice], schedule: str) -> float:
+        """Lower bound in seconds of a plan's step: of each stage its calls, the forwards of the stages before it, which
+        come first, and their backwards, which come last where gradients pass the cuts and backwards are whole.
+        """
+        question, least, before, behind = self.chain.question, 0.0, 0.0, 0.0
+        assert question is not None, "made by Layerwise.of_profile"
+        whole = not dataclasses.replace(self.run, schedule=schedule).splits_backwards
+        forward, backward = self.seconds.forward, self.seconds.backward
+        for stage in stages:
+            behind *= question.ranges.carries[stage.first]
+            took = [float(row[stage.end] - row[stage.first]) for row in (forward, backward)]
+            least = max(least, before + self.run.microbatches * sum(took) + behind)
+            before, behind = before + took[0], (behind + took[1]) * whole
+        return least
 
     def _costs(self, schedule: str, recompute: bool) -> StageCosts | None:
         return _costs_of(self.profile, self.run, schedule, recompute)

@@ -121,7 +121,7 @@ def undominated(points: Floats, classes: Numbers, may: NDArray[np.bool_]) -> Num
     def as_small(some: Numbers, others: Numbers) -> NDArray[np.bool_]:
         """Return [others, some]: True where a point of `some` may stand for one of `others`."""
         may_stand: NDArray[np.bool_] = may.T[classes[others][:, None], classes[some]]
-        for column in columns:
+        for column in columns[1:]:  # of the first, all before are as small
             may_stand &= column[some] <= column[others][:, None]
         return may_stand
 
