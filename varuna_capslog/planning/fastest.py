@@ -18,7 +18,7 @@ from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners import BUDGET, LAYERWISE, find_cuts
-from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts
+from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts, stages_bound
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.intervals import EXACT_LAYERS
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
@@ -204,7 +204,7 @@ class _Candidates:
         """
         key, fastest = _key(stages, schedule), self._fastest.get(schedule)
         if fastest is not None and key not in self._seen:
-            if key not in self._played and self._least_step(stages, schedule) > fastest.step * (1 + SAME):
+            if key not in self._played and stages_bound(self.chains[schedule], stages) > fastest.step * (1 + SAME):
                 return np.inf
             if key not in self._played:
                 run = dataclasses.replace(self.run, schedule=schedule)
@@ -214,21 +214,6 @@ class _Candidates:
             if step > fastest.step * (1 + SAME):
                 return np.inf
         return self._fastest[schedule].step if self.weigh(stages, schedule) else np.inf
-
-    def _least_step(self, stages: Sequence[StageChoice], schedule: str) -> float:
-        """Lower bound in seconds of a plan's step: of each stage its calls, the forwards of the stages before it, which
-        come first, and their backwards, which come last where gradients pass the cuts and backwards are whole.
-        """
-        question, least, before, behind = self.chain.question, 0.0, 0.0, 0.0
-        assert question is not None, "made by Layerwise.of_profile"
-        whole = not dataclasses.replace(self.run, schedule=schedule).splits_backwards
-        forward, backward = self.seconds.forward, self.seconds.backward
-        for stage in stages:
-            behind *= question.ranges.carries[stage.first]
-            took = [float(row[stage.end] - row[stage.first]) for row in (forward, backward)]
-            least = max(least, before + self.run.microbatches * sum(took) + behind)
-            before, behind = before + took[0], (behind + took[1]) * whole
-        return least
 
     def _costs(self, schedule: str, recompute: bool) -> StageCosts | None:
         return _costs_of(self.profile, self.run, schedule, recompute)
