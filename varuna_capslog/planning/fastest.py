@@ -233,7 +233,7 @@ class _Candidates:
                 count, speeds = self.chain.stages, self.chain.speeds
                 cuts = find_cuts(planner, self.profile, costs, run, count, usable, self.link, speeds)
                 for kind in kinds:
-                    if self.weigh(self._alike(cuts, kind), name):
+                    if self.weigh_for_shorter(self._alike(cuts, kind), name) < np.inf:
                         break
 
     def weigh_kept(self) -> bool:

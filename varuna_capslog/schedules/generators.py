@@ -444,6 +444,20 @@ def schedule_of(
 
     Raises `CapslogError` for an unknown name, and for a limit that the schedule cannot keep.
     """
+    again = recompute if isinstance(recompute, bool) else tuple(recompute)
+    return [list(row) for row in _known_schedule(name, graph, again, tuple(in_flight), tuple(offload), k)]
+
+
+@functools.lru_cache(maxsize=128)
+def _known_schedule(
+    name: str,
+    graph: StageGraph,
+    recompute: bool | tuple[bool, ...],
+    in_flight: tuple[int | None, ...],
+    offload: tuple[bool, ...],
+    k: int,
+) -> Schedule:
+    """Return `schedule_of`, cached, since a search asks for the same lists again and again."""
     _known(name)
     always = name in ALWAYS_RECOMPUTE
     calls, in_flight_of = [len(row) for row in graph.calls], in_flight_microbatches(graph)
@@ -467,30 +481,24 @@ def schedule_of(
     limits = [limit if plan_limit is None else plan_limit for limit, plan_limit in zip_longest(limits, in_flight)]
     again = [recompute or always] * len(limits) if isinstance(recompute, bool) else list(recompute)
     if always:
-        return insert_offload(_listed(graph, tuple(limits), tuple(again)), offload)
+        return insert_offload(_known_lists(graph, tuple(limits), tuple(again), False), offload)
     if name == "kfkb":
         schedule = _in_groups(graph, [max(1, most // size) for most, size in zip(limits, together, strict=True)], k)
     elif name == "zb-h1":
         kept = [min(depth, limit) for depth, limit in zip(depths, limits, strict=True)]
         delays = [limit - count for limit, count in zip(limits, kept, strict=True)]
-        schedule = split_backwards(_listed(graph, tuple(kept)), delays)
+        schedule = split_backwards(_known_lists(graph, tuple(kept), (), False), delays)
     else:
         looped = interleaved(graph) if name == "interleaved" and not limited else None
-        schedule = looped or _listed(graph, tuple(limits), forwards_first=name == "gpipe")
+        schedule = looped or _known_lists(graph, tuple(limits), (), name == "gpipe")
     return insert_offload(insert_recompute(schedule, again), offload)
-
-
-def _listed(
-    graph: StageGraph, limits: tuple[int, ...], recompute: tuple[bool, ...] = (), forwards_first: bool = False
-) -> Schedule:
-    """Return `list_schedule`, cached, since a search asks for the same lists again and again."""
-    return [list(row) for row in _known_lists(graph, limits, recompute, forwards_first)]
 
 
 @functools.lru_cache(maxsize=32)
 def _known_lists(
     graph: StageGraph, limits: tuple[int, ...], recompute: tuple[bool, ...], forwards_first: bool
 ) -> Schedule:
+    """Return `list_schedule`, cached: lists of several schedules and of other offloads are made of the same lists."""
     return list_schedule(graph, limits, recompute=recompute, forwards_first=forwards_first)
 
 

@@ -275,9 +275,7 @@ class States:
         self.beside: list[SharedInputs] = []
         self.outputs: list[int] = []
         self.family: list[int] = []
-        self._columns = Columns(
-            *(np.zeros(shape, kind) for shape, kind in zip((0, (2, 0), 0, 0), (bool, float, float, int)))
-        )
+        self._columns = Columns(np.zeros(0, np.bool_), np.zeros((2, 0)), np.zeros(0), np.zeros(0, np.intp))
 
     def columns(self) -> Columns:
         """Return the columns of the states so far, which the search reads."""
