@@ -204,7 +204,12 @@ class _Candidates:
         """
         key, fastest = _key(stages, schedule), self._fastest.get(schedule)
         if fastest is not None and key not in self._seen:
-            if key not in self._played and stages_bound(self.chains[schedule], stages) > fastest.step * (1 + SAME):
+            chain = self.chains.get(schedule)  # None: left out meanwhile, for want of the halves of backwards
+            if (
+                key not in self._played
+                and chain is not None
+                and stages_bound(chain, stages) > fastest.step * (1 + SAME)
+            ):
                 return np.inf
             if key not in self._played:
                 run = dataclasses.replace(self.run, schedule=schedule)
