@@ -219,13 +219,35 @@ def test_compare_asks_mcap_bo_only_by_name_and_says_which_planner_it_asks(
     assert list(rows) == list(REGISTRY)
     assert rows["mcap-bo"]["cuts"] is None
     assert "--planners mcap-bo" in rows["mcap-bo"]["reason"]
-    names = [name for name in REGISTRY if name != "mcap-bo"]
-    assert [line.split()[1] for line in captured.err.splitlines()] == names
+    names = [name for name in REGISTRY if name not in ("mcap-bo", "budget")]
+    assert [line.split()[1] for line in captured.err.splitlines()] == [*names, "budget"]
     assert run("compare", "--profile", profile, "--devices", 3, "--planners", "exact,mcap-bo", "--json") == 0
     captured = capsys.readouterr()
     assert calls == ["mcap-bo"]
     assert captured.err == "asking exact (1 of 2)\nasking mcap-bo (2 of 2)\n"
     assert [row["planner"] for row in json.loads(captured.out) if row["cuts"]] == ["exact", "mcap-bo"]
+
+
+def test_compare_leaves_out_long_searches_and_says_which_and_how_to_ask_them(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 48 layers on 8 devices the table took 26 processor seconds, 14 of them those of madpipe."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setitem(sys.modules, "skopt", None)
+    words, left_out = ("compare", "--profile", profile, "--devices", 6, "-o", tmp_path), ["mcap-bo", "madpipe"]
+    assert run(*words) == 0
+    captured = capsys.readouterr()
+    text = " ".join(captured.out.split())
+    assert (
+        "not asked, since their searches may take long for 6 layers on 6 devices: mcap-bo, madpipe; --planners" in text
+    )
+    assert not any(line.split()[1:2] == ["madpipe"] for line in captured.out.splitlines()), "it has no row of dashes"
+    rows = json.loads((tmp_path / "comparison.json").read_text())
+    assert [row["planner"] for row in rows] == list(REGISTRY)
+    assert [row["planner"] for row in rows if not row["asked"]] == left_out
+    assert not set(left_out) & {line.split()[1] for line in captured.err.splitlines()}
+    assert run(*words, "--planners", "all", "--json") == 0
+    assert [row["planner"] for row in printed(capsys) if not row["asked"]] == []
 
 
 def test_compare_without_seconds_still_compares_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from tests.planning.asking import plan
 from tests.sweeps import some
 from varuna_capslog.memory import AUTO, resolve
 from varuna_capslog.memory.inflight import RANKS
-from varuna_capslog.planners.budget import BudgetSearch, budget_stages, kept_cuts
+from varuna_capslog.planners.budget import BudgetSearch, budget_stages, kept_cuts, stages_bound
 from varuna_capslog.planners.budget import _in_flight as in_flight_of
 from varuna_capslog.planners.layerwise import Intervals, Layerwise
 from varuna_capslog.planners.seconds import Link, step_player
@@ -80,6 +80,28 @@ def as_backwards(profile: Profile, cuts: Sequence[int], memory: Sequence[Interva
     return float(
         step_player(run, len(cuts)).step_seconds(forward[None], backward[None], backward[None], links, links)[0]
     )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "varuna", "gpipe", "zb-h1"])
+def test_no_plan_is_played_faster_than_its_bound(schedule: str) -> None:
+    """Plans above the best step by this bound are not played."""
+    draw, parts = random.Random(len(schedule)), list[float]()
+    for _ in range(40):
+        profile = timed(draw, draw.randrange(3, 7))
+        halves = [(layer.backward_seconds or 0) / 2 for layer in profile.layers]
+        pairs = zip(profile.layers, halves, strict=True)
+        rows = [replace(layer, input_seconds=half, weight_seconds=half) for layer, half in pairs]
+        profile, devices = replace(profile, layers=tuple(rows)), draw.randrange(1, 4)
+        run = RunShape(draw.randrange(1, 9), schedule, num_blocks=1)
+        cuts = [0, *sorted(draw.sample(range(1, profile.num_layers), devices - 1))]
+        bounds = list(itertools.pairwise((*cuts, profile.num_layers)))
+        memory = [draw.choice(choices(*bound, ("recompute",))) for bound in bounds]
+        chain = Layerwise.of_profile(profile, run, devices)
+        stages = [chain.choice(*bound, intervals) for bound, intervals in zip(bounds, memory, strict=True)]
+        step = step_of(profile, cuts, memory, run, Link())
+        parts.append(stages_bound(chain, stages) / step)
+    assert max(parts) <= 1 + 1e-9
+    assert sum(part > 0.9 for part in parts) > 10
 
 
 @pytest.mark.parametrize("seed", some(range(25), 9))

@@ -55,8 +55,8 @@ def test_nobody_else_is_asked_for_a_plan_that_takes_the_work_shared_out_evenly(m
     plan = solve(one_block, "budget")
     assert planners[0] == "budget"
     assert plan.proven or set(planners) == {
-        name for name, planner in REGISTRY.items() if planner.weighed_up_to >= 8
-    } | {"budget"}
+        name for name, planner in REGISTRY.items() if planner.quick_up_to is None or planner.quick_up_to >= 8
+    }
     planners.clear()
     solve(dataclasses.replace(one_block, search_seconds=1e-9), "budget")
     assert planners == ["budget"], "the time is over"
@@ -67,12 +67,33 @@ def test_nobody_else_is_asked_for_a_plan_that_takes_the_work_shared_out_evenly(m
     assert planners == ["budget", "budget", "exact"]
 
 
+def test_a_comparison_asks_each_planner_once_though_budget_weighs_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    planners, answered = list[str](), solving._answered
+
+    def record(problem, planner, *arguments):
+        planners.append(planner.name)
+        return answered(problem, planner, *arguments)
+
+    profile = timed(random.Random(3), 4)
+    problem = dataclasses.replace(Problem.of(profile, 2, None, RUN), blocks_open=False)
+    monkeypatch.setattr(solving, "_answered", record)
+    weighed = solve(problem, "budget")
+    assert len(planners) > 1
+    planners.clear()
+    rows = {row.planner: row for row in compare(problem)}
+    names = [name for name in REGISTRY if rows[name].plan is not None]
+    assert sorted(name for name in planners if name in names) == sorted(names)
+    plan = rows["budget"].plan
+    assert plan is not None
+    assert (plan.planner, plan.stages, plan.step_seconds) == (weighed.planner, weighed.stages, weighed.step_seconds)
+
+
 def test_where_nothing_fits_the_plan_that_lacks_least_says_so() -> None:
     problem = Problem.of(timed(random.Random(4), 4), 2, 1000, RUN)
     plan = solve(problem, "budget")
     assert plan.fits is False
     assert plan.shortfall is not None
-    names = [name for name, planner in REGISTRY.items() if not planner.long_search]
+    names = [name for name in REGISTRY if name != "mcap-bo"]
     rows = [row.plan for row in compare(problem, names) if row.plan is not None]
     assert plan.shortfall.bytes <= min(row.shortfall.bytes for row in rows if row.shortfall is not None)
 

@@ -11,6 +11,7 @@ from varuna_capslog.commands import shared
 from varuna_capslog.commands.help import SEARCH
 from varuna_capslog.commands.questions import QuestionFlags, costs_of, question_of, read_profiles, settled
 from varuna_capslog.commands.shared import option
+from varuna_capslog.planning.registry import REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["compare"]
 
+_ALL = "all"
+"""Value of --planners for every planner."""
+
 
 @dataclass(frozen=True)
 class CompareFlags(QuestionFlags):
@@ -30,8 +34,8 @@ class CompareFlags(QuestionFlags):
     planners: Annotated[
         str | None,
         option(
-            "Planners to ask, such as varuna,exact; mcap-bo searches for one to two minutes and is asked only here.",
-            "every planner but mcap-bo",
+            "Planners to ask, such as varuna,exact; all: every planner, also where its search takes long.",
+            "those whose search is quick for so many layers and devices",
             panel=SEARCH,
         ),
     ] = None
@@ -40,7 +44,7 @@ class CompareFlags(QuestionFlags):
 
 @shared.options_of(CompareFlags)
 def compare(flags: CompareFlags) -> None:
-    """Show all planners side by side: peak, margin to the capacity, simulated step time, search time."""
+    """Show planners side by side: peak, margin to the capacity, simulated step time, search time."""
     from varuna_capslog.planners import BUDGET
     from varuna_capslog.planning.problem import Problem
 
@@ -55,7 +59,8 @@ def compare(flags: CompareFlags) -> None:
         from varuna_capslog.reports.curves import draw_comparison
 
         files.write_json(flags.output / "comparison.json", [row.to_json() for row in rows])
-        draw_comparison(flags.output / "comparison.png", _title(problem, rows), rows, problem.usable)
+        asked = [row for row in rows if row.asked]
+        draw_comparison(flags.output / "comparison.png", _title(problem, asked), asked, problem.usable)
     if flags.as_json:
         shared.print_json([row.to_json() for row in rows])
         return
@@ -68,6 +73,8 @@ def _rows(problem: Problem, planners: str | None) -> list[Row]:
     from varuna_capslog.planning.comparison import compare
 
     names = None if planners is None else [name.strip() for name in planners.split(",")]
+    if names == [_ALL]:
+        names = list(REGISTRY)
     with _progress() as progress:
         return compare(problem, names, progress)
 
@@ -126,7 +133,13 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
         return "0 %" if row.proven else format_percent(row.step_seconds / row.bound_seconds - 1)
 
     title = f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices"
+    left_out, rows = [row.planner for row in rows if not row.asked], [row for row in rows if row.asked]
     reasons = [f"{row.planner}: {row.reason}" for row in rows if row.reason is not None]
+    if left_out:
+        reasons.append(
+            f"not asked, since their searches may take long for {profile.num_layers} layers on {devices} devices: "
+            f"{', '.join(left_out)}; --planners {left_out[-1]} asks one, --planners {_ALL} every planner"
+        )
     if without_room := [row.planner for row in rows if row.fits is False]:
         reasons.insert(0, f"do not fit: {', '.join(without_room)}")
     headings = ("planner", "peak", "margin", "step", "bubble", "search", "above bound")

@@ -351,7 +351,7 @@ class PlannerFlags(QuestionFlags):
     planner: Annotated[
         str | None,
         option(
-            f"Planner: {', '.join(REGISTRY)}. docs/planners.md describes them; capslog compare asks all.",
+            f"Planner: {', '.join(REGISTRY)}. docs/planners.md describes them; capslog compare shows several.",
             "pipeline.planner, or budget where it can plan the run, else exact",
             metavar="NAME",
             panel=SEARCH,

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import NEVER, Bytes, StageCosts
 from varuna_capslog.planners.exact import exact_cuts
-from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalSearch
+from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalSearch, again_seconds
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, Question, StageChoice
 from varuna_capslog.planners.throughput import fastest_cuts, least_step
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval
 from varuna_capslog.schedules import Action, RunShape, StageGraph, backwards_at_once, make_schedule, schedule_of
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
-__all__ = ["BudgetSearch", "budget_stages", "kept_bound", "kept_cuts"]
+__all__ = ["BudgetSearch", "budget_stages", "kept_bound", "kept_cuts", "stages_bound"]
 
 LABELS = 32
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""
@@ -66,6 +66,26 @@ def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
     fastest = fastest_cuts(costs, seconds, run, chain.stages, speeds=chain.speeds, width=256, extra=nothing)
     assert fastest is not None, "there is no limit"
     return list(fastest.cuts)
+
+
+def stages_bound(chain: Layerwise, stages: Sequence[StageChoice]) -> float:
+    """Return a lower bound in seconds of the step of these stages: of each the work of its calls, the forwards of the
+    stages before it, which come first, and their backwards, which come last where gradients cross the cuts and
+    backwards are whole. As in `BudgetSearch._work`, a last call may recompute nothing.
+    """
+    assert chain.question is not None, "made by Layerwise.of_profile"
+    ranges, seconds, run = chain.question.ranges, chain.question.seconds, chain.question.run
+    at_once = _always_at_once(run.schedule, chain.stages, run.microbatches, run.k)
+    held = _held_at_least(run.schedule, chain.stages, run.microbatches, run.k)
+    least = before = behind = 0.0
+    for stage, never, (_, _, last_at_once) in zip(stages, at_once, held, strict=True):
+        forward, backward = (float(row[stage.end] - row[stage.first]) for row in (seconds.forward, seconds.backward))
+        again = 0.0 if never else again_seconds(ranges, seconds, stage.first, stage.end, stage.intervals)
+        work = run.microbatches * (forward + backward) + (run.microbatches - last_at_once) * again
+        behind *= ranges.carries[stage.first]
+        least = max(least, before + work + behind)
+        before, behind = before + forward, 0.0 if run.splits_backwards else behind + backward
+    return least
 
 
 class BudgetSearch:
@@ -151,8 +171,7 @@ class BudgetSearch:
         assert chain.question is not None, "made by Layerwise.of_profile"
         run = chain.question.run
         if run.schedule not in self._places_of:
-            rows = make_schedule(run.schedule, chain.stages, run.microbatches, recompute=False, k=run.k)
-            at_once = [len(backwards_at_once(row)) == run.microbatches for row in rows]
+            at_once = _always_at_once(run.schedule, chain.stages, run.microbatches, run.k)
             last = at_once == [False] * (chain.stages - 1) + [True]
             fronts = [
                 self._fronts_of(chain.question, stage_at_once, last and stage_at_once) for stage_at_once in at_once
@@ -208,6 +227,13 @@ def _borders(chain: Layerwise) -> frozenset[int] | None:
     reached = np.concatenate([[0.0], np.cumsum(weights)])
     wanted = np.linspace(0.0, reached[-1], PLACES + 1)[1:-1]
     return frozenset({0, count, *np.abs(reached[:, None] - wanted).argmin(axis=0).tolist()})
+
+
+@functools.lru_cache(maxsize=256)
+def _always_at_once(schedule: str, stages: int, calls: int, k: int) -> list[bool]:
+    """Return for each stage True where every backward directly follows its forward."""
+    rows = make_schedule(schedule, stages, calls, recompute=False, k=k)
+    return [len(backwards_at_once(row)) == calls for row in rows]
 
 
 @functools.lru_cache(maxsize=256)

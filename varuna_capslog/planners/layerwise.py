@@ -15,7 +15,8 @@ from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import Action, RunShape, Schedule, StageGraph, in_flight_limits, schedule_of
+from varuna_capslog.schedules import RunShape, Schedule, StageGraph, in_flight_limits, schedule_of
+from varuna_capslog.schedules.actions import action_of
 
 __all__ = ["Choice", "Intervals", "Layerwise", "Question", "StageChoice"]
 
@@ -257,7 +258,7 @@ class _Peaks:
         again, moved = ([is_selected and does for is_selected in selected] for does in (recomputes, offloads))
         schedule, low = schedule_of(run.schedule, graph, again, offload=moved, k=run.k), max(0, stage - 1)
         return [
-            [Action(action.stage - low, action.kind, action.microbatch) for action in row]
+            [action_of(action.stage - low, action.kind, action.microbatch) for action in row]
             for row in schedule[low : stage + 2]
         ]
 

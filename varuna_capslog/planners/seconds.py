@@ -33,6 +33,8 @@ __all__ = ["LayerSeconds", "Link", "StepPlayer", "step_player"]
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
 _OfCuts = tuple[Floats, Floats, Floats, Floats, Floats]
+_FEW = 4
+"""Up to so many lists, one after the other is faster than vectors of so few numbers."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,10 @@ class StepPlayer:
         microbatches) numpy operations on K numbers each.
         """
         count = len(forward)
+        if count <= _FEW:
+            parts = forward, backward, inputs, transfer, handover
+            rows = ([part[number : number + 1] for part in parts] for number in range(count))
+            return np.array([self.seconds_of_one(row) for row in rows])
         # lists of rows, since indexing a row of an array takes longer than most of the operations here
         kinds = {"F": forward, "R": forward, "B": backward, "I": inputs, "W": backward - inputs}
         of_kind = {kind: list(np.ascontiguousarray(part.T)) for kind, part in kinds.items()}
@@ -215,7 +221,7 @@ class StepPlayer:
                 now += of_kind[kind][rank]
         return np.asarray(np.max(clock, axis=0))
 
-    def seconds_of_one(self, stages: _OfCuts) -> float:
+    def seconds_of_one(self, stages: Sequence[Floats]) -> float:
         """Return `step_seconds` of the first cut list of `stages` (`LayerSeconds.of_cuts`), several times faster."""
         forward, backward, inputs, transfers, handovers = (part[0].tolist() for part in stages)
         weights = [total - half for total, half in zip(backward, inputs, strict=True)]

@@ -328,10 +328,7 @@ class _CutSearch:
             steps = self.step_seconds(lists)
             near = lists[steps <= steps.min() * (1 + _SAME)]
             candidate = min((self._ranked(float(steps.min()), cuts) for cuts in near[:64]), key=_order)
-            if best is None or candidate.step < best.step * (1 - _SAME):
-                best = candidate
-            elif candidate.step <= best.step * (1 + _SAME):
-                best = min(candidate, best, key=_order)
+            best = candidate if best is None else _better(candidate, best)
         assert best is not None
         return best
 
@@ -355,8 +352,7 @@ class _CutSearch:
         for cuts in (exact_cuts(self.costs, self.devices, self.capacities), varuna_cuts(self.costs, self.devices)):
             places = enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True))
             if all(self._fits[stage][first, end] for stage, (first, end) in places):
-                changed = self.improved(self.best_of(np.array([cuts], dtype=np.intp)), _CHANGES)
-                best = self.best_of(changed.cuts[None, :], best)
+                best = _better(self.improved(self.best_of(np.array([cuts], dtype=np.intp)), _CHANGES), best)
         return best
 
     def _neighbours(self, cuts: Cuts) -> Cuts:
@@ -390,6 +386,12 @@ def _in_flight_bounds(schedule: str, count: int, limit: int) -> list[tuple[int, 
     elif limit < count:
         paces.append((2, count - limit - 1))
     return paces
+
+
+def _better(candidate: _Ranked, best: _Ranked) -> _Ranked:
+    if candidate.step <= best.step * (1 + _SAME):
+        return candidate if candidate.step < best.step * (1 - _SAME) else min(candidate, best, key=_order)
+    return best
 
 
 def _order(ranked: _Ranked) -> tuple[int, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Row:
     bound_seconds: the work of the step without recomputation, divided evenly among the devices, the same for all rows:
         no plan is faster. proven: the plan is that fast.
     reason: why a value is None; for `madpipe` also what it promises as printed.
+    asked: False for a planner that was left out because its search takes long.
     """
 
     planner: str
@@ -43,6 +44,7 @@ class Row:
     bound_seconds: float | None = None
     proven: bool | None = None
     reason: str | None = None
+    asked: bool = True
 
     @property
     def fits(self) -> bool | None:
@@ -64,31 +66,34 @@ def compare(
     names: Sequence[str] | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> list[Row]:
-    """Ask every planner, or those of `names`, in that order; without `names`, planners with a long search have no plan.
+    """Ask the planners of `names`, or every planner; rows are in that order. Without `names`, planners whose search of
+    this problem is not quick (`Planner.quick_up_to`) are not asked.
 
-    progress: called with (planners done, all planners, name) before each planner.
+    progress: called with (planners done, all planners, name) before each planner. `budget` is the last: it also weighs
+        the other answers.
 
     Raises CapslogError for unknown names, and for more devices than layers.
     """
     chosen = list(REGISTRY) if names is None else list(names)
     fields.refuse_unknown(chosen, list(REGISTRY), "planner")
     check_devices(problem.width, problem.profile)
-    left_out = [name for name in chosen if names is None and REGISTRY[name].long_search]
-    rows = {
-        name: Row(name, reason=f"not asked, since it searches for one to two minutes; --planners {name} asks it")
-        for name in left_out
-    }
-    planners = [name for name in chosen if name not in left_out]
+    left_out = [name for name in chosen if names is None and not REGISTRY[name].is_quick(problem)]
+    why = (
+        f"not asked, since its search may take long for {problem.profile.num_layers} layers on {problem.width} devices"
+    )
+    rows = {name: Row(name, reason=f"{why}; --planners {name} asks it", asked=False) for name in left_out}
+    planners = sorted((name for name in chosen if name not in left_out), key=lambda name: name == BUDGET)
     for number, name in enumerate(planners):
         progress(number, len(planners), name)
-        rows[name] = _row(problem, name)
+        rows[name] = _row(problem, name, rows)
     return [rows[name] for name in chosen]
 
 
-def _row(problem: Problem, name: str) -> Row:
-    profile = problem.profile
+def _row(problem: Problem, name: str, others: Mapping[str, Row]) -> Row:
+    profile, answers = problem.profile, {name: row.plan for name, row in others.items() if row.plan is not None}
     try:
-        plan = solve(problem, name, weighs_others=name == BUDGET)  # the other rows name planners whose plans fit
+        # the other rows name planners whose plans fit
+        plan = solve(problem, name, weighs_others=name == BUDGET, answers=answers)
     except CapslogError as error:
         return Row(name, reason=str(error))
     reasons, bubble = list(plan.notes), None

@@ -18,7 +18,7 @@ from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners import BUDGET, LAYERWISE, find_cuts
-from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts
+from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts, stages_bound
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.intervals import EXACT_LAYERS
 from varuna_capslog.planners.layerwise import Intervals, Layerwise, StageChoice
@@ -198,11 +198,19 @@ class _Candidates:
             self._fastest[schedule] = candidate
 
     def weigh_for_shorter(self, stages: Sequence[StageChoice], schedule: str) -> float:
-        """Return the step of a plan; infinite where it does not fit, or a plan of its schedule that fits is faster. The
-        play comes first: it takes a third of the time of a fold, and most plans near a good one are longer.
+        """Return the step of a plan; infinite where it does not fit, or a plan of its schedule that fits is faster. A
+        lower bound comes first, then the play: it takes a third of the time of a fold, and most plans near a good one
+        are longer.
         """
         key, fastest = _key(stages, schedule), self._fastest.get(schedule)
         if fastest is not None and key not in self._seen:
+            chain = self.chains.get(schedule)  # None: left out meanwhile, for want of the halves of backwards
+            if (
+                key not in self._played
+                and chain is not None
+                and stages_bound(chain, stages) > fastest.step * (1 + SAME)
+            ):
+                return np.inf
             if key not in self._played:
                 run = dataclasses.replace(self.run, schedule=schedule)
                 self._played[key] = with_step_seconds(self.profile, self.plan_of(stages, run), run, self.link)
@@ -230,7 +238,7 @@ class _Candidates:
                 count, speeds = self.chain.stages, self.chain.speeds
                 cuts = find_cuts(planner, self.profile, costs, run, count, usable, self.link, speeds)
                 for kind in kinds:
-                    if self.weigh(self._alike(cuts, kind), name):
+                    if self.weigh_for_shorter(self._alike(cuts, kind), name) < np.inf:
                         break
 
     def weigh_kept(self) -> bool:

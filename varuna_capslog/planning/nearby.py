@@ -123,7 +123,7 @@ def _neighbours(stages: Sequence[StageChoice], ways: Ways) -> Iterator[tuple[Sta
             cut = stages[behind].first + (1 if before != stage else -1)
             if not stages[before].first < cut < stages[behind].end:
                 continue
-            fronts = ways.of(before, stages[before].first, cut)[:2], ways.of(behind, cut, stages[behind].end)[:2]
+            fronts = ways.of(before, stages[before].first, cut, 2), ways.of(behind, cut, stages[behind].end, 2)
             for both in itertools.product(*fronts):
                 yield (*stages[:before], *both, *stages[behind + 1 :])
 
@@ -155,7 +155,8 @@ class Ways:
 
     def __init__(self, chain: Layerwise, cheapest: Cheapest, longest: float) -> None:
         self._chain, self._cheapest, self.longest = chain, cheapest, longest
-        self._found: dict[tuple[int, int, int], list[StageChoice]] = {}
+        self._choices: dict[tuple[int, int, int], tuple[list[StageChoice], Iterator[StageChoice]]] = {}
+        """Of each range as a stage: the choices so far, and those to come."""
         self._in_backward: dict[tuple[int, int, Intervals], float] = {}
         offloads = any(chain.moved) and chain.host_bandwidth is not None
         self._kinds = [kind for kind in INTERVAL_KINDS if offloads or not MemoryInterval(0, 1, kind).offloads]
@@ -170,12 +171,14 @@ class Ways:
         self._calls, self._own_order = run.microbatches, run.schedule in ALWAYS_RECOMPUTE
         self._places: dict[tuple[int, bool, bool], Turn | None] = {}
 
-    def of(self, stage: int, first: int, end: int) -> list[StageChoice]:
-        """Return the choices for a range as this stage, by rising seconds."""
+    def of(self, stage: int, first: int, end: int, most: int | None = None) -> list[StageChoice]:
+        """Return the first `most` choices for a range as this stage, by rising seconds; None: all."""
         key = stage, first, end
-        if key not in self._found:
-            self._found[key] = self._fitting(*key)
-        return self._found[key]
+        if key not in self._choices:
+            self._choices[key] = [], self._fitting(*key, self.longest)
+        choices, others = self._choices[key]
+        choices += itertools.islice(others, None if most is None else max(0, most - len(choices)))
+        return choices[:most]
 
     def all_plans(self) -> float:
         """Upper bound of the number of plans over all cuts; infinite for long chains."""
@@ -201,13 +204,14 @@ class Ways:
         )
         return calls * slowest
 
-    def _fitting(self, stage: int, first: int, end: int) -> list[StageChoice]:
+    def _fitting(self, stage: int, first: int, end: int, longest: float) -> Iterator[StageChoice]:
+        """Yield the choices for a range; each takes a fold. longest: as the attribute was when they were asked for."""
         chain, seconds = self._chain, self._chain.seconds(first, end)
         ways = [self._way(stage, end, intervals) for intervals in self._lists(stage, first, end)]
         kept: list[_Way] = []
         # a way comes behind all that are no more than it in every number of the key
         for way in sorted(ways, key=_in_order):
-            if self._calls * (seconds + way.inside) >= self.longest:
+            if self._calls * (seconds + way.inside) >= longest:
                 continue
             alike = (rival.key for rival in kept if rival.order == way.order)
             if any(all(a <= b for a, b in zip(key, way.key, strict=True)) for key in alike):
@@ -216,9 +220,8 @@ class Ways:
                 continue
             if chain.peak(stage, first, end, way.intervals) <= chain.usable[stage]:
                 kept.append(way)
-        for way in kept:
-            self._in_backward[first, end, way.intervals] = way.inside
-        return [StageChoice(first, end, way.intervals, seconds + way.again, 0) for way in kept]
+                self._in_backward[first, end, way.intervals] = way.inside
+                yield StageChoice(first, end, way.intervals, seconds + way.again, 0)
 
     def least_bytes(self, stage: int, first: int, end: int, intervals: Intervals) -> int:
         """Lower bound of the rank's bytes with this stage, computed several times faster than its peak: at a forward,

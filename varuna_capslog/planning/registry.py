@@ -36,8 +36,8 @@ class Planner:
     shape: "cuts" (one stage per device), "intervals" (and memory intervals), "stages" (on any devices, of all that
         there are), or "pipelines" (of any length).
     elastic: may be asked again after a membership change.
-    weighed_up_to: layers x devices up to which planner `budget` weighs its answer as well; 0: never.
-    long_search: takes a minute or more, so that it is asked by name only.
+    quick_up_to: layers x devices up to which its search takes about a second at most, so that `compare` asks it and
+        `budget` weighs its answer without its being named; None: at any size; 0: never.
     """
 
     name: str
@@ -48,8 +48,11 @@ class Planner:
     search: str
     shape: str = "cuts"
     elastic: bool = False
-    weighed_up_to: int = 0
-    long_search: bool = False
+    quick_up_to: int | None = None
+
+    def is_quick(self, problem: Problem) -> bool:
+        """Return True where the search of this problem is short enough to be made unasked (`quick_up_to`)."""
+        return self.quick_up_to is None or problem.profile.num_layers * problem.width <= self.quick_up_to
 
     def answer(self, problem: Problem) -> Plan:
         """Return the planner's plan, judged where its shape is "cuts". Raises CapslogError for data that the profile
@@ -132,17 +135,16 @@ def _cuts(
     good_for: str,
     source: str,
     elastic: bool = False,
-    weighed_up_to: int = 0,
-    long_search: bool = False,
+    quick_up_to: int | None = None,
 ) -> Planner:
-    return Planner(name, takes, "cuts", good_for, source, "cuts:cut_plan", "cuts", elastic, weighed_up_to, long_search)
+    return Planner(name, takes, "cuts", good_for, source, "cuts:cut_plan", "cuts", elastic, quick_up_to)
 
 
 def _stages(
-    name: str, takes: str, chooses: str, good_for: str, source: str, weighed_up_to: int, search: str | None = None
+    name: str, takes: str, chooses: str, good_for: str, source: str, quick_up_to: int, search: str | None = None
 ) -> Planner:
     search = search or "placed.replicated:replicated_plan"
-    return Planner(name, takes, chooses, good_for, source, search, "stages", weighed_up_to=weighed_up_to)
+    return Planner(name, takes, chooses, good_for, source, search, "stages", quick_up_to=quick_up_to)
 
 
 _OURS = "this project"
@@ -162,7 +164,7 @@ _PLANNERS = (
         "intervals",
         elastic=True,
     ),
-    _cuts("exact", "bytes", "the smallest peak; profiles without seconds", _OURS, elastic=True, weighed_up_to=64),
+    _cuts("exact", "bytes", "the smallest peak; profiles without seconds", _OURS, elastic=True),
     _cuts("throughput", _SECONDS, "the fastest cuts that fit where no layer is treated by itself", _OURS, elastic=True),
     Planner(
         "joint",
@@ -173,15 +175,15 @@ _PLANNERS = (
         "placed.whole_runs:joint_plan",
         "pipelines",
         elastic=True,
-        weighed_up_to=1024,
+        quick_up_to=1024,
     ),
-    _cuts("capslog", "bytes", "comparison: fill-first cuts", "CAPSlog", elastic=True, weighed_up_to=64),
-    _cuts("capslog-tb", "bytes", "comparison: the same with a tie-breaker", "CAPSlog", elastic=True, weighed_up_to=64),
-    _cuts("mcap-bf", "bytes", "comparison: every cut list", "mCAP", weighed_up_to=32),
-    _cuts("mcap-bo", "bytes", "comparison: Bayesian optimisation over cut lists", "mCAP", long_search=True),
-    _cuts("varuna", "nothing", "comparison: as many layers on each device", "Varuna", elastic=True, weighed_up_to=64),
-    _cuts("gpipe", "seconds", "comparison: seconds balanced, whatever fits", "torchgpipe", weighed_up_to=64),
-    _cuts("gpipe-size", "bytes", "comparison: bytes balanced, whatever fits", "torchgpipe", weighed_up_to=64),
+    _cuts("capslog", "bytes", "comparison: fill-first cuts", "CAPSlog", elastic=True),
+    _cuts("capslog-tb", "bytes", "comparison: the same with a tie-breaker", "CAPSlog", elastic=True),
+    _cuts("mcap-bf", "bytes", "comparison: every cut list", "mCAP", quick_up_to=384),
+    _cuts("mcap-bo", "bytes", "comparison: Bayesian optimisation over cut lists", "mCAP", quick_up_to=0),
+    _cuts("varuna", "nothing", "comparison: as many layers on each device", "Varuna", elastic=True),
+    _cuts("gpipe", "seconds", "comparison: seconds balanced, whatever fits", "torchgpipe"),
+    _cuts("gpipe-size", "bytes", "comparison: bytes balanced, whatever fits", "torchgpipe"),
     _stages("pipedream", _SECONDS, "cuts, and replicas of every stage", _PUBLISHED, "PipeDream, Sec. 3.1", 1024),
     _stages(
         "graphpipe",
@@ -208,9 +210,9 @@ _PLANNERS = (
         "DawnPiper, Sec. 4",
         "fastest:layerwise_plan",
         "intervals",
-        weighed_up_to=128,
+        quick_up_to=512,
     ),
-    Planner("vpipe", _SECONDS, _TREATED, _PUBLISHED, "vPipe", "fastest:layerwise_plan", "intervals", weighed_up_to=128),
+    Planner("vpipe", _SECONDS, _TREATED, _PUBLISHED, "vPipe", "fastest:layerwise_plan", "intervals", quick_up_to=512),
     _stages(
         "madpipe",
         _SECONDS,

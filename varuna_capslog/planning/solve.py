@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from varuna_capslog.base.errors import CapslogError
@@ -30,6 +30,9 @@ Rehearsal = Callable[[Plan], Sequence[int]]
 
 _HINT_SECONDS = 10.0
 """Longest search of planner `budget` for a plan to name where another planner found none."""
+
+_CONTAINED = {"cuts": 64, "intervals": 128}
+"""By shape: layers x devices up to which budget weighs plans that its own search contains."""
 
 _SEARCHES = 3
 """Largest number of searches, each for devices of less memory than before."""
@@ -56,16 +59,19 @@ def solve(
     rehearsal: Rehearsal | None = None,
     protection: Protection | None = None,
     weighs_others: bool = True,
+    answers: Mapping[str, Plan] | None = None,
 ) -> Plan:
     """Return a judged plan with its step: of the planner, or of the problem's cuts or plan. It may not fit.
 
-    Planner `budget` also weighs the answers of other planners, so that none that it asks (`Planner.weighed_up_to`) has
-    a faster plan that fits. Where another planner finds none that fits, a note names one that does.
+    Planner `budget` also weighs the answers of other planners, so that none that it asks has a faster plan that fits:
+    those that are quick (`Planner.quick_up_to`), and up to `_CONTAINED` those whose plans its own search contains.
+    Where another planner finds none that fits, a note names one that does.
 
     Args:
         rehearsal: decides finally whether ranks fit, where the profile is an estimate or the device a CPU.
         protection: of a run whose members change.
         weighs_others: as above; False for callers that solve many problems to compare them.
+        answers: plans of this function for this problem, by planner, which `budget` need not ask for again.
 
     Raises CapslogError for an unknown planner, and for a problem that it cannot answer.
     """
@@ -82,7 +88,7 @@ def solve(
         asks = plan.fits is False and planner != BUDGET and not alone and weighs_others
         return _naming_another(problem, plan, planner) if asks else plan
     until = None if problem.search_seconds is None else begun + problem.search_seconds
-    return _fastest(problem, rehearsal, begun, until)
+    return _fastest(problem, rehearsal, begun, until, answers or {})
 
 
 def _answered(
@@ -228,7 +234,9 @@ def _with_room(problem: Problem, entry: Planner, rehearsal: Rehearsal | None, pr
     return first
 
 
-def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until: float | None) -> Plan:
+def _fastest(
+    problem: Problem, rehearsal: Rehearsal | None, begun: float, until: float | None, answers: Mapping[str, Plan]
+) -> Plan:
     """Return the plan of planner `budget`, or the fastest better plan of the other planners. These are asked only while
     the plan is slower than the work of the step shared evenly, and only where their search is quick, which depends on
     the problem's size, not on a clock; `until` ends that.
@@ -243,16 +251,18 @@ def _fastest(problem: Problem, rehearsal: Rehearsal | None, begun: float, until:
         raise refused
     if best is not None and best.fits is None and problem.capacities is not None:
         return best
-    bound = problem.even_share_seconds
+    bound, size = problem.even_share_seconds, profile.num_layers * devices
     for entry in REGISTRY.values():
-        if profile.num_layers * devices > entry.weighed_up_to or (problem.speeds is not None and entry.name != "joint"):
+        if entry.name == BUDGET or not entry.is_quick(problem) or size > _CONTAINED.get(entry.shape, size):
+            continue
+        if problem.speeds is not None and entry.name != "joint":
             continue
         if until is not None and time.perf_counter() >= until:
             break
         if best is not None and best.fits is not False and (best.step_seconds or 0.0) <= bound * (1 + SAME):
             break
         try:
-            plan = _answered(problem, entry, None)
+            plan = answers.get(entry.name) or _answered(problem, entry, None)
         except CapslogError:
             continue
         same_run = problem.run.schedule in (AUTO_SCHEDULE, plan.schedule)

@@ -205,7 +205,7 @@ def stage_graph(
         ordered = {path: _links(stages, path, edges) for path in dict.fromkeys(paths)}
         links = frozenset(link for links_of_path in ordered.values() for link in links_of_path)
         paths = [_in_order(stages, path, ordered[path]) for path in paths]
-    graph = StageGraph(
+    graph = StageGraph.of(
         tuple(stage.rank for stage in stages),
         tuple(path for path in paths for _ in range(per_block)),
         links,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
@@ -14,6 +15,7 @@ __all__ = [
     "KINDS",
     "Action",
     "Schedule",
+    "action_of",
     "backwards_at_once",
     "from_strings",
     "graph_keeping_forwards",
@@ -70,6 +72,12 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+@lru_cache(maxsize=1 << 16)
+def action_of(stage: int, kind: str, microbatch: int | None) -> Action:
+    """Return `Action(stage, kind, microbatch)`, cached: a search makes the same lists again and again."""
+    return Action(stage, kind, microbatch)
 
 
 Schedule: TypeAlias = list[list[Action]]
@@ -129,17 +137,17 @@ def backwards_at_once(actions: Iterable[Action]) -> set[tuple[int, int]]:
     """
     at_once: set[tuple[int, int]] = set()
     offloaded: set[tuple[int, int]] = set()
-    last: dict[int, Action] = {}
+    last: dict[int, int | None] = {}  # stage -> the microbatch of its last computation, where that was a forward
     for action in actions:
-        if action.microbatch is None:
+        stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        if microbatch is None:
             continue
-        call = action.stage, action.microbatch
-        if action.kind == "O":
-            offloaded.add(call)
-        elif action.kind != "L":
-            if action.kind in "BI" and last.get(action.stage) == Action(action.stage, "F", action.microbatch):
-                at_once.add(call)
-            last[action.stage] = action
+        if kind == "O":
+            offloaded.add((stage, microbatch))
+        elif kind != "L":
+            if kind in "BI" and last.get(stage) == microbatch:
+                at_once.add((stage, microbatch))
+            last[stage] = microbatch if kind == "F" else None
     return at_once - offloaded
 
 

@@ -39,7 +39,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import groupby, pairwise, zip_longest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules.actions import Action, Schedule, backwards_at_once
+from varuna_capslog.schedules.actions import Action, Schedule, action_of, backwards_at_once
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_K
 from varuna_capslog.schedules.stage_graph import StageGraph
 
@@ -98,13 +98,13 @@ class _Step:
         if not self.forwards_first or forwards_done:
             for stage in stages:
                 if self._backward_ready(stage, now):
-                    return Action(stage, "B", len(self.backward_ends[stage]))
+                    return action_of(stage, "B", len(self.backward_ends[stage]))
         for stage in stages:
             if self.recompute[stage] and self.graph_of[stage] is None and self._gradient_due(stage, now):
-                return Action(stage, "R", len(self.backward_ends[stage]))
+                return action_of(stage, "R", len(self.backward_ends[stage]))
         for stage in stages:
             if self._forward_ready(stage, now):
-                return Action(stage, "F", len(self.forward_ends[stage]))
+                return action_of(stage, "F", len(self.forward_ends[stage]))
         return None
 
     def start(self, action: Action, now: int) -> int:
@@ -142,7 +142,7 @@ class _Step:
     def _keep_graph_if_due(self, stage: int, now: int) -> None:
         """Keep the forward's graph instead of an R, if the forward is the stage's last action; the stage then waits."""
         microbatch = len(self.backward_ends[stage])
-        if self.last_of_stage[stage] == Action(stage, "F", microbatch) and self._gradient_due(stage, now):
+        if self.last_of_stage[stage] == action_of(stage, "F", microbatch) and self._gradient_due(stage, now):
             self.graph_of[stage] = microbatch
 
     def _forward_ready(self, stage: int, now: int) -> bool:
@@ -327,7 +327,7 @@ def _order(stages: Sequence[int | None], place: int, ranks: int, calls: int) -> 
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         order += [forward, backward]
     order += backwards[len(forwards) - ahead :]
-    return [Action(stage, kind, call) for stage, kind, call in order if stage is not None]
+    return [action_of(stage, kind, call) for stage, kind, call in order if stage is not None]
 
 
 # -- Inserts recomputations, copies to and from the host tier, and halves of backwards into a finished order.
@@ -345,7 +345,7 @@ def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[b
         for action in actions:
             again = action.kind in "BI" and (recompute is None or recompute[action.stage])
             if again and (action.stage, action.microbatch) not in kept:
-                row.append(Action(action.stage, "R", action.microbatch))
+                row.append(action_of(action.stage, "R", action.microbatch))
             row.append(action)
         result.append(row)
     return result
@@ -371,12 +371,12 @@ def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]
             load = action.kind in "RBI" and call in away
             if load:
                 away.discard(call)
-                just_left = Action(action.stage, "O", action.microbatch) in row[max(0, begin - 1) :]
-                row.insert(len(row) if just_left else begin, Action(action.stage, "L", action.microbatch))
+                just_left = action_of(action.stage, "O", action.microbatch) in row[max(0, begin - 1) :]
+                row.insert(len(row) if just_left else begin, action_of(action.stage, "L", action.microbatch))
             begin = len(row)
             row.append(action)
             if action.kind == "F" and call not in kept and action.stage < len(offload) and offload[action.stage]:
-                row.append(Action(action.stage, "O", action.microbatch))
+                row.append(action_of(action.stage, "O", action.microbatch))
                 away.add(call)
         result.append(row)
     return result
@@ -394,9 +394,9 @@ def split_backwards(schedule: Sequence[Sequence[Action]], delays: Sequence[int])
             if action.kind != "B":
                 row.append(action)
                 continue
-            row.append(Action(action.stage, "I", action.microbatch))
+            row.append(action_of(action.stage, "I", action.microbatch))
             queue = waiting.setdefault(action.stage, [])
-            queue.append(Action(action.stage, "W", action.microbatch))
+            queue.append(action_of(action.stage, "W", action.microbatch))
             if len(queue) > delays[action.stage]:
                 row.append(queue.pop(0))
         result.append(
@@ -444,6 +444,20 @@ def schedule_of(
 
     Raises `CapslogError` for an unknown name, and for a limit that the schedule cannot keep.
     """
+    again = recompute if isinstance(recompute, bool) else tuple(recompute)
+    return [list(row) for row in _known_schedule(name, graph, again, tuple(in_flight), tuple(offload), k)]
+
+
+@functools.lru_cache(maxsize=128)
+def _known_schedule(
+    name: str,
+    graph: StageGraph,
+    recompute: bool | tuple[bool, ...],
+    in_flight: tuple[int | None, ...],
+    offload: tuple[bool, ...],
+    k: int,
+) -> Schedule:
+    """Return `schedule_of`, cached, since a search asks for the same lists again and again."""
     _known(name)
     always = name in ALWAYS_RECOMPUTE
     calls, in_flight_of = [len(row) for row in graph.calls], in_flight_microbatches(graph)
@@ -467,30 +481,24 @@ def schedule_of(
     limits = [limit if plan_limit is None else plan_limit for limit, plan_limit in zip_longest(limits, in_flight)]
     again = [recompute or always] * len(limits) if isinstance(recompute, bool) else list(recompute)
     if always:
-        return insert_offload(_listed(graph, tuple(limits), tuple(again)), offload)
+        return insert_offload(_known_lists(graph, tuple(limits), tuple(again), False), offload)
     if name == "kfkb":
         schedule = _in_groups(graph, [max(1, most // size) for most, size in zip(limits, together, strict=True)], k)
     elif name == "zb-h1":
         kept = [min(depth, limit) for depth, limit in zip(depths, limits, strict=True)]
         delays = [limit - count for limit, count in zip(limits, kept, strict=True)]
-        schedule = split_backwards(_listed(graph, tuple(kept)), delays)
+        schedule = split_backwards(_known_lists(graph, tuple(kept), (), False), delays)
     else:
         looped = interleaved(graph) if name == "interleaved" and not limited else None
-        schedule = looped or _listed(graph, tuple(limits), forwards_first=name == "gpipe")
+        schedule = looped or _known_lists(graph, tuple(limits), (), name == "gpipe")
     return insert_offload(insert_recompute(schedule, again), offload)
-
-
-def _listed(
-    graph: StageGraph, limits: tuple[int, ...], recompute: tuple[bool, ...] = (), forwards_first: bool = False
-) -> Schedule:
-    """Return `list_schedule`, cached, since a search asks for the same lists again and again."""
-    return [list(row) for row in _known_lists(graph, limits, recompute, forwards_first)]
 
 
 @functools.lru_cache(maxsize=32)
 def _known_lists(
     graph: StageGraph, limits: tuple[int, ...], recompute: tuple[bool, ...], forwards_first: bool
 ) -> Schedule:
+    """Return `list_schedule`, cached: lists of several schedules and of other offloads are made of the same lists."""
     return list_schedule(graph, limits, recompute=recompute, forwards_first=forwards_first)
 
 
@@ -540,7 +548,7 @@ def _in_groups(graph: StageGraph, limits: Sequence[int], k: int) -> Schedule:
     schedule = list_schedule(groups, limits)
     return [
         [
-            Action(action.stage, action.kind, call)
+            action_of(action.stage, action.kind, call)
             for action in row
             if action.microbatch is not None
             for call in range(*firsts[action.stage][action.microbatch : action.microbatch + 2])

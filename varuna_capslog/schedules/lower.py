@@ -11,6 +11,7 @@ __all__ = ["Lowered", "Message", "Recv", "SendInstruction", "find_deadlock", "in
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
@@ -109,7 +110,36 @@ def lower(
     if graph is None:
         placement = placement_of(schedule)
         calls = [action.microbatch for actions in schedule for action in actions if action.microbatch is not None]
-        graph = StageGraph(tuple(placement), (tuple(range(len(placement))),) * (1 + max(calls, default=-1)))
+        graph = StageGraph.of(tuple(placement), (tuple(range(len(placement))),) * (1 + max(calls, default=-1)))
+    travelling = None if gradients is None else frozenset(gradients)
+    try:
+        computing = (tuple(action for action in actions if action.kind in "FBI") for actions in schedule)
+        channels, exchanges = _exchanges(tuple(computing), travelling, graph)
+    except CapslogError:  # whose sentence is to name positions in the whole lists
+        _exchanges.__wrapped__(schedule, travelling, graph)
+        raise
+    programs: list[list[Instruction]] = []
+    for actions, row in zip(schedule, exchanges, strict=True):
+        program, parts = list[Instruction](), iter(row)
+        for action in actions:
+            if action.kind in "FBI":
+                receives, sends = next(parts)
+                program += receives
+                program.append(action)
+                program += sends
+            else:
+                program.append(action)
+        programs.append(program)
+    return Lowered(programs, channels, graph)
+
+
+@lru_cache(maxsize=64)
+def _exchanges(
+    schedule: Sequence[Sequence[Action]], gradients: frozenset[Edge] | None, graph: StageGraph
+) -> tuple[dict[tuple[int, int], list[Message]], list[list[tuple[list[Recv], list[SendInstruction]]]]]:
+    """Return the channels of `Lowered`, and per rank and action the receives before it and the sends behind it. Cached
+    by the forwards and backwards alone, since nothing else needs or makes a message. Arguments: see `lower`.
+    """
     ranks = graph.ranks
 
     def ends_of(action: Action, sends: bool) -> Iterator[tuple[_Ends, int]]:
@@ -138,11 +168,12 @@ def lower(
                 channel.append(message := Message(*ends))
                 sends_of_action.append(SendInstruction(message, peer))
 
-    programs: list[list[Instruction]] = []
+    exchanges: list[list[tuple[list[Recv], list[SendInstruction]]]] = []
     for rank, actions in enumerate(schedule):
-        program: list[Instruction] = []
+        exchanges.append([])
         received: dict[int, int] = {}  # per peer, how many messages of its channel were received so far
         for position, action in enumerate(actions):
+            receives: list[Recv] = []
             for ends, peer in ends_of(action, sends=False):
                 if ends not in index_of:
                     raise CapslogError(
@@ -151,18 +182,16 @@ def lower(
                     )
                 first = received.get(peer, 0)
                 end = max(first, index_of[ends] + 1)
-                program.extend(Recv(early, peer) for early in channels[peer, rank][first:end])
+                receives += [Recv(early, peer) for early in channels[peer, rank][first:end]]
                 received[peer] = end
-            program.append(action)
-            program += sent[rank][position]
+            exchanges[rank].append((receives, sent[rank][position]))
         for (source, destination), messages in channels.items():
             if destination == rank and received.get(source, 0) < len(messages):
                 lost = messages[received.get(source, 0)]
                 raise CapslogError(
                     f"rank {rank}: nothing needs {lost}, which rank {source} sends; validate the schedule first"
                 )
-        programs.append(program)
-    return Lowered(programs, channels, graph)
+    return channels, exchanges
 
 
 def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from varuna_capslog.base import fields
@@ -96,7 +96,18 @@ class StageGraph:
             raise CapslogError(
                 f"placement {list(placement)} leaves a rank without a stage; use ranks 0, 1, ... without a gap"
             )
-        return cls(placement, (tuple(range(num_stages)),) * num_microbatches)
+        return cls.of(placement, (tuple(range(num_stages)),) * num_microbatches)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(
+        ranks: tuple[int, ...],
+        routes: tuple[tuple[int, ...], ...],
+        pairs: frozenset[Edge] | None = None,
+        grains: tuple[int, ...] = (),
+    ) -> StageGraph:
+        """Make the graph of these fields, cached: a search asks for the same graphs and their calls again and again."""
+        return StageGraph(ranks, routes, pairs, grains)
 
     @property
     def num_ranks(self) -> int:

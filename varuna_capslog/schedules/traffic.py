@@ -101,6 +101,10 @@ class StepActions:
         return {}
 
     @cached_property
+    def _messages(self) -> dict[tuple[bool, ...], Messages]:
+        return {}
+
+    @cached_property
     def forwards(self) -> list[Numbers]:
         """stage -> the positions of F."""
         return [self.at("F", stage) for stage in range(len(self.graph.ranks))]
@@ -156,8 +160,18 @@ class Messages:
 def messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bool) -> Messages:
     """Return the lifetime of the messages of a step. sizes: "F" and "B" -> link -> bytes of an activation, and of a
     gradient; one of -1 bytes is not sent. ahead: receives are posted ahead in the memory that is counted; else they
-    count from the action that needs them.
+    count from the action that needs them. Where they are not, the lifetimes depend on which messages are sent alone,
+    and are cached with the step, so do not write to the arrays.
     """
+    if ahead:
+        return _messages_of(step, sizes, ahead)
+    sent = tuple(size >= 0 for kind in "FB" for size in sizes[kind])
+    if sent not in step._messages:
+        step._messages[sent] = _messages_of(step, sizes, ahead)
+    return step._messages[sent]
+
+
+def _messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bool) -> Messages:
     empty = {kind: [np.full(len(link.above_calls), -1, dtype=np.int64) for link in step.links] for kind in "FB"}
     messages = Messages(empty, {kind: [row.copy() for row in rows] for kind, rows in empty.items()})
     # the order of the messages that one action sends, and of those that it needs: by stage and call of the other side

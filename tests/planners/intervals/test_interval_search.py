@@ -157,6 +157,20 @@ def test_moved_bytes_and_reruns_are_told() -> None:
     assert told
 
 
+def test_other_numbers_of_calls_and_waiting_blocks_need_no_other_search() -> None:
+    draw, differ = random.Random(6), 0
+    for _ in range(5):
+        stage = Stage(draw, 2)
+        one_block = replace(stage.handling, calls=1, waiting_blocks=0)
+        alone = IntervalSearch(stage.ranges, LayerSeconds.of_profile(stage.profile), one_block)
+        again = alone.with_blocks(stage.handling.calls, stage.handling.waiting_blocks)
+        for budget in stage.budgets(draw, 2):
+            choices = [fronts.cheapest(stage.first, stage.end, 2, budget) for fronts in (stage.fronts, again, alone)]
+            assert choices[0] == choices[1]
+            differ += choices[0] != choices[2]
+    assert differ
+
+
 def test_a_range_that_was_not_searched_is_refused() -> None:
     profile = random_profile(random.Random(1), 3)
     ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)

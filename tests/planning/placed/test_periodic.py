@@ -61,6 +61,28 @@ def test_a_rank_comes_back_where_no_cuts_are_even() -> None:
     assert Plan.from_json(json.loads(json.dumps(answer.to_json()))) == answer
 
 
+def test_its_search_ends_by_its_time_with_a_plan_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time was looked at between linear programs alone, each of which may take 20 s."""
+    limits, pattern = list[float](), periodic.periodic_pattern
+
+    def record(costs, allocation, calls, limit):
+        limits.append(limit)
+        return pattern(costs, allocation, calls, limit)
+
+    monkeypatch.setattr(periodic, "periodic_pattern", record)
+    problem = Problem.of(UNEVEN, 3, None, RUN, LINK)
+    free = periodic.periodic_plan(problem)
+    assert free.notes == ()
+    assert all(limit == 20.0 for limit in limits)
+    limits.clear()
+    short = periodic.periodic_plan(dataclasses.replace(problem, search_seconds=1e-9))
+    assert limits == [0.5]
+    assert "pipeline.search_seconds" in short.notes[0]
+    limits.clear()
+    periodic.periodic_plan(dataclasses.replace(problem, search_seconds=5.0))
+    assert 0 < max(limits) <= 5.0
+
+
 def test_its_ranks_hold_what_the_fold_finds_within_their_capacity() -> None:
     dice, seeds, fitting, coming_back = random.Random(2), some(range(8), 4), 0, 0
     for seed in seeds:

@@ -143,6 +143,13 @@ class IntervalSearch:
         fronts._resident = fronts._resident_bytes()
         return fronts
 
+    def with_blocks(self, calls: int, waiting_blocks: int) -> IntervalSearch:
+        """Return the same choices for other numbers of calls and waiting blocks, which change resident bytes alone."""
+        fronts = copy.copy(self)
+        fronts._handling = replace(self._handling, calls=calls, waiting_blocks=waiting_blocks)
+        fronts._resident = fronts._resident_bytes()
+        return fronts
+
     def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
         """Return the fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes, and of
         those the fewest bytes. None where no choice fits; `least_bytes` returns the bytes that it needs.

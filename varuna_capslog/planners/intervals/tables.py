@@ -275,17 +275,20 @@ class States:
         self.beside: list[SharedInputs] = []
         self.outputs: list[int] = []
         self.family: list[int] = []
-        self._columns: Columns | None = None
+        self._columns = Columns(np.zeros(0, np.bool_), np.zeros((2, 0)), np.zeros(0), np.zeros(0, np.intp))
 
     def columns(self) -> Columns:
         """Return the columns of the states so far, which the search reads."""
-        if self._columns is None or len(self._columns.keeps) < len(self.cut):
-            self._columns = Columns(
-                np.array(self.keeps, dtype=np.bool_),
-                np.array(self.beside, dtype=np.float64).T,
-                np.array(self.outputs, dtype=np.float64),
-                np.array(self.family, dtype=np.intp),
+        known = len(self._columns.keeps)
+        if known < len(self.cut):
+            added = Columns(
+                np.array(self.keeps[known:], dtype=np.bool_),
+                np.array(self.beside[known:], dtype=np.float64).T,
+                np.array(self.outputs[known:], dtype=np.float64),
+                np.array(self.family[known:], dtype=np.intp),
             )
+            both = zip(self._columns, added, strict=True)
+            self._columns = Columns(*(np.concatenate(parts, axis=-1) for parts in both))
         return self._columns
 
     def number(self, cut: int, before: PrecedingSegments, keeps: bool) -> int:

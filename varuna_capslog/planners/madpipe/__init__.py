@@ -7,6 +7,8 @@ ScaDL 2022. `allocation` finds the stages (Sec. 4.2), `pattern` the start of eac
 
 from __future__ import annotations
 
+import time
+
 from varuna_capslog.planners.madpipe.allocation import CLOSE, Allocation, ChainCosts, best_allocation
 from varuna_capslog.planners.madpipe.pattern import Pattern, periodic_pattern
 
@@ -41,14 +43,17 @@ def weighed_allocations(costs: ChainCosts) -> dict[str, Allocation]:
     return allocations
 
 
-def shortest_pattern(costs: ChainCosts) -> Pattern | None:
-    """Return the pattern of the shortest period over all countings; None where nothing fits."""
-    best: Pattern | None = None
+def shortest_pattern(costs: ChainCosts, limit_seconds: float = 60.0) -> Pattern | None:
+    """Return the pattern of the shortest period over all countings; None where nothing fits, or none was found in time.
+    limit_seconds: of all linear programs.
+    """
+    best, ends = None, time.perf_counter() + limit_seconds
     by_stages = {allocation.stages: allocation for allocation in weighed_allocations(costs).values()}
     for allocation in sorted(by_stages.values(), key=lambda allocation: allocation.load(costs)):
-        if best is not None and allocation.load(costs) >= best.period:
+        over = time.perf_counter() >= ends
+        if over or (best is not None and allocation.load(costs) >= best.period):
             break  # a period is never shorter than the load
-        pattern = periodic_pattern(costs, allocation)
+        pattern = periodic_pattern(costs, allocation, limit_seconds=ends - time.perf_counter())
         if pattern is not None and (best is None or pattern.period < best.period):
             best = pattern
     return best

@@ -36,8 +36,11 @@ __all__ = ["two_versions_note"]
 MOST_LAYERS = 64
 """In longer chains, neighbouring layers are merged before the search, those of the fewest seconds first."""
 
-_SEARCH_SECONDS = 60.0
-"""Time after which no further schedule is searched; most take well under a second."""
+_SEARCH_SECONDS = 30.0
+"""Time after which the search ends with its best plan, where `Problem.search_seconds` says none."""
+
+_PROGRAM_SECONDS = 20.0, 0.5
+"""Most and least time of the linear program of one allocation; most take well under a second."""
 
 _ATTEMPTS = 7
 """Allocations to try for each counting, each for another number of bytes."""
@@ -75,7 +78,13 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
     if search.best is None:  # the plan says what it lacks
         search.weigh(unlimited, "none", best_allocation(unlimited, "none"))
     assert search.best is not None, "without a limit some stages always fit"
-    return dataclasses.replace(search.best[1], planner=planner, search_seconds=time.perf_counter() - begun)
+    notes = ("the search has ended by its time; with a larger pipeline.search_seconds it may find a better plan",)
+    return dataclasses.replace(
+        search.best[1],
+        planner=planner,
+        search_seconds=time.perf_counter() - begun,
+        notes=notes if search.is_over else (),
+    )
 
 
 def two_versions_note(problem: Problem) -> str | None:
@@ -87,7 +96,7 @@ def two_versions_note(problem: Problem) -> str | None:
         costs = ChainCosts.of_profile(problem.profile, problem.width, least, problem.link, True)
     except CapslogError:
         return None
-    pattern = shortest_pattern(costs.merged(MOST_LAYERS)[0])
+    pattern = shortest_pattern(costs.merged(MOST_LAYERS)[0], problem.search_seconds or _SEARCH_SECONDS)
     if pattern is None:
         return "as printed, with two versions of the weights (2BW) and without a flush, MadPipe finds nothing that fits"
     return (
@@ -108,7 +117,12 @@ class _Periodic:
         self.run = dataclasses.replace(problem.run, schedule="1f1b", recompute=False)
         self.limited, self.bounds, self.free = problem.capacities is not None, bounds, free
         self.best: tuple[tuple[float, float], Plan] | None = None
-        self.ends = time.perf_counter() + _SEARCH_SECONDS
+        self.ends = time.perf_counter() + (problem.search_seconds or _SEARCH_SECONDS)
+
+    @property
+    def is_over(self) -> bool:
+        """True once the time of the search is up and it has a plan."""
+        return self.best is not None and time.perf_counter() > self.ends
 
     @property
     def lacks(self) -> bool:
@@ -122,9 +136,12 @@ class _Periodic:
         """
         low, high, less = 0.0, math.inf, 0.0
         for _ in range(_ATTEMPTS):
-            if self.best is not None and time.perf_counter() > self.ends:
+            if self.is_over:
                 return
-            pattern = None if allocation is None else periodic_pattern(costs, allocation, self.run.microbatches)
+            most, least = _PROGRAM_SECONDS
+            limit = max(least, min(most, self.ends - time.perf_counter()))
+            calls = self.run.microbatches
+            pattern = None if allocation is None else periodic_pattern(costs, allocation, calls, limit)
             if (
                 allocation is not None
                 and pattern is not None
@@ -146,7 +163,7 @@ class _Periodic:
         low, high, tried = 0.0, _MORE * (costs.usable or 0.0), set[object]()
         long = costs.of("seconds", 0, costs.num_layers) + sum(map(costs.delay, range(1, costs.num_layers)))
         usable, counting = high, "most" if costs.devices > 1 else "none"
-        while high > low * (1 + _FINE) and self.lacks:
+        while high > low * (1 + _FINE) and self.lacks and not self.is_over:
             allocation = allocation_within(dataclasses.replace(costs, usable=usable), long, counting=counting)
             low, high = (usable, high) if allocation is None else (low, usable)
             usable = (low + high) / 2

@@ -200,7 +200,7 @@ class PlacedIntervals:
 
     def _fronts_of(self, plan: Plan, stage: PlanStage, first: int, end: int, handling: Handling) -> IntervalSearch:
         layers = tuple(stage.numbers) if plan.routes == "direct" else ()
-        key = first, end, layers, handling
+        key = first, end, layers, dataclasses.replace(handling, calls=1, waiting_blocks=0)
         if key not in self._fronts:
             size = end - first
             borders = {first, end, *np.linspace(first, end, min(size, _PLACES) + 1).astype(int).tolist()}
@@ -213,7 +213,7 @@ class PlacedIntervals:
                 kinds=_KINDS,
                 borders=borders,
             )
-        return self._fronts[key]
+        return self._fronts[key].with_blocks(handling.calls, handling.waiting_blocks)
 
 
 # -- the plan of a planner that gives stages replicas
