@@ -34,7 +34,7 @@ __all__ = ["InferenceModel", "cache_of_layers", "layer_caches"]
 
 _SHORT = (8, 12)
 """Tokens of the two prefills."""
-_CACHES = ("past_key_values", "cache", "cache_params")
+_CACHES = ("cache", "past_key_values", "cache_params")
 """Names that transformers' models give the cache in their result."""
 
 
