@@ -170,8 +170,7 @@ def _refuse_fields(plan: Plan, system: str, intervals: bool) -> None:
 
 
 def _shown(stage: PlanStage) -> str:
-    interval = (stage.memory or ())[0]
-    return f"[{interval.first}, {interval.end}, {interval.kind}]"
+    return f"[{', '.join(map(str, (stage.memory or ())[0].entries))}]".replace("'", "")
 
 
 def _pipeline(path: list[PlanStage], replicas: int, system: str, empty: bool) -> StageLine:
