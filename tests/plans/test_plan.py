@@ -138,7 +138,10 @@ def test_parts_of_layers_survive_a_round_trip() -> None:
     plan = Plan.from_json(changed(FULL, "stages", to=bare) | {"actions": None, "schedule": "1f1b"})
     assert plan.stages[0].memory == (MemoryInterval(0, 3, "recompute", ("attention", "norms")),)
     written = [row["memory"] for row in plan.to_json()["stages"]]
-    assert written == [[[0, 3, "recompute", ["attention", "norms"]]], [[3, 4, "recompute"], [4, 6, "recompute", ["mlp"]]]]
+    assert written == [
+        [[0, 3, "recompute", ["attention", "norms"]]],
+        [[3, 4, "recompute"], [4, 6, "recompute", ["mlp"]]],
+    ]
     assert Plan.from_json(plan.to_json()) == plan
     assert [stage.recomputes(DEFAULT_RUN) for stage in plan.stages] == [False, True]
     assert not plan.stages[0].whole
@@ -258,7 +261,10 @@ def test_the_capacity_of_a_rank_is_that_of_its_device() -> None:
         # Memory intervals.
         (changed(FULL, "stages", 0, "memory", to=[[0, 1, "swap"]]), "stages[0]: memory[0][2] is 'swap'"),
         (changed(FULL, "stages", 0, "memory", to=[[0, 1]]), "memory[0] has 2 entries"),
-        (changed(FULL, "stages", 0, "memory", to=[[0, 1, "recompute", "mlp"]]), "memory[0][3] is a string; it must be a list"),
+        (
+            changed(FULL, "stages", 0, "memory", to=[[0, 1, "recompute", "mlp"]]),
+            "memory[0][3] is a string; it must be a list",
+        ),
         (changed(FULL, "stages", 0, "memory", to=[[0, 1, "recompute", []]]), "memory[0][3] is []; it must hold one or"),
         (
             changed(FULL, "stages", 0, "memory", to=[[0, 1, "recompute", ["heads"]]]),

@@ -405,7 +405,7 @@ def _treatment(stage: PlanStage) -> StageTreatment:
     gone = [
         tuple(ranges_of(sorted(layers))) if layers else () for layers in (stage.moments_away, stage.moments_elsewhere)
     ]
-    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), *gone, in_parts)
+    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), *gone, in_parts=in_parts)
 
 
 def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> AgainstKeeping | None:

@@ -235,9 +235,7 @@ class PlanStage:
         """True where the stage is kept or recomputed as a whole (or as the config says)."""
         intervals = self.memory or ()
         pieces = [(interval.first, interval.end) for interval in intervals]
-        return not intervals or (
-            pieces == list(self.layers) and all(interval.recomputes for interval in intervals)
-        )
+        return not intervals or (pieces == list(self.layers) and all(interval.recomputes for interval in intervals))
 
     def recomputes(self, run: RunShape) -> bool:
         """True where layers of the stage run again before their backward; parts of layers run inside it."""
