@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tests.engine.compare import differences
@@ -29,6 +31,7 @@ from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
+from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
 from varuna_capslog.profiling.rehearsal import rehearse_layout
 
 ALL = ("attention", "mlp", "norms")
@@ -213,6 +216,17 @@ def test_the_rehearsal_counts_what_calls_hold_as_the_real_allocator_does() -> No
     assert held[()] - held["norms",] > (2 * 3 * 3 - 1) * row
     matrices, wide = 2 * 4 * 128 * 128 * 4, 4 * row
     assert held[()] - held[ALL] > (2 * 3 - 1) * (2 * matrices + 2 * wide)
+
+
+def test_the_estimate_tells_the_seconds_of_the_second_run() -> None:
+    """The feed-forward runs again until its last product, of which only the operands are wanted."""
+    estimator, work = StageEstimator(Large(), RunConditions(microbatch_size=2)), dict[str, float]()
+    with FakeTensorMode(), Lifetimes() as operators:
+        forth, x = Block(fused=False).forth, torch.zeros(2, 128, WIDTH)
+        operators.observer = functools.partial(estimator.speed.count, work)
+        forth[:3](x)
+    assert estimator.part_seconds(1, ("mlp",)) == pytest.approx(estimator.speed.seconds(work), rel=0.1)
+    assert estimator.part_seconds(1, ALL) > estimator.part_seconds(1, ("mlp",))
 
 
 def test_a_plan_whose_layers_do_not_show_a_part_is_refused_before_the_run(folder: Path) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "intervals_of",
     "pieces_of",
     "ranges_of",
+    "recomputed_parts",
     "scheduled",
     "spans_of",
     "with_loss",
@@ -369,6 +370,16 @@ def pieces_of(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list
         pieces.append(interval)
         reached = interval.end
     return [*pieces, MemoryInterval(reached, end, KEEP)] if reached < end else pieces
+
+
+def recomputed_parts(stage: PlanStage) -> list[tuple[int, tuple[str, ...]]]:
+    """Return (layer, parts) for each layer of a stage of which parts alone run again."""
+    return [
+        (layer, interval.parts)
+        for interval in stage.memory or ()
+        if interval.parts
+        for layer in range(interval.first, interval.end)
+    ]
 
 
 def with_memory(
