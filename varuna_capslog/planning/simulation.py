@@ -402,10 +402,10 @@ def _treatment(stage: PlanStage) -> StageTreatment:
         return tuple(ranges_of(layers)) if layers else ()
 
     again = "recompute", "recompute+offload"
-    gone = [
+    away, elsewhere = (
         tuple(ranges_of(sorted(layers))) if layers else () for layers in (stage.moments_away, stage.moments_elsewhere)
-    ]
-    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), *gone, in_parts=in_parts)
+    )
+    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), away, elsewhere, in_parts)
 
 
 def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> AgainstKeeping | None:
