@@ -42,7 +42,7 @@ KEEP = "keep"
 INTERVAL_KINDS = ("recompute", "offload", "recompute+offload")
 MOMENT_KINDS = ("host", "replica")
 LAYER_PARTS = ("attention", "mlp", "norms", "experts")
-"""The parts of a layer that an interval may recompute; `engine/parts` says which operations each of them is."""
+"""The parts of a layer that an interval may recompute; `model/layer_parts` finds their operations."""
 SPLIT_KINDS = ("none", "tensor", "sequence")
 
 
