@@ -67,10 +67,27 @@ class Block(nn.Module):
         return x + self.forth(self.second(x))
 
 
-class Own(nn.Module):
+class Experts(nn.Module):
+    """What the norm returns changes in place before it is saved, so that it must stay."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(fused=number == 0) for number in range(3))
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2)
+        self.first, self.second = (nn.Parameter(torch.randn(2, WIDTH, WIDTH) / 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).mul_(2.0).flatten(0, 1)
+        wide = torch.bmm(rows.expand(2, -1, -1), self.first)
+        made = torch.bmm(F.silu(wide) * wide, self.second)
+        shares = self.router(rows).softmax(-1).t().unsqueeze(-1)
+        return x + (made * shares).sum(0).view_as(x)
+
+
+class Own(nn.Module):
+    def __init__(self, experts: bool = False) -> None:
+        super().__init__()
+        blocks = (Experts() if experts else Block(fused=number == 0) for number in range(3))
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -83,8 +100,9 @@ def chain_of(kind: str, folder: Path, writes: bool = False) -> Chain:
     torch.manual_seed(0)
     kept = Kept(folder)
     kept.writes = writes
-    if kind == "own":
-        return Chain.from_module(Own(), None, {"x": torch.zeros(2, TOKENS, WIDTH)}, evaluates=False, kept=kept)
+    if kind != "gpt2":
+        example = {"x": torch.zeros(2, TOKENS, WIDTH)}
+        return Chain.from_module(Own(kind == "experts"), None, example, evaluates=False, kept=kept)
     transformers = pytest.importorskip("transformers", minversion="5.0")
     sizes = {"n_layer": 2, "n_embd": WIDTH, "n_head": 2, "vocab_size": 64, "n_positions": TOKENS}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
@@ -97,8 +115,8 @@ def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, 
     return {"loss": (output * output.cos()).mean() / normalisers["microbatches"]}
 
 
-BLOCKS = {"own": (0, 3), "gpt2": (1, 3)}
-"""The layers with attention, feed-forward and norms."""
+BLOCKS = {"own": (0, 3), "gpt2": (1, 3), "experts": (0, 3)}
+"""The layers with attention, feed-forward and norms; or experts and norms."""
 
 
 def layout_of(kind: str, num_layers: int, cuts: Sequence[int], parts: Sequence[str]) -> Layout:
@@ -130,7 +148,7 @@ def steps(
     draw = torch.Generator().manual_seed(0)
     rows: list[dict[str, Tensor]] = [
         {"x": torch.randn(2, TOKENS, WIDTH, generator=draw)}
-        if kind == "own"
+        if kind != "gpt2"
         else {"input_ids": torch.randint(0, 64, (2, TOKENS), generator=draw)}
         for _ in range(3)
     ]
@@ -174,6 +192,13 @@ def test_parts_that_run_again_change_no_bit(pool: WorkerPool, kind: str, folder:
         assert torch.equal(again["random"], expected["random"]), "code behind a backward draws other numbers"
     results = pool.run(steps, 2, kind, folder, (0, 2), ("attention", "norms"), {})
     assert not differences(results, expected)
+
+
+def test_experts_that_run_again_change_no_bit(folder: Path) -> None:
+    chain_of("experts", folder, writes=True)
+    expected = alone("experts", folder)
+    for parts in (["experts"], ["experts", "norms"]):
+        assert not differences([alone("experts", folder, parts)], expected), parts
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,8 @@ def parts_of_layer(layer: Layer, parts: Sequence[str]) -> tuple[fx.GraphModule, 
         for part in parts:
             runs = structure.runs(part)
             if not runs:
-                raise CapslogError(
-                    f"{where} has no {part}: {_LACKS[part]}; take {part!r} out for this layer, or {instead}"
-                )
+                advice = f"take {part!r} out for this layer, or {instead}"
+                raise CapslogError(f"{where} {structure.lacks(part)}; {advice}")
             chosen += [(part, run) for run in runs]
         return structure.divided(chosen)
 
@@ -92,7 +91,7 @@ _LACKS = {
 
 @dataclass
 class _Work:
-    """Operators that a node has run, by name.
+    """Operators that a node has run. names: of them; calls: with their overloads, in order.
 
     weights: products with a parameter; dimensions: the most of such a parameter, convolutions left out. activations:
         products without one.
@@ -101,6 +100,7 @@ class _Work:
     """
 
     names: set[str] = field(default_factory=set)
+    calls: list[str] = field(default_factory=list)
     weights: int = 0
     dimensions: int = 0
     activations: int = 0
@@ -163,8 +163,11 @@ class _Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # asks where a tensor is
+            return result
         name, work = func.overloadpacket.__name__, self.work
         work.names.add(name)
+        work.calls.append(str(func))
         tensors = _tensors(args)
         if name in _PRODUCTS:
             known = [self._weights[key] for tensor in tensors if (key := _address(tensor)) in self._weights]
@@ -180,7 +183,7 @@ class _Watched(TorchDispatchMode):
         views = any(argument.alias_info is not None for argument in func._schema.arguments)
         pointwise = torch.Tag.pointwise in func.tags
         work.plain &= pointwise or views or random or name in _PLAIN
-        work.active |= pointwise and name not in ("add", "mul", "mul_", "div_", "add_")
+        work.active |= pointwise and name not in (*_PLAIN, "add", "add_", "mul", "mul_", "div_")
         return result
 
 
@@ -226,11 +229,9 @@ class _Structure:
         self._where, self._module, self._instead = where, module, instead
         self._graph = copy.deepcopy(module.graph)
         self._run()
-        self._closed: dict[fx.Node, str] = {}
-        while opened := [node for node in self._graph.nodes if self._must_open(node)]:
-            for node in opened:
-                self._open(node)
-            self._run()
+        self._closed: dict[str, str] = {}
+        while (node := next(filter(self._must_open, self._graph.nodes), None)) is not None:
+            self._open(node)
         self._claimed: set[fx.Node] = set()
 
     def _run(self) -> None:
@@ -258,18 +259,31 @@ class _Structure:
         self._works, self._made_by = run.works, run.made_by
 
     def _must_open(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and node not in self._closed and not self._works[node].whole
+        return node.op == "call_module" and node.name not in self._closed and not self._works[node].whole
 
     def _open(self, node: fx.Node) -> None:
+        """Replace the call of a module by its operations, if these are certainly the same; else note why not."""
         held = self._module.get_submodule(str(node.target))
         hooks = held._forward_hooks or held._forward_pre_hooks or held._backward_hooks or held._backward_pre_hooks
         if isinstance(held, (PythonCall, Region)) or not any(held.children()) or hooks:
-            self._closed[node] = "it is called as a whole"
+            self._closed[node.name] = "it is called as a whole"
             return
+        before, known, name, calls = (
+            copy.deepcopy(self._graph),
+            {*self._graph.nodes},
+            node.name,
+            self._works[node].calls,
+        )
         try:
             open_module(self._graph, self._module, node, by_one=True)
         except CapslogError as error:
-            self._closed[node] = str(error)
+            self._closed[name] = _line(error.__cause__ or error).partition(". ")[0]
+            return
+        self._run()
+        if calls != [call for made in self._graph.nodes if made not in known for call in self._works[made].calls]:
+            # such as x += 1, which a trace takes for x = x + 1
+            self._closed[name], self._graph = "a trace of its code runs other operators", before
+            self._run()
 
     # -- the operations of each part
 
@@ -277,16 +291,29 @@ class _Structure:
         """Return the runs of operations of a part, without those of parts that were asked for before."""
         find: Callable[[], Iterable[set[fx.Node]]] = getattr(self, f"_{part}")
         runs = [run for run in find() if self._claimed.isdisjoint(run)]
-        if part == "norms" and (hidden := [node for node in self._closed if self._works[node].normalises]):
-            named = f"module {hidden[0].target!r} ({type(self._module.get_submodule(str(hidden[0].target))).__name__})"
-            if self._claimed.isdisjoint(hidden):
+        # norms in a module that cannot be opened are not reached alone, nor is an attention beside them
+        for node in self._graph.nodes if part in ("norms", "attention") else ():
+            hides = node.name in self._closed and self._works[node].normalises and node not in self._claimed
+            if hides and (part == "norms" or self._works[node].attends):
                 raise CapslogError(
-                    f"{self._where} has norms inside {named}, which cannot be treated alone "
-                    f"({self._closed[hidden[0]]}); {self._instead}"
+                    f"{self._where} has its {part} beside other work in {self._described(node)}; {self._instead}"
                 )
         for run in runs:
             self._claimed |= run
         return [[node for node in self._graph.nodes if node in run] for run in runs]
+
+    def lacks(self, part: str) -> str:
+        """Say, as the end of a sentence, that the layer has no such part, or where it may be."""
+        closed = [node for node in self._graph.nodes if node.name in self._closed]
+        if not closed:
+            return f"has no {part}: {_LACKS[part]}"
+        largest = max(closed, key=lambda node: len(self._works[node].calls))
+        return f"shows no {part} outside {self._described(largest)}"
+
+    def _described(self, node: fx.Node) -> str:
+        """Name a module that cannot be opened, and say why."""
+        kind = type(self._module.get_submodule(str(node.target))).__name__
+        return f"module {node.target!r} ({kind}), which cannot be divided ({self._closed[node.name]})"
 
     def _norms(self) -> Iterable[set[fx.Node]]:
         for node in self._graph.nodes:
