@@ -32,7 +32,7 @@ from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
-from varuna_capslog.profiling.rehearsal import rehearse_layout
+from varuna_capslog.profiling.rehearsal import rank_peaks, rehearse_layout
 
 ALL = ("attention", "mlp", "norms")
 WIDTH, TOKENS = 32, 16
@@ -241,6 +241,33 @@ def test_the_rehearsal_counts_what_calls_hold_as_the_real_allocator_does() -> No
     assert held[()] - held["norms",] > (2 * 3 * 3 - 1) * row
     matrices, wide = 2 * 4 * 128 * 128 * 4, 4 * row
     assert held[()] - held[ALL] > (2 * 3 - 1) * (2 * matrices + 2 * wide)
+
+
+class Four(Large):
+    """Four equal layers."""
+
+    name = "four"
+
+    def build_chain(self) -> Chain:
+        model = Own()
+        model.blocks = nn.ModuleList(Block(fused=False) for _ in range(4))
+        return Chain.from_module(model, None, {"x": torch.zeros(2, 128, WIDTH)}, evaluates=False)
+
+
+def test_equal_ranks_with_different_parts_are_rehearsed_apart() -> None:
+    """Ranks of equal layers and actions share one rehearsal, which gave both the peak of the first one's parts."""
+    estimator = StageEstimator(Four(), RunConditions(microbatch_size=2, device="cuda"))
+    parts = {1: ("norms",), 2: ("mlp",)}
+    stages = [
+        PlanStage(((at, at + 1),), (at,), memory=(MemoryInterval(at, at + 1, "recompute", parts[at]),))
+        if at in parts
+        else PlanStage(((at, at + 1),), (at,))
+        for at in range(4)
+    ]
+    layout, options = Layout(tuple(stages)), EngineOptions(6, "gpipe")
+    peaks = rank_peaks(estimator, layout, options)
+    assert peaks == [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
+    assert peaks[1] > peaks[2]
 
 
 def test_the_estimate_tells_the_seconds_of_the_second_run() -> None:
