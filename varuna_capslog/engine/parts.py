@@ -8,6 +8,7 @@ later operation of the layer reads it as it is: the same second run makes it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,24 +18,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from varuna_capslog import accelerator
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.layer_parts import LayerPart, parts_of_layer
+from varuna_capslog.model.signature import run_signature
+from varuna_capslog.plans.parts import recomputed_parts
 
 __all__ = ["PartedForward", "check_parts"]
 
 
 def check_parts(chain: Chain, layout: Layout) -> None:
     """Raise CapslogError where a memory interval names a part that a layer does not show as a run of operations."""
+    shown = set()
     for number, stage in enumerate(layout.stages):
-        for interval in stage.memory or ():
-            for layer in range(interval.first, interval.end) if interval.parts else ():
-                try:
-                    parts_of_layer(chain.layers[layer], interval.parts)
-                except CapslogError as error:
-                    raise CapslogError(f"stages[{number}].memory: {error}") from error
+        for layer, parts in recomputed_parts(stage):
+            key = run_signature([chain.layers[layer]]), parts
+            if key not in shown:  # of equal blocks one is enough
+                fields.within(f"stages[{number}].memory", functools.partial(parts_of_layer, chain.layers[layer], parts))
+                shown.add(key)
 
 
 class PartedForward:

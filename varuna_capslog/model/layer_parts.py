@@ -480,5 +480,5 @@ class _Structure:
         return fx.GraphModule(held, body, class_name=f"Part_{target}")
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
