@@ -281,6 +281,13 @@ def test_the_estimate_tells_the_seconds_of_the_second_run() -> None:
     assert estimator.part_seconds(1, ALL) > estimator.part_seconds(1, ("mlp",))
 
 
+def test_compiled_layers_have_no_parts(folder: Path) -> None:
+    with pytest.raises(
+        CapslogError, match=r"train.compile=eager .* but this plan recomputes parts of layers"
+    ):
+        alone("own", folder, ALL, compile="eager")
+
+
 def test_a_plan_whose_layers_do_not_show_a_part_is_refused_before_the_run(folder: Path) -> None:
     chain = chain_of("own", folder)
     layout = layout_of("own", len(chain), (0, 2), ("norms", "experts"))
