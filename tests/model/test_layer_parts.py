@@ -122,6 +122,13 @@ def test_what_cannot_be_moved_together_is_refused() -> None:
         parts_of_layer(chain.layers[1], ["attention"])
 
 
+def test_running_statistics_do_not_count_twice() -> None:
+    """A second run in the backward would have changed the buffers of the batch norm."""
+    wide = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CapslogError, match=r"\('blocks.1' keeps running statistics, which would count twice\)"):
+        parts_of_layer(captured(wide), ["mlp"])
+
+
 def test_modules_are_followed_only_where_their_operators_stay_the_same() -> None:
     """A trace takes `y += value` for `y = y + value`, which another name of the tensor would not see."""
     message = r"module 'blocks.1' \(Misnamed\), which cannot be divided \(a trace of its code runs other operators\)"

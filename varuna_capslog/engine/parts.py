@@ -85,7 +85,7 @@ class _Reread(NamedTuple):
 
     def get(self) -> Tensor:
         """Return the tensor, made again."""
-        return self.call.result(self.place).as_strided(self.size, self.stride, self.offset)
+        return self.call.output(self.place).as_strided(self.size, self.stride, self.offset)
 
 
 def _reread(tensor: Tensor, returned: Sequence[_Returned]) -> _Reread | None:
@@ -116,13 +116,13 @@ class _PartModule(nn.Module):
         """Run the part; a graph saves only what enters it."""
         call = _PartCall(self.part, self.layer, values, self._returned)
         with saved_tensors_hooks(call.pack, call.unpack):
-            results: tuple[Tensor, ...] = self.part.body(*values)
+            outputs: tuple[Tensor, ...] = self.part.body(*values)
         if self.part.part == "norms":
-            call.dtypes = tuple(tensor.dtype for tensor in results)
-            for place, tensor in enumerate(results):
+            call.dtypes = tuple(tensor.dtype for tensor in outputs)
+            for place, tensor in enumerate(outputs):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 self._returned.append(_Returned(storage, tensor._version, call, place))
-        return results
+        return outputs
 
 
 class _Stop(Exception):
@@ -132,7 +132,7 @@ class _Stop(Exception):
 class _PartCall:
     """One forward of a part, and its second run in the backward.
 
-    readers: saved tensors that are to be made from its results. dtypes: of these.
+    readers: saved tensors that are to be made from its outputs. dtypes: of these.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class _PartCall:
         self._random = accelerator.random_state(layer.device) if part.draws else None
         self._count = 0
         self._saved: dict[int, Tensor] = {}
-        self._results: tuple[Tensor, ...] | None = None
+        self._outputs: tuple[Tensor, ...] | None = None
         self.readers = 0
         self.dtypes: tuple[torch.dtype, ...] = ()
 
@@ -158,17 +158,17 @@ class _PartCall:
             self._run_again()
         return self._saved.pop(number)
 
-    def result(self, place: int) -> Tensor:
+    def output(self, place: int) -> Tensor:
         """Return what the part has returned in this place, made again."""
-        results = self._results or self._run_again()
+        outputs = self._outputs or self._run_again()
         self.readers -= 1
         if self.readers <= 0:
-            self._results = None
-        return results[place]
+            self._outputs = None
+        return outputs[place]
 
     def _run_again(self) -> tuple[Tensor, ...]:
         layer, saved = self._layer, dict[int, Tensor]()
-        inputs = [value.get(layer.name) if isinstance(value, _Input) else value for value in self._inputs]
+        inputs = [value.get() if isinstance(value, _Input) else value for value in self._inputs]
         present = None if self._random is None else accelerator.random_state(layer.device)
 
         def pack(tensor: Tensor) -> None:
@@ -176,12 +176,12 @@ class _PartCall:
             if len(saved) == self._count and not self.dtypes:
                 raise _Stop
 
-        results: tuple[Tensor, ...] = ()
+        outputs: tuple[Tensor, ...] = ()
         try:
             if self._random is not None:
                 accelerator.set_random_state(layer.device, self._random)
             with torch.enable_grad(), layer.autocast(), saved_tensors_hooks(pack, _never):
-                results = self._part.body(*inputs)
+                outputs = self._part.body(*inputs)
         except _Stop:
             pass
         finally:
@@ -194,30 +194,24 @@ class _PartCall:
                 "the memory interval of this layer"
             )
         self._saved = saved
-        results = tuple(tensor.detach() for tensor in results)
-        self._results = results if self.readers > 0 else None
-        return results
+        outputs = tuple(tensor.detach() for tensor in outputs)
+        self._outputs = outputs if self.readers > 0 else None
+        return outputs
 
 
 class _Input(NamedTuple):
-    """Tensor that enters a part. version: of its contents."""
+    """Tensor that enters a part; nothing behind it in the layer changes it (`parts_of_layer`). carries: a gradient."""
 
     kept: Tensor | _Reread
-    version: int
     carries: bool
 
     @classmethod
     def of(cls, tensor: Tensor, returned: Sequence[_Returned]) -> _Input:
         """Keep a tensor without its graph."""
-        return cls(_reread(tensor, returned) or tensor.detach(), tensor._version, tensor.requires_grad)
+        return cls(_reread(tensor, returned) or tensor.detach(), tensor.requires_grad)
 
-    def get(self, layer: str) -> Tensor:
+    def get(self) -> Tensor:
         """Return the tensor as a leaf."""
-        if isinstance(self.kept, Tensor) and self.kept._version != self.version:
-            raise CapslogError(
-                f"layer {layer!r} changes in place a tensor that enters one of its parts, which cannot run again from "
-                "it; recompute the whole layer, or keep it"
-            )
         return _unpacked(self.kept).detach().requires_grad_(self.carries)
 
 

@@ -187,8 +187,8 @@ class _Watched(TorchDispatchMode):
         return result
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:
@@ -211,9 +211,9 @@ class _Run(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._watched.work = self.works[n] = _Work()
         with self._watched:
-            value = super().run_node(n)
-        self.made_by[n] = {self._makers.setdefault(_address(tensor), n) for tensor in _tensors(value)}
-        return value
+            output = super().run_node(n)
+        self.made_by[n] = {self._makers.setdefault(_address(tensor), n) for tensor in _tensors(output)}
+        return output
 
 
 def _bare(tensor: Tensor) -> Tensor:
@@ -318,8 +318,7 @@ class _Structure:
     def _norms(self) -> Iterable[set[fx.Node]]:
         for node in self._graph.nodes:
             held = self._module.get_submodule(str(node.target)) if node.op == "call_module" else nn.Identity()
-            counts = any(getattr(part, "track_running_stats", False) for part in held.modules())
-            if self._works[node].is_norm and not counts:
+            if self._works[node].is_norm and not _counts(held):
                 yield {node}
 
     def _attention(self) -> Iterable[set[fx.Node]]:
@@ -418,6 +417,8 @@ class _Structure:
             if isinstance(held, PythonCall):
                 why = "may do something else when it runs again, such as draw other random numbers of Python"
                 raise self._no_run(part, f"{held.describe()} is called as Python code, which {why}")
+            if held is not None and _counts(held):
+                raise self._no_run(part, f"{node.target!r} keeps running statistics, which would count twice")
         inside, nodes = set(run), list(self._graph.nodes)
         span = nodes[nodes.index(run[0]) : nodes.index(run[-1]) + 1]
         behind: set[fx.Node] = set()
@@ -464,20 +465,25 @@ class _Structure:
                 if source.op == "get_attr" and source not in made:
                     made[source] = body.create_node("get_attr", source.target)
             made[node] = body.node_copy(node, made.__getitem__)
-        results = [node for node in run if not inside.issuperset(node.users)]
-        body.output(tuple(made[node] for node in results))
+        leaving = [node for node in run if not inside.issuperset(node.users)]
+        body.output(tuple(made[node] for node in leaving))
         targets = {str(node.target) for node in body.nodes if node.op in ("call_module", "get_attr")}
         held = {name: operator.attrgetter(name)(self._module) for name in targets}
         with self._graph.inserting_before(run[0]):
             call = self._graph.call_module(target, tuple(sources))
             self._works[call] = _Work()
-            for place, node in enumerate(results):
-                value = self._graph.call_function(operator.getitem, (call, place))
-                self._works[value] = _Work()
-                node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in inside)
+            for place, node in enumerate(leaving):
+                output = self._graph.call_function(operator.getitem, (call, place))
+                self._works[output] = _Work()
+                node.replace_all_uses_with(output, delete_user_cb=lambda user: user not in inside)
         for node in reversed(run):
             self._graph.erase_node(node)
         return fx.GraphModule(held, body, class_name=f"Part_{target}")
+
+
+def _counts(module: nn.Module) -> bool:
+    """True where a module keeps running statistics."""
+    return any(getattr(part, "track_running_stats", False) for part in module.modules())
 
 
 def _line(error: BaseException) -> str:
