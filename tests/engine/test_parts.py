@@ -32,6 +32,7 @@ from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
+from varuna_capslog.profiling.estimation.rates import cpu_speed
 from varuna_capslog.profiling.rehearsal import rank_peaks, rehearse_layout
 
 ALL = ("attention", "mlp", "norms")
@@ -272,19 +273,18 @@ def test_equal_ranks_with_different_parts_are_rehearsed_apart() -> None:
 
 def test_the_estimate_tells_the_seconds_of_the_second_run() -> None:
     """The feed-forward runs again until its last product, of which only the operands are wanted."""
-    estimator, work = StageEstimator(Large(), RunConditions(microbatch_size=2)), dict[str, float]()
+    speed, work = cpu_speed("fixed", 1e11, 1e11, 1e10, 1e-6), dict[str, float]()
+    estimator = StageEstimator(Large(), RunConditions(microbatch_size=2), speed=speed)
     with FakeTensorMode(), Lifetimes() as operators:
         forth, x = Block(fused=False).forth, torch.zeros(2, 128, WIDTH)
-        operators.observer = functools.partial(estimator.speed.count, work)
+        operators.observer = functools.partial(speed.count, work)
         forth[:3](x)
-    assert estimator.part_seconds(1, ("mlp",)) == pytest.approx(estimator.speed.seconds(work), rel=0.1)
+    assert estimator.part_seconds(1, ("mlp",)) == pytest.approx(speed.seconds(work), rel=0.02)
     assert estimator.part_seconds(1, ALL) > estimator.part_seconds(1, ("mlp",))
 
 
 def test_compiled_layers_have_no_parts(folder: Path) -> None:
-    with pytest.raises(
-        CapslogError, match=r"train.compile=eager .* but this plan recomputes parts of layers"
-    ):
+    with pytest.raises(CapslogError, match=r"train.compile=eager .* but this plan recomputes parts of layers"):
         alone("own", folder, ALL, compile="eager")
 
 
