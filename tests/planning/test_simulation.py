@@ -64,6 +64,26 @@ def test_a_step_by_hand() -> None:
     assert copying.step_seconds == 39.0
 
 
+def test_parts_of_layers_run_again_inside_the_backward() -> None:
+    """Of layers 0 and 1 for 0.25 s and 0.5 s. A profile that does not tell these seconds plays no such step."""
+    memory = (MemoryInterval(0, 2, "recompute", ("attention",)),)
+    stages = (PlanStage(((0, 2),), (0,), memory=memory), PlanStage(((2, 4),), (1,), memory=()))
+    plan = Plan(4, stages, Units(2, 2, 1), "gpipe")
+    told = make_profile(seconds_of_parts=[[0, ["attention"], 0.25], [1, ["attention"], 0.5], [1, ["mlp"], 9.0]])
+    seconds = stage_seconds(told, stages)
+    assert seconds.forward == [3.0, 7.0]
+    assert seconds.backward == [4.75, 4.0]
+    assert seconds.other["I"] == [2.75, 2.0]
+    assert seconds.other["W"] == [2.0, 2.0]
+    # 0F0 0-3, 0F1 3-6; 1F0 3-10, 1F1 10-17; 1B0 17-21, 1B1 21-25; 0B0 21-25.75, 0B1 25.75-30.5
+    assert simulate_plan(told, plan).step_seconds == 30.5
+    assert with_step_seconds(told, plan, RunShape(recompute=False)).step_seconds == 30.5
+    plain = make_profile()
+    with pytest.raises(CapslogError, match="does not tell how long attention of layer 0 take to run again; estimate"):
+        simulate_plan(plain, plan)
+    assert with_step_seconds(plain, plan, RunShape(recompute=False)).step_seconds is None
+
+
 def test_a_step_prints_as_a_table_of_its_ranks() -> None:
     """`print(plan.simulate())` printed the repr of every field: 43,909 characters for the plan of a small ViT."""
     step = simulate_plan(make_profile(**{UPDATE_RATE: 0.05}), make_plan(), recompute=False, link=Link(100.0, 1.0))

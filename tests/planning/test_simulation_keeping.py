@@ -7,6 +7,7 @@ import random
 import pytest
 
 from tests.planners.test_budget import timed
+from varuna_capslog.commands.plan import print_treatments
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.segments import treated
 from varuna_capslog.planners.seconds import Link
@@ -45,6 +46,16 @@ def test_what_runs_again_and_what_travels() -> None:
     took = sum(span.end_seconds - span.start_seconds for span in row if span.action.kind in "OL")
     assert took > 0
     assert slow.stage_seconds == pytest.approx((again + took,))
+
+
+def test_layers_of_which_parts_run_again_are_neither_kept_nor_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = (MemoryInterval(0, 1, "recompute"), MemoryInterval(2, 4, "recompute", ("attention", "norms")))
+    plan = Plan(5, (PlanStage(((0, 5),), (0,), memory=memory),), Units(3, 1, 1), "gpipe")
+    (treatment,) = treatments(plan, RUN)
+    assert (treatment.kept, treatment.recomputed) == (((1, 2), (4, 5)), ((0, 1),))
+    assert treatment.in_parts == memory[1:]
+    print_treatments(plan, RUN)
+    assert "│ 1, 4 │ 0, attention, norms of 2-3 │" in capsys.readouterr().out
 
 
 def test_every_stage_of_a_short_plan_does_as_the_run_says_and_a_plan_without_seconds_has_no_costs() -> None:

@@ -12,6 +12,8 @@ from tests.values import OF_ANY_TYPE, changed, each_place
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units
 from varuna_capslog.plans.plan import Plan, read_plan, write_plan
+from varuna_capslog.reports.tables import plan_table
+from varuna_capslog.schedules import DEFAULT_RUN
 
 SHORT: dict[str, Any] = {
     "format": "varuna-capslog/plan/2",
@@ -127,6 +129,26 @@ def test_what_is_absent_from_the_full_form_is_kept_whole_and_on_all_blocks() -> 
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_parts_of_layers_survive_a_round_trip() -> None:
+    """Parts have one order. A stage that recomputes parts alone has no R, and is not recomputed as a whole."""
+    bare = [
+        {"layers": [[0, 3]], "ranks": [0], "memory": [[0, 3, "recompute", ["norms", "attention"]]]},
+        {"layers": [[3, 6]], "ranks": [1], "memory": [[3, 4, "recompute"], [4, 6, "recompute", ["mlp"]]]},
+    ]
+    plan = Plan.from_json(changed(FULL, "stages", to=bare) | {"actions": None, "schedule": "1f1b"})
+    assert plan.stages[0].memory == (MemoryInterval(0, 3, "recompute", ("attention", "norms")),)
+    written = [row["memory"] for row in plan.to_json()["stages"]]
+    assert written == [
+        [[0, 3, "recompute", ["attention", "norms"]]],
+        [[3, 4, "recompute"], [4, 6, "recompute", ["mlp"]]],
+    ]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert [stage.recomputes(DEFAULT_RUN) for stage in plan.stages] == [False, True]
+    assert not plan.stages[0].whole
+    assert plan.recomputes is None
+    assert "recompute 0-2 (attention, norms)" in plan_table(plan).text()
+
+
 def test_the_full_form_writes_cuts_where_each_rank_has_one_stage_of_one_pipeline() -> None:
     one_each = [stage([[0, 3]], [1]), stage([[3, 6]], [0])]
     written = Plan.from_json(one_pipeline(stages=one_each)).to_json()
@@ -239,6 +261,19 @@ def test_the_capacity_of_a_rank_is_that_of_its_device() -> None:
         # Memory intervals.
         (changed(FULL, "stages", 0, "memory", to=[[0, 1, "swap"]]), "stages[0]: memory[0][2] is 'swap'"),
         (changed(FULL, "stages", 0, "memory", to=[[0, 1]]), "memory[0] has 2 entries"),
+        (
+            changed(FULL, "stages", 0, "memory", to=[[0, 1, "recompute", "mlp"]]),
+            "memory[0][3] is a string; it must be a list",
+        ),
+        (changed(FULL, "stages", 0, "memory", to=[[0, 1, "recompute", []]]), "memory[0][3] is []; it must hold one or"),
+        (
+            changed(FULL, "stages", 0, "memory", to=[[0, 1, "recompute", ["heads"]]]),
+            "memory[0][3][0] is 'heads'; it must be one of attention, mlp, norms, experts",
+        ),
+        (
+            changed(FULL, "stages", 0, "memory", to=[[0, 1, "offload", ["mlp"]]]),
+            "memory[0][3] names parts of layers beside 'offload'; only 'recompute' has parts",
+        ),
         (changed(FULL, "stages", 0, "moments", to=[[0, 1, "offload"]]), "stages[0]: moments[0][2] is 'offload'"),
         (changed(FULL, "stages", 0, "moments", to=[[0, 3, "host"]]), "the moments interval [0, 3] lies outside the"),
         (changed(FULL, "stages", 0, "moments", to=[[0, 2, "host"], [1, 2, "host"]]), "moments intervals [0, 2] and"),

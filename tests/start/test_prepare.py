@@ -54,6 +54,20 @@ def test_a_run_that_gets_a_plan_of_the_other_form_gets_a_new_plan_file(
         assert latest[1].short == ("cuts" in plan)
 
 
+def test_parts_of_layers_that_are_no_graphs_are_refused_before_the_run(tmp_path: Path) -> None:
+    plan = {
+        "format": "varuna-capslog/plan/2",
+        "num_layers": 11,
+        "schedule": "1f1b",
+        "units": {"per_step": 4, "samples": 2},
+        "stages": [{"layers": [[0, 11]], "ranks": [0], "memory": [[2, 4, "recompute", ["norms"]]]}],
+    }
+    message = r"pipeline.plan=.*: stages\[0\].memory: layer '.*' is a .*, and only a captured layer shows its parts"
+    with pytest.raises(CapslogError, match=message):
+        prepare(tmp_path, plan)
+    assert not list((tmp_path / "run").glob("plan-*.json"))
+
+
 # -- data
 
 

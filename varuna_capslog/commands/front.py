@@ -221,7 +221,7 @@ def _budget_point(point: BudgetPoint) -> dict[str, Any]:
         "proven": point.plan.proven,
         "schedule": point.plan.schedule,
         "cuts": None if point.plan.cuts is None else list(point.plan.cuts),
-        "memory": [[[a.first, a.end, a.kind] for a in stage.memory or ()] for stage in point.plan.stages],
+        "memory": [[part.entries for part in stage.memory or ()] for stage in point.plan.stages],
     }
 
 

@@ -57,7 +57,9 @@ def print_treatments(plan: Plan, run: RunShape, profile: Profile | None = None, 
         away += [f"inputs of {spans_of(treatment.inputs_offloaded)}"] if treatment.inputs_offloaded else []
         away += [f"moments of {spans_of(treatment.moments_away)}"] if treatment.moments_away else []
         away += [f"moments of {spans_of(treatment.moments_elsewhere)} (replica)"] if treatment.moments_elsewhere else []
-        rows.append([str(number), spans_of(treatment.kept), spans_of(treatment.recomputed), ", ".join(away)])
+        again = [spans_of(treatment.recomputed)] if treatment.recomputed else []
+        again += [f"{', '.join(part.parts)} of {spans_of([(part.first, part.end)])}" for part in treatment.in_parts]
+        rows.append([str(number), spans_of(treatment.kept), ", ".join(again), ", ".join(away)])
         timed = comparison is not None and any(comparison.stage_seconds)
         rows[-1].append(_more(comparison.stage_seconds[number]) if comparison is not None and timed else "")
     if not any(again or away for _, _, again, away, _ in rows):

@@ -8,8 +8,8 @@ first; each use of a shared parameter accumulates separately.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -437,8 +437,18 @@ class EngineLayer:
         """Persistent buffers by name inside the layer."""
         return persistent_buffers(self.layer.module, self.parameters)
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context in which its operations run."""
+        return autocast_context(self.device.type, self._precision)
+
     def forward(
-        self, values: Mapping[str, Tensor], microbatch: int, seeds: int, graph: bool, record: bool
+        self,
+        values: Mapping[str, Tensor],
+        microbatch: int,
+        seeds: int,
+        graph: bool,
+        record: bool,
+        instead: Callable[..., Any] | None = None,
     ) -> dict[str, Tensor]:
         """Run the layer; return what it writes.
 
@@ -447,11 +457,12 @@ class EngineLayer:
                 one, also without `graph`.
             seeds: `seeds.mixed` of (run seed, step, microbatch), for the random numbers.
             graph: keep the autograd graph. record: count running statistics (False in a recomputation).
+            instead: called in the place of its module, where nothing is compiled.
         """
         seed = mix(self.index, after=seeds)
         accelerator.seed(self.device, seed)
         if self._plain and self.compiled is None and torch.is_grad_enabled() is graph:
-            return self.layer.run(values)  # shortcut: the code below would do nothing else
+            return self.layer.run(values, instead)  # shortcut: the code below would do nothing else
         versions = None
         if not self._stateless:
             versions = {name: tensor._version for name, tensor in self.layer.module.named_buffers()}
@@ -462,9 +473,9 @@ class EngineLayer:
             with (
                 self._drawing(seed, any(isinstance(tensor, FakeTensor) for tensor in values.values())),
                 torch.set_grad_enabled(graph or builds),
-                autocast_context(self.device.type, self._precision),
+                self.autocast(),
             ):
-                written = self.layer.run(values, self.compiled if self.compiles else None)
+                written = self.layer.run(values, self.compiled if self.compiles else instead)
         finally:
             self.statistics.end()
         if self.statistics and record:

@@ -172,8 +172,10 @@ class PipelineEngine:
             return None
         actions = (action for row in self.options.actions or () for action in row)
         splits = self.options.splits_backwards or any("I" in action for action in actions)
-        if splits or any(stage.offloads for stage in self.layout.stages):
+        parts = any(interval.parts for stage in self.layout.stages for interval in stage.memory or ())
+        if splits or parts or any(stage.offloads for stage in self.layout.stages):
             conflict = "splits its backwards" if splits else "offloads what layers save"
+            conflict = "recomputes parts of layers" if parts else conflict
             setting, advice = "variant 'compiled'", "leave the variant out"
             if backend is not None:
                 setting, advice = f"train.compile={backend}", "set train.compile to null"

@@ -20,6 +20,7 @@ from varuna_capslog.engine.halves import WeightHalf
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
 from varuna_capslog.engine.layout import GradientKey, Gradients, Ports, Reach, ports_of
 from varuna_capslog.engine.offload import HostTier, OffloadedCall, OffloadedTensor, entered
+from varuna_capslog.engine.parts import PartedForward
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.workload import known_targets
 from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of, with_loss
@@ -30,7 +31,8 @@ __all__ = ["LossFunction", "MicrobatchContext", "SegmentState", "Stage"]
 # -- Consecutive layers of a stage that are treated alike between their forward and their backward.
 #
 # A segment runs its layers and builds their graphs. Its kind says what it keeps of a microbatch meanwhile: the graphs
-# ("keep"), its inputs ("recompute"), or either of them in the host tier ("offload", "recompute+offload").
+# ("keep"), its inputs ("recompute"), or either of them in the host tier ("offload", "recompute+offload"). Where an
+# interval recomputes parts of layers, the graphs are kept without what these parts save (`parts`).
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class StageSegment:
         self.recomputes, self.offloads = piece.recomputes, piece.offloads
         self.enters = tuple(enters)
         self.layers = list(layers)
+        self._parted = {layer.index: PartedForward(layer, piece.parts) for layer in layers if piece.parts}
         written = [chain.written(layer.index) for layer in layers]
         available = {*enters, *(value for values in written for value in values)}
         self._outputs = tuple(value for value in sorted(alive[-1]) if value in available)
@@ -165,7 +168,8 @@ class StageSegment:
                     wants = {value.name: specs[value].requires_grad for value in read}
                     reads = {name: tensor.detach().requires_grad_(wants[name]) for name, tensor in reads.items()}
                 if call is None:
-                    outputs = layer.forward(reads, context.index, seeds, graph, record)
+                    instead = self._parted.get(layer.index) if graph else None
+                    outputs = layer.forward(reads, context.index, seeds, graph, record, instead)
                 else:
                     with _taken(call, layer):
                         outputs = layer.forward(reads, context.index, seeds, graph, record)

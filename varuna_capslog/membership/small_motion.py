@@ -165,7 +165,7 @@ def _part(stage: PlanStage, part: Part) -> PlanStage:
 def _within(intervals: Sequence[MemoryInterval], first: int, end: int) -> tuple[MemoryInterval, ...]:
     """Parts of these intervals within the layers [first, end)."""
     return tuple(
-        MemoryInterval(max(first, interval.first), min(end, interval.end), interval.kind)
+        dataclasses.replace(interval, first=max(first, interval.first), end=min(end, interval.end))
         for interval in intervals
         if max(first, interval.first) < min(end, interval.end)
     )

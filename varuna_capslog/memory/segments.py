@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.range_bytes import BackwardWork, RangeBytes
 from varuna_capslog.plans.parts import KEEP, MemoryInterval, pieces_of
 
@@ -306,8 +307,17 @@ def treated(
     later: the list has an O for the call, until which all stays; else each segment leaves when F has run it.
     whole: the backward follows at once: nothing goes to the host tier, and the last segment keeps its graph; the others
         run again in B where their intervals require it. (The ends of graphs do not change.)
-    split: the backward is in two halves. Raises CapslogError where the profile does not tell them.
+    split: the backward is in two halves.
+
+    Raises CapslogError for an interval that recomputes parts of its layers, whose bytes no profile tells; and, with
+    `split`, where the profile does not tell those of the halves.
     """
+    for interval in intervals:
+        if interval.parts:
+            raise CapslogError(
+                f"the memory interval {interval.text} treats parts of its layers, whose bytes are in no profile; a "
+                "rehearsal of the plan tells the peaks of its ranks (capslog plan with a capacity)"
+            )
     first, end = pieces[0][0], pieces[-1][1]
     if end < ranges.num_layers and not ranges.carries[end]:  # frozen layers: F keeps nothing, R and B do nothing
         halves = TreatedHalves() if split else None

@@ -10,10 +10,18 @@ from dataclasses import dataclass
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, scheduled, with_loss, with_memory
+from varuna_capslog.plans.parts import (
+    MemoryInterval,
+    PlanStage,
+    Units,
+    recomputed_parts,
+    scheduled,
+    with_loss,
+    with_memory,
+)
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.plans.rules import check_actions, check_runnable
-from varuna_capslog.profiles.conditions import UPDATE_RATE
+from varuna_capslog.profiles.conditions import PART_SECONDS, UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
     DEFAULT_RUN,
@@ -53,11 +61,16 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
 
     A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads the
     outputs of the last recomputed layers before the recomputation, so the engine leaves them out where they count no
-    running statistics. Raises CapslogError naming the layer whose seconds the profile lacks.
+    running statistics. Parts of layers run again inside the backward, or its input half. Raises CapslogError naming the
+    layer whose seconds the profile lacks.
     """
     forward, backward = profile.column("forward_seconds"), profile.column("backward_seconds")
     forwards = [stage.grain * sum(forward[layer] for layer in stage.numbers) for stage in stages]
-    back = [stage.grain * sum(backward[layer] for layer in stage.numbers) for stage in stages]
+    inside = [stage.grain * sum(_part_seconds(profile, stage)) for stage in stages]
+    back = [
+        stage.grain * sum(backward[layer] for layer in stage.numbers) + more
+        for stage, more in zip(stages, inside, strict=True)
+    ]
     rate = profile.conditions.get(UPDATE_RATE)
     weights = [layer.parameter_bytes for layer in profile.layers]
     extra = {}
@@ -65,7 +78,10 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         extra["U"] = [float(rate) * sum(weights[layer] or 0 for layer in stage.numbers) for stage in stages]
     if any(stage.offloads for stage in stages):
         extra |= dict.fromkeys("OL", [0.0] * len(stages))
-    inputs = [stage.grain * sum(profile.layers[layer].input_part for layer in stage.numbers) for stage in stages]
+    inputs = [
+        stage.grain * sum(profile.layers[layer].input_part for layer in stage.numbers) + more
+        for stage, more in zip(stages, inside, strict=True)
+    ]
     extra |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
     again = [_again(stage, run) for stage in stages]
     seconds = [
@@ -89,6 +105,21 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         ],
         other=extra,
     )
+
+
+def _part_seconds(profile: Profile, stage: PlanStage) -> list[float]:
+    """Return the seconds in which parts of each layer run again."""
+    rows = profile.conditions.get(PART_SECONDS, [])
+    known = {(layer, tuple(parts)): seconds for layer, parts, seconds in rows}
+    seconds = []
+    for key in recomputed_parts(stage):
+        if key not in known:
+            raise CapslogError(
+                f"the profile does not tell how long {' and '.join(key[1])} of layer {key[0]} take to run again; "
+                "estimate it for this plan (profile.source=estimated and pipeline.plan)"
+            )
+        seconds.append(known[key])
+    return seconds
 
 
 def _last_with_statistics(profile: Profile) -> int:
@@ -323,10 +354,13 @@ def play(
 
 
 def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
-    """Return the plan with its simulated step; unchanged where the microbatches, the seconds or, for direct routes, the
-    tensors are not known. The short form counts one pipeline, without the exchange between replicas.
+    """Return the plan with its simulated step; unchanged where the microbatches, the seconds (also of parts that run
+    again) or, for direct routes, the tensors are not known. The short form counts one pipeline, without the exchange
+    between replicas.
     """
-    if plan.num_microbatches is None or not profile.timed or (plan.routes == "direct" and not profile.tensors):
+    parted = any(recomputed_parts(stage) for stage in plan.stages) and PART_SECONDS not in profile.conditions
+    unknown = plan.num_microbatches is None or not profile.timed or parted
+    if unknown or (plan.routes == "direct" and not profile.tensors):
         return plan
     step = play(profile, plan, None, None, run.recompute, run, link or Link())
     return dataclasses.replace(plan, step_seconds=step.step_seconds)

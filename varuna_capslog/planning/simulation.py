@@ -18,7 +18,7 @@ from varuna_capslog.memory.fold import RankFold
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import play
 from varuna_capslog.planning.verdict import fold_plan
-from varuna_capslog.plans.parts import PlanStage, Units, ranges_of, with_memory
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, ranges_of, with_memory
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
@@ -351,6 +351,7 @@ class StageTreatment:
 
     offloaded, inputs_offloaded: layers whose saved activations, or, in `recomputed`, whose inputs go to the host tier.
     moments_away, moments_elsewhere: layers whose optimizer moments are in the host tier, or kept by another replica.
+    in_parts: intervals that recompute parts of their layers; these are not in `kept`.
     """
 
     kept: tuple[tuple[int, int], ...]
@@ -359,6 +360,7 @@ class StageTreatment:
     inputs_offloaded: tuple[tuple[int, int], ...]
     moments_away: tuple[tuple[int, int], ...] = ()
     moments_elsewhere: tuple[tuple[int, int], ...] = ()
+    in_parts: tuple[MemoryInterval, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -387,17 +389,23 @@ def treatments(plan: Plan, run: RunShape, device: str = "cpu") -> list[StageTrea
 
 
 def _treatment(stage: PlanStage) -> StageTreatment:
-    kinds = {layer: interval.kind for interval in stage.memory or () for layer in range(interval.first, interval.end)}
+    intervals = stage.memory or ()
+    in_parts = tuple(interval for interval in intervals if interval.parts)
+    kinds = {
+        layer: "parts" if interval.parts else interval.kind
+        for interval in intervals
+        for layer in range(interval.first, interval.end)
+    }
 
     def ranges(*wanted: str | None) -> tuple[tuple[int, int], ...]:
         layers = [layer for layer in stage.numbers if kinds.get(layer) in wanted]
         return tuple(ranges_of(layers)) if layers else ()
 
     again = "recompute", "recompute+offload"
-    gone = [
+    away, elsewhere = (
         tuple(ranges_of(sorted(layers))) if layers else () for layers in (stage.moments_away, stage.moments_elsewhere)
-    ]
-    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), *gone)
+    )
+    return StageTreatment(ranges(None), ranges(*again), ranges("offload"), ranges(again[1]), away, elsewhere, in_parts)
 
 
 def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> AgainstKeeping | None:

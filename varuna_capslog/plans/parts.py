@@ -20,6 +20,7 @@ from varuna_capslog.schedules import Action, RunShape, Schedule, StageGraph, bac
 __all__ = [
     "INTERVAL_KINDS",
     "KEEP",
+    "LAYER_PARTS",
     "MemoryInterval",
     "PlanRank",
     "PlanStage",
@@ -29,6 +30,7 @@ __all__ = [
     "intervals_of",
     "pieces_of",
     "ranges_of",
+    "recomputed_parts",
     "scheduled",
     "spans_of",
     "with_loss",
@@ -39,6 +41,8 @@ KEEP = "keep"
 """The kind of the layers that no memory interval names; no interval of a plan has it."""
 INTERVAL_KINDS = ("recompute", "offload", "recompute+offload")
 MOMENT_KINDS = ("host", "replica")
+LAYER_PARTS = ("attention", "mlp", "norms", "experts")
+"""The parts of a layer that an interval may recompute; `model/layer_parts` finds their operations."""
 SPLIT_KINDS = ("none", "tensor", "sequence")
 
 
@@ -78,18 +82,28 @@ class MemoryInterval:
 
     kind: "recompute" (their inputs stay, they run again before their backward), "offload" (their saved tensors go to
         the host tier and come back) or "recompute+offload" (their inputs go there). Ranges of layers whose optimizer
-        moments wait elsewhere between the updates have the kind "host" (in the host tier) or "replica". In a file an
-        interval is a list `[first, end, kind]`.
+        moments wait elsewhere between the updates have the kind "host" (in the host tier) or "replica".
+    parts: of `LAYER_PARTS`, with kind "recompute" alone: the layers keep their graph, except what these parts of each
+        layer save, and these parts run again inside its backward. (): whole layers.
+
+    In a file an interval is a list `[first, end, kind]`, or `[first, end, "recompute", parts]`.
     """
 
     first: int
     end: int
     kind: str
+    parts: tuple[str, ...] = ()
 
     @property
     def recomputes(self) -> bool:
-        """True where the layers run again."""
-        return self.kind.startswith("recompute")
+        """True where the layers run again as a whole."""
+        return self.kind.startswith("recompute") and not self.parts
+
+    @property
+    def text(self) -> str:
+        """The interval for people, such as `recompute 0-3` or `recompute 0-3 (attention, norms)`."""
+        parts = f" ({', '.join(self.parts)})" if self.parts else ""
+        return f"{self.kind} {self.first}-{self.end - 1}{parts}"
 
     @property
     def offloads(self) -> bool:
@@ -98,14 +112,32 @@ class MemoryInterval:
 
     @classmethod
     def of(cls, value: Any, name: str, kinds: Sequence[str] = INTERVAL_KINDS) -> MemoryInterval:
-        """Return the interval that `[first, end, kind]` means."""
+        """Return the interval that `[first, end, kind]` or `[first, end, "recompute", parts]` means."""
         if isinstance(value, MemoryInterval):
-            return value
+            if not value.parts:
+                return value
+            value = value.entries
         entries = fields.listed(value, name)
-        if len(entries) != 3:
+        if len(entries) not in (3, 4):
             raise CapslogError(f"{name} has {len(entries)} entries; it must be [first layer, end, kind]")
         first, end = fields.interval(entries[:2], name)
-        return cls(first, end, fields.choice(entries[2], f"{name}[2]", kinds))
+        kind = fields.choice(entries[2], f"{name}[2]", kinds)
+        return cls(first, end, kind, () if len(entries) == 3 else _layer_parts(entries[3], f"{name}[3]", kind))
+
+    @property
+    def entries(self) -> list[Any]:
+        """The interval as a file has it."""
+        return [self.first, self.end, self.kind, *([list(self.parts)] if self.parts else [])]
+
+
+def _layer_parts(value: Any, name: str, kind: str) -> tuple[str, ...]:
+    rows = fields.listed(value, name)
+    if kind != "recompute":
+        raise CapslogError(f"{name} names parts of layers beside {kind!r}; only 'recompute' has parts, so leave it out")
+    if not rows or len(set(map(str, rows))) < len(rows):
+        raise CapslogError(f"{name} is {list(rows)}; it must hold one or more different parts of {list(LAYER_PARTS)}")
+    chosen = {fields.choice(row, f"{name}[{number}]", LAYER_PARTS) for number, row in enumerate(rows)}
+    return tuple(part for part in LAYER_PARTS if part in chosen)
 
 
 def intervals_of(run: RunShape, pieces: Iterable[tuple[int, int]], device: str = "cpu") -> tuple[MemoryInterval, ...]:
@@ -204,12 +236,10 @@ class PlanStage:
         """True where the stage is kept or recomputed as a whole (or as the config says)."""
         intervals = self.memory or ()
         pieces = [(interval.first, interval.end) for interval in intervals]
-        return not intervals or (
-            pieces == list(self.layers) and all(interval.kind != "offload" for interval in intervals)
-        )
+        return not intervals or (pieces == list(self.layers) and all(interval.recomputes for interval in intervals))
 
     def recomputes(self, run: RunShape) -> bool:
-        """True where a part of the stage runs again before its backward."""
+        """True where layers of the stage run again before their backward; parts of layers run inside it."""
         return run.recomputes if self.memory is None else any(interval.recomputes for interval in self.memory)
 
     @property
@@ -340,6 +370,16 @@ def pieces_of(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list
         pieces.append(interval)
         reached = interval.end
     return [*pieces, MemoryInterval(reached, end, KEEP)] if reached < end else pieces
+
+
+def recomputed_parts(stage: PlanStage) -> list[tuple[int, tuple[str, ...]]]:
+    """Return (layer, parts) for each layer of a stage of which parts alone run again."""
+    return [
+        (layer, interval.parts)
+        for interval in stage.memory or ()
+        if interval.parts
+        for layer in range(interval.first, interval.end)
+    ]
 
 
 def with_memory(

@@ -208,7 +208,7 @@ def _full_form(parts: dict[str, Any]) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Return a value in the form of JSON: records as objects, intervals and tuples as lists."""
     if isinstance(value, MemoryInterval):
-        return [value.first, value.end, value.kind]
+        return value.entries
     if isinstance(value, Shortfall):
         named = dataclasses.asdict(value)
         return {name: item for name, item in named.items() if name not in ("stage", "rank") or item is not None}

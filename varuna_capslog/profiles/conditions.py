@@ -18,6 +18,7 @@ __all__ = [
     "KEPT_WHOLE",
     "LAST_HOLDS",
     "MOMENTS",
+    "PART_SECONDS",
     "PURPOSE",
     "UPDATE_RATE",
     "checked",
@@ -49,6 +50,11 @@ LAST_HOLDS = "last_layer"
 
 MOMENTS = "moments"
 """Condition: the dtype in which moments are kept, if the update uses another one."""
+
+PART_SECONDS = "seconds_of_parts"
+"""Condition: seconds by which a backward is longer where parts of a layer run again in it, for the layers and parts of
+the plan that the run is given: [layer, parts, seconds].
+"""
 
 _MOST = 100
 """Largest factor: more than any allocator reserves per allocated byte or any optimizer keeps per parameter byte, and
@@ -113,6 +119,14 @@ def _times(value: Any, name: str) -> list[float]:
     return [fields.seconds(time, f"{name}[{i}]") for i, time in enumerate(fields.listed(value, name))]
 
 
+def _seconds_of_parts(value: Any, name: str) -> list[list[Any]]:
+    rows = [fields.listed(row, f"{name}[{i}]", length=3) for i, row in enumerate(fields.listed(value, name))]
+    return [
+        [fields.whole(layer, name), _texts(parts, f"{name}[{i}][1]"), fields.seconds(took, f"{name}[{i}][2]")]
+        for i, (layer, parts, took) in enumerate(rows)
+    ]
+
+
 def _sizes(value: Any, name: str) -> list[int]:
     return [fields.whole(size, f"{name}[{i}]") for i, size in enumerate(fields.listed(value, name))]
 
@@ -127,6 +141,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     KEPT_WHOLE: _texts,
     LAST_HOLDS: _texts,
     MOMENTS: fields.text,
+    PART_SECONDS: _seconds_of_parts,
     "microbatch_size": partial(fields.whole, minimum=1),
     "optimizer_copies": _copies,
     "recompute": fields.boolean,

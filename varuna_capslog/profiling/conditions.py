@@ -19,7 +19,8 @@ from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.layer import low_bytes
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.plans.plan import Plan, read_plan
+from varuna_capslog.plans.parts import recomputed_parts
+from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.conditions import JOINED_PARTS, KEPT_WHOLE, LAST_HOLDS
 from varuna_capslog.profiles.record import (
     ActionBytes,
@@ -67,6 +68,7 @@ class RunConditions:
     gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
     grains: microbatches of one call, other than 1, in stages of the plan that the run is given; an estimate has rows of
         calls of these sizes too.
+    parts: (layer, its parts that run again) of that plan, of which an estimate has the seconds too.
     """
 
     device: str = "cpu"
@@ -81,6 +83,7 @@ class RunConditions:
     recipe: Recipe = field(default_factory=Recipe)
     grains: tuple[int, ...] = ()
     weights: str = "float32"
+    parts: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     def types(self, chain: Chain) -> dict[str, Any]:
         """Return a profile's conditions about dtypes and the copies of this chain's parameters: "dtype"; with weights
@@ -148,6 +151,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
     if device == "cuda" and not kind:
         kind = kind_here()
     run = RunShape.of_config(config).share(config.pipeline.replicas)
+    stages = () if config.pipeline.plan is None else read_plan(config.pipeline.plan).stages
     return RunConditions(
         device=device,
         microbatch_size=config.train.microbatch_size,
@@ -159,8 +163,9 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         halves=run.splits_backwards,
         gpu=kind,
         recipe=Recipe.of_config(config.train),
-        grains=() if config.pipeline.plan is None else _grains(read_plan(config.pipeline.plan)),
+        grains=tuple(sorted({stage.grain for stage in stages} - {1})),
         weights=config.train.weights,
+        parts=tuple(sorted(set().union(*map(recomputed_parts, stages)))),
     )
 
 
@@ -181,10 +186,6 @@ def kind_here() -> str:
         return gpu_named(names.pop()) if len(names) == 1 else ""
     except CapslogError:
         return ""
-
-
-def _grains(plan: Plan) -> tuple[int, ...]:
-    return tuple(sorted({stage.grain for stage in plan.stages} - {1}))
 
 
 def profile_of(

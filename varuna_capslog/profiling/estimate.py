@@ -22,7 +22,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.signature import run_signature
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
-from varuna_capslog.profiles.conditions import UPDATE_RATE
+from varuna_capslog.profiles.conditions import PART_SECONDS, UPDATE_RATE
 from varuna_capslog.profiles.record import Observation, Profile, TensorRecord
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import cache
@@ -218,6 +218,20 @@ class StageEstimator:
         """Return the run of layers first .. end-1."""
         return TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
 
+    def part_seconds(self, layer: int, parts: tuple[str, ...]) -> float:
+        """Estimate the seconds by which the backward of a layer is longer where its parts run again in it; raises as
+        `stage`, and where the layer does not show them.
+        """
+        key = "parts", parts, self.run_key(layer, layer + 1), self.speed
+        hollow = self._memo.runs.get(key)
+        if hollow is None:
+            run = replace(self.trimmed_run(layer, layer + 1), parts=parts)
+            kept = replace(self.conditions, recompute=False)
+            quirks, loss = Quirks(self.conditions.device, self.conditions.gpu), self._loss
+            hollow = run_hollow(self._mode, self.chain, run, kept, loss, quirks, self.speed, self.recipes)
+            self._memo.runs[key] = hollow
+        return max(0.0, hollow.backward_seconds - self.stage(layer, layer + 1).backward_seconds)
+
     def halves(self, first: int, end: int) -> Halves:
         """Estimate the two halves of the stage's backward; raises as `stage`."""
         run, key = self.trimmed_run(first, end), ("halves", self.run_key(first, end), self.speed)
@@ -279,6 +293,8 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     sizes_of_weights = sum(parameter.nbytes for layer in chain.layers for parameter in layer.module.parameters())
     if sizes_of_weights:
         facts[UPDATE_RATE] = sum(stage.update_seconds for stage in alone) / sizes_of_weights
+    if parts := estimator.conditions.parts:
+        facts[PART_SECONDS] = [[layer, list(names), estimator.part_seconds(layer, names)] for layer, names in parts]
     conditions = _key(estimator, sizes, transport) | facts
     profile = profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
     pairs = zip(profile.layers, alone, strict=True)
@@ -380,6 +396,7 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
         "transport": transport,
         "accumulation_blocks": conditions.blocks,
         **({"grains": list(conditions.grains)} if conditions.grains else {}),
+        **({"parts": [[layer, list(names)] for layer, names in conditions.parts]} if conditions.parts else {}),
         "peak_source": "lifetimes of fake storages",
         "quirks": sorted(name for name, quirk in QUIRKS.items() if conditions.device in quirk.devices),
         "quirks_version": QUIRKS_VERSION,

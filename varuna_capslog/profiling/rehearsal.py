@@ -83,7 +83,7 @@ def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions
     for rank, stage in enumerate(layout.stages):
         doings = short.doings(rank)
         treated = [
-            (interval.first - stage.first, interval.end - stage.first, interval.kind)
+            (interval.first - stage.first, interval.end - stage.first, interval.kind, interval.parts)
             for interval in (*(stage.memory or ()), *stage.moments)
         ]
         works.append((estimator.run_key(stage.first, stage.end), stage.memory is None, tuple(treated)))

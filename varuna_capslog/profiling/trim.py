@@ -34,6 +34,7 @@ from varuna_capslog.model.hollow import attribute_tensors, built_hollow
 from varuna_capslog.model.layer import put_in_training
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch, Workload
+from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.variants import PLAIN, text_of
 from varuna_capslog.profiling.conditions import RunConditions
@@ -206,6 +207,7 @@ class TrimmedRun:
     specs: of the tensors across the cuts first .. end.
     targets, normalisers: for the loss, which is computed where the run holds the last layer.
     variants: the variant of each of its layers (`profiles/variants`); (): all as configured.
+    parts: of its layers, that run again inside their backward.
     """
 
     first: int
@@ -215,6 +217,7 @@ class TrimmedRun:
     targets: Any = None
     normalisers: Mapping[str, float] | None = None
     variants: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[int, int, str | None]:
@@ -352,6 +355,11 @@ class TrimmedPipeline:
         layout, schedule = program(
             run.end - run.first, around, conditions.recompute and not halves, microbatches, halves
         )
+        if run.parts:
+            first = int(run.has_upstream)
+            inside = MemoryInterval(first, first + run.end - run.first, "recompute", run.parts)
+            stages = [replace(stage, memory=(inside,) if stage.first == first else ()) for stage in layout.stages]
+            layout = replace(layout, stages=tuple(stages))
         before = run.specs[: 1 if run.has_upstream else 0]
         specs = [*before, *run.specs, *run.specs[len(run.specs) - run.has_downstream :]]
         inputs, targets = [dict(run.specs[0])] * microbatches, [run.targets] * microbatches

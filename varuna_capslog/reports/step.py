@@ -426,8 +426,8 @@ def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None
         return uniform, "profile.json describes another number of layers than the plan"
     try:
         seconds = stage_seconds(run.profile, plan.stages)
-    except CapslogError:
-        return uniform, "profile.json has no forward_seconds or backward_seconds"
+    except CapslogError as error:
+        return uniform, str(error) if run.profile.timed else "profile.json has no forward_seconds or backward_seconds"
     if not any(seconds.forward) and not any(seconds.backward):
         return uniform, "all seconds in profile.json are 0"
     return seconds, None

@@ -136,8 +136,7 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
         rows.append(["" if ranks == list(range(len(ranks))) else str(ranks[number]), stage.spans, *names, *parts])
         rows[-1].insert(0, str(number))
         rows[-1].append("" if not shared_out else "all" if stage.blocks is None else ", ".join(map(str, stage.blocks)))
-        treated = (f"{interval.kind} {interval.first}-{interval.end - 1}" for interval in stage.memory or ())
-        rows[-1].append(", ".join(treated) if memory else "")
+        rows[-1].append(", ".join(interval.text for interval in stage.memory or ()) if memory else "")
     notes = _purpose(plan, profile)
     if verdict is not None:
         each = f"{verdict.capacities[0] / unit:.2f} {unit_name}, the capacity of each device" if alike else "capacity"

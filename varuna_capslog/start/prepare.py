@@ -414,6 +414,7 @@ def _checked_plan(config: Config) -> Plan | None:
 
     from varuna_capslog.engine.grains import check_grains, check_joined
     from varuna_capslog.engine.layout import layout_of
+    from varuna_capslog.engine.parts import check_parts
     from varuna_capslog.engine.replicated import check_shared_updates
     from varuna_capslog.model.workload import load_workload
 
@@ -452,6 +453,7 @@ def _checked_plan(config: Config) -> Plan | None:
         inputs = workload.profile_inputs(config.train.microbatch_size)
         fields.within(where, lambda: check_joined(chain, layout, inputs))
     fields.within(where, lambda: check_shared_updates(chain, layout))
+    fields.within(where, lambda: check_parts(chain, layout))
     run, graph, actions = RunShape.of_config(config), layout.graph(config.num_microbatches, chain.edges), plan.actions
     if actions is None:  # refuses limits that the schedule cannot keep
         fields.within(where, lambda: scheduled(run.schedule, layout.stages, graph, run))

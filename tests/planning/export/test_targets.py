@@ -24,7 +24,7 @@ from tests.planning.export.readers import (
 from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.export import TARGETS, Request, names_in, notes, written
-from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.parts import MemoryInterval, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines
 from varuna_capslog.profiles.record import LayerProfile, Profile, SharedParameter
 from varuna_capslog.schedules import RunShape
@@ -42,6 +42,51 @@ def test_notes_of_a_plain_plan() -> None:
     [first, second] = notes("sglang", plan, KEEPS)
     assert first == "SGLang also needs --pp-size 2"
     assert second.startswith("the plan was made for training steps; what SGLang holds")
+
+
+def parted(plan: Plan, *rows: tuple[int, int, tuple[str, ...]]) -> Plan:
+    """Return the plan in which these parts of layers [first, end) run again."""
+    stages = [
+        replace(
+            stage,
+            memory=tuple(
+                MemoryInterval(max(first, stage.first), min(end, stage.end), "recompute", parts)
+                for first, end, parts in rows
+                if max(first, stage.first) < min(end, stage.end)
+            ),
+        )
+        for stage in plan.stages
+    ]
+    return Plan(plan.num_layers, tuple(stages), Units(4, 1, 1), "1f1b")
+
+
+def test_megatron_recomputes_the_same_parts_of_every_block() -> None:
+    """Its names are in `TransformerConfig.recompute_modules` of Megatron core; selective uses all layers there."""
+    plan, layers = plan_of(0, 3), named("embed", *(f"layers.{n}" for n in range(4)), "norm")
+    again = parted(plan, (1, 5, ("attention", "norms")))
+    request = Request(again, KEEPS, names=layers)
+    assert written("megatron", request) == written("megatron", replace(request, plan=plan))
+    assert notes("megatron", again, KEEPS)[1] == (
+        "the plan recomputes parts of every block; Megatron does so with --recompute-granularity selective "
+        "--recompute-modules core_attn layernorm"
+    )
+    experts = notes("megatron", parted(plan, (1, 5, ("mlp", "experts"))), KEEPS)[1]
+    assert experts.endswith("--recompute-modules mlp moe (the whole layer of experts, with its router)")
+    for rows, message in {
+        ((1, 4, ("mlp",)),): "recomputes no part of layer 'layers.3', but Megatron recomputes the same",
+        (
+            (1, 3, ("mlp",)),
+            (3, 5, ("norms",)),
+        ): "recomputes norms of layer 'layers.2', but .*, here mlp; export",
+        ((1, 6, ("norms",)),): "recomputes norms of layer 'norm', but Megatron recomputes",
+    }.items():
+        with pytest.raises(CapslogError, match=message):
+            written("megatron", replace(request, plan=parted(plan, *rows)))
+    for target in TARGETS.keys() - {"megatron", "torch-csv"}:
+        with pytest.raises(CapslogError, match=r"\[1, 3, recompute, \[attention, norms\]\], which the form"):
+            written(target, replace(request, names=names("decoder")))
+    with pytest.raises(CapslogError, match=r"stage 0 .* recomputes parts of its layers, which a schedule"):
+        written("torch-csv", request)
 
 
 def test_notes_say_how_the_target_divides_stages() -> None:

@@ -35,7 +35,7 @@ from varuna_capslog.model.splitting.division import (
 )
 from varuna_capslog.model.splitting.splitter import Splitter
 
-__all__ = ["ENTRY_BY_ENTRY", "split_captured", "splits_captured"]
+__all__ = ["ENTRY_BY_ENTRY", "open_module", "some_shapes", "split_captured", "splits_captured"]
 
 
 # -- Finds what a split of a captured layer's graph needs: its linear maps, the inside of its modules, sizes.
@@ -82,19 +82,25 @@ def has_linear(module: nn.Module) -> bool:
 
 
 class _Tracer(fx.Tracer):
+    def __init__(self, by_one: bool = False) -> None:
+        super().__init__()
+        self._by_one = by_one
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not has_linear(m)
+        return self._by_one or not has_linear(m)
 
 
-def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node) -> None:
-    """Replace the call of a module by its operations. Raises CapslogError where its code depends on values or mode."""
+def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node, by_one: bool = False) -> None:
+    """Replace the call of a module by its operations, down to modules without linear maps inside, or, `by_one`, by the
+    calls of its children. Raises CapslogError where its code depends on values or mode.
+    """
     target = str(node.target)
     held = root.get_submodule(target)
     copied = copy.deepcopy(held, {id(parameter): parameter for parameter in held.parameters()})
     try:
         if isinstance(held, Region):
             raise ValueError("it has a gradient mode or an autocast of its own")
-        inner, eval_graph = (_Tracer().trace(copied.train(mode)) for mode in (True, False))
+        inner, eval_graph = (_Tracer(by_one).trace(copied.train(mode)) for mode in (True, False))
         if str(inner) != str(eval_graph):
             raise ValueError("it does something else in eval mode")
         if any(
@@ -149,7 +155,7 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
     return bare.float() if bare.is_floating_point() else bare
 
 
-def _some_shapes(guard: Guard) -> list[list[int]]:
+def some_shapes(guard: Guard) -> list[list[int]]:
     """Return shapes of inputs that a layer was captured for; sizes that it leaves open differ where they can."""
     for start in range(3, 1000):
         chosen: dict[str, int] = {}
@@ -170,7 +176,7 @@ def whole_sizes(module: nn.Module, graph: fx.Graph, guard: Guard) -> dict[fx.Nod
     Sizes that may change have one of their values. Raises CapslogError where the graph does not run without values.
     """
     memo: dict[int, Any] = {id(tensor): _bare(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    shapes = _some_shapes(guard)
+    shapes = some_shapes(guard)
     inputs = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in zip(shapes, guard.dtypes, strict=True)]
     runner = _SizesFound(copy.deepcopy(module, memo).train(), graph=graph)
     runner.sizes = {}

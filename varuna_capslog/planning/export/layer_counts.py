@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.stage_line import StageLine, check_names, memory_of_stages, stage_line
+from varuna_capslog.plans.parts import recomputed_parts
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import RunShape
 
@@ -18,6 +19,7 @@ __all__ = [
     "blocks_of_layers",
     "diffusion_pipe",
     "megatron",
+    "megatron_parts",
     "primus",
     "sglang",
     "slime",
@@ -180,10 +182,11 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     E is the embedding, t a decoder layer, L the loss with the output layer, | the border of a stage. Stage s is on rank
     s % ranks of a pipeline. Megatron Bridge reads the string as `model.pipeline_model_parallel_layout`.
 
-    Raises CapslogError for a plan that a layout cannot express. names, pattern: as for `block_counts`.
+    Raises CapslogError for a plan that a layout, with the options of `megatron_parts`, cannot express. names, pattern:
+    as for `block_counts`.
     """
     system = "Megatron"
-    line = stage_line(plan, system, empty=True)
+    line = stage_line(plan, system, empty=True, parts=True)
     if line.stages_per_rank > 1 and len(line.ranks) == 1:
         raise CapslogError(
             f"one rank runs {line.stages_per_rank} stages, but {system} interleaves stages of two or more ranks "
@@ -196,6 +199,8 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
             "export the plan to torchtitan or torch-csv"
         )
     counts = block_counts(names, line, system, pattern)
+    if any(recomputed := [recomputed_parts(stage) for stage in plan.stages]):
+        _check_parts(dict(row for rows in recomputed for row in rows), names, pattern, system)
     stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
     with_predictions = _stages_of_predictions(names, line)
     if len(set(with_predictions)) > 1 or any(stage < len(stages) - len(line.ranks) for stage in with_predictions):
@@ -208,6 +213,33 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     stages[0] = f"E{stages[0]}"
     stages[-1] = f"{stages[-1]}L"
     return "|".join(stages) + "\n"
+
+
+def _check_parts(
+    recomputed: Mapping[int, tuple[str, ...]], names: ModelNames, pattern: str | None, system: str
+) -> None:
+    """Raise CapslogError unless the same parts of all blocks run again, and none of other layers. recomputed: layer ->
+    its parts.
+    """
+    blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
+    first = next(iter(recomputed.values()))
+    for layer, (name, numbers) in enumerate(zip(names.layers, blocks, strict=True)):
+        if recomputed.get(layer, ()) != (first if numbers else ()):
+            has = " and ".join(recomputed.get(layer, ())) or "no part"
+            raise CapslogError(
+                f"the plan recomputes {has} of layer {name!r}, but {system} recomputes the same parts of every block "
+                f"and of nothing else, here {' and '.join(first)}; export a plan that does so"
+            )
+
+
+_MEGATRON_PARTS = {"attention": "core_attn", "mlp": "mlp", "norms": "layernorm", "experts": "moe"}
+
+
+def megatron_parts(parts: Collection[str]) -> str:
+    """Return the options with which Megatron recomputes parts of every block."""
+    modules = " ".join(module for part, module in _MEGATRON_PARTS.items() if part in parts)
+    more = " (the whole layer of experts, with its router)" if "experts" in parts else ""
+    return f"--recompute-granularity selective --recompute-modules {modules}{more}"
 
 
 def vllm(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:

@@ -323,7 +323,7 @@ def _checkpoint_interval(plan: Plan, line: StageLine, run: RunShape) -> int:
             return interval
     stage = next(number for number, row in enumerate(memory) if row)
     raise CapslogError(
-        f"stage {stage} has the memory intervals {[[part.first, part.end, part.kind] for part in memory[stage]]}, but "
+        f"stage {stage} has the memory intervals {[part.entries for part in memory[stage]]}, but "
         "DeepSpeed recomputes equal numbers of layers, in all stages, and offloads none; export a plan that keeps "
         "everything, or whose stages recompute as a whole"
     )

@@ -47,16 +47,21 @@ class StageLine:
 
 
 def stage_line(
-    plan: Plan, system: str, one_stage_per_rank: bool = False, intervals: bool = False, empty: bool = False
+    plan: Plan,
+    system: str,
+    one_stage_per_rank: bool = False,
+    intervals: bool = False,
+    empty: bool = False,
+    parts: bool = False,
 ) -> StageLine:
     """Return the pipeline that a plan is. Raises CapslogError for a plan that is anything else than equal pipelines
     whose stages go round their ranks.
 
     system: for messages. one_stage_per_rank: it has no several stages on a rank.
-    intervals: the exporter itself writes, or refuses, the memory intervals.
+    intervals: the exporter itself writes, or refuses, the memory intervals of whole layers; parts: those of parts.
     empty: it has stages without layers, so that ranks may have unequal numbers of stages in the plan.
     """
-    _refuse_fields(plan, system, intervals)
+    _refuse_fields(plan, system, intervals, parts)
     paths = plan.paths()
     first, *others = [[plan.stages[number] for number in path] for path in paths]
     used = [rank for path in paths for rank in {plan.stages[number].rank for number in path}]
@@ -137,7 +142,7 @@ def refuse_shared(names: ModelNames, line: StageLine, system: str) -> None:
             )
 
 
-def _refuse_fields(plan: Plan, system: str, intervals: bool) -> None:
+def _refuse_fields(plan: Plan, system: str, intervals: bool, parts: bool) -> None:
     if plan.routes != "relay":
         raise CapslogError(
             f"routes is {plan.routes!r}, but in {system} each stage hands on to the next one; export a plan with "
@@ -162,16 +167,13 @@ def _refuse_fields(plan: Plan, system: str, intervals: bool) -> None:
                 f"{where} keeps the optimizer's moments of some layers elsewhere, which the form for {system} cannot "
                 "say; export a plan without moments"
             )
-        if stage.memory and not intervals:
-            raise CapslogError(
-                f"{where} has the memory interval {_shown(stage)}, which the form for {system} cannot say; export a "
-                "plan that keeps everything (pipeline.recompute=false) or leaves memory null"
-            )
-
-
-def _shown(stage: PlanStage) -> str:
-    interval = (stage.memory or ())[0]
-    return f"[{interval.first}, {interval.end}, {interval.kind}]"
+        for interval in stage.memory or ():
+            if not (parts if interval.parts else intervals):
+                shown = f"[{', '.join(map(str, interval.entries))}]".replace("'", "")
+                raise CapslogError(
+                    f"{where} has the memory interval {shown}, which the form for {system} cannot say; export a plan "
+                    "that keeps everything (pipeline.recompute=false) or leaves memory null"
+                )
 
 
 def _pipeline(path: list[PlanStage], replicas: int, system: str, empty: bool) -> StageLine:

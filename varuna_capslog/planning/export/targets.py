@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from varuna_capslog.base.divisors import Divisors
@@ -11,6 +11,7 @@ from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.layer_counts import (
     diffusion_pipe,
     megatron,
+    megatron_parts,
     primus,
     sglang,
     slime,
@@ -20,7 +21,7 @@ from varuna_capslog.planning.export.layer_counts import (
 )
 from varuna_capslog.planning.export.module_lists import automodel, deepspeed, device_map, torchtitan
 from varuna_capslog.planning.export.stage_line import number_of, run_of, stage_line
-from varuna_capslog.plans.parts import scheduled
+from varuna_capslog.plans.parts import recomputed_parts, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import JOINED_PARTS
 from varuna_capslog.profiles.record import Profile
@@ -49,6 +50,12 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
             f"the plan has {len(plan.paths())} ways through its stages, but a schedule of torch has one pipeline; "
             "export a plan of one pipeline, and replicate it with torch's data parallelism"
         )
+    for number, stage in enumerate(plan.stages):
+        if recomputed_parts(stage):
+            raise CapslogError(
+                f"stage {number} ({stage.describe()}) recomputes parts of its layers, which a schedule of torch does "
+                "not do; export a plan without, and checkpoint these parts in the model itself"
+            )
     graph = plan.stage_graph(edges)
     others = [edge for edge in graph.edges if edge[1] != edge[0] + 1]
     if others:
@@ -115,6 +122,7 @@ class Target:
     parallel: returns the settings of the system for the plan's `parallel`; None: it has none, or they are not known.
     use: for which models and how the text is given, where that needs a sentence.
     intervals: True where the text says what is recomputed.
+    parts: returns the settings of the system for parts that the plan recomputes in every block; None: it has none.
     """
 
     system: str
@@ -125,6 +133,7 @@ class Target:
     use: str = ""
     intervals: bool = False
     parallel: Callable[[Divisors], str] | None = None
+    parts: Callable[[Collection[str]], str] | None = None
 
 
 def _megatron_flags(divisors: Divisors) -> str:
@@ -160,6 +169,7 @@ TARGETS: Mapping[str, Target] = {
         "--pipeline-model-parallel-size {ranks}",
         use="for GPT models of Megatron: --pipeline-model-parallel-layout takes it, in quotes; ",
         parallel=_megatron_flags,
+        parts=megatron_parts,
     ),
     "primus": Target(
         "Primus",
@@ -256,7 +266,8 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
     form = TARGETS[target]
     if not form.order:
         return []
-    line, recomputes = stage_line(plan, form.system, intervals=True, empty=True), run_of(plan, run).recomputes
+    line = stage_line(plan, form.system, intervals=True, empty=True, parts=True)
+    recomputes = run_of(plan, run).recomputes
     sentences = []
     if form.settings:
         sentences.append(f"{form.use}{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
@@ -268,6 +279,9 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
             f"the plan divides each stage by {plan.parallel.describe()}; "
             + (f"set that in {form.system} itself" if settings is None else f"{form.system} does so with {settings}")
         )
+    parts = {part for stage in plan.stages for _, names in recomputed_parts(stage) for part in names}
+    if parts and form.parts is not None:
+        sentences.append(f"the plan recomputes parts of every block; {form.system} does so with {form.parts(parts)}")
     if line.replicas > 1:
         sentences.append(
             f"the plan has {line.replicas} equal pipelines and the text describes one; set the data parallelism "
