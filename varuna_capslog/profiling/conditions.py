@@ -19,7 +19,6 @@ from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.layer import low_bytes
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.conditions import JOINED_PARTS, KEPT_WHOLE, LAST_HOLDS
 from varuna_capslog.profiles.record import (
     ActionBytes,
@@ -65,7 +64,7 @@ class RunConditions:
     halves: True where the training run splits its backwards: each row then has the bytes of the halves too.
     recipe: of the update of parameters, which determines the optimizer state of each.
     gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
-    grains: microbatches of one call, other than 1, in stages of the plan that the run is given; an estimate has rows of
+    grains: microbatches of one call, other than 1, that a stage may take (`profile.grains`); an estimate has rows of
         calls of these sizes too.
     """
 
@@ -159,7 +158,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         halves=run.splits_backwards,
         gpu=kind,
         recipe=Recipe.of_config(config.train),
-        grains=() if config.pipeline.plan is None else _grains(read_plan(config.pipeline.plan)),
+        grains=tuple(sorted({*config.profile.grains})),
         weights=config.train.weights,
     )
 
@@ -181,10 +180,6 @@ def kind_here() -> str:
         return gpu_named(names.pop()) if len(names) == 1 else ""
     except CapslogError:
         return ""
-
-
-def _grains(plan: Plan) -> tuple[int, ...]:
-    return tuple(sorted({stage.grain for stage in plan.stages} - {1}))
 
 
 def profile_of(
