@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from tests.engine import cases
 from tests.engine.pool import WorkerPool
+from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, load_config, section
 from varuna_capslog.plans.plan import read_plan
+from varuna_capslog.profiles.conditions import ONE_MICROBATCH
+from varuna_capslog.profiles.record import read_profile
 from varuna_capslog.start.given_plan import OWN_DATA, with_given_plan
 from varuna_capslog.start.prepare import prepare_run
 from varuna_capslog.training.checkpoint import open_checkpoint
@@ -179,3 +182,33 @@ def test_what_a_larger_call_would_change_is_refused_before_the_workers(
     with pytest.raises(CapslogError, match=reason) as error:
         prepare_run(config, show=False)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.timeout(300)
+def test_train_runs_the_larger_calls_that_graphpipe_chooses(tmp_path: Path) -> None:
+    """The loss of the model's own stays in a stage of one microbatch per call; a batch norm would, too."""
+    inputs = [f"{name}=int64[2,5]:13" for name in ("ids", "labels")]
+    model = {"factory": f"{HERE}:decoder", "arguments": {"loses": True}, "inputs": inputs, "samples": 16}
+    train = {"minibatch_size": 16, "microbatch_size": 2, "max_steps": 2, "evaluate_every": None}
+    pipeline = {"planner": "graphpipe", "devices": 3, "recompute": False}
+    values = {
+        "workload": "varuna_capslog.model.model_workload:workload",
+        "model": model,
+        "train": train | {"accumulation_blocks": 1},
+        "pipeline": pipeline,
+        "profile": {"source": "estimated", "grains": [2, 4]},
+        "run_dir": str(tmp_path / "run"),
+        "device": "cpu",
+    }
+    files.write_text(tmp_path / "config.yaml", json.dumps(values))
+    assert cli._run(["train", str(tmp_path / "config.yaml")]) == 0
+    plan = read_plan(tmp_path / "run" / "plan-0.json")
+    assert plan.stages[-1].grain == 1
+    assert max(stage.grain for stage in plan.stages) > 1
+    profile = read_profile(tmp_path / "run" / "profile.json")
+    assert list(profile.call_seconds) == [1, 2, 4]
+    assert profile.conditions[ONE_MICROBATCH] == [5]
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "workers").glob("*.log"))
+    assert "captured here" not in logs
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]

@@ -24,6 +24,7 @@ __all__ = [
     "check_grains",
     "check_joined",
     "joined_inputs",
+    "layers_of_one_microbatch",
     "sample_dimensions",
     "specs_of_values",
     "stage_dimensions",
@@ -34,13 +35,37 @@ def check_grains(chain: Chain, layout: Layout) -> None:
     """Raise CapslogError where a stage takes several microbatches at once and has a layer that mixes their samples."""
     for number, stage in enumerate(layout.stages):
         for layer in stage.numbers if stage.grain > 1 else ():
-            for module in chain.layers[layer].module.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    raise CapslogError(
-                        f"stages[{number}].grain is {stage.grain}, but layer {chain.layers[layer].name!r} has a "
-                        f"{type(module).__name__}, whose statistics are those of one microbatch; choose grain 1 for "
-                        "the stage of this layer, or another normalisation"
-                    )
+            if (norm := _batch_norm(chain, layer)) is not None:
+                raise CapslogError(
+                    f"stages[{number}].grain is {stage.grain}, but layer {chain.layers[layer].name!r} has a "
+                    f"{type(norm).__name__}, whose statistics are those of one microbatch; choose grain 1 for "
+                    "the stage of this layer, or another normalisation"
+                )
+
+
+def _batch_norm(chain: Chain, layer: int) -> nn.Module | None:
+    modules = chain.layers[layer].module.modules()
+    return next((module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)), None)
+
+
+def layers_of_one_microbatch(
+    chain: Chain, specs: tuple[Mapping[Value, TensorSpec], Mapping[Value, TensorSpec]], count: int
+) -> list[int]:
+    """Return the layers that no stage of `count` microbatches per call may hold, by the checks above. specs: of all
+    values, for one microbatch and for `count`.
+    """
+
+    def alone(layer: int) -> bool:
+        if _batch_norm(chain, layer) is not None:
+            return True
+        layers, passing = with_loss([layer], len(chain)), chain.values_at(layer)  # as where stages relay
+        try:
+            sample_dimensions(chain, layers, passing, specs, count)
+        except CapslogError:
+            return True
+        return False
+
+    return [layer for layer in range(len(chain)) if alone(layer)]
 
 
 def check_joined(chain: Chain, layout: Layout, inputs: Mapping[str, TensorSpec]) -> None:

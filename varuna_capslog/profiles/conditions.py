@@ -17,6 +17,7 @@ __all__ = [
     "KEPT_WHOLE",
     "LAST_HOLDS",
     "MOMENTS",
+    "ONE_MICROBATCH",
     "PURPOSE",
     "UPDATE_RATE",
     "checked",
@@ -46,6 +47,10 @@ LAST_HOLDS = "last_layer"
 
 MOMENTS = "moments"
 """Condition: the dtype in which moments are kept, if the update uses another one."""
+
+ONE_MICROBATCH = "one_microbatch"
+"""Condition: numbers of the layers that take one microbatch per call, since they would compute something else for
+several together; in profiles that have runs of larger calls."""
 
 _MOST = 100
 """Largest factor: more than any allocator reserves per allocated byte or any optimizer keeps per parameter byte, and
@@ -120,6 +125,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     KEPT_WHOLE: _texts,
     LAST_HOLDS: _texts,
     MOMENTS: fields.text,
+    ONE_MICROBATCH: _sizes,
     "microbatch_size": partial(fields.whole, minimum=1),
     "optimizer_copies": _copies,
     "recompute": fields.boolean,
