@@ -140,9 +140,8 @@ def trained(
 @pytest.mark.parametrize(
     ("ranks", "grains", "options"),
     [
-        ([0, 1, 2], [2, 4, 1], {}),
+        ([0, 1, 2], [2, 4, 1], {"loses": True}),
         ([0, 1, 0], [4, 2, 1], {"size": 1}),
-        ([0, 1, 1], [4, 2, 1], {"loses": True}),
         ([0, 1, 1], [1, 2, 4], {"data": {"dataset": f"{HERE}:Texts", "loss": f"{HERE}:mean_loss"}}),
     ],
 )

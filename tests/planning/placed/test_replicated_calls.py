@@ -123,7 +123,9 @@ def test_replicas_take_larger_calls_of_their_blocks() -> None:
 def test_graphpipe_chooses_calls_and_says_no_bound_that_larger_calls_undercut() -> None:
     profile = with_calls(profile_of_graph([(0, 1), (1, 2)], [3.0, 3.0, 3.0], weights=10**6), 0.5)
     answer = planned(profile, 3, "graphpipe", run=RUN, link=Link(1000.0))
-    assert max(stage.grain for stage in answer.stages) > 1
+    grains = [stage.grain for stage in answer.stages]
+    assert max(grains) > 1
+    assert f"the stages take {', '.join(map(str, grains))} microbatches in a call" in " ".join(answer.notes)
     assert answer.step_seconds is not None
     assert answer.bound_seconds is not None
     assert answer.bound_seconds < answer.step_seconds < 9.0 * 8 / 3 + 6

@@ -444,7 +444,7 @@ class StagesPlayed:
             fits = lambda plan: not (limited and _lack(self._judged(plan)))  # noqa: E731
             larger = with_larger_calls(self.profile, best.plan, self.run, self.link, fits)
             if larger is not best.plan:
-                best = self._take(best, larger)
+                best = self._take(best, _with_grains_named(larger))
         self.best = best
 
     def _take(self, best: PlayedPlan, plan: Plan) -> PlayedPlan:
@@ -640,6 +640,14 @@ def with_larger_calls(
         if step <= enough:
             best, enough = played(*state) or best, step
     return best if best is plan else with_least_limits(profile, best, run, link)
+
+
+def _with_grains_named(plan: Plan) -> Plan:
+    grains = {stage.layers: stage.grain for stage in plan.stages}
+    if max(grains.values()) == 1:
+        return plan
+    note = f"the stages take {', '.join(map(str, grains.values()))} microbatches in a call, constants of the run"
+    return dataclasses.replace(plan, notes=(*plan.notes, f"{note} (stages[].grain)"))
 
 
 def _with_calls(
