@@ -16,7 +16,15 @@ from tests.engine.layouts import random_layout, with_intervals
 from tests.engine.pool import WorkerPool
 from tests.sweeps import some
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.grains import Joining, check_grains, check_joined, joined_inputs, sample_dimensions
+from varuna_capslog.engine.grains import (
+    Joining,
+    check_grains,
+    check_joined,
+    joined_inputs,
+    layers_of_one_microbatch,
+    sample_dimensions,
+    specs_of_values,
+)
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.model.capture.runtime import Guard
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
@@ -123,6 +131,17 @@ def test_a_model_captured_for_one_batch_size_takes_one_microbatch() -> None:
     plain_chain, (minibatch, _) = graph.build_chain(), graph.make_minibatch(2, 1, even=True)
     whole = Layout((PlanStage(((0, len(plain_chain)),), (0,), grain=2),), 1)
     check_joined(plain_chain, whole, dict(minibatch.inputs[0]))
+
+
+@pytest.mark.parametrize(("name", "alone"), [("towers", ["join"]), ("inception", ["norm"]), ("translation", [])])
+def test_profiles_name_the_layers_that_the_checks_refuse(name: str, alone: list[str]) -> None:
+    graph = models.GRAPHS[name]
+    chain, (minibatch, _) = graph.build_chain(), graph.make_minibatch(2, 1, even=True)
+    table, inputs = ShapeTable(chain), dict(minibatch.inputs[0])
+    cuts = [table.boundaries(joined_inputs([inputs] * count, range(count))) for count in (1, 2)]
+    small, large = (specs_of_values(chain, specs) for specs in cuts)
+    layers = layers_of_one_microbatch(chain, (small, large), 2)
+    assert [chain.layers[layer].name for layer in layers] == alone
 
 
 def test_the_dimension_of_the_samples_is_the_one_that_grows() -> None:

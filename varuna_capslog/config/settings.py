@@ -594,6 +594,11 @@ class Profiling(Section):
     """Variants to choose from beside those that are always weighed, such as compiled, onednn-off, split-keys and
     sdpa-flash: planner budget and `capslog variants` measure them too."""
 
+    grains: list[Annotated[int, Field(gt=1)]] = Field(default_factory=list)
+    """Microbatches, other than 1, that a stage may take in one call (`stages[].grain` of docs/plans.md): an ordinary
+    model is captured for calls of these sizes, an estimate has runs of them, and planner graphpipe chooses among them.
+    Those of a pipeline.plan are added."""
+
     @model_validator(mode="after")
     def _agree(self) -> Profiling:
         if self.source == "measured" and self.device is not None and gpu_of(self.device) is not None:

@@ -14,43 +14,83 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.layout import GradientKey, Layout, value_of
+from varuna_capslog.engine.layout import GradientKey, Layout, ports_of, value_of
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.plans.parts import with_loss
 
-__all__ = ["Joining", "check_grains", "check_joined", "joined_inputs", "sample_dimensions"]
+__all__ = [
+    "Joining",
+    "check_grains",
+    "check_joined",
+    "joined_inputs",
+    "layers_of_one_microbatch",
+    "sample_dimensions",
+    "specs_of_values",
+    "stage_dimensions",
+]
 
 
 def check_grains(chain: Chain, layout: Layout) -> None:
     """Raise CapslogError where a stage takes several microbatches at once and has a layer that mixes their samples."""
     for number, stage in enumerate(layout.stages):
         for layer in stage.numbers if stage.grain > 1 else ():
-            for module in chain.layers[layer].module.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    raise CapslogError(
-                        f"stages[{number}].grain is {stage.grain}, but layer {chain.layers[layer].name!r} has a "
-                        f"{type(module).__name__}, whose statistics are those of one microbatch; choose grain 1 for "
-                        "the stage of this layer, or another normalisation"
-                    )
+            if (norm := _batch_norm(chain, layer)) is not None:
+                raise CapslogError(
+                    f"stages[{number}].grain is {stage.grain}, but layer {chain.layers[layer].name!r} has a "
+                    f"{type(norm).__name__}, whose statistics are those of one microbatch; choose grain 1 for "
+                    "the stage of this layer, or another normalisation"
+                )
+
+
+def _batch_norm(chain: Chain, layer: int) -> nn.Module | None:
+    modules = chain.layers[layer].module.modules()
+    return next((module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)), None)
+
+
+def layers_of_one_microbatch(
+    chain: Chain, specs: tuple[Mapping[Value, TensorSpec], Mapping[Value, TensorSpec]], count: int
+) -> list[int]:
+    """Return the layers that no stage of `count` microbatches per call may hold, by the checks above. specs: of all
+    values, for one microbatch and for `count`.
+    """
+
+    def alone(layer: int) -> bool:
+        if _batch_norm(chain, layer) is not None:
+            return True
+        layers, passing = with_loss([layer], len(chain)), chain.values_at(layer)  # as where stages relay
+        try:
+            sample_dimensions(chain, layers, passing, specs, count)
+        except CapslogError:
+            return True
+        return False
+
+    return [layer for layer in range(len(chain)) if alone(layer)]
 
 
 def check_joined(chain: Chain, layout: Layout, inputs: Mapping[str, TensorSpec]) -> None:
-    """Raise CapslogError where the layers, on fake tensors, do not take several microbatches in one call: a model that
-    was captured for one size of the batch takes no other. inputs: of one microbatch.
+    """Raise CapslogError where the layers, on fake tensors, do not take several microbatches in one call, or compute
+    something else for them together than for each (`stage_dimensions`). inputs: of one microbatch.
     """
     grain = max(stage.grain for stage in layout.stages)
     if grain == 1:
         return
     number = next(number for number, stage in enumerate(layout.stages) if stage.grain == grain)
-    joined = joined_inputs([inputs] * grain, range(grain))
+    joined, table = joined_inputs([inputs] * grain, range(grain)), ShapeTable(chain)
     try:
-        ShapeTable(chain).boundaries(joined)
+        small, large = (specs_of_values(chain, table.boundaries(sizes)) for sizes in (inputs, joined))
     except CapslogError as error:
         reason = str(error).partition(";")[0]
         raise CapslogError(
-            f"stages[{number}].grain is {grain}, but {reason}; choose grain 1 for every stage of a captured model, or "
-            "write the model as a list of layers"
+            f"stages[{number}].grain is {grain}, but {reason}; choose grain 1 for every stage, or let the model's code "
+            "take as many samples"
         ) from error
+    stage_dimensions(chain, layout, (small, large), grain)
+
+
+def specs_of_values(chain: Chain, cuts: Sequence[Mapping[str, TensorSpec]]) -> dict[Value, TensorSpec]:
+    """Return the specs of all values from those at every cut (`ShapeTable.boundaries`)."""
+    return {value: specs[value.name] for cut, specs in enumerate(cuts) for value in chain.values_at(cut)}
 
 
 def joined_inputs(rows: Sequence[Mapping[str, TensorSpec]], microbatches: Sequence[int]) -> dict[str, TensorSpec]:
@@ -72,6 +112,16 @@ def _times(name: str, spec: TensorSpec, count: int) -> TensorSpec:
         raise CapslogError(f"the input {name!r} has no dimension of samples; choose grain 1")
     stride = spec.stride if spec.stride[0] == max(spec.stride) else ()
     return TensorSpec((count * spec.shape[0], *spec.shape[1:]), spec.dtype, stride, spec.requires_grad)
+
+
+def stage_dimensions(
+    chain: Chain, layout: Layout, specs: tuple[Mapping[Value, TensorSpec], Mapping[Value, TensorSpec]], count: int
+) -> dict[Value, int | None]:
+    """Return the `sample_dimensions` for the layout's stages of larger calls; `specs`, `count` and errors as there."""
+    stages = [stage for stage in layout.stages if stage.grain > 1]
+    layers = with_loss((layer for stage in stages for layer in stage.numbers), len(chain))
+    passing = {value for stage in stages for value in ports_of(chain, stage.numbers, layout.direct).enters}
+    return sample_dimensions(chain, layers, passing, specs, count)
 
 
 def sample_dimensions(

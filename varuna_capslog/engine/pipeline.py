@@ -19,7 +19,7 @@ from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.compiling import LayerCompiler
 from varuna_capslog.engine.executor import Contexts, Executor, Observer
-from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, sample_dimensions
+from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, specs_of_values, stage_dimensions
 from varuna_capslog.engine.interface import NO_REPORT, EngineParts, Load, RankReport, Verdict
 from varuna_capslog.engine.layers import EngineLayer, StatisticsBook, take_layers
 from varuna_capslog.engine.layout import Layout, Reach, Routes
@@ -33,7 +33,7 @@ from varuna_capslog.engine.step import Poll, check_minibatch
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.plans.parts import with_loss, with_memory
+from varuna_capslog.plans.parts import with_memory
 from varuna_capslog.schedules import (
     Action,
     Edge,
@@ -208,8 +208,7 @@ class PipelineEngine:
         cuts = self.table.boundaries(inputs)
         cached = self._specs.get(id(cuts))
         if cached is None or cached[0] is not cuts:
-            places = enumerate(cuts)
-            specs = {value: specs[value.name] for cut, specs in places for value in self.chain.values_at(cut)}
+            specs = specs_of_values(self.chain, cuts)
             cached = self._specs[id(cuts)] = cuts, specs, Reach(self.chain, specs)
         return cached[1:]
 
@@ -221,12 +220,9 @@ class PipelineEngine:
         large = [number for number, grain in enumerate(self._graph.grains) if grain > 1]
         if not large:
             return None
-        stages = self.layout.stages
-        layers = with_loss((layer for number in large for layer in stages[number].numbers), len(self.chain))
         most = self._graph.calls[max(large, key=self._graph.grains.__getitem__)][0]
         specs = contexts(most[:1]).specs, contexts(most).specs
-        passing = {value for number in large for value in self._routes.ports[number].enters}
-        samples = sample_dimensions(self.chain, layers, passing, specs, len(most))
+        samples = stage_dimensions(self.chain, self.layout, specs, len(most))
         for stage in self.stages.values():
             stage.samples = samples
         return Joining(samples)

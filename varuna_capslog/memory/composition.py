@@ -107,8 +107,8 @@ def observed(
     if not complete and grain > 1:
         raise CapslogError(
             f"a stage of grain {grain} takes {profile.samples(grain)} samples in one call, and the profile has no runs "
-            "of every layer and of every pair of layers with so many; estimate one with `capslog profile` under "
-            "pipeline.plan=PLAN and profile.source=estimated"
+            "of every layer and of every pair of layers with so many; estimate one with `capslog profile`, "
+            f"profile.source=estimated and profile.grains=[{grain}]"
         )
     if not complete:
         lack = next(iter(lacks.values()), None) or "observations, the runs of every layer and of every pair of layers"

@@ -175,7 +175,7 @@ def workload(config: Config) -> ModelWorkload:
     """Return the workload that a config's `model` section describes; see `ModelSection`."""
     settings = section(ModelSection, config.model, "model")
     section(Section, config.data, "data")  # the data is made up, so the section has no keys
-    return ModelWorkload(settings, config.train.microbatch_size, run_dir=config.run_dir)
+    return ModelWorkload(settings, config.train.microbatch_size, run_dir=config.run_dir, grains=config.profile.grains)
 
 
 def config_values(
@@ -217,6 +217,7 @@ class ModelWorkload(Workload):
         microbatch_size: batch size that the model is captured for.
         made: called instead of the factory, where the model exists already.
         run_dir: the run's folder, where `hand_over` keeps the captured model and every process finds it.
+        grains: numbers of microbatches, other than 1, that a call may take: the model is captured for any batch then.
 
     Raises:
         CapslogError: an input spec that cannot be read.
@@ -228,6 +229,7 @@ class ModelWorkload(Workload):
         microbatch_size: int,
         made: Callable[[], Any] | None = None,
         run_dir: Path | None = None,
+        grains: Sequence[int] = (),
     ) -> None:
         texts = settings.inputs
         if isinstance(texts, dict):
@@ -237,6 +239,7 @@ class ModelWorkload(Workload):
         self._specs = tuple(parse_input(text) for text in texts)
         self._constants: dict[str, Any] = {}
         self._size = microbatch_size
+        self._grains = tuple(grains)
         self._captured_size: int | None = None
         self._made = made or self._call_factory
         self._floats: torch.dtype | None = None
@@ -332,6 +335,22 @@ class ModelWorkload(Workload):
         return self._finished(chain)
 
     def _from_module(self, model: nn.Module, evaluates: bool | None) -> Chain:
+        """Capture the model, for any batch where calls may take several microbatches. Raises CapslogError where its
+        code fixes the batch then.
+        """
+        try:
+            return self._from_module_in_sizes(model, evaluates)
+        except FixedSize as error:
+            if not self._grains:
+                raise
+            calls, reason = " or ".join(map(str, self._grains)), str(error).partition(";")[0]
+            other = "let the model's code take any batch" if self._size > 1 else "microbatches of 2 samples or more"
+            raise CapslogError(
+                f"{self.name} is to run in calls of {calls} microbatches (profile.grains, stages[].grain of a plan), "
+                f"but {reason}; choose grain 1 for every stage, or {other}"
+            ) from error
+
+    def _from_module_in_sizes(self, model: nn.Module, evaluates: bool | None) -> Chain:
         """Capture once for all sizes where torch can leave the changing ones open, else once for each size."""
         capture = functools.partial(
             Chain.from_module,
@@ -345,29 +364,50 @@ class ModelWorkload(Workload):
         fixed: FixedSize | None = None
         if not any(spec.choices for spec in self._specs):
             try:
-                chain = capture(self._examples(1.0, varying=True))
+                examples = self._examples_of_calls(1.0, varying=True)
+                chain = capture(OneOf(examples) if len(examples) > 1 else examples[0])
             except FixedSize as error:
                 fixed = error
             else:
                 if any(isinstance(layer.module, torch.fx.GraphModule) for layer in chain.layers):
                     self._captured_size = None if 0 in self._specs[0].least else self._size
                 return chain
-        if fixed is not None and any(spec.least.get(0) for spec in self._specs):
+        if fixed is not None and (any(spec.least.get(0) for spec in self._specs) or not self._changes):
             raise fixed  # the batch does not change from microbatch to microbatch
         parts = self._bucket_parts()
         if fixed is not None and (self._kept is None or self._kept.writes):
             _log.warning("%s: %s. It is captured for each of %d sizes instead", self.name, fixed, len(parts))
         self._captured_size = self._size
-        return capture(OneOf([self._examples(part) for part in reversed(parts)]))
+        return capture(OneOf([example for part in reversed(parts) for example in self._examples_of_calls(part)]))
 
-    def _examples(self, part: float, varying: bool = False) -> dict[str, Any]:
-        """Return example inputs with the changing sizes at a part of their ranges, or varying."""
-        made: dict[str, Any] = {spec.name: spec.make(self._shape(spec, self._size, part), 0) for spec in self._specs}
-        least = {spec.name: tuple(spec.least) for spec in self._specs if spec.least and varying}
-        made |= {name: Varying(made[name], open_) for name, open_ in least.items()}
+    def _examples_of_calls(self, part: float, varying: bool = False) -> list[dict[str, Any]]:
+        """Return the examples for calls of all sizes; others as for `_examples`."""
+        if not self._grains:
+            return [self._examples(part, varying)]
+        if self._size > 1:
+            return [self._examples(part, varying, self._size)]
+        # torch takes a size of 1 for a constant
+        return [self._examples(part, varying, max(self._grains)), self._examples(part, varying)]
+
+    def _examples(self, part: float, varying: bool = False, open_batch: int | None = None) -> dict[str, Any]:
+        """Return example inputs with the changing sizes at a part of their ranges, or varying. open_batch: size of the
+        batch, which is left open; None: that of a microbatch.
+        """
+        batch, made, changing = open_batch or self._size, dict[str, Any](), dict[str, set[int]]()
+        for spec in self._specs:
+            made[spec.name] = spec.make(self._shape(spec, batch, part), 0)
+            changing[spec.name] = {*(spec.least if varying else ())}
+            if open_batch is not None and self._has_batch(spec):
+                changing[spec.name].add(0)
+        made |= {name: Varying(made[name], sorted(sizes)) for name, sizes in changing.items() if sizes}
         nested = {name: _with_tensors(name, value, made) for name, value in self._constants.items()}
         inside = {place for name, value in nested.items() for place in input_tensors(name, value)}
         return {name: tensor for name, tensor in made.items() if name not in inside} | nested
+
+    @property
+    def _changes(self) -> bool:
+        """True where sizes change from microbatch to microbatch."""
+        return any(spec.least for spec in self._specs)
 
     def _bucket_parts(self) -> list[float]:
         """Return the positions of the made-up data in the ranges of the changing sizes, rising from 0 to 1."""
@@ -377,7 +417,7 @@ class ModelWorkload(Workload):
                 f"{self.name}: the sizes that change have {' and '.join(map(str, sorted(counts)))} values, but the "
                 "first ones of all go together, and so on; give as many for each"
             )
-        count = counts.pop() if counts else _BUCKETS if any(spec.least for spec in self._specs) else 1
+        count = counts.pop() if counts else _BUCKETS if self._changes else 1
         return [1.0] if count == 1 else [at / (count - 1) for at in range(count)]
 
     def _ready(self, model: nn.Module | Chain) -> None:

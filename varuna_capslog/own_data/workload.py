@@ -60,7 +60,8 @@ class DatasetWorkload(ModelWorkload):
                 f"engine={config.engine} takes targets that are known before the samples are read, which those of own "
                 "data are not; set engine=capslog"
             )
-        super().__init__(settings, config.train.microbatch_size, self._model_on_data, config.run_dir)
+        size, grains = config.train.microbatch_size, config.profile.grains
+        super().__init__(settings, size, self._model_on_data, config.run_dir, grains)
         self._keys: dict[str, Any] = keys.model_dump(mode="json")
         self._seed, self._patience = config.train.seed, config.pipeline.timeout_seconds
         self._reader = SampleReader(self._keys, self._seed)

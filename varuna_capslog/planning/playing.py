@@ -57,20 +57,21 @@ __all__ = [
 
 def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape = DEFAULT_RUN) -> StageSeconds:
     """Return the seconds of one call of each stage, as sums over its layers; U where the profile knows it. Copies (O
-    and L) take no time here. A call of several microbatches takes as long as these one after the other.
+    and L) take no time here. A call of several microbatches takes the seconds of the profile's runs of such calls, or
+    without them as long as these microbatches one after the other.
 
     A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads the
     outputs of the last recomputed layers before the recomputation, so the engine leaves them out where they count no
     running statistics. Parts of layers run again inside the backward, or its input half. Raises CapslogError naming the
     layer whose seconds the profile lacks.
     """
-    forward, backward = profile.column("forward_seconds"), profile.column("backward_seconds")
-    forwards = [stage.grain * sum(forward[layer] for layer in stage.numbers) for stage in stages]
+    calls = [_call_seconds(profile, stage.grain) for stage in stages]
     inside = [stage.grain * sum(_part_seconds(profile, stage)) for stage in stages]
-    back = [
-        stage.grain * sum(backward[layer] for layer in stage.numbers) + more
-        for stage, more in zip(stages, inside, strict=True)
-    ]
+    forwards, back = (
+        [sum(call[way][layer] for layer in stage.numbers) for stage, call in zip(stages, calls, strict=True)]
+        for way in (0, 1)
+    )
+    back = [took + more for took, more in zip(back, inside, strict=True)]
     rate = profile.conditions.get(UPDATE_RATE)
     weights = [layer.parameter_bytes for layer in profile.layers]
     extra = {}
@@ -78,15 +79,16 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         extra["U"] = [float(rate) * sum(weights[layer] or 0 for layer in stage.numbers) for stage in stages]
     if any(stage.offloads for stage in stages):
         extra |= dict.fromkeys("OL", [0.0] * len(stages))
+    layers, once = profile.layers, profile.call_seconds[1][1]
     inputs = [
-        stage.grain * sum(profile.layers[layer].input_part for layer in stage.numbers) + more
-        for stage, more in zip(stages, inside, strict=True)
+        sum(layers[layer].input_part * (backward[layer] / (once[layer] or 1.0)) for layer in stage.numbers) + more
+        for stage, (_, backward), more in zip(stages, calls, inside, strict=True)
     ]
     extra |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
     again = [_again(stage, run) for stage in stages]
     seconds = [
-        [stage.grain * sum(forward[first:end]) for first, end in intervals]
-        for stage, intervals in zip(stages, again, strict=True)
+        [sum(forward[first:end]) for first, end in intervals]
+        for (forward, _), intervals in zip(calls, again, strict=True)
     ]
     counted = _last_with_statistics(profile)
     at_the_end = [bool(row) and row[-1][1] == profile.num_layers and row[-1][0] > counted for row in again]
@@ -120,6 +122,14 @@ def _part_seconds(profile: Profile, stage: PlanStage) -> list[float]:
             )
         seconds.append(known[key])
     return seconds
+
+
+def _call_seconds(profile: Profile, grain: int) -> tuple[list[float], list[float]]:
+    """Seconds of a forward and of a backward of every layer, in calls of `grain` microbatches."""
+    if grain in profile.call_seconds:
+        return profile.call_seconds[grain]
+    forward, backward = profile.call_seconds[1]
+    return [grain * took for took in forward], [grain * took for took in backward]
 
 
 def _last_with_statistics(profile: Profile) -> int:
@@ -296,7 +306,7 @@ def play(
     if profile.tensors:  # without tensors the profile does not know which layer reads from which
         plan.check_graph(profile.edges)
     notes = _conditions(profile, plan)
-    if any(stage.grain > 1 for stage in plan.stages):
+    if any(stage.grain not in profile.call_seconds for stage in plan.stages):
         notes.append("calls of several microbatches are taken to last as long as these one after the other")
     name = schedule or plan.schedule or "varuna"
     if (recomputes := plan.recomputes) is not None:
@@ -367,10 +377,15 @@ def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | 
 
 
 def even_share_seconds(profile: Profile, microbatches: int, devices: int) -> float:
-    """Return the work of a step, shared evenly: no plan of any stages on these devices has a shorter step. Raises
-    CapslogError naming the first layer whose seconds the profile lacks.
+    """Return the work of a step, shared evenly, in calls of the grains with which each layer takes least: no plan of
+    any stages on these devices has a shorter step. Raises CapslogError naming the first layer whose seconds the profile
+    lacks.
     """
-    work = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
+    calls = profile.call_seconds.items()
+    work = sum(
+        min((forward[layer] + backward[layer]) / grain for grain, (forward, backward) in calls)
+        for layer in range(profile.num_layers)
+    )
     return float(work) * microbatches / devices
 
 

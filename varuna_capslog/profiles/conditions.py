@@ -19,6 +19,7 @@ __all__ = [
     "LAST_HOLDS",
     "MOMENTS",
     "PART_SECONDS",
+    "ONE_MICROBATCH",
     "PURPOSE",
     "UPDATE_RATE",
     "checked",
@@ -55,6 +56,9 @@ PART_SECONDS = "seconds_of_parts"
 """Condition: seconds by which a backward is longer where parts of a layer run again in it, for the layers and parts of
 the plan that the run is given: [layer, parts, seconds].
 """
+ONE_MICROBATCH = "one_microbatch"
+"""Condition: numbers of the layers that take one microbatch per call, since they would compute something else for
+several together; in profiles that have runs of larger calls."""
 
 _MOST = 100
 """Largest factor: more than any allocator reserves per allocated byte or any optimizer keeps per parameter byte, and
@@ -142,6 +146,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     LAST_HOLDS: _texts,
     MOMENTS: fields.text,
     PART_SECONDS: _seconds_of_parts,
+    ONE_MICROBATCH: _sizes,
     "microbatch_size": partial(fields.whole, minimum=1),
     "optimizer_copies": _copies,
     "recompute": fields.boolean,

@@ -375,6 +375,27 @@ class Profile:
         """Samples of a call of `grain` microbatches, by the first observation; 0 where there is none."""
         return grain * self.observations[0].microbatch_size if self.observations else 0
 
+    @functools.cached_property
+    def call_seconds(self) -> Mapping[int, tuple[list[float], list[float]]]:
+        """Grain -> seconds of a forward and of a backward of every layer in calls of so many microbatches: 1, and those
+        of which each layer has a run alone that tells both. Raises CapslogError as `column`.
+        """
+        alone: dict[int, dict[int, Observation]] = {}
+        for row in self.observations:
+            if row.layers[1] - row.layers[0] == 1 and row.variant is None and row.parallel["kind"] == "none":
+                alone.setdefault(row.microbatch_size, {}).setdefault(row.layers[0], row)
+        forward, backward = self.column("forward_seconds"), self.column("backward_seconds")
+        calls, usual = {1: (forward, backward)}, alone.get(self.samples(1), {})
+        plain = [usual[layer].forward_seconds for layer in sorted(usual)] == forward  # no variants are chosen
+        for samples, rows in sorted(alone.items()):
+            grain, rest = divmod(samples, self.samples(1))
+            took = [(row.forward_seconds, row.backward_seconds) for _, row in sorted(rows.items())]
+            if plain and grain > 1 and not rest and len(took) == self.num_layers:
+                known = [(first, second) for first, second in took if first is not None and second is not None]
+                if len(known) == len(took):
+                    calls[grain] = [first for first, _ in known], [second for _, second in known]
+        return calls
+
     @property
     def edges(self) -> list[tuple[int, int]]:
         """Pairs of (layer that writes a tensor, layer that reads it); without `tensors` each layer reads only from the

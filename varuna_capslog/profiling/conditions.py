@@ -66,7 +66,7 @@ class RunConditions:
     halves: True where the training run splits its backwards: each row then has the bytes of the halves too.
     recipe: of the update of parameters, which determines the optimizer state of each.
     gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
-    grains: microbatches of one call, other than 1, in stages of the plan that the run is given; an estimate has rows of
+    grains: microbatches of one call, other than 1, that a stage may take (`profile.grains`); an estimate has rows of
         calls of these sizes too.
     parts: (layer, its parts that run again) of that plan, of which an estimate has the seconds too.
     """
@@ -163,7 +163,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         halves=run.splits_backwards,
         gpu=kind,
         recipe=Recipe.of_config(config.train),
-        grains=tuple(sorted({stage.grain for stage in stages} - {1})),
+        grains=tuple(sorted({*config.profile.grains})),
         weights=config.train.weights,
         parts=tuple(sorted(set().union(*map(recomputed_parts, stages)))),
     )

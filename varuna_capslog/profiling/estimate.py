@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from varuna_capslog.engine.grains import joined_inputs
+from varuna_capslog.engine.grains import joined_inputs, layers_of_one_microbatch, specs_of_values
 from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.signature import run_signature
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
-from varuna_capslog.profiles.conditions import PART_SECONDS, UPDATE_RATE
+from varuna_capslog.profiles.conditions import ONE_MICROBATCH, PART_SECONDS, UPDATE_RATE
 from varuna_capslog.profiles.record import Observation, Profile, TensorRecord
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import cache
@@ -295,6 +295,13 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
         facts[UPDATE_RATE] = sum(stage.update_seconds for stage in alone) / sizes_of_weights
     if parts := estimator.conditions.parts:
         facts[PART_SECONDS] = [[layer, list(names), estimator.part_seconds(layer, names)] for layer, names in parts]
+    if several:
+        once = specs_of_values(chain, estimator.specs)
+        refused = [
+            layers_of_one_microbatch(chain, (once, specs_of_values(chain, larger.specs)), larger.grain)
+            for larger in several
+        ]
+        facts[ONE_MICROBATCH] = sorted({layer for layers in refused for layer in layers})
     conditions = _key(estimator, sizes, transport) | facts
     profile = profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
     pairs = zip(profile.layers, alone, strict=True)

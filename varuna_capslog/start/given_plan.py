@@ -68,9 +68,9 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     """Return the config with all that its `pipeline.plan` decides; the same config where it names no plan.
 
     The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`, and `say` is told so
-    in one line. Its capacities are those of its devices, also for later plans: they count where the config has no
-    `pipeline.capacity`. `train.accumulation_blocks: null` becomes the plan's number, or 1 where that is open, too. The
-    plan's variants become the config's.
+    in one line. Its grains join `profile.grains`. Its capacities are those of its devices, also for later plans: they
+    count where the config has no `pipeline.capacity`. `train.accumulation_blocks: null` becomes the plan's number, or 1
+    where that is open, too. The plan's variants become the config's.
 
     Raises:
         CapslogError: the file is no plan, the config's sizes or blocks differ from the plan's, or the plan gives only
@@ -118,6 +118,8 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     changed = [f"{name}={value}" for name, value in decided_keys.items() if pipeline[name] != value]
     if changed:
         say(f"{path} decides: pipeline.{', pipeline.'.join(changed)}")
+    if grains := {stage.grain for stage in plan.stages} - {1}:
+        values["profile"]["grains"] = sorted({*config.profile.grains, *grains})
     values["pipeline"] = pipeline | decided_keys
     values["train"] = train | {"accumulation_blocks": blocks or train["accumulation_blocks"] or 1}
     values |= with_plan_variants(config, plan)

@@ -41,7 +41,7 @@ Sizes = tuple[int | tuple[str, int, int | None], ...]
 
 
 class FixedSize(CapslogError):
-    """The model's code fixes a size that an example leaves open."""
+    """The model's code fixes a size that an example leaves open, or makes other layers for other sizes."""
 
 
 class Varying:

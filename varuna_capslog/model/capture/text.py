@@ -458,7 +458,7 @@ class OneOf:
 
 def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
     """Merge the layers of several captures; those of a single capture are returned as they are. `name`: the model's,
-    for messages. Raises CapslogError where for some sizes the model is cut into other layers or hands on other tensors.
+    for messages. Raises FixedSize where for some sizes the model is cut into other layers or hands on other tensors.
     """
     layers, inputs, outputs = captures[0]
     for others, other_inputs, other_outputs in captures[1:]:
@@ -468,7 +468,7 @@ def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
             other_inputs,
             other_outputs,
         ):
-            raise CapslogError(
+            raise FixedSize(
                 f"{name} is not the same chain of layers for all sizes of its inputs: {_difference(layers, others)}; "
                 "give the sizes one by one, or cut points at which it is"
             )

@@ -8,10 +8,12 @@ played; of those that fit, the shortest step is taken.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +40,9 @@ from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import judged
 from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanRank, PlanStage, Units, ranges_of, scheduled
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import ONE_MICROBATCH
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import RunShape, Schedule, from_strings
+from varuna_capslog.schedules import RunShape, Schedule, from_strings, to_strings
 from varuna_capslog.schedules.generators import in_flight_microbatches, table_3_2
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "plan_of_stages",
     "replicated_plan",
     "stage_limits",
+    "with_larger_calls",
     "with_least_limits",
     "with_lists",
     "with_wider_limits",
@@ -68,6 +72,12 @@ _CHOOSES_LIMITS = ("graphpipe", BUDGET)
 """Planners that choose the limits in flight for the shortest step."""
 _WIDER, _WORTH = (2, 3, 4, 8), 0.01
 """Times the limits of 1F1B that are tried, and the least part of a step that they must save."""
+_CHOOSES_CALLS = ("graphpipe",)
+"""Planners that choose the microbatches of a call of each stage, and groups of k calls (kFkB)."""
+_GRAINS, _GROUPS = (2, 4), (2, 4)
+"""Microbatches of a call that are tried beside 1, and k."""
+_MOST_PLAYED = 1 << 14
+"""Microbatches times stages, at most, of all plays of that choice: some seconds."""
 _MOST_CALLS = 256
 """Microbatches times stages up to which limits are chosen by the step; above, they are those of the table."""
 _ROUNDS = 6
@@ -417,7 +427,8 @@ class StagesPlayed:
 
     def settle(self) -> None:
         """Give the best plan the least limits in flight that keep its step, or shorten it where the planner chooses
-        them, unless the plan then lacks more bytes; messages that wait may take some. Before, it may have lacked some.
+        them and the calls, unless the plan then lacks more bytes; messages that wait may take some. Before, it may have
+        lacked some.
         """
         best = self.best
         assert best is not None, "without a limit some stages always fit"
@@ -428,6 +439,12 @@ class StagesPlayed:
             shorter = with_wider_limits(self.profile, best.plan, self.run, self.link)
             if shorter is not best.plan:
                 best = self._take(best, shorter)
+        if self.frame.planner in _CHOOSES_CALLS and not best.lack:
+            limited = bool(self.profile.observations) and self.costs.usable is not None
+            fits = lambda plan: not (limited and _lack(self._judged(plan)))  # noqa: E731
+            larger = with_larger_calls(self.profile, best.plan, self.run, self.link, fits)
+            if larger is not best.plan:
+                best = self._take(best, _with_grains_named(larger))
         self.best = best
 
     def _take(self, best: PlayedPlan, plan: Plan) -> PlayedPlan:
@@ -504,7 +521,7 @@ def _one_by_one(numbers: Sequence[int], stage: PlanStage, units: Units) -> tuple
     goes through all of them, and its backward in reverse.
     """
     blocks = units.blocks if stage.blocks is None else len(stage.blocks)
-    calls = (blocks or 1) * units.of_block
+    calls = (blocks or 1) * units.of_block // stage.grain
     ahead = min(stage.in_flight or calls, calls)
     names = [f"{number}F{call}" for call in range(ahead) for number in numbers]
     again = ahead > 1 and any(interval.recomputes for interval in stage.memory or ())
@@ -565,6 +582,96 @@ def with_wider_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     if (best.step_seconds or 0.0) > plan.step_seconds * (1 - _WORTH):
         return plan
     return with_least_limits(profile, best, run, link)
+
+
+def with_larger_calls(
+    profile: Profile, plan: Plan, run: RunShape, link: Link | None, fits: Callable[[Plan], bool] = lambda plan: True
+) -> Plan:
+    """Return a played plan whose stages take several microbatches in a call, or whose ranks do k calls of a kind in a
+    row (kFkB), if that makes its step shorter by `_WORTH`; else the plan itself.
+
+    GraphPipe, thesis Sec. 3: a stage has its own microbatch size and its own k; here k is one for all. Only stages of
+    layers that take several (`ONE_MICROBATCH` names the others) have a larger grain, of those whose seconds the profile
+    has.
+
+    state: the grain of each stage, and the order of its calls: 1F1B with a multiple of its limits, or kFkB with k
+    starts: one grain for all stages that may have it, in the best order for it, the shortest step first
+    moves: from the last stage to the first its best grain, then the best order, until none makes the step shorter;
+        no more than `_MOST_PLAYED` calls are played
+    """
+    if plan.step_seconds is None or _is_long(plan):
+        return plan
+    alone = frozenset(profile.conditions.get(ONE_MICROBATCH, ()))
+    kinds = list(dict.fromkeys(stage.layers for stage in plan.stages))
+    sizes = [1, *(grain for grain in _GRAINS if grain in profile.call_seconds)]
+    choices = [[1] if any(alone & {*range(*span)} for span in kind) else sizes for kind in kinds]
+    orders = [("1f1b", times) for times in (1, *_WIDER)]
+    orders += [("kfkb", k) for k in _GROUPS if plan.actions is None]
+    plays = itertools.count(1)
+
+    @functools.cache
+    def played(grains: tuple[int, ...], order: tuple[str, int]) -> Plan | None:
+        if next(plays) * len(kinds) * run.microbatches > _MOST_PLAYED:
+            return None
+        try:
+            larger = _with_calls(profile, plan, dict(zip(kinds, grains, strict=True)), order, run)
+            larger = with_step_seconds(profile, larger, run, link)
+        except CapslogError:  # grains that do not divide, lists that wait for ever
+            return None
+        return None if seconds_of(larger) < seconds_of(plan) and not fits(larger) else larger
+
+    def seconds_of(choice: Plan | None) -> float:
+        return math.inf if choice is None or choice.step_seconds is None else choice.step_seconds
+
+    def shortest(moves: Iterable[tuple[tuple[int, ...], tuple[str, int]]]) -> tuple[tuple[int, ...], tuple[str, int]]:
+        return min(moves, key=lambda move: seconds_of(played(*move)))
+
+    best, enough = plan, plan.step_seconds * (1 - _WORTH)
+    starts = dict.fromkeys(tuple(max(set(row) & {1, size}) for row in choices) for size in sizes)
+    states = [shortest((grains, order) for order in orders) for grains in starts]
+    for state in sorted(states, key=lambda state: seconds_of(played(*state))):
+        before = math.inf
+        while (step := seconds_of(played(*state))) < before * (1 - SAME):
+            before = step
+            for place in reversed(range(len(kinds))):
+                grains, order = state
+                state = shortest(((*grains[:place], grain, *grains[place + 1 :]), order) for grain in choices[place])
+            state = shortest((state[0], order) for order in orders)
+        if step <= enough:
+            best, enough = played(*state) or best, step
+    return best if best is plan else with_least_limits(profile, best, run, link)
+
+
+def _with_grains_named(plan: Plan) -> Plan:
+    grains = {stage.layers: stage.grain for stage in plan.stages}
+    if max(grains.values()) == 1:
+        return plan
+    note = f"the stages take {', '.join(map(str, grains.values()))} microbatches in a call, constants of the run"
+    return dataclasses.replace(plan, notes=(*plan.notes, f"{note} (stages[].grain)"))
+
+
+def _with_calls(
+    profile: Profile,
+    plan: Plan,
+    grains: Mapping[tuple[tuple[int, int], ...], int],
+    order: tuple[str, int],
+    run: RunShape,
+) -> Plan:
+    """Return the plan with the grain of each stage, by its layers, and an order of its calls."""
+    name, times = order
+    stages = [dataclasses.replace(stage, grain=grains[stage.layers], in_flight=None) for stage in plan.stages]
+    larger = dataclasses.replace(plan, stages=tuple(stages), actions=None)
+    graph = larger.stage_graph(profile.known_edges)
+    if name == "kfkb":
+        rows = to_strings(scheduled(name, stages, graph, dataclasses.replace(run, k=times)))
+        return dataclasses.replace(larger, schedule=name, actions=tuple(map(tuple, rows)))
+    limits = in_flight_microbatches(graph)
+    if plan.actions is not None:  # of replicas, which the table takes for one call of all
+        limits = [stage.in_flight or limit for stage, limit in zip(plan.stages, limits, strict=True)]
+    limits = [times * -(-limit // stage.grain) for limit, stage in zip(limits, stages, strict=True)]
+    most = [min(limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
+    stages = [dataclasses.replace(stage, in_flight=limit) for stage, limit in zip(stages, most, strict=True)]
+    return with_lists(dataclasses.replace(larger, stages=tuple(stages)))
 
 
 def _is_long(plan: Plan) -> bool:

@@ -483,7 +483,7 @@ def loss_of_each(loss: LossFunction, single: Mapping[str, TensorSpec], all_: Map
     }
 
     def part_of(name: str, tensor: Tensor, place: int, count: int) -> Tensor:
-        for dimension in grown[name] or [0]:
+        for dimension in grown[name] or ([0] if tensor.dim() else []):
             tensor = tensor.tensor_split(count, dimension)[place]
         return tensor
 
