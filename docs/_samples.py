@@ -1,9 +1,9 @@
 """Make the sample outputs of a page again: `python docs/_samples.py docs/export.md`, then look at the diff.
 
 A sample is a fenced `text` block that begins with `$ command`. Its commands run in one empty folder for each page,
-beside configs/ and examples/, and what they print, progress left out, stands below them. A `yaml` block below a line
-that ends with "`NAME.yaml`:" is that file. Blocks that leave lines out ("..." alone on a line), or whose command fails,
-stay.
+beside configs/, docs/ and examples/, and what they print, progress left out, stands below them. A `yaml` block below a
+line that ends with "`NAME.yaml`:" is that file. Blocks that leave lines out ("..." alone on a line), or whose command
+fails, stay.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def remade(page: str, run: Callable[[str], str | None]) -> str:
 def _run_in(folder: Path, command: str) -> str | None:
     code = "from varuna_capslog.cli import program; program()"
     (folder / "capslog").write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}" "$@"\n', encoding="utf-8")
-    (folder / "capslog").chmod(0o755)
+    (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n', encoding="utf-8")
+    for program in ("capslog", "python"):
+        (folder / program).chmod(0o755)
     paths = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     done = subprocess.run(
         command,
@@ -66,7 +68,7 @@ def main(pages: list[str]) -> None:
         text = page.read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            for place in ("configs", "examples"):
+            for place in ("configs", "docs", "examples"):
                 (folder / place).symlink_to(ROOT / place)
             for file, content in _FILE.findall(text):
                 (folder / file).write_text(content, encoding="utf-8")

@@ -67,15 +67,18 @@ def test_the_slowest_stage_is_made_as_quick_as_possible(capsys: pytest.CaptureFi
     """By the seconds of the prompt or of the next token, which the table tells, too."""
     pytest.importorskip("transformers")
     slowest = {}
-    for balance in ("memory", "prefill", "decode"):
-        words = ("--hf", "llama", "--devices", "2", "--sequence", "64", "--device", "cuda:t4", "--balance", balance)
-        assert plan("--for", "inference", *words, "-o", "plan.json") == 0
+    for purpose in ("inference", "prefill", "decode"):
+        words = ("--hf", "llama", "--devices", "2", "--sequence", "64", "--device", "cuda:t4")
+        assert plan("--for", purpose, *words, "-o", "plan.json") == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert "prefill of 1 x 64 tokens: " in shown
         assert "next token of 1 sequence: " in shown
         value = json.loads(Path("plan.json").read_text())
-        assert value["planner"] == ("exact" if balance == "memory" else "throughput")
-        slowest[balance] = max(value["stage_seconds"])
+        assert (value["planner"], value["purpose"]) == (
+            "exact" if purpose == "inference" else "throughput",
+            "inference",
+        )
+        slowest[purpose] = max(value["stage_seconds"])
     assert slowest["prefill"] <= min(slowest.values())
 
 
@@ -115,16 +118,11 @@ REFUSED = {
     ),
     "another planner": (
         ("--for", "inference", *PLAIN, "--devices", "2", "--planner", "varuna"),
-        "for inference leave it out, or give --balance",
-    ),
-    "seconds to train": ((*PLAIN, "--devices", "2", "--balance", "prefill"), "--balance goes with --for inference"),
-    "an unknown balance": (
-        ("--for", "inference", *PLAIN, "--devices", "2", "--balance", "time"),
-        "--balance is 'time'; it must be one of memory, prefill, decode",
+        "leave it out, or give --for inference or prefill or decode",
     ),
     "seconds of a token that is not there": (
-        ("--for", "inference", *PLAIN, "--devices", "2", "--balance", "decode"),
-        "its layers cache nothing that is known, so that there is no next token; choose memory or prefill",
+        ("--for", "decode", *PLAIN, "--devices", "2"),
+        "its layers cache nothing that is known, so that there is no next token; choose --for inference or prefill",
     ),
     "real runs": (("--for", "inference", *PLAIN, "--devices", "2", "--measure"), "estimates, and never measures"),
     "half a batch": (

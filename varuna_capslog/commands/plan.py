@@ -118,17 +118,17 @@ def draw_plan(path: Path, plan: Plan, profile: Profile, run: RunShape, link: Lin
 
 _KEYS = ("pipeline.devices", "pipeline.capacity", "profile.device", "train.microbatch_size")
 """Keys that decide a plan for inference."""
-_BALANCES = ("memory", "prefill", "decode")
-"""Amounts of which the largest stage is made as small as possible."""
+_SERVING = {"inference": "exact", "prefill": "throughput", "decode": "throughput"}
+"""Purposes of serving -> their planner: the smallest peak, or the quickest slowest stage (prefill, next token)."""
 
 
 def check_purpose(flags: PlanFlags) -> bool:
     """Return whether the plan is for inference. Raises CapslogError: another purpose; flags of the other one."""
     from varuna_capslog.base import fields
 
-    fields.refuse_unknown([flags.purpose], ("training", "inference"), "purpose of --for")
+    fields.refuse_unknown([flags.purpose], ("training", *_SERVING), "purpose of --for")
     if flags.purpose == "training":
-        for name in ("batch", "dtype", "cache", "balance"):
+        for name in ("batch", "dtype", "cache"):
             if getattr(flags, name) is not None:
                 raise CapslogError(f"--{name} goes with --for inference")
         return False
@@ -137,16 +137,16 @@ def check_purpose(flags: PlanFlags) -> bool:
         *(name for name, value in beside.items() if value),
         *sorted(set(keys_of(flags.overrides)) - set(_KEYS)),
     ]:
-        raise CapslogError(f"{name} belongs to plans of training; leave it out with --for inference")
-    if flags.planner not in (None, "exact"):
+        raise CapslogError(f"{name} belongs to plans of training; leave it out with --for {flags.purpose}")
+    if flags.planner not in (None, _SERVING[flags.purpose]):
         raise CapslogError(
-            f"--planner {flags.planner} plans for training; for inference leave it out, or give --balance"
+            f"--planner {flags.planner} plans for training; leave it out, or give --for {' or '.join(_SERVING)}"
         )
     if flags.estimate is False:
-        raise CapslogError("--for inference estimates, and never measures; leave --measure out")
+        raise CapslogError(f"--for {flags.purpose} estimates, and never measures; leave --measure out")
     if flags.model is None:
         reason = "a CONFIG describes a training" if flags.config is not None else "no model is given"
-        raise CapslogError(f"--for inference plans for a model of --model or --hf, but {reason}")
+        raise CapslogError(f"--for {flags.purpose} plans for a model of --model or --hf, but {reason}")
     return True
 
 
@@ -161,8 +161,7 @@ def plan_for_inference(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
     from varuna_capslog.profiles.conditions import DECODE_SECONDS
     from varuna_capslog.profiling.inference import Served, decoding, estimate_inference
 
-    balance, batch = flags.balance or "memory", flags.batch or 1
-    fields.choice(balance, "--balance", _BALANCES)
+    decodes, batch = flags.purpose == "decode", flags.batch or 1
     config = question_of(replace(flags, sequence=None), None, None)
     devices = config.pipeline.devices
     size = config.train.microbatch_size if "train.microbatch_size" in keys_of(flags.overrides) else batch
@@ -176,12 +175,11 @@ def plan_for_inference(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
     cache = None if flags.cache is None else units.parse_bytes(flags.cache, "--cache")
     model = InferenceModel(settings, size, flags.dtype, flags.sequence)
     profile = estimate_inference(model, Served(size, device, kind, cache))
-    if balance == "decode" and DECODE_SECONDS not in profile.conditions:
+    if decodes and DECODE_SECONDS not in profile.conditions:
         why = profile.conditions.get("decode", "its layers cache nothing that is known, so that there is no next token")
-        raise CapslogError(f"--balance decode of {model.name}: {why}; choose memory or prefill")
-    priced = decoding(profile) if balance == "decode" else profile
-    planner = "exact" if balance == "memory" else "throughput"
-    plan = solve(Problem.of_serving(priced, devices, batch, config.pipeline.capacity), planner)
+        raise CapslogError(f"--for decode of {model.name}: {why}; choose --for inference or prefill")
+    priced = decoding(profile) if decodes else profile
+    plan = solve(Problem.of_serving(priced, devices, batch, config.pipeline.capacity), _SERVING[flags.purpose])
     if priced is not profile:  # the seconds of a plan's stages are those of a prefill
         forward = [layer.forward_seconds or 0.0 for layer in profile.layers]
         stages = (replace(stage, seconds=sum(forward[stage.first : stage.end])) for stage in plan.stages)
@@ -228,7 +226,8 @@ class PlanFlags(PlannerFlags):
     purpose: Annotated[
         str,
         option(
-            "Purpose of the plan: training, or inference of --model or --hf.",
+            "Purpose of the plan: training, or inference of --model or --hf; prefill and decode: inference whose "
+            "slowest stage is as quick as possible.",
             "training",
             "--for",
             metavar="PURPOSE",
@@ -239,16 +238,6 @@ class PlanFlags(PlannerFlags):
     dtype: Annotated[
         str | None,
         option("Type of weights and caches: float32, bfloat16 or float16.", "the model's own", panel=INFERENCE),
-    ] = None
-    balance: Annotated[
-        str | None,
-        option(
-            "Amount whose largest stage is made as small as possible: memory, or the seconds of prefill or of decode, "
-            "within the memory.",
-            "memory",
-            metavar="[memory|prefill|decode]",
-            panel=INFERENCE,
-        ),
     ] = None
     cache: Annotated[
         str | None,

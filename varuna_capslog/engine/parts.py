@@ -83,7 +83,7 @@ class _Reread(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
-    def get(self) -> Tensor:
+    def restored(self) -> Tensor:
         """Return the tensor, made again."""
         return self.call.output(self.place).as_strided(self.size, self.stride, self.offset)
 
@@ -102,7 +102,7 @@ def _reread(tensor: Tensor, returned: Sequence[_Returned]) -> _Reread | None:
 
 
 def _unpacked(kept: Tensor | _Reread) -> Tensor:
-    return kept.get() if isinstance(kept, _Reread) else kept
+    return kept.restored() if isinstance(kept, _Reread) else kept
 
 
 class _PartModule(nn.Module):
@@ -168,7 +168,7 @@ class _PartCall:
 
     def _run_again(self) -> tuple[Tensor, ...]:
         layer, saved = self._layer, dict[int, Tensor]()
-        inputs = [value.get() if isinstance(value, _Input) else value for value in self._inputs]
+        inputs = [value.restored() if isinstance(value, _Input) else value for value in self._inputs]
         present = None if self._random is None else accelerator.random_state(layer.device)
 
         def pack(tensor: Tensor) -> None:
@@ -210,7 +210,7 @@ class _Input(NamedTuple):
         """Keep a tensor without its graph."""
         return cls(_reread(tensor, returned) or tensor.detach(), tensor.requires_grad)
 
-    def get(self) -> Tensor:
+    def restored(self) -> Tensor:
         """Return the tensor as a leaf."""
         return _unpacked(self.kept).detach().requires_grad_(self.carries)
 

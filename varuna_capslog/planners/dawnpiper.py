@@ -20,8 +20,8 @@ Deviations from the printed text:
   state. Here weights are never stale and kept once. Equation (2) still places the memory-balanced cuts, with the run's
   microbatches in flight (l - x + 1 under 1F1B, while there are as many); `Layerwise.peak` decides if a stage fits.
 - Its nodes are operators; here they are the layers of the chain, and every stage keeps at least one. A balanced
-  position is rounded up to the end of a layer, as printed, so the theorem holds to within one layer: a better cut, or
-  the only cut that fits, may lie one layer outside the walk.
+  position is rounded up to the end of a layer, as printed, so the theorem holds to within one layer: a better cut may
+  lie one layer below the walk, which is tried where no cut of the walk fits.
 - App. B.2 leaves out cuts that many tensors cross, not counting those that cross all candidates. Where a profile has
   the tensors, only candidates that at most one further tensor crosses are walked; all where there is none of these.
 """
@@ -64,7 +64,11 @@ def dawnpiper_stages(chain: Layerwise) -> list[StageChoice]:
             return _Partition(stage.lack, stage.seconds, (stage,))
         middle = first_stage if last_stage - first_stage <= 2 else (first_stage + last_stage) // 2
         best: _Partition | None = None
-        for cut in _candidates(chain, first, end, (first_stage, middle, last_stage)):
+        cuts = _candidates(chain, first, end, (first_stage, middle, last_stage))
+        lower = min(cuts) - 1
+        for cut in (*cuts, lower) if lower - first > middle - first_stage else cuts:
+            if cut == lower and best is not None and not best.lack:
+                break
             halves = partition(first, cut, first_stage, middle), partition(cut, end, middle + 1, last_stage)
             stages = halves[0].stages + halves[1].stages
             candidate = _Partition(max(half.lack for half in halves), max(half.seconds for half in halves), stages)

@@ -39,7 +39,7 @@ _MOST_CALLS = 2_000
 
 def idle_notes(plan: Plan, profile: Profile) -> list[str]:
     """Return a sentence where devices idle more than half of the simulated step; else nothing."""
-    if plan.num_microbatches is None or not profile.timed:
+    if plan.num_microbatches is None or not profile.timed or plan.purpose != "training":
         return []
     if plan.num_microbatches * len(plan.stages) > _MOST_CALLS:
         return []
@@ -146,7 +146,7 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
     if sizes and profile is not None and plan.purpose == "training":
         notes += _kind_notes(plan, profile, sizes)
     if profile is not None:
-        notes += idle_notes(plan, profile) if plan.purpose == "training" else _forward_notes(plan, profile)
+        notes += [*idle_notes(plan, profile), *_forward_notes(plan, profile)]
     if plan.bound_seconds is not None and plan.step_seconds is not None:
         notes.append(_said_of_bound(plan, plan.step_seconds, plan.bound_seconds))
     if sizes is None and any(rank_use.bytes is not None for rank_use in plan.ranks):
@@ -164,6 +164,8 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
 
 def _forward_notes(plan: Plan, profile: Profile) -> list[str]:
     """Return a line for each kind of forward of a served model: seconds of the slowest stage, and of all together."""
+    if plan.purpose == "training":
+        return []
     size, tokens = plan.microbatch_size, profile.conditions.get("sequence")
     forwards = {f"forward of {plural(size or 1, 'sample')}": [layer.forward_seconds for layer in profile.layers]}
     if DECODE_SECONDS in profile.conditions:
