@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,7 @@ def main(pages: list[str]) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             for place in ("configs", "docs", "examples"):
-                (folder / place).symlink_to(ROOT / place)
+                shutil.copytree(ROOT / place, folder / place)
             for file, content in _FILE.findall(text):
                 (folder / file).write_text(content, encoding="utf-8")
             page.write_text(remade(text, lambda command, folder=folder: _run_in(folder, command)), encoding="utf-8")

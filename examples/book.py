@@ -10,7 +10,8 @@ from varuna_capslog.own_data import TextFile, write_text
 
 
 def model():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=96, n_layer=4, n_head=4))
+    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 96, "n_layer": 4, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
 
 
 def sample(model):
@@ -29,4 +30,5 @@ if __name__ == "__main__":
     settings = {"train": train, "profile.source": "estimated"}
     val = TextFile("book.txt", 64, part=(0.9, 1))
     run = capslog.train(model, TextFile("book.txt", 64, part=(0, 0.9)), settings, val=val, sample=sample)
-    print(run, run.report())  # noqa: T201
+    print(run)  # noqa: T201
+    print(run.report())  # noqa: T201

@@ -26,4 +26,5 @@ if __name__ == "__main__":
     val = ImageFolder("digits", size=32, part=(0.9, 1))
     data = ImageFolder("digits", size=32, part=(0, 0.9))
     run = capslog.train(model, data, settings, val=val, loss="cross_entropy", metric="accuracy", workers=1)
-    print(run, run.report())  # noqa: T201
+    print(run)  # noqa: T201
+    print(run.report())  # noqa: T201

@@ -204,7 +204,8 @@ class Table:
             shown = (_cut(cell, longest) if place in named else cell for place, cell in enumerate(row))
             drawn.add_row(*map(Text, shown))
         # above the table, whose own title would be folded to its width
-        middle = (other_width + sum(min(widths[place], longest) for place in named) - len(title)) // 2
+        width = min(console.width, other_width + sum(min(widths[place], longest) for place in named))
+        middle = (width - len(title)) // 2
         if title:
             console.print(Text(" " * min(middle, console.width - len(title)) + title, style="table.title"))
         console.print(drawn)
