@@ -126,7 +126,7 @@ class _PartModule(nn.Module):
 
 
 class _Stop(Exception):
-    """All that a second run is for is there."""
+    """End of a second run: it has made all that is missing."""
 
 
 class _PartCall:

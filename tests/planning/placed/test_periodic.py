@@ -133,7 +133,7 @@ def less_saved(costs: ChainCosts, times: float = 0.75) -> ChainCosts:
     return dataclasses.replace(costs, waiting=None if costs.waiting is None else times * costs.waiting)
 
 
-@pytest.mark.parametrize("seed", [0, 10])
+@pytest.mark.parametrize("seed", [0, 10, 116])
 def test_devices_that_just_hold_a_plan_of_its_kind_get_one(seed: int) -> None:
     """It counted two buffers per message that a stage of the engine does not have, and said that nothing fits."""
     draw, run = random.Random(seed), RunShape(3, "1f1b", False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners import MADPIPE
@@ -41,6 +41,9 @@ _SEARCH_SECONDS = 30.0
 
 _PROGRAM_SECONDS = 20.0, 0.5
 """Most and least time of the linear program of one allocation; most take well under a second."""
+
+_SHORT = 7
+"""Layers up to which all allocations are played where none of the chain's sums fits."""
 
 _ATTEMPTS = 7
 """Allocations to try for each counting, each for another number of bytes."""
@@ -158,7 +161,7 @@ class _Periodic:
 
     def weigh_smallest(self, costs: ChainCosts) -> None:
         """Play the plans of one microbatch after the other, which hold the least, for fewer and fewer bytes of the
-        chain's sums until none is left, or one fits.
+        chain's sums until none is left, or one fits; of a short chain, then those of all allocations.
         """
         low, high, tried = 0.0, _MORE * (costs.usable or 0.0), set[object]()
         long = costs.of("seconds", 0, costs.num_layers) + sum(map(costs.delay, range(1, costs.num_layers)))
@@ -170,6 +173,11 @@ class _Periodic:
             if allocation is not None and allocation.stages not in tried:
                 tried.add(allocation.stages)
                 self._add(allocation, _one_after_the_other(allocation, self.run.microbatches))
+        parts = _all_parts(0, costs.num_layers, costs.devices - 1) if costs.num_layers <= _SHORT else ()
+        for allocation in (Allocation.of(costs, row) for row in parts):
+            if not self.lacks or self.is_over:
+                return
+            self._add(allocation, _one_after_the_other(allocation, self.run.microbatches))
 
     def _add(self, allocation: Allocation, rows: Sequence[Sequence[str]]) -> float:
         """Keep the plan of these lists if it is the best. Return the bytes that it lacks."""
@@ -201,6 +209,16 @@ class _Periodic:
             model=profile.model,
             profile_digest=profile.digest,
         )
+
+
+def _all_parts(first: int, end: int, alone: int) -> Iterator[list[tuple[int, int, bool]]]:
+    """Yield all stages of layers first .. end-1, as (first, end, special), with at most `alone` ranks of one stage."""
+    if first == end:
+        yield []
+    for border in range(first + 1, end + 1):
+        for special in (True, False)[: 1 + (alone > 0)]:
+            for behind in _all_parts(border, end, alone - (not special)):
+                yield [(first, border, special), *behind]
 
 
 def _one_after_the_other(allocation: Allocation, microbatches: int) -> list[list[str]]:
