@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +167,7 @@ def test_nothing_fits(capsys):
     answer = asked(capsys, "stack.yaml", "microbatch", "--capacity", "10KiB", "-o", "no.json", status=3)
     assert answer["largest"] is None
     assert answer["tried"][0]["lacking_bytes"] > 0
-    assert re.match(r"not even train.microbatch_size=1 fits: (stage|rank) \d needs ", answer["answer"])
+    assert answer["answer"].startswith("not even train.microbatch_size=1 fits: rank 1 needs ")
     assert "too much" in answer["answer"]
     assert not Path("no.json").exists()
 

@@ -118,11 +118,15 @@ REFUSED = {
     ),
     "another planner": (
         ("--for", "inference", *PLAIN, "--devices", "2", "--planner", "varuna"),
-        "leave it out, or give --for inference or prefill or decode",
+        "--planner varuna does not go with --for inference, which is planned by exact; leave it out",
     ),
     "seconds of a token that is not there": (
         ("--for", "decode", *PLAIN, "--devices", "2"),
         "its layers cache nothing that is known, so that there is no next token; choose --for inference or prefill",
+    ),
+    "the planner of another purpose": (
+        ("--for", "prefill", *PLAIN, "--devices", "2", "--planner", "exact"),
+        "--planner exact does not go with --for prefill, which is planned by throughput; leave it out",
     ),
     "real runs": (("--for", "inference", *PLAIN, "--devices", "2", "--measure"), "estimates, and never measures"),
     "half a batch": (

@@ -140,7 +140,8 @@ def check_purpose(flags: PlanFlags) -> bool:
         raise CapslogError(f"{name} belongs to plans of training; leave it out with --for {flags.purpose}")
     if flags.planner not in (None, _SERVING[flags.purpose]):
         raise CapslogError(
-            f"--planner {flags.planner} plans for training; leave it out, or give --for {' or '.join(_SERVING)}"
+            f"--planner {flags.planner} does not go with --for {flags.purpose}, which is planned by "
+            f"{_SERVING[flags.purpose]}; leave it out"
         )
     if flags.estimate is False:
         raise CapslogError(f"--for {flags.purpose} estimates, and never measures; leave --measure out")
@@ -156,6 +157,7 @@ def plan_for_inference(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
     from varuna_capslog.config.reading import section
     from varuna_capslog.model.inference_model import InferenceModel
     from varuna_capslog.model.model_workload import ModelSection
+    from varuna_capslog.planning.playing import stage_seconds
     from varuna_capslog.planning.problem import Problem
     from varuna_capslog.planning.solve import solve
     from varuna_capslog.profiles.conditions import DECODE_SECONDS
@@ -181,9 +183,9 @@ def plan_for_inference(flags: PlanFlags) -> tuple[Plan, Config, Profile]:
     priced = decoding(profile) if decodes else profile
     plan = solve(Problem.of_serving(priced, devices, batch, config.pipeline.capacity), _SERVING[flags.purpose])
     if priced is not profile:  # the seconds of a plan's stages are those of a prefill
-        forward = [layer.forward_seconds or 0.0 for layer in profile.layers]
-        stages = (replace(stage, seconds=sum(forward[stage.first : stage.end])) for stage in plan.stages)
-        plan = replace(plan, stages=tuple(stages), profile_digest=profile.digest)
+        pairs = zip(plan.stages, stage_seconds(profile, plan.stages).forward, strict=True)
+        stages = tuple(replace(stage, seconds=seconds) for stage, seconds in pairs)
+        plan = replace(plan, stages=stages, profile_digest=profile.digest)
     shared.say(_assumptions(profile, batch, config.pipeline.capacity), err=True)
     return plan, config, profile
 

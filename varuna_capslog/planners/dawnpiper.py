@@ -63,21 +63,21 @@ def dawnpiper_stages(chain: Layerwise) -> list[StageChoice]:
             stage = stage_of(first_stage, first, end)
             return _Partition(stage.lack, stage.seconds, (stage,))
         middle = first_stage if last_stage - first_stage <= 2 else (first_stage + last_stage) // 2
-        best: _Partition | None = None
-        cuts = _candidates(chain, first, end, (first_stage, middle, last_stage))
-        lower = min(cuts) - 1
-        for cut in (*cuts, lower) if lower - first > middle - first_stage else cuts:
-            if cut == lower and best is not None and not best.lack:
-                break
+
+        def at(cut: int) -> _Partition:
             halves = partition(first, cut, first_stage, middle), partition(cut, end, middle + 1, last_stage)
             stages = halves[0].stages + halves[1].stages
-            candidate = _Partition(max(half.lack for half in halves), max(half.seconds for half in halves), stages)
-            if best is None or candidate[:2] < best[:2]:
-                best = candidate
-            if not candidate.treated:
+            return _Partition(max(half.lack for half in halves), max(half.seconds for half in halves), stages)
+
+        cuts, walked = _candidates(chain, first, end, (first_stage, middle, last_stage)), list[_Partition]()
+        for cut in cuts:
+            walked.append(at(cut))
+            if not walked[-1].treated:
                 break
-        assert best is not None, "both ends of the walk are candidates"
-        return best
+        lower = min(cuts) - 1
+        if all(candidate.lack for candidate in walked) and lower - first > middle - first_stage:
+            walked.append(at(lower))
+        return min(walked, key=lambda candidate: candidate[:2])
 
     return list(partition(0, chain.num_layers, 0, chain.stages - 1).stages)
 

@@ -166,17 +166,19 @@ def _forward_notes(plan: Plan, profile: Profile) -> list[str]:
     """Return a line for each kind of forward of a served model: seconds of the slowest stage, and of all together."""
     if plan.purpose == "training":
         return []
-    size, tokens = plan.microbatch_size, profile.conditions.get("sequence")
-    forwards = {f"forward of {plural(size or 1, 'sample')}": [layer.forward_seconds for layer in profile.layers]}
-    if DECODE_SECONDS in profile.conditions:
-        prefill, decode = f"prefill of {size} x {tokens} tokens", f"next token of {plural(size or 1, 'sequence')}"
-        forwards = {prefill: next(iter(forwards.values())), decode: profile.conditions[DECODE_SECONDS]}
+    size, told = plan.microbatch_size or 1, profile.conditions
+    forward = [layer.forward_seconds for layer in profile.layers]
+    if DECODE_SECONDS in told:
+        forwards = {f"prefill of {size} x {told.get('sequence')} tokens": forward}
+        forwards[f"next token of {plural(size, 'sequence')}"] = told[DECODE_SECONDS]
+    else:
+        forwards = {f"forward of {plural(size, 'sample')}": forward}
     notes = []
     for name, seconds in forwards.items() if profile.timed else ():
         sums = [sum(seconds[layer] or 0.0 for layer in stage.numbers) for stage in plan.stages]
         slowest = max(range(len(sums)), key=sums.__getitem__)
         notes.append(f"{name}: {duration(sums[slowest])} in the slowest stage, {slowest}; {duration(sum(sums))} in all")
-    return [*notes, f"next token {profile.conditions['decode']}"] if "decode" in profile.conditions else notes
+    return [*notes, f"next token {told['decode']}"] if "decode" in told else notes
 
 
 def _kind_notes(plan: Plan, profile: Profile, sizes: Sequence[int]) -> list[str]:
