@@ -40,7 +40,7 @@ SUMMARIES = {
     "plan": "Find where to cut a model into stages that fit",
     "front": "Show the step time for every amount of memory",
     "largest": "Find the largest batch, image or sequence that fits",
-    "compare": "Show all planners side by side",
+    "compare": "Show planners side by side",
     "simulate": "Simulate a step of a plan, or a trace of preemptions",
     "export": "Write a plan or weights in the form of another system",
     "lint": "Judge a layout of another system beside our plan",
