@@ -9,6 +9,7 @@ import pytest
 
 from tests.commands.folders import LLAMA
 from varuna_capslog import cli
+from varuna_capslog.profiling import inference
 
 NETS = """
 from torch import nn
@@ -80,6 +81,21 @@ def test_the_slowest_stage_is_made_as_quick_as_possible(capsys: pytest.CaptureFi
         )
         slowest[purpose] = max(value["stage_seconds"])
     assert slowest["prefill"] <= min(slowest.values())
+
+
+def test_a_plan_for_decode_balances_the_seconds_of_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stages tell those of the prompt, as others do."""
+    pytest.importorskip("transformers")
+    words = ("--hf", "llama", "--devices", "2", "--sequence", "8", "--device", "cuda:t4", "-o", "plan.json")
+    monkeypatch.setattr(inference, "_decode_seconds", lambda model, caches, *others: [9.0] + [1.0] * (len(caches) - 1))
+    stages = {}
+    for purpose in ("prefill", "decode"):
+        assert plan("--for", purpose, *words) == 0
+        value = json.loads(Path("plan.json").read_text())
+        stages[purpose] = value["cuts"]
+    assert stages["decode"] == [0, 1]
+    assert stages["prefill"] != [0, 1]
+    assert max(value["stage_seconds"]) < 1.0
 
 
 def test_nothing_else_takes_a_plan_for_inference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
