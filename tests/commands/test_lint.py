@@ -29,6 +29,15 @@ def profile(tmp_path: Path) -> Path:
     return tmp_path / "profile.json"
 
 
+def _divisible(profile: Path, folder: Path) -> Path:
+    """File of the same profile as an estimate whose layers can be divided over cards."""
+    known = read_profile(profile)
+    parts = Divisible(0.5, 0.4, 0.2, 0.2, 100, 100, 10, 400, 1000, 1e-3)
+    layers = tuple(dataclasses.replace(layer, divisible=parts) for layer in known.layers)
+    write_profile(folder / "divisible.json", dataclasses.replace(known, layers=layers, source="estimated"))
+    return folder / "divisible.json"
+
+
 def run(*words: object) -> int:
     return cli._run(["lint", *map(str, words)])
 
@@ -116,11 +125,7 @@ def test_a_layout_of_stages_that_are_divided_over_cards(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both plans are of one card of each stage; the cards of all stages are said."""
-    known = read_profile(profile)
-    parts = Divisible(0.5, 0.4, 0.2, 0.2, 100, 100, 10, 400, 1000, 1e-3)
-    layers = tuple(dataclasses.replace(layer, divisible=parts) for layer in known.layers)
-    divisible = tmp_path / "divisible.json"
-    write_profile(divisible, dataclasses.replace(known, layers=layers, source="estimated"))
+    divisible = _divisible(profile, tmp_path)
     flags = ("3,3", "--devices", 2, "--minibatch", 8, "--json")
     assert run(*flags, "--profile", divisible) == 0
     whole = json.loads(capsys.readouterr().out)["layout"]
@@ -134,3 +139,45 @@ def test_a_layout_of_stages_that_are_divided_over_cards(
     assert "1/4 of the rows (the mean), at worst all" in captured.err
     assert run(*flags, "--profile", profile, "--parallel", "tensor=2") == 2
     assert "known in estimates alone" in capsys.readouterr().err
+
+
+def test_a_layout_has_the_bytes_and_seconds_of_the_plan_that_it_was_exported_from(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lint judges in one way: by the planner's own verdict on the cuts. Layouts with an empty chunk went another way,
+    on which schedule 1f1b-star had no limits; the blocks of a second pipeline were those of other ranks.
+    """
+    divisible = _divisible(profile, tmp_path)
+    flags = ("--devices", 2, "--minibatch", 16, "pipeline.recompute=false")
+    for more in (
+        ("pipeline.schedule=1f1b",),
+        ("pipeline.schedule=interleaved",),
+        ("pipeline.schedule=1f1b-star", "pipeline.stages_per_rank=2"),
+        ("pipeline.schedule=interleaved", "pipeline.replicas=2", "pipeline.bandwidth=1MiB/s"),
+        ("pipeline.schedule=1f1b", "--parallel", "tensor=2,expert=4,data=2,zero=1"),
+        ("pipeline.schedule=interleaved", "--parallel", "tensor=2,expert=4,data=2,zero=1"),
+    ):
+        asked = ("--profile", divisible, *flags, *more)
+        saved = tmp_path / "plan.json"
+        assert cli._run(["plan", *map(str, asked), "--planner", "throughput", "-o", str(saved)]) == 0
+        capsys.readouterr()
+        assert cli._run(["export", str(saved), "--profile", str(divisible), "--to", "megatron"]) == 0
+        layout = capsys.readouterr().out.strip()
+        assert run(layout, *asked, "--json") == 0
+        record = json.loads(capsys.readouterr().out)
+        planned = json.loads(saved.read_text())
+        for key in ("peak_bytes", "step_seconds", "ranks", "stages", "cuts"):
+            assert record["layout"].get(key) == planned.get(key), (layout, key)
+
+
+def test_an_empty_chunk_has_the_limits_of_its_schedule_and_each_pipeline_its_own_blocks(
+    profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    flags = ("--profile", profile, "--devices", 2, "--minibatch", 16)
+    assert run("Ett|tt||ttL", *flags, "pipeline.schedule=1f1b-star", "--json") == 0
+    stages = json.loads(capsys.readouterr().out)["layout"]["stages"]
+    assert [stage["in_flight"] for stage in stages] == [3, 2, 1]  # a period of 15 s, the last stage
+    assert run("Ett|tt||ttL", *flags, "pipeline.replicas=2") == 0
+    rows = [line.split("│")[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [["0", "2+0"], ["1", "2+2"], ["2", "2+0"], ["3", "2+2"]]

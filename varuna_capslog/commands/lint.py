@@ -97,12 +97,7 @@ def lint(flags: LintFlags) -> None:
     chunks = len(layout.counts) // ranks
     asked = _of_one_run(config, min(chunks, profile.num_layers // ranks), keys_of(flags.overrides))
     cuts = layout_cuts(layout, names, flags.block_names)
-    stages = [
-        (first, stage % ranks)
-        for stage, (first, end) in enumerate(pairwise((*cuts, profile.num_layers)))
-        if first < end
-    ]
-    theirs = _published(asked, profile, memo, stages)
+    theirs = _published(asked, profile, memo, cuts)
     ours = plan_run(asked, profile, memo=memo)
     plans = {f"{layout.system} layout": theirs, f"planner {ours.planner}": ours}
     steps = {name: _rank_steps(plan, asked, profile) for name, plan in plans.items()}
@@ -130,25 +125,19 @@ def _of_one_run(config: Config, chunks: int, keys: dict[str, Any]) -> Config:
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=changes)})
 
 
-def _published(config: Config, profile: Profile, memo: Memo | None, stages: Sequence[tuple[int, int]]) -> Plan:
-    """Return the judged plan of stages, each (first layer, rank)."""
-    from varuna_capslog.planning.chunks import plan_of_rounds
-    from varuna_capslog.planning.problem import Problem
-    from varuna_capslog.start.prepare import divided_profile, plan_run
+def _published(config: Config, profile: Profile, memo: Memo | None, cuts: list[int]) -> Plan:
+    """Return the judged plan of the first layers of a layout's stages; a stage without layers begins with the next."""
+    from varuna_capslog.start.prepare import plan_run
 
-    cuts, placement = map(list, zip(*stages, strict=True))
     ranks = config.pipeline.devices
-    if without := sorted(set(range(ranks)) - set(placement)):
+    filled = {stage % ranks for stage, (first, end) in enumerate(pairwise((*cuts, profile.num_layers))) if first < end}
+    if without := sorted(set(range(ranks)) - filled):
         raise CapslogError(
             f"rank {without[0]} of the layout holds no layer; judge the layout without it, on fewer devices"
         )
-    if placement == list(range(ranks)) * (len(cuts) // ranks):
-        changed = config.pipeline.model_copy(
-            update={"cuts": cuts, "planner": "exact", "stages_per_rank": len(cuts) // ranks}
-        )
-        return plan_run(config.model_copy(update={"pipeline": changed}), profile, memo=memo)
-    problem = Problem.of_config(config, divided_profile(config, profile))
-    return plan_run(config, profile, memo=memo, named_plan=plan_of_rounds(problem, cuts, placement))
+    changed = {"cuts": cuts, "planner": "exact", "stages_per_rank": len(cuts) // ranks}
+    pipeline = config.pipeline.model_copy(update=changed)
+    return plan_run(config.model_copy(update={"pipeline": pipeline}), profile, memo=memo)
 
 
 def _rank_steps(plan: Plan, config: Config, profile: Profile) -> list[RankStep]:
@@ -171,8 +160,9 @@ def _print(layout: Layout, theirs: Plan, ours: Plan, steps: Sequence[Sequence[Ra
 
     ranks, rows = len(steps[0]), []
     unit, name = unit_of(max(step.peak_bytes or 0 for of_plan in steps for step in of_plan))
+    width = sum(step.pipeline == 0 for step in steps[0])
     for rank in range(ranks):
-        row = [str(rank), "+".join(map(str, layout.counts[rank::ranks]))]
+        row = [str(rank), "+".join(map(str, layout.counts[rank % width :: width]))]
         for plan, of_plan in zip((theirs, ours), steps, strict=True):
             row += _cells(plan, of_plan[rank], unit)
         rows.append(row)

@@ -77,16 +77,17 @@ def _ranks_of(layer: int, num_layers: int, placement: Sequence[int]) -> set[int]
     return set(placement[max(0, stages - (num_layers - layer)) : min(layer, stages - 1) + 1])
 
 
-def plan_of_rounds(problem: Problem, cuts: Sequence[int], placement: Sequence[int] | None = None) -> Plan:
+def plan_of_rounds(problem: Problem, cuts: Sequence[int]) -> Plan:
     """Return the plan, neither judged nor played, whose stages go round the devices of every pipeline.
 
-    cuts: first layers of all stages of a pipeline. placement: device of each of them; None: the problem's.
+    cuts: first layers of all stages of a pipeline; where two are equal, a device is passed over.
     """
     profile, run = problem.profile, problem.run
-    placement = problem.placement if placement is None else placement
+    bounds = zip(cuts, (*cuts[1:], profile.num_layers), problem.placement, strict=True)
+    filled, placement = zip(*((first, rank) for first, end, rank in bounds if first < end), strict=True)
     return Plan(
         profile.num_layers,
-        stages_of_pipelines(profile.num_layers, cuts, problem.pipelines, run.num_blocks, placement),
+        stages_of_pipelines(profile.num_layers, filled, problem.pipelines, run.num_blocks, placement),
         Units(run.num_microbatches, run.microbatch_size, run.num_blocks),
         run.schedule,
         ranks=problem.devices if any(device != PlanRank() for device in problem.devices) else (),

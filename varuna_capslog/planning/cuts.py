@@ -222,7 +222,8 @@ def cut_plan(problem: Problem, planner: str) -> Plan:
 
 def going_round(problem: Problem, planner: str) -> Plan:
     """Return the plan, not judged, whose stages go round the devices `stages_per_rank` times, with the problem's cuts
-    or the planner's; under schedule `1f1b-star` with the limits that follow from their seconds.
+    or the planner's; under schedule `1f1b-star` with the limits that follow from their seconds. Of equal cuts the first
+    ones are of stages without layers, which pass a device over.
     """
     profile, devices = problem.profile, problem.width
     stages, name = len(problem.placement), None
@@ -239,7 +240,8 @@ def going_round(problem: Problem, planner: str) -> Plan:
         cuts, name = cut_plan(rounds, planner).cut_list, planner
         if planner == "throughput" and stages > devices and profile.timed:
             cuts = fastest_chunks(problem, cuts)
-    plan = dataclasses.replace(plan_of_rounds(problem, fields.cut_list(cuts, profile.num_layers)), planner=name)
+    fields.cut_list(list(dict.fromkeys(cuts)), profile.num_layers)
+    plan = dataclasses.replace(plan_of_rounds(problem, cuts), planner=name)
     return with_limits(profile, plan, problem.run, problem.link) if problem.run.limits_by_plan else plan
 
 
