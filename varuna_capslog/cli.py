@@ -47,7 +47,9 @@ app = typer.Typer(
 # in the order of `capslog --help`, which is that in which a new user needs them
 _COMMANDS = (init, fits, profile, variants, plan, front, largest, compare, simulate, export, lint, check, train, host)
 for _command in _COMMANDS:
-    app.command(cls=HelpCommand, short_help=SUMMARIES[_command.__name__])(_command)
+    # a layout may be pasted with the option of its own system
+    settings = {"ignore_unknown_options": True} if _command is lint else None
+    app.command(cls=HelpCommand, short_help=SUMMARIES[_command.__name__], context_settings=settings)(_command)
 # what follows FILE is its own
 app.command(
     cls=HelpCommand,

@@ -181,3 +181,42 @@ def test_an_empty_chunk_has_the_limits_of_its_schedule_and_each_pipeline_its_own
     assert run("Ett|tt||ttL", *flags, "pipeline.replicas=2") == 0
     rows = [line.split("│")[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row] for row in rows] == [["0", "2+0"], ["1", "2+2"], ["2", "2+0"], ["3", "2+2"]]
+
+
+def test_hybrid_patterns(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the letters of the profile, where it knows them; our cuts are exported as a pattern then."""
+    known, hybrid = read_profile(profile), tmp_path / "hybrid.json"
+    letters = {"hybrid_letters": "|M|-|M|*|-|M|"}
+    write_profile(hybrid, dataclasses.replace(known, conditions={**known.conditions, **letters}))
+    flags = ("--devices", 2, "--minibatch", 8, "--json")
+    assert run("M-|M*-M", "--profile", hybrid, *flags) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["system"], record["blocks"], record["layout"]["cuts"]) == ("megatron", [2, 4], [0, 3])
+    assert run("M-|M--M", "--profile", profile, *flags) == 0  # its letters are not known
+    assert json.loads(capsys.readouterr().out)["layout"]["peak_bytes"] == record["layout"]["peak_bytes"]
+    assert run("M-|M--M", "--profile", hybrid, *flags) == 3
+    assert "it has the layers M-M--M, the model M-M*-M: they differ at layer 3" in capsys.readouterr().err
+    (tmp_path / "plan.json").write_text(json.dumps(record["layout"]))
+    assert cli._run(["export", str(tmp_path / "plan.json"), "--profile", str(hybrid), "--to", "megatron"]) == 0
+    assert capsys.readouterr().out == "M-|M*-M\n"
+
+
+def test_the_option_of_a_system_may_stand_before_its_layout(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such words were options that lint does not have; wrong options of lint itself still are."""
+    flags = ("--profile", profile, "--devices", 2, "--minibatch", 8, "--json")
+    for words in (
+        ("--pipeline-model-parallel-layout", "Ett|ttttL"),
+        ("--pipeline-model-parallel-layout Ett|ttttL",),
+        ("--pipeline-model-parallel-layout=Ett|ttttL",),
+        ("--decoder-first-pipeline-num-layers", "2", "--decoder-last-pipeline-num-layers", "4"),
+        ("--decoder-pipeline-manual-split-list", "2", "4"),
+    ):
+        for line in ((*words, *flags), (*flags, *words, "pipeline.recompute=false")):
+            assert run(*line) == 0, line
+            assert json.loads(capsys.readouterr().out)["blocks"] == [2, 4]
+    assert run("Ett|ttttL", *flags, "--devcies", 2) == 2
+    assert capsys.readouterr().err == "capslog: there is no option --devcies; see capslog lint --help\n"
+    assert run("Ett|ttttL", *flags, "--bandwidth", "1Gbit") == 2
+    assert "--bandwidth is the key pipeline.bandwidth" in capsys.readouterr().err
+    assert run("--devcies", 2, "Ett|ttttL", *flags) == 2
+    assert "no system is known that writes a layout such as '--devcies 2'" in capsys.readouterr().err

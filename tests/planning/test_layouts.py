@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.names import ModelNames
+from varuna_capslog.model.names import LayerModules, ModelNames
 from varuna_capslog.planning.export import TARGETS, Request, written
 from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
 from varuna_capslog.plans.parts import Units
@@ -146,6 +146,22 @@ def test_exports_of_layers_for_multi_token_prediction_are_read_back() -> None:
         exported("torchtitan", [0, 3])
 
 
+def test_a_layer_that_holds_all_layers_for_multi_token_prediction_counts_each() -> None:
+    """--hf joins them, since Megatron has them in one stage; the export counted one, and lint refused two."""
+    blocks = tuple(f"model.layers.{n}" for n in range(4))
+    known = {"joined": {"prediction_0": ["prediction_1"]}}
+    captured = [LayerModules((name,)) for name in ("embed", *blocks, "norm")]
+    captured += [LayerModules(("prediction_0.projection", "prediction_1.projection")), LayerModules(("head",))]
+    for more in (known, {"held": tuple(captured)}):
+        names = ModelNames(("embed", *blocks, "norm", "prediction_0", "head"), **more)
+        assert names.num_predictions == 2
+        plan = Plan.of_cuts(8, [0, 3], schedule="1f1b")
+        text = written("megatron", Request(plan, RunShape(recompute=False), names=names)).strip()
+        assert text == "Et*2|t*2mmL"
+        assert layout_cuts(read_layout(text, 4, 2, num_predictions=2), names) == [0, 3]
+        assert layout_cuts(read_layout("Ett|tt|mm|L", 4, 4, num_predictions=2), names) == [0, 3, 6, 7]
+
+
 @pytest.mark.parametrize(
     ("text", "blocks", "ranks", "fault"),
     [
@@ -170,15 +186,17 @@ def test_texts_that_are_no_layout_are_refused() -> None:
         read_layout("evenly", 8, 2)
     with pytest.raises(CapslogError, match=r"the layout 'Et\*x\|tL' cannot be read behind 'Et'"):
         read_layout("Et*x|tL", 8, 2, "megatron")
-    with pytest.raises(CapslogError, match=r"the text has no list partition_split: \[N, \.\.\.\]"):
+    with pytest.raises(CapslogError, match=r"partition_split is 'x' there; write it out, such as \[7, 8, 9\]"):
         read_layout("partition_split = x", 8, 2)
+    with pytest.raises(CapslogError, match=r"the text has no list partition_split: \[N, \.\.\.\]"):
+        read_layout("--split 8", 8, 2, "diffusion-pipe")
     with pytest.raises(CapslogError, match="unknown system"):
         read_layout("4,4", 8, 2, "vlm")
     for lists, reason in (
-        ("[['embedding', 't'], ['loss']]", "'t'"),
+        ("[['embedding', 't'], ['loss']]", "'t' is no layer of Megatron's lists"),
         ("[['embedding'] * 10**9, ['loss']]", "no product of a list with less than 1000"),
         ("[['embedding'], run()]", r"'run\(\)' is no list"),
         ("[['embedding']", "never closed"),
     ):
-        with pytest.raises(CapslogError, match=rf"the layout .* cannot be read \(.*{reason}"):
+        with pytest.raises(CapslogError, match=rf"{reason}"):
             read_layout(lists, 8, 2)

@@ -126,13 +126,14 @@ def export(flags: ExportFlags) -> None:
     profile = None if path is None else read_profile(path)
     edges = None if profile is None or plan.routes == "relay" else profile.known_edges
     names = _names(TARGETS[flags.to].needs, profile, model, run_config, flags.trust)
-    text = written(flags.to, Request(plan, run, edges, names, flags.block_names))
+    request = Request(plan, run, edges, names, flags.block_names)
+    text = written(flags.to, request)
     if flags.output is None:
         typer.echo(text, nl=False)
     else:
         files.write_text(flags.output, text)
         shared.say(f"written to {flags.output}")
-    for note in notes(flags.to, plan, run):
+    for note in notes(flags.to, request):
         shared.say(f"note: {note}", err=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +15,15 @@ import typer
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.help import MODEL, OUTPUT, SEARCH
-from varuna_capslog.commands.questions import QuestionFlags, costs_of, keys_of, question_of, read_profiles, settled
+from varuna_capslog.commands.questions import (
+    QuestionFlags,
+    costs_of,
+    former_option,
+    keys_of,
+    question_of,
+    read_profiles,
+    settled,
+)
 from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
@@ -34,7 +43,7 @@ class LintFlags(QuestionFlags):
 
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="LAYOUT", help="A layout such as 'Et*4|t*4L' or 16,16,16,13, or a file with one."),
+        typer.Argument(metavar="LAYOUT", help="A layout such as 'Et*4|t*4L', M-M|M*- or 16,16,16,13, or a file."),
     ] = None
     overrides: Annotated[
         list[str] | None,
@@ -73,22 +82,24 @@ def lint(flags: LintFlags) -> None:
     """
     from varuna_capslog.planning.chunks import chunk_bound
     from varuna_capslog.planning.export import names_in
-    from varuna_capslog.planning.layouts import count_blocks, layout_cuts, parted, read_layout
+    from varuna_capslog.planning.layouts import block_letters, count_blocks, layout_cuts, parted, read_layout
     from varuna_capslog.planning.problem import Problem
     from varuna_capslog.start.prepare import plan_run
 
     if flags.config is None:
         raise CapslogError("no layout is given: capslog lint LAYOUT, such as 'Et*4|t*4L', 16,16,16,13 or a file")
-    text = flags.config.read_text() if os.path.isfile(flags.config) else str(flags.config)
-    config_file, overrides = shared.words_of(None, flags.overrides)
+    text, words = _pasted([str(flags.config), *(flags.overrides or ())])
+    text = Path(text).read_text() if os.path.isfile(text) else text
+    config_file, overrides = shared.words_of(None, words)
     flags = settled(replace(flags, config=config_file, overrides=overrides))
     (profile,) = read_profiles([flags.profile] if flags.profile else None, flags) or (None,)
     config, profile, memo = costs_of(
         flags, question_of(flags, flags.planner or "throughput", profile), profile, choose=False
     )
     names, ranks = names_in(profile), config.pipeline.devices
-    num_blocks, num_predictions = count_blocks(names, flags.block_names), len(names.predictions)
-    layout = read_layout(text, num_blocks, ranks, flags.system, num_predictions)
+    num_blocks, num_predictions = count_blocks(names, flags.block_names), names.num_predictions
+    letters = block_letters(names, flags.block_names)
+    layout = read_layout(text, num_blocks, ranks, flags.system, num_predictions, letters)
     layout = replace(layout, faults=layout.faults or tuple(parted(layout, names, flags.block_names)))
     if layout.faults:
         if flags.as_json:
@@ -111,6 +122,26 @@ def lint(flags: LintFlags) -> None:
         _print(layout, theirs, ours, list(steps.values()), notes)
     if theirs.fits is False:
         raise DoesNotFit(f"the layout {_fit(theirs)}")
+
+
+def _pasted(words: list[str]) -> tuple[str, list[str]]:
+    """Return the layout at the begin of a command line, with the options of another system that give it, and the rest.
+
+    Raises CapslogError for other options that `lint` does not have.
+    """
+    from varuna_capslog.planning.layouts import system_of
+
+    end, is_option = 1, re.compile(r"--[\w-]+")
+    while words[0].startswith("--") and end < len(words):
+        if not (words[end].startswith("--") or words[end].isdigit() or is_option.fullmatch(words[end - 1])):
+            break
+        end += 1
+    if end > 1:
+        system_of(" ".join(words[:end]))
+    if unknown := next((word for word in words[end:] if word.startswith("-")), None):
+        moved = former_option(unknown)
+        raise CapslogError(moved or f"there is no option {unknown}; see capslog lint --help")
+    return " ".join(words[:end]), words[end:]
 
 
 def _of_one_run(config: Config, chunks: int, keys: dict[str, Any]) -> Config:

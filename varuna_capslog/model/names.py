@@ -6,15 +6,16 @@ only `names_of` reads a chain.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from varuna_capslog.model.chain import Chain
 
-__all__ = ["PREDICTION", "LayerModules", "ModelNames", "names_of"]
+__all__ = ["PREDICTION", "LayerModules", "ModelNames", "hybrid_letters", "names_of"]
 
 PREDICTION = "prediction_"
 """Beginning of the names of layers for multi-token prediction (`model/prediction`)."""
@@ -44,6 +45,7 @@ class ModelNames:
     copied: modules without parameters whose results several layers read, such as rotary position embeddings. Systems
         that split a model by its modules give each stage a copy.
     tokens: False where no input of the model holds whole numbers, as token ids are; None where it is not known.
+    letters: what each layer of a hybrid model holds (`hybrid_letters`); () for other models.
     """
 
     layers: tuple[str, ...]
@@ -53,11 +55,64 @@ class ModelNames:
     copied: frozenset[str] = frozenset()
     tokens: bool | None = None
     joined: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    letters: tuple[str, ...] = ()
 
     @property
     def predictions(self) -> tuple[int, ...]:
         """Numbers of the layers for multi-token prediction, in order."""
         return tuple(number for number, name in enumerate(self.layers) if name.startswith(PREDICTION))
+
+    @property
+    def num_predictions(self) -> int:
+        """Number of the model's layers for multi-token prediction, of which a layer of the chain may hold several."""
+        names = (
+            (self.layers[number], *self.joined.get(self.layers[number], ()))
+            if self.held is None
+            else self.held[number].modules
+            for number in self.predictions
+        )
+        return len({name.split(".")[0] for row in names for name in row if name.startswith(PREDICTION)})
+
+
+# -- Hybrid models: what each layer holds, in the letters of Megatron's hybrid patterns
+# (`megatron/core/models/hybrid/hybrid_layer_allocation.py` of 2026), by the names that parameters have in transformers.
+
+
+_PART = re.compile(r"(?P<block>.*?\.\d+)\.(?P<part>[^.]+)\.(?P<name>.+)")
+_IN_ORDER = "MG*D+-E?"
+
+
+def hybrid_letters(layers: Iterable[LayerModules]) -> tuple[str, ...]:
+    """Return the letters of each layer: M (Mamba-2), G (gated delta net), * (attention), D and + (latent attention with
+    an index and without), - (feed-forward), E (experts); of a block first the letter of its mixer. ? stands for a block
+    that no letters describe. () for a model without state spaces and delta nets, which is no hybrid model.
+    """
+    letters, recurrent = [], False
+    for layer in layers:
+        parts = defaultdict[str, defaultdict[str, set[str]]](lambda: defaultdict(set))
+        for hit in filter(None, map(_PART.fullmatch, layer.parameters)):
+            parts[hit["block"]][hit["part"]].add(hit["name"])
+            recurrent |= hit["name"] == "A_log"
+        blocks = ("".join(sorted(map(_letter, block.values()), key=_IN_ORDER.find)) for block in parts.values())
+        letters.append("".join(block if re.fullmatch(r"[MG*D+]?[-E]?", block) else "?" for block in blocks))
+    return tuple(letters) if recurrent else ()
+
+
+def _letter(parameters: set[str]) -> str:
+    """Letter of a part of a block; "" for a norm."""
+    modules = {name.split(".")[0] for name in parameters}
+    if "A_log" in modules:
+        delta = not modules & {"D", "x_proj"} and "dt_bias" in modules
+        return "G" if delta else "?" if "x_proj" in modules else "M"
+    if "experts" in modules:
+        return "E"
+    if "kv_b_proj" in modules:
+        return "D" if "indexer" in modules else "+"
+    if {"q_proj", "k_proj", "v_proj"} <= modules and not modules & {"conv1d", "indexer"}:
+        return "*"
+    if "down_proj" in modules and modules & {"up_proj", "gate_up_proj"}:
+        return "-"
+    return "" if parameters <= {"weight", "bias"} else "?"
 
 
 def names_of(chain: Chain) -> ModelNames:
@@ -79,7 +134,7 @@ def names_of(chain: Chain) -> ModelNames:
         held.append(LayerModules(modules, parameters, buffers))
     shared = tuple((tie.uses[0][1], tie.layers) for tie in chain.shared)
     lists = frozenset(path for layer in chain.layers for path in source_lists(layer))
-    return ModelNames(layers, shared, tuple(held), lists, _copied(chain, held))
+    return ModelNames(layers, shared, tuple(held), lists, _copied(chain, held), letters=hybrid_letters(held))
 
 
 def _copied(chain: Chain, held: Sequence[LayerModules]) -> frozenset[str]:

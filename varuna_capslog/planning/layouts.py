@@ -6,20 +6,24 @@ Imports no torch. `planning/export` writes the same forms; the rules are those t
 from __future__ import annotations
 
 import ast
+import contextlib
+import html
 import itertools
-import json
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+import yaml
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.layer_counts import block_pattern, blocks_of_layers
 
-__all__ = ["SYSTEMS", "Layout", "count_blocks", "layout_cuts", "parted", "read_layout"]
+__all__ = ["SYSTEMS", "Layout", "block_letters", "count_blocks", "layout_cuts", "parted", "read_layout", "system_of"]
 
 
 @dataclass(frozen=True)
@@ -38,22 +42,31 @@ class Layout:
     faults: tuple[str, ...] = ()
 
 
-def read_layout(text: str, num_blocks: int, ranks: int, system: str | None = None, num_predictions: int = 0) -> Layout:
+def read_layout(
+    text: str,
+    num_blocks: int,
+    ranks: int,
+    system: str | None = None,
+    num_predictions: int = 0,
+    letters: Sequence[str] = (),
+) -> Layout:
     """Return the layout that a text says.
 
     Args:
-        text: a Megatron layout string, numbers of blocks (`16,16,16,13`), or a line or file with the settings of a
-            system, such as `VLLM_PP_LAYER_PARTITION=31,31,31`.
+        text: a Megatron layout string or hybrid pattern, numbers of blocks (`16,16,16,13`), or a line or file with the
+            settings of a system, such as `VLLM_PP_LAYER_PARTITION=31,31,31`, also as a page or a shell quotes it.
         num_blocks: decoder blocks of the model. ranks: of one pipeline.
         system: whose text it is; None: recognised.
         num_predictions: the model's layers for multi-token prediction; a layout may leave them out.
+        letters: of each block of a hybrid model (`block_letters`); (): as many for every block.
 
-    Raises CapslogError for a text that is none, and for an unknown system.
+    Raises CapslogError for a text that is none or several, and for an unknown system.
     """
     if system is not None:
         fields.refuse_unknown([system], list(SYSTEMS), "system of a layout")
-    system = system or _system_of(text)
-    counts, predictions, faults = _READERS[system](text, num_blocks, ranks)
+    text = _pasted(text)
+    system = system or system_of(text)
+    counts, predictions, faults = _READERS[system](text, _Model(num_blocks, ranks, tuple(letters)))
     if num_predictions and len(predictions) not in (0, num_predictions):
         faults = [
             f"it has {len(predictions)} layers for multi-token prediction (m), the model {num_predictions}",
@@ -70,6 +83,16 @@ def count_blocks(names: ModelNames, pattern: str | None = None) -> int:
     """Return the number of a model's decoder blocks. pattern: of their names, as for `capslog export`."""
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
     return 1 + max(number for numbers in blocks for number in numbers)
+
+
+def block_letters(names: ModelNames, pattern: str | None = None) -> list[str]:
+    """Return the letters of each block of a hybrid model in Megatron's patterns; [] where they are not known."""
+    letters: list[str] = []
+    blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
+    for text, numbers in zip(names.letters, blocks, strict=False):
+        size = len(text) // max(1, len(numbers))
+        letters += [text[place * size : (place + 1) * size] for place in range(len(numbers))]
+    return [] if "?" in "".join(letters) else letters
 
 
 def parted(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[str]:
@@ -107,79 +130,80 @@ def layout_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -
     for stage in range(1, len(layout.counts)):
         before = sum(layout.counts[:stage])
         predicted = sum(place < stage for place in layout.prediction_stages) if names.predictions else 0
-        cuts.append(first_layers.get(before, tail[predicted]))
+        cuts.append(first_layers.get(before, tail[min(predicted, len(tail) - 1)]))
     for number, (start, end) in enumerate(pairwise(cuts)):
         if start > end:
             raise CapslogError(f"stages {number} and {number + 1} of the layout hold parts of one layer; cut it finer")
     return cuts
 
 
-# -- The texts of each system
+# -- Texts as they are pasted: from a shell, a config file, a page or a thread.
 
 
-_Parts = tuple[list[int], tuple[int, ...], list[str]]
-"""Blocks of each stage, stages of the layers for multi-token prediction, faults."""
-
-_PIECE = re.compile(r"\((?P<group>[^()]*)\)(?:\*(?P<times>\d+))?|(?P<letter>[EtmL|])(?:\*(?P<count>\d+))?|[,\s]")
-_LAYOUT = r"""[EtmL|()*\d,\s]*t[EtmL|()*\d,\s]*"""
-_LISTS = r"""\[\s*\[\s*["'](?:embedding|decoder|mtp|loss)["']"""
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-_NUMBERS = r"\s*\d+\s*(?:,\s*\d+\s*)*"
+_MARKS_OF_WRITING = str.maketrans("\u201c\u201d\u2018\u2019`\u00d7", "\"\"'' *")
 
 
-def _megatron(text: str, num_blocks: int, ranks: int) -> _Parts:
-    """Layout string: stages split by |; E, t, m and L, `x*n` and `(...)*n`; commas mean nothing. Or Python's lists."""
-    if lists := re.search(_LISTS, text):
-        stages = _lists_as_letters(text[lists.start() :])
-    else:
-        named = re.search(rf"""pipeline[-_]model[-_]parallel[-_]layout["']?[\s=:]+["']?({_LAYOUT})""", text)
-        stages = _expanded(named[1] if named else text.strip().strip("\"'")).split("|")
-    flat, faults = "".join(stages), []
-    if stages[0][:1] != "E" or flat.count("E") != 1:
-        faults.append("it does not begin with one E, the embedding")
-    if stages[-1][-1:] != "L" or flat.count("L") != 1:
-        faults.append("it does not end with one L, the loss")
-    if "m" in flat and "t" in flat[flat.index("m") :]:
-        faults.append("a layer for multi-token prediction (m) stands before a block (t)")
-    predictions = tuple(number for number, stage in enumerate(stages) for _ in range(stage.count("m")))
-    if len(set(predictions)) > 1:
-        faults.append(f"the layers for multi-token prediction (m) are in stages {sorted(set(predictions))}, not in one")
-    if predictions and predictions[0] < len(stages) - ranks:
-        faults.append("a layer for multi-token prediction (m) is not in the last chunk of its rank")
-    return [stage.count("t") for stage in stages], predictions, faults
-
-
-def _expanded(layout: str) -> str:
-    """Write out the repetitions of a layout string."""
-    letters, end = "", 0
-    for piece in _PIECE.finditer(layout):
-        if piece.start() != end:
-            break
-        end = piece.end()
-        times = int(piece["times"] or piece["count"] or 1)
-        letters += (piece["letter"] or _expanded(piece["group"] or "")) * times
-    if end != len(layout):
-        raise CapslogError(
-            f"the layout {layout!r} cannot be read behind {layout[:end]!r}; Megatron's letters are E, t, m, L and |, "
-            "repeated as t*3 or (tt|)*2"
-        )
-    return letters
-
-
-def _lists_as_letters(text: str) -> list[str]:
-    """Return the letters of each stage of a list of lists at the text's begin, such as [["embedding"], ["decoder"] * 2
-    + ["loss"]].
+def _pasted(text: str) -> str:
+    """Return a text without comments, with the values of shell variables that it sets, and without what Markdown, HTML,
+    JSON or a shell writes before characters.
     """
-    depths = itertools.accumulate((letter == "[") - (letter == "]") for letter in text)
-    end = next((place + 1 for place, depth in enumerate(depths) if depth == 0), len(text))
+    text = html.unescape(text).translate(_MARKS_OF_WRITING)
+    text = re.sub(r"\\+(?=[^\w\\]|$)", "", text)  # \| and \* of tables, \" of JSON, the end of a shell's line
+    text = re.sub(r"(?m)(?:^|(?<=\s))#.*$", "", text)
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    for name, value in re.findall(r"(?m)^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"']+)[\"']?\s*$", text):
+        text = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", value.replace("\\", "\\\\"), text)
+    return text
+
+
+def _setting(text: str, name: str, form: str, example: str) -> str | None:
+    """Return the value that a text gives to a setting as an option, in a shell, YAML, TOML, JSON or Python; None where
+    it gives none, or null.
+
+    name, form: patterns of both. Raises CapslogError, with an example, for a value of another form, and for several
+    different ones.
+    """
+    values = {}
+    given = rf"""["']*(?:\s*[=:]\s*(?P<set>{form}|\S+)|[\s,]+(?P<next>{form}))"""
+    for hit in re.finditer(rf"(?P<name>(?i:{name})){given}", text):
+        value = (hit["set"] or hit["next"]).strip("\"',; \n")
+        if value.lower() in ("null", "none", "~", ""):
+            continue
+        if re.fullmatch(form, hit["set"] or hit["next"]) is None:
+            raise CapslogError(f"{hit['name']} is {value!r} there; write it out, such as {example}")
+        values["".join(value.split())] = value
+    if len(values) > 1:
+        raise CapslogError(f"the text has {len(values)} layouts, {' and '.join(map(repr, values))}; give one of them")
+    return next(iter(values.values()), None)
+
+
+def _joined(text: str) -> str:
+    """Return a text without quotes round it and without spaces."""
+    return "".join(text.split()).strip("\"'")
+
+
+def _lists(text: str, name: str) -> list[list[str]] | None:
+    """Return the lists of lists of words in a text, in brackets, or with dashes behind a name; None without any."""
+    if start := re.search(r"\[\s*\[", text):
+        depths = itertools.accumulate((letter == "[") - (letter == "]") for letter in text[start.start() :])
+        length = next((place + 1 for place, depth in enumerate(depths) if depth == 0), len(text))
+        block = text[start.start() :][:length]
+    elif dashes := re.search(rf"""(?:{name})["']?[ \t]*:[ \t]*\n(?P<lines>(?:[ \t]*-.*\n?)+)""", text):
+        block = textwrap.dedent(dashes["lines"])
+    else:
+        return None
+    stages, reason = None, "no lists in a list"
     try:
-        stages = _value(ast.parse(text[:end], mode="eval").body)
-        return ["".join(_LETTERS[word] for word in stage) for stage in stages]
-    except (SyntaxError, KeyError, TypeError) as error:
+        stages = _value(ast.parse(block.strip(), mode="eval").body)
+    except (SyntaxError, TypeError) as error:
+        reason = str(error)
+        with contextlib.suppress(yaml.YAMLError):
+            stages = yaml.safe_load(block)
+    if not isinstance(stages, list) or any(not isinstance(row, list) for row in stages):
         raise CapslogError(
-            f"the layout {text[:end][:60]!r} cannot be read ({error}); Megatron's lists hold, for each stage, "
-            f"{', '.join(_LETTERS)}"
-        ) from None
+            f"the lists {block[:60]!r} cannot be read ({reason}); give one list of words for each stage, written out"
+        )
+    return [list(map(str, row)) for row in stages]
 
 
 def _value(node: ast.expr) -> Any:
@@ -196,20 +220,131 @@ def _value(node: ast.expr) -> Any:
     raise TypeError(f"{ast.unparse(node)!r} is no list, no name, no sum, and no product of a list with less than 1000")
 
 
-def _numbers(text: str, num_blocks: int, ranks: int) -> _Parts:
-    """Blocks of each rank, behind the last `=` or `:` if there is one."""
-    hit = re.search(rf"""(?:PP_LAYER_PARTITION|pp_layer_partition)["']?\s*[=:]\s*["']?({_NUMBERS})""", text)
-    numbers = hit[1] if hit else text.strip().strip("[]")
-    if not re.fullmatch(_NUMBERS, numbers):
+# -- The texts of each system
+
+
+_Parts = tuple[list[int], tuple[int, ...], list[str]]
+"""Blocks of each stage, stages of the layers for multi-token prediction, faults."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """num_blocks: decoder blocks. letters: of each of them in hybrid patterns; () where they are not known."""
+
+    num_blocks: int
+    ranks: int
+    letters: tuple[str, ...] = ()
+
+
+_LAYOUT = r"""(?=[^\s"']*t)[EtmL|()*\d,]+(?=[\s"';\])]|$)"""
+_HYBRID = r"""(?=[^\s"']*[MG*D+])[MG*D+\-E|/]+"""
+_LAYOUT_NAME = r"pipeline[-_]model[-_]parallel[-_]layout"
+_HYBRID_NAME = r"hybrid[-_](?:layer|override)[-_]pattern"
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_NUMBERS = r"""["'\[(\s]*(?:-\s+)?\d+(?:(?:[ \t]*,\s*|[ \t]+|\s*\n\s*-\s*)\d+)*[,\s]*["'\])]*(?!\w)"""
+_MODULES_NAME = r"module_(?:fqns|names)_per_model_(?:part|chunk)"
+
+
+def _megatron(text: str, model: _Model) -> _Parts:
+    """Layout string: stages split by |; E, t, m and L, `x*n` and `(...)*n`; commas mean nothing. Or lists of words; or
+    the pattern of a hybrid model.
+    """
+    if re.search(rf"(?i:{_HYBRID_NAME})", text) or re.fullmatch(_HYBRID, _joined(text)):
+        form = r"""["']+[^"']*["']+|[MG*D+\-E|/]+"""
+        return _hybrid(_joined(_setting(text, _HYBRID_NAME, form, "M-M-|M-M*-") or text), model)
+    lists = _lists(text, _LAYOUT_NAME)
+    if lists is None:
+        form = rf"""["']+[^"'$]*["']+|{_LAYOUT}"""
+        stages = _expanded(_joined(_setting(text, _LAYOUT_NAME, form, "Et*4|t*4L") or text)).split("|")
+    else:
+        words = [[word.strip().lower() for word in row] for row in lists]
+        if unknown := [word for row in words for word in row if word not in _LETTERS]:
+            raise CapslogError(f"{unknown[0]!r} is no layer of Megatron's lists; these are {', '.join(_LETTERS)}")
+        stages = ["".join(_LETTERS[word] for word in row) for row in words]
+    flat, faults = "".join(stages), []
+    if stages[0][:1] != "E" or flat.count("E") != 1:
+        faults.append("it does not begin with one E, the embedding")
+    if stages[-1][-1:] != "L" or flat.count("L") != 1:
+        faults.append("it does not end with one L, the loss")
+    if "m" in flat and "t" in flat[flat.index("m") :]:
+        faults.append("a layer for multi-token prediction (m) stands before a block (t)")
+    predictions = tuple(number for number, stage in enumerate(stages) for _ in range(stage.count("m")))
+    if len(set(predictions)) > 1:
+        faults.append(f"the layers for multi-token prediction (m) are in stages {sorted(set(predictions))}, not in one")
+    if predictions and predictions[0] < len(stages) - model.ranks:
+        faults.append("a layer for multi-token prediction (m) is not in the last chunk of its rank")
+    return [stage.count("t") for stage in stages], predictions, faults
+
+
+def _hybrid(pattern: str, model: _Model) -> _Parts:
+    """Letters of the layers of a hybrid model, | between stages, and behind each / the layers of a prediction."""
+    if unknown := re.search(r"[^MG*D+\-E|/]", pattern):
+        raise CapslogError(
+            f"the hybrid pattern {pattern!r} cannot be read behind {pattern[: unknown.start()]!r}; Megatron's letters "
+            "are M, G, *, D, +, -, E, | and /"
+        )
+    main, *predictions = pattern.split("/")
+    predictions = predictions if any(predictions) else []
+    stages, flat, faults = main.split("|"), main.replace("|", ""), []
+    if len(set(predictions)) > 1 or "|" in "".join(predictions):
+        faults.append("the layers for multi-token prediction, behind each /, are not alike and without |")
+    if any("*" in part and set("D+") & set(part) for part in (main, *predictions)):
+        faults.append("it has attention (*) and latent attention (D or +)")
+    if len(stages) == 1 < model.ranks:  # split at run time, which Megatron will not do for long
+        if len(flat) % model.ranks:
+            faults.append(f"it has no |, and its {len(flat)} layers do not share evenly among {model.ranks} ranks")
+        size = max(1, len(flat) // model.ranks)
+        stages = [flat[rank * size : (rank + 1) * size] for rank in range(model.ranks)]
+    known = "".join(model.letters)
+    if known and known != flat:
+        place = next((n for n, pair in enumerate(zip(flat, known, strict=False)) if len(set(pair)) > 1), len(known))
+        faults.append(f"it has the layers {flat}, the model {known}: they differ at layer {min(place, len(flat))}")
+    elif not known and len(flat) % model.num_blocks:
+        faults.append(f"its {len(flat)} layers are no whole number for each of the model's {model.num_blocks} blocks")
+    if faults:
+        return [model.num_blocks, *[0] * (len(stages) - 1)], (), faults
+    sizes = list(map(len, model.letters)) or [len(flat) // model.num_blocks] * model.num_blocks
+    ends = [0, *itertools.accumulate(sizes)]
+    borders = [0, *itertools.accumulate(map(len, stages))]
+    if parted := [number for number, border in enumerate(borders) if border not in ends]:
+        raise CapslogError(
+            f"stage {parted[0]} of the pattern begins inside a block, behind layer {borders[parted[0]] - 1}; our plans "
+            "keep blocks whole, so move the | before or behind the block"
+        )
+    counts = [ends.index(end) - ends.index(start) for start, end in pairwise(borders)]
+    return counts, (len(stages) - 1,) * len(predictions), []
+
+
+def _expanded(layout: str) -> str:
+    """Write out the repetitions of a layout string: those of groups first, as Megatron does."""
+    letters = layout.replace(",", "")
+    for repeated in (r"\(([^()]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        letters = re.sub(repeated, lambda hit: hit[1] * int(hit[2]), letters)
+    if unknown := re.search(r"[^EtmL|]", letters):
+        raise CapslogError(
+            f"the layout {layout!r} cannot be read behind {letters[: unknown.start()]!r}; Megatron's letters are E, t, "
+            "m, L and |, repeated as t*3 or (tt|)*2"
+        )
+    return letters
+
+
+def _numbers(text: str, model: _Model) -> _Parts:
+    """Blocks of each rank."""
+    numbers = _setting(text, "PP_LAYER_PARTITION|pp_layer_partition", _NUMBERS, "16,16,16,13") or text
+    if not re.fullmatch(_NUMBERS, numbers.strip()):
         raise CapslogError(
             f"{text.strip()[:60]!r} has no numbers of blocks such as 16,16,16,13; give one for each rank"
         )
-    return [int(number) for number in numbers.split(",")], (), []
+    return _whole_numbers(numbers), (), []
 
 
-def _primus(text: str, num_blocks: int, ranks: int) -> _Parts:
+def _whole_numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _primus(text: str, model: _Model) -> _Parts:
     """List of blocks, in which a rank's virtual stages follow one another."""
-    split = _listed(text, "decoder_pipeline_manual_split_list")
+    split, ranks = _listed(text, "decoder[-_]pipeline[-_]manual[-_]split[-_]list"), model.ranks
     chunks, faults = len(split) // ranks, []
     if min(split, default=0) < 1:
         faults.append("Primus wants at least one block in every stage")
@@ -218,24 +353,22 @@ def _primus(text: str, num_blocks: int, ranks: int) -> _Parts:
     return [split[rank * chunks + chunk] for chunk in range(chunks) for rank in range(ranks)], (), faults
 
 
-def _diffusion_pipe(text: str, num_blocks: int, ranks: int) -> _Parts:
+def _diffusion_pipe(text: str, model: _Model) -> _Parts:
     """Bounds in a list of an initial layer, the blocks and a final layer."""
-    bounds = [0, *_listed(text, "partition_split"), num_blocks + 2]
+    bounds = [0, *_listed(text, "partition_split"), model.num_blocks + 2]
     faults = [] if bounds == sorted(set(bounds)) else ["the bounds of partition_split do not rise"]
-    ends = [min(max(bound - 1, 0), num_blocks) for bound in bounds]
+    ends = [min(max(bound - 1, 0), model.num_blocks) for bound in bounds]
     return [end - start for start, end in pairwise(ends)], (), faults
 
 
-def _ends(text: str, num_blocks: int, ranks: int) -> _Parts:
+def _ends(text: str, model: _Model) -> _Parts:
     """Numbers of blocks of the first and the last stage; the other stages share the rest evenly."""
-    first, last = (
-        re.search(rf"{place}_pipeline_(?:num_layers|stage)['\"]?[\s=:]+(\d+)", text.replace("-", "_"))
-        for place in ("first", "last")
-    )
-    begin, end = ([] if hit is None else [int(hit[1])] for hit in (first, last))
+    names = (rf"{place}[-_]pipeline[-_](?:num[-_]layers|stage)" for place in ("first", "last"))
+    given = [_setting(text, name, r"""["']*\d+["']*""", "7") for name in names]
+    begin, end = ([] if number is None else [int(number)] for number in given)
     if not begin and not end:
         raise CapslogError("the text has no number of layers of the first or the last pipeline stage; give one of them")
-    others, rest, faults = ranks - len(begin + end), max(0, num_blocks - sum(begin + end)), []
+    others, rest, faults = model.ranks - len(begin + end), max(0, model.num_blocks - sum(begin + end)), []
     if others <= 0:
         return [*begin, *end], (), []
     if rest % others:
@@ -244,29 +377,26 @@ def _ends(text: str, num_blocks: int, ranks: int) -> _Parts:
     return [*begin, *between, *end], (), faults
 
 
-def _module_lists(text: str, num_blocks: int, ranks: int) -> _Parts:
-    """JSON: the modules of each stage; blocks are the items of a list of modules."""
-    start = text.find("[[")
-    try:
-        stages = json.JSONDecoder().raw_decode(text[max(start, 0) :])[0]
-    except ValueError as error:
-        raise CapslogError(
-            f"the lists of modules cannot be read: {error}; give JSON, one list for each stage"
-        ) from None
+def _module_lists(text: str, model: _Model) -> _Parts:
+    """Modules of each stage; blocks are the items of a list of modules."""
+    stages = _lists(text, _MODULES_NAME)
+    if stages is None:
+        raise CapslogError("the text has no lists of modules; give one list for each stage, [[...], [...]]")
     numbers = [[int(hit[1]) for name in stage if (hit := re.search(r"\.(\d+)$", name))] for stage in stages]
     flat = [number for row in numbers for number in row]
     faults = [] if flat == list(range(len(flat))) else ["the blocks are not listed once each, in their order"]
     return [len(row) for row in numbers], (), faults
 
 
-def _listed(text: str, key: str) -> list[int]:
-    hit = re.search(rf"{key}['\"]?\s*[=:]\s*['\"]?\[([\d,\s]*)\]", text)
-    if hit is None:
+def _listed(text: str, name: str) -> list[int]:
+    numbers = _setting(text, name, _NUMBERS, "[7, 8, 9]")
+    if numbers is None:
+        key = name.replace("[-_]", "_")
         raise CapslogError(f"the text has no list {key}: [N, ...]; give it as in the config of its system")
-    return [int(number) for number in re.findall(r"\d+", hit[1])]
+    return _whole_numbers(numbers)
 
 
-_READERS: dict[str, Callable[[str, int, int], _Parts]] = {
+_READERS: dict[str, Callable[[str, _Model], _Parts]] = {
     "megatron": _megatron,
     "primus": _primus,
     "verl": _ends,
@@ -283,28 +413,31 @@ SYSTEMS: Sequence[str] = tuple(_READERS)
 """Names of the systems whose layouts are read; `capslog export --to` writes for all of them."""
 
 _MARKS = (
-    (r"decoder_pipeline_manual_split_list", "primus"),
+    (r"decoder[-_]pipeline[-_]manual[-_]split[-_]list", "primus"),
     (r"num_layers_in_(?:first|last)_pipeline_stage", "verl"),
-    (r"decoder[-_](?:first|last)[-_]pipeline[-_]num[-_]layers", "slime"),
+    (r"(?i)decoder[-_](?:first|last)[-_]pipeline[-_]num[-_]layers", "slime"),
     (r"partition_split", "diffusion-pipe"),
     (r"pp_layer_partition", "vllm-ascend"),
     (r"SGLANG_PP_LAYER_PARTITION", "sglang"),
     (r"VLLM_PP_LAYER_PARTITION", "vllm"),
-    (_LISTS, "megatron"),
-    (r"\[\s*\[\s*[\"']", "torchtitan"),
-    (r"pipeline[-_]model[-_]parallel[-_]layout", "megatron"),
-    (rf"^\[?{_NUMBERS}\]?\s*$", "vllm"),
-    (rf"^\s*[\"']?{_LAYOUT}[\"']?\s*$", "megatron"),
+    (rf"(?i:{_LAYOUT_NAME}|{_HYBRID_NAME})", "megatron"),
+    (r"""(?i)\[\s*\[\s*["']?(?:embedding|decoder|mtp|loss)\b""", "megatron"),
+    (rf"""{_MODULES_NAME}|\[\s*\[\s*["']?\w""", "torchtitan"),
 )
 """Text by which a layout is recognised -> its system; the first that stands in the layout counts."""
 
 
-def _system_of(text: str) -> str:
-    """Name of the system that writes such a text."""
+def system_of(text: str) -> str:
+    """Return the name of the system that writes such a text. Raises CapslogError where none is known."""
     system = next((system for mark, system in _MARKS if re.search(mark, text)), None)
+    if system is None and re.fullmatch(_NUMBERS, text.strip()):
+        system = "vllm"
+    if system is None and re.fullmatch(f"{_LAYOUT}|{_HYBRID}", _joined(text)):
+        system = "megatron"
     if system is None:
         raise CapslogError(
-            f"no system is known that writes a layout such as {text.strip()[:60]!r}; give a Megatron layout string, "
-            "numbers of blocks such as 16,16,16,13, a file with the settings of a system, or name it with --from"
+            f"no system is known that writes a layout such as {text.strip()[:60]!r}; give Megatron's layout string or "
+            "hybrid pattern, numbers of blocks such as 16,16,16,13, a file with the settings of a system, or name it "
+            "with --from"
         )
     return system

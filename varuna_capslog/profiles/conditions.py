@@ -13,6 +13,7 @@ from varuna_capslog.schedules.shape import STAGE_INPUTS
 __all__ = [
     "CACHE_BYTES",
     "DECODE_SECONDS",
+    "HYBRID_LETTERS",
     "JOINED",
     "JOINED_PARTS",
     "KEPT_WHOLE",
@@ -45,6 +46,11 @@ KEPT_WHOLE = "kept_whole"
 
 JOINED_PARTS = "joined_parts"
 """Condition: layers that hold several parts -> the others of these, which no cut may part."""
+
+HYBRID_LETTERS = "hybrid_letters"
+"""Condition: what each layer of a hybrid model holds, in the letters of Megatron's patterns (`model/names`), with |
+between layers.
+"""
 
 LAST_HOLDS = "last_layer"
 """Condition: all modules of the last layer, which is called after the first of them."""
@@ -140,6 +146,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "device": fields.text,
     "headroom": _headroom,
     "limits": _texts,
+    HYBRID_LETTERS: fields.text,
     JOINED: _texts,
     JOINED_PARTS: _parts,
     KEPT_WHOLE: _texts,

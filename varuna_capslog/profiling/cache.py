@@ -21,6 +21,7 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.sources import class_name, code_digest, module_settings, source_file
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.conditions import (
+    HYBRID_LETTERS,
     JOINED_PARTS,
     KEPT_WHOLE,
     LAST_HOLDS,
@@ -35,7 +36,7 @@ __all__ = ["cpu_name", "folder", "kept", "load", "model_digest", "store"]
 _log = logging.getLogger(__name__)
 _TOLD = (
     *("profiling", "attention", "seconds", "headroom", "limits"),
-    *(UPDATE_RATE, KEPT_WHOLE, LAST_HOLDS, JOINED_PARTS, PART_SECONDS, ONE_MICROBATCH),
+    *(UPDATE_RATE, KEPT_WHOLE, LAST_HOLDS, JOINED_PARTS, HYBRID_LETTERS, PART_SECONDS, ONE_MICROBATCH),
 )
 """Conditions that are known only after the measurement or estimate, and are no part of a cache key."""
 

@@ -18,10 +18,11 @@ from varuna_capslog.base.gpus import gpu_named
 from varuna_capslog.engine.recipe import Recipe
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.layer import low_bytes
+from varuna_capslog.model.names import names_of
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.parts import recomputed_parts
 from varuna_capslog.plans.plan import read_plan
-from varuna_capslog.profiles.conditions import JOINED_PARTS, KEPT_WHOLE, LAST_HOLDS
+from varuna_capslog.profiles.conditions import HYBRID_LETTERS, JOINED_PARTS, KEPT_WHOLE, LAST_HOLDS
 from varuna_capslog.profiles.record import (
     ActionBytes,
     Observation,
@@ -211,6 +212,8 @@ def profile_of(
     more_conditions: dict[str, Any] = {KEPT_WHOLE: list(chain.kept_whole)} if chain.kept_whole else {}
     if chain.joined_parts:
         more_conditions[JOINED_PARTS] = chain.joined_parts
+    if letters := names_of(chain).letters:
+        more_conditions[HYBRID_LETTERS] = "|".join(letters)
     if len(holds := _modules_of_last(chain)) > 1:
         more_conditions[LAST_HOLDS] = holds
     return Profile(

@@ -34,12 +34,12 @@ KEEPS = RunShape(recompute=False, schedule="1f1b")
 
 def test_notes_of_a_plain_plan() -> None:
     plan = plan_of(0, 3)
-    assert notes("megatron", plan, KEEPS) == [
+    assert notes("megatron", Request(plan, KEEPS)) == [
         "for GPT models of Megatron: --pipeline-model-parallel-layout takes it, in quotes; Megatron also needs "
         "--pipeline-model-parallel-size 2"
     ]
-    assert notes("torch-csv", plan, KEEPS) == notes("deepspeed", plan, KEEPS) == []
-    [first, second] = notes("sglang", plan, KEEPS)
+    assert notes("torch-csv", Request(plan, KEEPS)) == notes("deepspeed", Request(plan, KEEPS)) == []
+    [first, second] = notes("sglang", Request(plan, KEEPS))
     assert first == "SGLang also needs --pp-size 2"
     assert second.startswith("the plan was made for training steps; what SGLang holds")
 
@@ -66,11 +66,11 @@ def test_megatron_recomputes_the_same_parts_of_every_block() -> None:
     again = parted(plan, (1, 5, ("attention", "norms")))
     request = Request(again, KEEPS, names=layers)
     assert written("megatron", request) == written("megatron", replace(request, plan=plan))
-    assert notes("megatron", again, KEEPS)[1] == (
+    assert notes("megatron", Request(again, KEEPS))[1] == (
         "the plan recomputes parts of every block; Megatron does so with --recompute-granularity selective "
         "--recompute-modules core_attn layernorm"
     )
-    experts = notes("megatron", parted(plan, (1, 5, ("mlp", "experts"))), KEEPS)[1]
+    experts = notes("megatron", Request(parted(plan, (1, 5, ("mlp", "experts"))), KEEPS))[1]
     assert experts.endswith("--recompute-modules mlp moe (the whole layer of experts, with its router)")
     for rows, message in {
         ((1, 4, ("mlp",)),): "recomputes no part of layer 'layers.3', but Megatron recomputes the same",
@@ -91,24 +91,24 @@ def test_megatron_recomputes_the_same_parts_of_every_block() -> None:
 
 def test_notes_say_how_the_target_divides_stages() -> None:
     plan = replace(plan_of(0, 3), parallel=Divisors(tensor=4, context=2, expert=8, data=2, zero=1))
-    assert notes("megatron", plan, KEEPS)[1] == (
+    assert notes("megatron", Request(plan, KEEPS))[1] == (
         "the plan divides each stage by tensor=4,context=2,expert=8,data=2,zero=1; Megatron does so with "
         "--tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --expert-model-parallel-size 8 "
         "--expert-tensor-parallel-size 1 --use-distributed-optimizer (data-parallel size 2)"
     )
     plan = replace(plan, parallel=Divisors(tensor=4, data=2, zero=3))
-    assert notes("torchtitan", plan, KEEPS)[1].endswith(
+    assert notes("torchtitan", Request(plan, KEEPS))[1].endswith(
         "torchtitan does so with parallelism.tensor_parallel_degree=4, parallelism.data_parallel_shard_degree=2, "
         "parallelism.fsdp_reshard_after_forward=always"
     )
-    assert notes("verl", plan, KEEPS)[1].endswith("set that in verl itself")
+    assert notes("verl", Request(plan, KEEPS))[1].endswith("set that in verl itself")
 
 
 def test_notes_name_what_is_left_out() -> None:
-    recomputing = notes("torchtitan", plan_of(0, 3), replace(KEEPS, recompute=True))
+    recomputing = notes("torchtitan", Request(plan_of(0, 3), replace(KEEPS, recompute=True)))
     assert "set the recomputation of torchtitan itself" in recomputing[-1]
     stages = stages_of_pipelines(6, [0, 3], 2, 4, [1, 0])
-    megatron_notes = notes("megatron", Plan(6, stages, Units(4, 1, 4), "zb-h1"), KEEPS)
+    megatron_notes = notes("megatron", Request(Plan(6, stages, Units(4, 1, 4), "zb-h1"), KEEPS))
     assert "set the data parallelism of Megatron to 2" in megatron_notes[1]
     assert "pipeline rank r of Megatron is the plan's rank [1, 0][r]" in megatron_notes[2]
     assert (
@@ -117,20 +117,20 @@ def test_notes_name_what_is_left_out() -> None:
     )
     first, second = stages_of_pipelines(6, [0, 3], 1, 1)
     limited = Plan(6, (replace(first, in_flight=1), second), Units(4, 1, 1), "1f1b")
-    assert "limit of 1 call in flight on stage 0 is not a part" in notes("automodel", limited, KEEPS)[1]
-    assert "export it with --to torch-csv" in notes("automodel", limited, KEEPS)[1]
-    recomputing = notes("automodel", limited, replace(KEEPS, recompute=True))[1]
+    assert "limit of 1 call in flight on stage 0 is not a part" in notes("automodel", Request(limited, KEEPS))[1]
+    assert "export it with --to torch-csv" in notes("automodel", Request(limited, KEEPS))[1]
+    recomputing = notes("automodel", Request(limited, replace(KEEPS, recompute=True)))[1]
     assert "NeMo AutoModel works in an order of its own" in recomputing  # which torch's lists do not say
     listed = Plan(6, (first, second), Units(1, 1, 1), actions=(("0F0", "0B0"), ("1F0", "1B0")))
-    assert "the plan's list of actions is not a part of the text" in notes("deepspeed", listed, KEEPS)[0]
+    assert "the plan's list of actions is not a part of the text" in notes("deepspeed", Request(listed, KEEPS))[0]
 
 
 def test_a_plan_for_inference_goes_to_those_who_serve() -> None:
     plan = replace(plan_of(0, 3), purpose="inference", schedule=None)
     request = Request(plan, names=named("embed", *(f"h.{n}" for n in range(BLOCKS)), "norm"))
     assert written("vllm", request) == "VLLM_PP_LAYER_PARTITION=2,2\n"
-    assert notes("vllm", plan, KEEPS) == ["vLLM also needs --pipeline-parallel-size 2"]
-    assert notes("device-map", plan, KEEPS) == []
+    assert notes("vllm", Request(plan, KEEPS)) == ["vLLM also needs --pipeline-parallel-size 2"]
+    assert notes("device-map", Request(plan, KEEPS)) == []
     for target in ("megatron", "torchtitan", "automodel", "deepspeed", "torch-csv"):
         with pytest.raises(CapslogError, match=r"is for inference, but the form for .* says how a model is trained"):
             written(target, request)

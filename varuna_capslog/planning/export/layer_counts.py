@@ -177,13 +177,15 @@ def _some(layers: Sequence[str]) -> str:
 
 
 def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
-    """Return the line for Megatron-LM's `--pipeline-model-parallel-layout`, such as `Et*7|t*9|t*9|t*7L`.
+    """Return the line for Megatron-LM's `--pipeline-model-parallel-layout`, such as `Et*7|t*9|t*9|t*7L`; for a hybrid
+    model that for `--hybrid-layer-pattern`, such as `M-M-|M-M*-`, in whose place it takes no layout.
 
     E is the embedding, t a decoder layer, L the loss with the output layer, | the border of a stage. Stage s is on rank
-    s % ranks of a pipeline. Megatron Bridge reads the string as `model.pipeline_model_parallel_layout`.
+    s % ranks of a pipeline. Megatron Bridge reads the string as `model.pipeline_model_parallel_layout` or
+    `model.hybrid_layer_pattern`.
 
-    Raises CapslogError for a plan that a layout, with the options of `megatron_parts`, cannot express. names, pattern:
-    as for `block_counts`.
+    Raises CapslogError for a plan that the string, with the options of `megatron_parts`, cannot express. names,
+    pattern: as for `block_counts`.
     """
     system = "Megatron"
     line = stage_line(plan, system, empty=True, parts=True)
@@ -201,6 +203,8 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     counts = block_counts(names, line, system, pattern)
     if any(recomputed := [recomputed_parts(stage) for stage in plan.stages]):
         _check_parts(dict(row for rows in recomputed for row in rows), names, pattern, system)
+    if names.letters:
+        return _hybrid_pattern(line, names, block_pattern(names.layers, pattern))
     stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
     with_predictions = _stages_of_predictions(names, line)
     if len(set(with_predictions)) > 1 or any(stage < len(stages) - len(line.ranks) for stage in with_predictions):
@@ -208,11 +212,30 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
             f"the layers for multi-token prediction are in stages {with_predictions}, but {system} wants them in one, "
             "the last of its rank; move the cuts near the head"
         )
-    for stage in with_predictions:
-        stages[stage] += "m"
+    for stage in set(with_predictions):
+        stages[stage] += "m" * names.num_predictions
     stages[0] = f"E{stages[0]}"
     stages[-1] = f"{stages[-1]}L"
     return "|".join(stages) + "\n"
+
+
+def _hybrid_pattern(line: StageLine, names: ModelNames, pattern: str) -> str:
+    """Return the letters of each stage, and behind a / those of each layer for multi-token prediction, which is a block
+    like the last one.
+    """
+    _check_predictions(names, line, "a hybrid model of Megatron")
+    blocks = blocks_of_layers(names, pattern)
+    letters = [text if numbers else "" for text, numbers in zip(names.letters, blocks, strict=False)]
+    if (unknown := next((layer for layer, text in enumerate(letters) if "?" in text), None)) is not None:
+        raise CapslogError(
+            f"layer {names.layers[unknown]!r} is no mixer, no feed-forward and no mixer before a feed-forward that the "
+            "letters of Megatron's hybrid patterns (M, G, *, D, +, - and E) describe, so that no pattern says where it "
+            "is; export the plan to torch-csv or device-map"
+        )
+    stages = ["".join(letters[first:end]) for first, end in line.stages]
+    last = next(layer for layer in reversed(range(len(blocks))) if blocks[layer])
+    block = letters[last][-(len(letters[last]) // len(blocks[last])) :]
+    return "/".join(["|".join(stages), *[block] * names.num_predictions]) + "\n"
 
 
 def _check_parts(

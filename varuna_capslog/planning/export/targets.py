@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
@@ -23,7 +23,7 @@ from varuna_capslog.planning.export.module_lists import automodel, deepspeed, de
 from varuna_capslog.planning.export.stage_line import number_of, run_of, stage_line
 from varuna_capslog.plans.parts import recomputed_parts, scheduled
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.conditions import JOINED_PARTS
+from varuna_capslog.profiles.conditions import HYBRID_LETTERS, JOINED_PARTS
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import KINDS, RunShape, from_strings, to_strings
 
@@ -121,6 +121,7 @@ class Target:
         (the form is the order).
     parallel: returns the settings of the system for the plan's `parallel`; None: it has none, or they are not known.
     use: for which models and how the text is given, where that needs a sentence.
+    hybrid: in place of `use` for a hybrid model; "": the same.
     intervals: True where the text says what is recomputed.
     parts: returns the settings of the system for parts that the plan recomputes in every block; None: it has none.
     """
@@ -131,6 +132,7 @@ class Target:
     settings: str = ""
     order: str = "own"
     use: str = ""
+    hybrid: str = ""
     intervals: bool = False
     parallel: Callable[[Divisors], str] | None = None
     parts: Callable[[Collection[str]], str] | None = None
@@ -168,6 +170,8 @@ TARGETS: Mapping[str, Target] = {
         "layers",
         "--pipeline-model-parallel-size {ranks}",
         use="for GPT models of Megatron: --pipeline-model-parallel-layout takes it, in quotes; ",
+        hybrid="for hybrid models of Megatron (megatron-core 0.17 and later): --hybrid-layer-pattern takes it, in "
+        "quotes, without any other option for layers of stages; ",
         parallel=_megatron_flags,
         parts=megatron_parts,
     ),
@@ -258,21 +262,31 @@ def names_in(profile: Profile) -> ModelNames:
         tuple(layer.name for layer in profile.layers),
         tuple((parameter.name, parameter.layers) for parameter in profile.shared),
         joined=profile.conditions.get(JOINED_PARTS, {}),
+        letters=tuple(letters.split("|")) if (letters := profile.conditions.get(HYBRID_LETTERS)) else (),
     )
 
 
-def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
+def notes(target: str, request: Request) -> list[str]:
     """Return sentences on what the text for a target leaves out, for a plan that the target could write."""
-    form = TARGETS[target]
+    form, plan, run = TARGETS[target], request.plan, request.run
     if not form.order:
         return []
+    letters = "" if request.names is None else "".join(request.names.letters)
+    is_hybrid = bool(letters and form.hybrid)
+    use = form.hybrid if is_hybrid else form.use
     line = stage_line(plan, form.system, intervals=True, empty=True, parts=True)
     recomputes = run_of(plan, run).recomputes
     sentences = []
     if form.settings:
-        sentences.append(f"{form.use}{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
-    elif form.use:
-        sentences.append(form.use.removesuffix("; "))
+        sentences.append(f"{use}{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
+    elif use:
+        sentences.append(use.removesuffix("; "))
+    if is_hybrid and "M" not in letters:
+        layout = form.write(replace(request, names=replace(request.known_names, letters=()))).strip()
+        sentences.append(
+            "where Megatron builds this model as a GPT model, as Megatron Bridge builds Qwen3-Next, "
+            f"--pipeline-model-parallel-layout takes {layout}"
+        )
     if plan.parallel is not None:
         settings = None if form.parallel is None else form.parallel(plan.parallel)
         sentences.append(
