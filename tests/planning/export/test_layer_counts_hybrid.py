@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import LayerModules, ModelNames, hybrid_letters
 from varuna_capslog.planning.export import Request, notes, written
 from varuna_capslog.planning.layouts import block_letters, count_blocks, layout_cuts, read_layout
 from varuna_capslog.plans.parts import Units
-from varuna_capslog.plans.plan import Plan, stages_of_pipelines
+from varuna_capslog.plans.plan import Plan, stages_of_pipelines, write_plan
+from varuna_capslog.profiles.record import read_profile
 from varuna_capslog.schedules import RunShape
 
 KEEPS = RunShape(recompute=False)
@@ -54,6 +59,69 @@ def test_models_without_a_pattern() -> None:
     falcon, _ = letters_of("FalconH1", num_hidden_layers=1, mamba_d_ssm=32, **MAMBA)
     assert falcon == ("?",)
     assert letters_of("Llama", num_hidden_layers=1)[0] == ()
+
+
+class Mixer(nn.Module):
+    """Module with the parameters of a Mamba-2, but not its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.ones(4)) for _ in range(3))
+        self.in_proj, self.out_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.out_proj(self.in_proj(x) * self.A_log + self.D * self.dt_bias))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(torch.relu(self.up_proj(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.parts = nn.LayerNorm(4), len(parts)
+        for number, part in enumerate(parts):
+            setattr(self, f"part_{number}", part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(self.parts):
+            x = x + getattr(self, f"part_{number}")(self.norm(x))
+        return x
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.layers = nn.ModuleList([Block(FeedForward(), Mixer()), Block(Mixer()), Block(FeedForward())])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.layers:
+            x = block(x)
+        return cast(Tensor, self.head(x))
+
+
+def stack() -> nn.Module:
+    return Stack()
+
+
+def test_a_profile_keeps_the_letters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the capture of a model to the pattern; parts of a block may be made in any order."""
+    model = ["--model", f"{__name__}:stack", "--input", "tokens=int64[1,6]:9", "--device", "cuda:h100-80gb"]
+    profile, saved = tmp_path / "profile.json", tmp_path / "plan.json"
+    assert cli._run(["profile", *model, "-o", str(profile)]) == 0
+    write_plan(saved, Plan.of_cuts(read_profile(profile).num_layers, [0, 2], schedule="1f1b"))
+    capsys.readouterr()
+    for source in (["--profile", str(profile)], model[:4]):
+        assert cli._run(["export", str(saved), *source, "--to", "megatron"]) == 0
+        assert capsys.readouterr().out == "M-|M-\n"
 
 
 def names_of_letters(blocks: list[str], predictions: int = 0) -> ModelNames:
