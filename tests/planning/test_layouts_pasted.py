@@ -121,6 +121,8 @@ def test_layouts_of_others(where: str) -> None:
             "--pipeline-model-parallel-layout Et|tL or --pipeline-model-parallel-layout 'Ett|L'",
             r"the text has 2 layouts, 'Et\|tL' and 'Ett\|L'; give one of them",
         ),
+        ("take --pipeline-model-parallel-layout to set it", "names pipeline-model-parallel-layout, but gives no value"),
+        ("VLLM_PP_LAYER_PARTITION=null", "names PP_LAYER_PARTITION, but gives no value such as 16,16,16,13 behind it"),
         ("pipeline_model_parallel_layout = [['embedding'], last_layer]", "'last_layer' is no list"),
         ("pipeline_model_parallel_layout = [[embedding, t], [loss]]", "'t' is no layer of Megatron's lists"),
         ("--pipeline_layer_partition=4,8,6,6", "no system is known that writes a layout such as '--pipeline_layer"),

@@ -177,6 +177,14 @@ def _setting(text: str, name: str, form: str, example: str) -> str | None:
     return next(iter(values.values()), None)
 
 
+def _setting_or_text(text: str, name: str, form: str, example: str) -> str:
+    """Return the value of a setting, as `_setting`; the text itself where it does not name the setting."""
+    value = _setting(text, name, form, example)
+    if value is None and (named := re.search(name, text, re.IGNORECASE)):
+        raise CapslogError(f"the text names {named[0]}, but gives no value such as {example} behind it; add that")
+    return value or text
+
+
 def _joined(text: str) -> str:
     """Return a text without quotes round it and without spaces."""
     return "".join(text.split()).strip("\"'")
@@ -251,11 +259,11 @@ def _megatron(text: str, model: _Model) -> _Parts:
     """
     if re.search(rf"(?i:{_HYBRID_NAME})", text) or re.fullmatch(_HYBRID, _joined(text)):
         form = r"""["']+[^"']*["']+|[MG*D+\-E|/]+"""
-        return _hybrid(_joined(_setting(text, _HYBRID_NAME, form, "M-M-|M-M*-") or text), model)
+        return _hybrid(_joined(_setting_or_text(text, _HYBRID_NAME, form, "M-M-|M-M*-")), model)
     lists = _lists(text, _LAYOUT_NAME)
     if lists is None:
         form = rf"""["']+[^"'$]*["']+|{_LAYOUT}"""
-        stages = _expanded(_joined(_setting(text, _LAYOUT_NAME, form, "Et*4|t*4L") or text)).split("|")
+        stages = _expanded(_joined(_setting_or_text(text, _LAYOUT_NAME, form, "Et*4|t*4L"))).split("|")
     else:
         words = [[word.strip().lower() for word in row] for row in lists]
         if unknown := [word for row in words for word in row if word not in _LETTERS]:
@@ -330,7 +338,7 @@ def _expanded(layout: str) -> str:
 
 def _numbers(text: str, model: _Model) -> _Parts:
     """Blocks of each rank."""
-    numbers = _setting(text, "PP_LAYER_PARTITION|pp_layer_partition", _NUMBERS, "16,16,16,13") or text
+    numbers = _setting_or_text(text, "PP_LAYER_PARTITION", _NUMBERS, "16,16,16,13")
     if not re.fullmatch(_NUMBERS, numbers.strip()):
         raise CapslogError(
             f"{text.strip()[:60]!r} has no numbers of blocks such as 16,16,16,13; give one for each rank"

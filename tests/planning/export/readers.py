@@ -69,22 +69,15 @@ def layer_partition(text: str, variable: str, ranks: int, num_layers: int) -> li
 def primus_split(text: str, ranks: int, num_layers: int) -> tuple[dict[tuple[int, int], list[int]], list[int]]:
     """Return (pipeline rank, virtual rank) -> the decoder layers that it builds, and the recomputed layers.
 
-    By Primus's checks of `decoder_pipeline_manual_split_list`: the numbers of a rank's virtual stages follow one
-    another, all above 0, and layers go round the ranks; `recompute_layer_ids` counts the layers of the whole model.
+    By Primus's configs, whose `pipeline_model_parallel_layout` is Megatron's; `recompute_layer_ids` counts the layers
+    of the whole model.
     """
     settings = yaml.safe_load(text)
-    split = settings["decoder_pipeline_manual_split_list"]
     assert ranks > 1
-    assert len(split) % ranks == 0
-    assert min(split) > 0
-    assert sum(split) == num_layers
-    chunks = len(split) // ranks
-    built, layer = {}, 0
-    for chunk in range(chunks):
-        for rank in range(ranks):
-            count = split[rank * chunks + chunk]
-            built[rank, chunk] = list(range(layer, layer + count))
-            layer += count
+    stages = megatron_layout(settings["pipeline_model_parallel_layout"] + "\n", ranks, num_layers)
+    built = {
+        place: [int(piece.split()[1]) for piece in row if piece.startswith("decoder")] for place, row in stages.items()
+    }
     again = settings.get("recompute_layer_ids", [])
     if again:
         assert settings["recompute_granularity"] == "full"

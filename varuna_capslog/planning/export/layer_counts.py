@@ -170,10 +170,11 @@ def _some(layers: Sequence[str]) -> str:
 # -- Forms that count decoder layers.
 #
 # Rules as published in August 2026: Megatron-LM `megatron/core/transformer/pipeline_parallel_layer_layout.py`, its user
-# guide, and its numbers of layers in the first and the last stage (`transformer_block.py`), which verl and slime pass
-# on; Primus `validate_manual_split` and its patch for recomputed layers; diffusion-pipe `utils/pipeline.py`;
-# `get_pp_indices` of vLLM and SGLang, which reads the variable that `vllm` or `sglang` writes; the connectors of
-# vllm-ascend.
+# guide, `megatron/core/models/hybrid/hybrid_layer_allocation.py`, and its numbers of layers in the first and the last
+# stage (`transformer_block.py`), which verl and slime pass on; Primus, which takes Megatron's layout since November
+# 2025 (its own list of layers only switches a check off since then), and its patch for recomputed layers;
+# diffusion-pipe `utils/pipeline.py`; `get_pp_indices` of vLLM and SGLang, which reads the variable that `vllm` or
+# `sglang` writes; the connectors of vllm-ascend.
 
 
 def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
@@ -189,20 +190,25 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     """
     system = "Megatron"
     line = stage_line(plan, system, empty=True, parts=True)
+    check_names(names, plan)
+    if any(recomputed := [recomputed_parts(stage) for stage in plan.stages]):
+        _check_parts(dict(row for rows in recomputed for row in rows), names, pattern, system)
+    return _layout(line, names, pattern, system) + "\n"
+
+
+def _layout(line: StageLine, names: ModelNames, pattern: str | None, system: str) -> str:
+    """Return the layout string of a pipeline, or the pattern of a hybrid model."""
     if line.stages_per_rank > 1 and len(line.ranks) == 1:
         raise CapslogError(
             f"one rank runs {line.stages_per_rank} stages, but {system} interleaves stages of two or more ranks "
             "only; plan for more devices, or for one stage"
         )
-    check_names(names, plan)
     if names.tokens is False:
         raise CapslogError(
             f"the model reads no token ids, but the layout is for GPT models of {system}, which begin with them; "
             "export the plan to torchtitan or torch-csv"
         )
     counts = block_counts(names, line, system, pattern)
-    if any(recomputed := [recomputed_parts(stage) for stage in plan.stages]):
-        _check_parts(dict(row for rows in recomputed for row in rows), names, pattern, system)
     if names.letters:
         return _hybrid_pattern(line, names, block_pattern(names.layers, pattern))
     stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
@@ -216,7 +222,7 @@ def megatron(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
         stages[stage] += "m" * names.num_predictions
     stages[0] = f"E{stages[0]}"
     stages[-1] = f"{stages[-1]}L"
-    return "|".join(stages) + "\n"
+    return "|".join(stages)
 
 
 def _hybrid_pattern(line: StageLine, names: ModelNames, pattern: str) -> str:
@@ -235,7 +241,7 @@ def _hybrid_pattern(line: StageLine, names: ModelNames, pattern: str) -> str:
     stages = ["".join(letters[first:end]) for first, end in line.stages]
     last = next(layer for layer in reversed(range(len(blocks))) if blocks[layer])
     block = letters[last][-(len(letters[last]) // len(blocks[last])) :]
-    return "/".join(["|".join(stages), *[block] * names.num_predictions]) + "\n"
+    return "/".join(["|".join(stages), *[block] * names.num_predictions])
 
 
 def _check_parts(
@@ -357,28 +363,21 @@ def diffusion_pipe(plan: Plan, names: ModelNames, pattern: str | None = None) ->
 
 
 def primus(plan: Plan, run: RunShape, names: ModelNames, pattern: str | None = None) -> str:
-    """Return Primus's list of the decoder layers of each rank's stages and the numbers of the recomputed ones, as YAML.
+    """Return Megatron's layout as Primus takes it and the numbers of the recomputed decoder layers, as YAML.
 
     A part that the plan recomputes and Primus does not, such as the embedding, is named in a comment.
     run: for stages whose memory the plan leaves open. names, pattern: as for `block_counts`.
 
-    Raises CapslogError for a plan that Primus cannot express: one stage, a stage without a block, a block recomputed in
-    part, offloading.
+    Raises CapslogError for a plan that Primus cannot express: as `megatron`; one stage, a block recomputed in part,
+    offloading.
     """
     system = "Primus"
-    line = stage_line(plan, system, intervals=True)
+    line = stage_line(plan, system, intervals=True, empty=True)
     if len(line.ranks) == 1:
         raise CapslogError(f"{system} splits a model over two or more ranks, but the plan has one; plan for more")
     check_names(names, plan)
-    counts = block_counts(names, line, system, pattern)
-    _check_predictions(names, line, system)
-    if 0 in counts:
-        raise CapslogError(f"stage {counts.index(0)} holds no block, but in {system} each has one; move a block there")
-    ranks, chunks = len(line.ranks), line.stages_per_rank
-    split = [counts[chunk * ranks + rank] for rank in range(ranks) for chunk in range(chunks)]
-    lines = [f"decoder_pipeline_manual_split_list: {split}"]
-    if chunks > 1:
-        lines[0] += f"  # {chunks} virtual stages for each of {ranks} ranks"
+    key = "hybrid_layer_pattern" if names.letters else "pipeline_model_parallel_layout"
+    lines = [f'{key}: "{_layout(line, names, pattern, system)}"']
     again, others = _recomputed_blocks(plan, line, run, names, pattern)
     if again:
         lines += ["recompute_granularity: full", "recompute_method: null", f"recompute_layer_ids: {again}"]
