@@ -66,12 +66,17 @@ def test_a_layout_has_its_cuts_and_ours_beside_them(
     assert "1 layer for multi-token prediction" not in text
 
 
-def test_a_layout_may_be_longer_than_a_file_name(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_may_be_longer_than_a_file_name(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stages = [["tok_embeddings", "layers.0"], [f"layers.{n}" for n in range(1, BLOCKS)]]
     text = json.dumps(stages) + 300 * " "
     assert run(text, "--profile", profile, "--devices", 2, "--minibatch", 8, "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["system"], record["blocks"]) == ("torchtitan", [1, 5])
+    (tmp_path / "layout").write_bytes(b"Et|tL\xff")
+    assert run(tmp_path / "layout", "--profile", profile, "--devices", 2, "--minibatch", 8) == 2
+    assert "it is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_chunks_go_round_the_ranks(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands import shared
 from varuna_capslog.commands.help import MODEL, OUTPUT, SEARCH
@@ -89,7 +90,7 @@ def lint(flags: LintFlags) -> None:
     if flags.config is None:
         raise CapslogError("no layout is given: capslog lint LAYOUT, such as 'Et*4|t*4L', 16,16,16,13 or a file")
     text, words = _pasted([str(flags.config), *(flags.overrides or ())])
-    text = Path(text).read_text() if os.path.isfile(text) else text
+    text = files.read_text(text) if os.path.isfile(text) else text
     config_file, overrides = shared.words_of(None, words)
     flags = settled(replace(flags, config=config_file, overrides=overrides))
     (profile,) = read_profiles([flags.profile] if flags.profile else None, flags) or (None,)
