@@ -68,6 +68,8 @@ partition_split = [
         """export VLLM_PP_LAYER_PARTITION=33,28
         "kv_connector_extra_config": {"use_ascend_direct": true,
         "prefill": {"dp_size": 1, "tp_size": 8, "pp_size": 2, "pp_layer_partition": "33,28"}}""", 61, 2, [33, 28]),
+    "the same numbers in two forms": (
+        "VLLM_PP_LAYER_PARTITION=33,28\npp_layer_partition: [33, 28]", 61, 2, [33, 28]),
     "JSON in a shell": (r'--kv-transfer-config "{\"prefill\": {\"pp_layer_partition\": \"32,29\"}}"', 61, 2, [32, 29]),
     "a server's command": ('SGLANG_PP_LAYER_PARTITION="15, 15, 15, 16" python3 -m sglang.launch_server --nnodes 4',
                            61, 4, [15, 15, 15, 16]),

@@ -80,6 +80,7 @@ class ModelNames:
 
 _PART = re.compile(r"(?P<block>.*?\.\d+)\.(?P<part>[^.]+)\.(?P<name>.+)")
 _IN_ORDER = "MG*D+-E?"
+_FEED_FORWARD = ({"up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"input_linear", "output_linear"})
 
 
 def hybrid_letters(layers: Iterable[LayerModules]) -> tuple[str, ...]:
@@ -102,15 +103,15 @@ def _letter(parameters: set[str]) -> str:
     """Letter of a part of a block; "" for a norm."""
     modules = {name.split(".")[0] for name in parameters}
     if "A_log" in modules:
-        delta = not modules & {"D", "x_proj"} and "dt_bias" in modules
-        return "G" if delta else "?" if "x_proj" in modules else "M"
+        first_kind = modules & {"x_proj", "x_proj_weight"}  # of Mamba
+        return "?" if first_kind or "dt_bias" not in modules else "M" if "D" in modules else "G"
     if "experts" in modules:
         return "E"
     if "kv_b_proj" in modules:
         return "D" if "indexer" in modules else "+"
     if {"q_proj", "k_proj", "v_proj"} <= modules and not modules & {"conv1d", "indexer"}:
         return "*"
-    if "down_proj" in modules and modules & {"up_proj", "gate_up_proj"}:
+    if any(pair <= modules for pair in _FEED_FORWARD):
         return "-"
     return "" if parameters <= {"weight", "bias"} else "?"
 

@@ -163,26 +163,26 @@ def _setting(text: str, name: str, form: str, example: str) -> str | None:
     name, form: patterns of both. Raises CapslogError, with an example, for a value of another form, and for several
     different ones.
     """
-    values = {}
-    given = rf"""["']*(?:\s*[=:]\s*(?P<set>{form}|\S+)|[\s,]+(?P<next>{form}))"""
-    for hit in re.finditer(rf"(?P<name>(?i:{name})){given}", text):
-        value = (hit["set"] or hit["next"]).strip("\"',; \n")
-        if value.lower() in ("null", "none", "~", ""):
+    layouts = {}
+    setting = rf"""["']*(?:\s*[=:]\s*(?P<set>{form}|\S+)|[\s,]+(?P<next>{form}))"""
+    for hit in re.finditer(rf"(?P<name>(?i:{name})){setting}", text):
+        layout = (hit["set"] or hit["next"]).strip("\"',; \n")
+        if layout.lower() in ("null", "none", "~", ""):
             continue
         if re.fullmatch(form, hit["set"] or hit["next"]) is None:
-            raise CapslogError(f"{hit['name']} is {value!r} there; write it out, such as {example}")
-        values["".join(value.split())] = value
-    if len(values) > 1:
-        raise CapslogError(f"the text has {len(values)} layouts, {' and '.join(map(repr, values))}; give one of them")
-    return next(iter(values.values()), None)
+            raise CapslogError(f"{hit['name']} is {layout!r} there; write it out, such as {example}")
+        layouts["".join(layout.split()).strip("[]")] = layout
+    if len(layouts) > 1:
+        raise CapslogError(f"the text has {len(layouts)} layouts, {' and '.join(map(repr, layouts))}; give one of them")
+    return next(iter(layouts.values()), None)
 
 
 def _setting_or_text(text: str, name: str, form: str, example: str) -> str:
     """Return the value of a setting, as `_setting`; the text itself where it does not name the setting."""
-    value = _setting(text, name, form, example)
-    if value is None and (named := re.search(name, text, re.IGNORECASE)):
+    layout = _setting(text, name, form, example)
+    if layout is None and (named := re.search(name, text, re.IGNORECASE)):
         raise CapslogError(f"the text names {named[0]}, but gives no value such as {example} behind it; add that")
-    return value or text
+    return layout or text
 
 
 def _joined(text: str) -> str:
@@ -372,8 +372,8 @@ def _diffusion_pipe(text: str, model: _Model) -> _Parts:
 def _ends(text: str, model: _Model) -> _Parts:
     """Numbers of blocks of the first and the last stage; the other stages share the rest evenly."""
     names = (rf"{place}[-_]pipeline[-_](?:num[-_]layers|stage)" for place in ("first", "last"))
-    given = [_setting(text, name, r"""["']*\d+["']*""", "7") for name in names]
-    begin, end = ([] if number is None else [int(number)] for number in given)
+    sizes = (_setting(text, name, r"""["']*\d+["']*""", "7") for name in names)
+    begin, end = ([] if size is None else [int(size)] for size in sizes)
     if not begin and not end:
         raise CapslogError("the text has no number of layers of the first or the last pipeline stage; give one of them")
     others, rest, faults = model.ranks - len(begin + end), max(0, model.num_blocks - sum(begin + end)), []

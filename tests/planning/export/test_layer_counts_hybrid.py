@@ -46,6 +46,9 @@ def test_letters_are_those_of_the_configs_of_transformers() -> None:
     assert "".join(letters) == config.hybrid_override_pattern == "M-ME*-"
     letters, _ = letters_of("Bamba", num_hidden_layers=3, attn_layer_indices=[1], **MAMBA)
     assert letters == ("M-", "*-", "M-")
+    kinds = ["linear_attention", "full_attention"]
+    granite, _ = letters_of("GraniteMoeHybrid", num_hidden_layers=2, layer_types=kinds, num_local_experts=0, **MAMBA)
+    assert granite == ("M-", "*-")
     letters, config = letters_of("Qwen3Next", num_hidden_layers=4, num_experts=4, mlp_only_layers=[1])
     mixers = ["*" if kind == "full_attention" else "G" for kind in config.layer_types]
     assert [row[0] for row in letters] == mixers == ["G", "G", "G", "*"]
