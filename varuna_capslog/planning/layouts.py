@@ -140,7 +140,7 @@ def layout_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -
 # -- Texts as they are pasted: from a shell, a config file, a page or a thread.
 
 
-_MARKS_OF_WRITING = str.maketrans("\u201c\u201d\u2018\u2019`\u00d7", "\"\"'' *")
+_MARKS_OF_WRITING = str.maketrans("\u201c\u201d\u2018\u2019`\u00d7", '""\'\'"*')
 
 
 def _pasted(text: str) -> str:
@@ -149,22 +149,22 @@ def _pasted(text: str) -> str:
     """
     text = html.unescape(text).translate(_MARKS_OF_WRITING)
     text = re.sub(r"\\+(?=[^\w\\]|$)", "", text)  # \| and \* of tables, \" of JSON, the end of a shell's line
-    text = re.sub(r"(?m)(?:^|(?<=\s))#.*$", "", text)
+    text = re.sub(r"(?m)(?:^|(?<=\s))#.*$", "", text).strip() or text.replace("#", "")
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
     for name, value in re.findall(r"(?m)^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"']+)[\"']?\s*$", text):
         text = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", value.replace("\\", "\\\\"), text)
     return text
 
 
-def _setting(text: str, name: str, form: str, example: str) -> str | None:
+def _setting(text: str, name: str, form: str, example: str, alone: str | None = None) -> str | None:
     """Return the value that a text gives to a setting as an option, in a shell, YAML, TOML, JSON or Python; None where
     it gives none, or null.
 
-    name, form: patterns of both. Raises CapslogError, with an example, for a value of another form, and for several
-    different ones.
+    name, form: patterns of both. alone: of a value that may stand in quotes without the name. Raises CapslogError, with
+    an example, for a value of another form, and for several different ones.
     """
     layouts = {}
-    setting = rf"""["']*(?:\s*[=:]\s*(?P<set>{form}|\S+)|[\s,]+(?P<next>{form}))"""
+    setting = rf"""["'\]]*(?:\s*(?:==?|:)\s*(?P<set>{form}|\S+)|[\s,]+(?P<next>{form}))"""
     for hit in re.finditer(rf"(?P<name>(?i:{name})){setting}", text):
         layout = (hit["set"] or hit["next"]).strip("\"',; \n")
         if layout.lower() in ("null", "none", "~", ""):
@@ -172,14 +172,16 @@ def _setting(text: str, name: str, form: str, example: str) -> str | None:
         if re.fullmatch(form, hit["set"] or hit["next"]) is None:
             raise CapslogError(f"{hit['name']} is {layout!r} there; write it out, such as {example}")
         layouts["".join(layout.split()).strip("[]")] = layout
+    if not layouts and alone is not None:
+        layouts = {layout: layout for layout in re.findall(rf"[\"']({alone})[\"']", text)}
     if len(layouts) > 1:
         raise CapslogError(f"the text has {len(layouts)} layouts, {' and '.join(map(repr, layouts))}; give one of them")
     return next(iter(layouts.values()), None)
 
 
-def _setting_or_text(text: str, name: str, form: str, example: str) -> str:
+def _setting_or_text(text: str, name: str, form: str, example: str, alone: str | None = None) -> str:
     """Return the value of a setting, as `_setting`; the text itself where it does not name the setting."""
-    layout = _setting(text, name, form, example)
+    layout = _setting(text, name, form, example, alone)
     if layout is None and (named := re.search(name, text, re.IGNORECASE)):
         raise CapslogError(f"the text names {named[0]}, but gives no value such as {example} behind it; add that")
     return layout or text
@@ -263,7 +265,8 @@ def _megatron(text: str, model: _Model) -> _Parts:
     lists = _lists(text, _LAYOUT_NAME)
     if lists is None:
         form = rf"""["']+[^"'$]*["']+|{_LAYOUT}"""
-        stages = _expanded(_joined(_setting_or_text(text, _LAYOUT_NAME, form, "Et*4|t*4L"))).split("|")
+        layout = _setting_or_text(text, _LAYOUT_NAME, form, "Et*4|t*4L", f"(?=E){_LAYOUT}")
+        stages = _expanded(_joined(layout)).split("|")
     else:
         words = [[word.strip().lower() for word in row] for row in lists]
         if unknown := [word for row in words for word in row if word not in _LETTERS]:
@@ -428,7 +431,7 @@ _MARKS = (
     (r"pp_layer_partition", "vllm-ascend"),
     (r"SGLANG_PP_LAYER_PARTITION", "sglang"),
     (r"VLLM_PP_LAYER_PARTITION", "vllm"),
-    (rf"(?i:{_LAYOUT_NAME}|{_HYBRID_NAME})", "megatron"),
+    (rf"(?i:{_LAYOUT_NAME}|{_HYBRID_NAME})|[\"'](?=E){_LAYOUT}[\"']", "megatron"),
     (r"""(?i)\[\s*\[\s*["']?(?:embedding|decoder|mtp|loss)\b""", "megatron"),
     (rf"""{_MODULES_NAME}|\[\s*\[\s*["']?\w""", "torchtitan"),
 )
