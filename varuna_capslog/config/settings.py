@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from varuna_capslog.base import fields, units
-from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.gpus import gpu_of, parse_device, parse_device_type
 from varuna_capslog.config import defaults, parallel
+from varuna_capslog.config.parallel import Divisors
 
 __all__ = ["FUNCTION", "Config", "Elastic", "ParameterGroup", "Section", "Train"]
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.secret import SecretMissing, run_secret
+from varuna_capslog.base.secret import SecretMissing, run_secret
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config, Elastic
 from varuna_capslog.elastic.host.hooks import check_same_folder

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from varuna_capslog.base import files
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.base.tables import log_to
-from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.elastic.host.store_link import run_age
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.secret import Secret, run_secret
+from varuna_capslog.base.secret import Secret, run_secret
 from varuna_capslog.elastic.network import address_towards
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
 from varuna_capslog.membership.changes import Phase, State

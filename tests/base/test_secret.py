@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.secret import FILE_VARIABLE, VARIABLE, Secret, SecretMissing, run_secret
+from varuna_capslog.base.secret import FILE_VARIABLE, VARIABLE, Secret, SecretMissing, run_secret
 
 TEXT = "0123456789abcdef" * 2
 

@@ -12,9 +12,8 @@ import time
 
 import pytest
 
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust import connection as trust
-from varuna_capslog.base.trust.connection import (
+from varuna_capslog.base import connection as trust
+from varuna_capslog.base.connection import (
     GUESTS,
     MAX_RECORD,
     AuthenticatedListener,
@@ -25,6 +24,7 @@ from varuna_capslog.base.trust.connection import (
     dial,
     server_hello,
 )
+from varuna_capslog.base.errors import CapslogError
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -241,7 +241,7 @@ def test_a_crowd_of_strangers_costs_no_thread_and_few_descriptors_and_friends_co
 
 
 def test_a_stranger_that_says_nothing_is_dismissed(monkeypatch):
-    monkeypatch.setattr("varuna_capslog.base.trust.connection.HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr("varuna_capslog.base.connection.HANDSHAKE_SECONDS", 0.1)
     served = Served()
     with served.knock() as line:
         line.settimeout(5.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from varuna_capslog.base.divisors import Divisors
+from varuna_capslog.config.parallel import Divisors
 from varuna_capslog.base.errors import CapslogError
 
 
