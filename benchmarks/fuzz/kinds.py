@@ -24,7 +24,7 @@ from PIL import Image
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import dump_config, load_config
-from varuna_capslog.elastic.member.held_state import recover
+from varuna_capslog.elastic.member.holdings import recover
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.planning.export import TARGETS
 from varuna_capslog.plans.plan import read_plan, write_plan

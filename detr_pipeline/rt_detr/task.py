@@ -21,8 +21,7 @@ from detr_pipeline.coco_task import PROFILE_BOXES, CocoWorkload, example_target
 from detr_pipeline.data import CocoSource, DataConfig, Split, open_index
 from detr_pipeline.loss import Match, assign, check_labels, generalised_iou, ious, positions
 from detr_pipeline.rt_detr import chain as chains
-from detr_pipeline.rt_detr.chain import DENOISING
-from detr_pipeline.rt_detr.config import RtDetrModel, transformers_config
+from detr_pipeline.rt_detr.chain import DENOISING, RtDetrModel, transformers_config
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config

@@ -2,8 +2,8 @@
 
 import pytest
 
-from varuna_capslog.config.parallel import Divisors
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.parallel import Divisors
 
 
 def test_the_text_and_the_object_are_read_alike():

@@ -16,14 +16,14 @@ from PIL import Image
 
 import detr_pipeline
 from detr_pipeline import workload
+from detr_pipeline.chain import to_reference
 from detr_pipeline.data import sampled_padded_sizes
 from detr_pipeline.task import DetrWorkload
-from detr_pipeline.weights import to_reference
 from tests.detr.tiny import tiny_config
 from varuna_capslog.base.errors import CapslogError, ConfigError, settle
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
-from varuna_capslog.reports.detections import read_sample
+from varuna_capslog.reports.run import read_sample
 from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention
 
 TINY = tiny_config().model_dump(mode="json", exclude_defaults=True)

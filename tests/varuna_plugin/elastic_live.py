@@ -37,8 +37,8 @@ class Cradle:
 
     def __init__(self, folder: Path) -> None:
         self.told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic.work", "torch._dynamo")
-        entry = "varuna_capslog.varuna_plugin.elastic.run:main"
+        modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic_work", "torch._dynamo")
+        entry = "varuna_capslog.varuna_plugin.elastic_run:main"
         self.fork_server = ForkServer(entry, self.told.put, folder / "fork-server.log", modules)
         self.runs = 0
 

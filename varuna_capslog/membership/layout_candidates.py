@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
-from varuna_capslog.memory.costs import RangeCosts, raised
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom, RangeCosts, raised
 from varuna_capslog.planners import BUDGET, JOINT, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.planners.fleet import waiting_blocks

@@ -29,7 +29,7 @@ from varuna_capslog.membership.changes import State
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Move, Seat, list_moves, newest_boundary
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planning.playing import play
 from varuna_capslog.planning.verdict import judged
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from varuna_capslog.elastic.host.workers import HostOptions
 from varuna_capslog.start.callbacks import Callbacks
+from varuna_capslog.start.elastic_host import training_modules
 from varuna_capslog.start.prepare import check_names, prepare_run
-from varuna_capslog.start.worker_launch import training_modules
 
 if TYPE_CHECKING:
     from varuna_capslog.base.fork_server import ForkServer
@@ -46,8 +46,7 @@ def train_here(
         Exception: of a callback; the run has stopped, and its last step is saved.
     """
     from varuna_capslog.base.supervisor import reserve
-    from varuna_capslog.start.elastic_host import server_of
-    from varuna_capslog.start.worker_launch import take_held
+    from varuna_capslog.start.elastic_host import server_of, take_held
 
     callbacks = callbacks or Callbacks(config.run_dir, {})
     with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers

@@ -39,9 +39,10 @@ __all__ = ["Inbox", "PeerMessage", "Peers"]
 
 # -- Messages between the members of a run beside the training data: round values, layer state, gradients for copies.
 #
-# Connections of `base/connection` with threads of their own, one per direction and pair. They outlive generations, so that
-# a change of membership rebuilds none of them, and the end of a process is seen at once as the end of its connection.
-# Every message names its generation; its reader drops the older ones. What arrives is JSON and tensors' bytes.
+# Connections of `base/connection` with threads of their own, one per direction and pair. They outlive generations, so
+# that a change of membership rebuilds none of them, and the end of a process is seen at once as the end of its
+# connection. Every message names its generation; its reader drops the older ones. What arrives is JSON and tensors'
+# bytes.
 
 
 _log = logging.getLogger(__name__)
