@@ -34,7 +34,6 @@ __all__ = [
     "load_into",
     "reference_names",
     "to_reference",
-    "units_of",
     "valid_cells",
 ]
 

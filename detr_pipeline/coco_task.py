@@ -234,7 +234,7 @@ class CocoWorkload(Workload):
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
         """Return specs of images of `profile.image_size`, else of the largest padded size that training can meet."""
         size = self.config.profile.image_size or largest_padded_size(
-            self.data, "train", microbatch_size, self.config.train.minibatch_size
+            self.data, microbatch_size, self.config.train.minibatch_size
         )
         return self.input_specs(microbatch_size, size)
 
@@ -243,7 +243,7 @@ class CocoWorkload(Workload):
         if self.config.profile.image_size is not None:
             return [self.profile_inputs(microbatch_size)]
         minibatch_size = self.config.train.minibatch_size
-        sizes = sampled_padded_sizes(self.data, "train", microbatch_size, minibatch_size, count, seed)
+        sizes = sampled_padded_sizes(self.data, microbatch_size, minibatch_size, count, seed)
         return [self.input_specs(microbatch_size, size) for size in sizes]
 
     def evaluator(self) -> Evaluator | None:

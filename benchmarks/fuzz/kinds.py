@@ -202,7 +202,7 @@ def _use_coco(folder: Path) -> None:
     )
     class_names(config)
     image_sizes(config, "train")
-    largest_padded_size(config, "train")
+    largest_padded_size(config)
     for split in ("train", "val"):
         source = CocoSource(config, split, 0, 10)
         boxes = source.index.ground_truth()["annotations"]

@@ -29,7 +29,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.state_file import read_state_file
 from varuna_capslog.model.workload import DataSource, HostTargets, Minibatch
 
-__all__ = ["Groups", "Noise", "RtDetrSource", "RtDetrWorkload", "best_places", "denoising_specs", "match", "set_loss"]
+__all__ = ["Groups", "Noise", "RtDetrSource", "RtDetrWorkload", "best_places", "match", "set_loss"]
 
 
 # -- Contrastive denoising (DINO, Zhang et al., ICLR 2023, Sec. 3.3): noised boxes as queries ahead of the model's

@@ -27,7 +27,7 @@ from varuna_capslog.schedules import RunShape
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import ParameterGroup, Train
 
-__all__ = ["AVERAGE", "NAMED", "AdamW8bit", "EngineOptions", "LearningRate", "LossScale", "Muon", "Recipe", "in_parts"]
+__all__ = ["AVERAGE", "AdamW8bit", "EngineOptions", "LearningRate", "LossScale", "Muon", "Recipe", "in_parts"]
 
 # -- Optimizers that a run names by a short word and `torch.optim` does not have as they are: `muon` and `adamw8bit`.
 

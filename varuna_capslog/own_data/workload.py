@@ -34,7 +34,7 @@ from varuna_capslog.own_data.reading import SampleReader, named_or_handed, seede
 from varuna_capslog.own_data.section import DataSection
 from varuna_capslog.variants.chunked_loss import chunked_cross_entropy
 
-__all__ = ["COUNTS", "IGNORED", "LOSSES", "METRICS", "DatasetWorkload", "counted_by_model", "returned", "workload"]
+__all__ = ["COUNTS", "LOSSES", "DatasetWorkload", "counted_by_model", "returned", "workload"]
 
 # -- Losses and scores that a config may name, and the form of a model's outputs for a user's loss
 

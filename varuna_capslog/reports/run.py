@@ -48,7 +48,6 @@ __all__ = [
     "StepLine",
     "for_page",
     "one_box_per_object",
-    "read_curves",
     "read_run",
     "read_sample",
     "shapes_of",

@@ -175,7 +175,7 @@ def draw_simulation(
         else:
             axes, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height * len(rows), deep]})
             _draw_memory(below, courses, labels, end, limits)
-        numbered = _draw_boxes(axes, rows, labels, end, True, height)
+        numbered = _draw_boxes(axes, rows, labels, end, height)
         if courses is not None:
             below.set_xlabel(axes.get_xlabel())
             axes.set_xlabel("")
@@ -184,15 +184,10 @@ def draw_simulation(
 
 
 def _draw_boxes(
-    axes: Axes,
-    rows: Sequence[Sequence[TimedAction]],
-    labels: Sequence[str],
-    end: float,
-    in_seconds: bool,
-    height: float,
+    axes: Axes, rows: Sequence[Sequence[TimedAction]], labels: Sequence[str], end: float, height: float
 ) -> bool:
     """Draw a row per rank from time 0 to `end`; return True where every box has its number."""
-    unit, unit_name = second_unit(end) if in_seconds else (1.0, "forward passes")
+    unit, unit_name = second_unit(end)
     several = any(len({timed.action.stage for timed in row}) > 1 for row in rows)
     points = 72 * (WIDTH - 1.6) / end  # of axis per second
     numbered = True

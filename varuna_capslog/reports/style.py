@@ -20,6 +20,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.markup import plural
+from varuna_capslog.reports.plots import shorten
 
 __all__ = [
     "ALARM",
@@ -40,7 +41,6 @@ __all__ = [
     "plan_title",
     "schedules_text",
     "second_unit",
-    "shorten",
     "title_of",
     "title_picture",
 ]
@@ -140,14 +140,6 @@ def byte_unit(values: Iterable[float]) -> tuple[int, str]:
 def second_unit(largest: float) -> tuple[float, str]:
     """Return (seconds per unit, its name) for times up to `largest` seconds: s, ms or µs."""
     return (1.0, "s") if largest >= 1 else (1e-3, "ms") if largest >= 1e-3 else (1e-6, "µs")
-
-
-def shorten(name: str, longest: int) -> str:
-    """Return `name`, without its middle where it is longer than `longest` characters."""
-    if len(name) <= longest:
-        return name
-    head = (longest - 1) // 2
-    return f"{name[:head]}…{name[len(name) - (longest - 1 - head) :]}"
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:

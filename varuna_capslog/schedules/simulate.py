@@ -29,8 +29,6 @@ from varuna_capslog.schedules.lower import (
 from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
 __all__ = [
-    "ActionCostKey",
-    "OrderedStep",
     "SimulatedStep",
     "StageSeconds",
     "TimedAction",

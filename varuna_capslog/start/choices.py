@@ -42,7 +42,6 @@ __all__ = [
     "with_checked_variants",
     "with_chosen_variants",
     "with_given_plan",
-    "with_plan_variants",
 ]
 
 OWN_DATA = "varuna_capslog.own_data:workload"

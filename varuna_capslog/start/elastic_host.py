@@ -37,13 +37,11 @@ if TYPE_CHECKING:
     from varuna_capslog.training.checkpoint import Checkpoint
 
 __all__ = [
-    "SCRIPT_MODULES",
     "check_elastic",
     "join_run",
     "join_script",
     "member_modules",
     "newest_checkpoint",
-    "newest_states",
     "run_here",
     "run_script",
     "server_of",

@@ -43,7 +43,7 @@ from varuna_capslog.varuna_plugin.stages import kept_names
 from varuna_capslog.varuna_plugin.tracing import Partition, Trace, tie_groups, trace_model
 from varuna_capslog.varuna_plugin.wire import Bundle
 
-__all__ = ["STEPS", "ProfileOptions", "Subject", "observe", "profile", "varuna_roles"]
+__all__ = ["STEPS", "observe", "profile"]
 
 
 # -- The processes of a profile: the measured stage, and the stages before and behind it.
