@@ -61,6 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from varuna_capslog.training.worker_process import leave
+    from varuna_capslog.base.failures import leave
 
     leave(main())

@@ -26,7 +26,7 @@ from varuna_capslog.config import defaults
 from varuna_capslog.config.reading import section_of
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.model_workload import ModelSection
-from varuna_capslog.own_data.section import DataSection
+from varuna_capslog.own_data.handed import DataSection
 
 __all__ = ["WORKLOADS", "page", "table"]
 

@@ -29,9 +29,9 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import COUNTED, Evaluator, Minibatch, known_targets
+from varuna_capslog.own_data.handed import DataSection
 from varuna_capslog.own_data.loader import DatasetSource, Loader
 from varuna_capslog.own_data.reading import SampleReader, named_or_handed, seeded
-from varuna_capslog.own_data.section import DataSection
 from varuna_capslog.variants.chunked_loss import chunked_cross_entropy
 
 __all__ = ["COUNTS", "LOSSES", "DatasetWorkload", "counted_by_model", "returned", "workload"]

@@ -78,8 +78,8 @@ def fill_defaults(values: dict[str, Any], say: Callable[[str], object]) -> None:
 
 
 def _samples(values: Mapping[str, Any], split: str) -> int | None:
+    from varuna_capslog.own_data.handed import DataSection
     from varuna_capslog.own_data.reading import SampleReader  # imports torch
-    from varuna_capslog.own_data.section import DataSection
 
     keys = section(DataSection, values.get("data") or {}, "data").model_dump(mode="json")
     dataset = SampleReader(keys, 0).dataset(split)

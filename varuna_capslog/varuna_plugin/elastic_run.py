@@ -21,6 +21,7 @@ from torch import nn
 
 from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.failures import StopWish
 from varuna_capslog.base.tables import log_to
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.start_up import Beginning
@@ -29,7 +30,6 @@ from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.training.run_setup import choose_device
-from varuna_capslog.training.worker_process import StopWish
 from varuna_capslog.varuna_plugin.elastic_pieces import ElasticTraining
 from varuna_capslog.varuna_plugin.install import find_varuna
 

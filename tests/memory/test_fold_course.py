@@ -9,8 +9,7 @@ import pytest
 
 from tests.schedules.cases import parse_csv
 from varuna_capslog.memory import MEMORY_MODELS
-from varuna_capslog.memory.course import StageMemory, fold_course, memory_courses, peak_of, stage_memory
-from varuna_capslog.memory.fold import RankFold
+from varuna_capslog.memory.fold import RankFold, StageMemory, fold_course, memory_courses, peak_of, stage_memory
 from varuna_capslog.profiles.record import LayerProfile, Observation, Profile, layers_of_runs
 from varuna_capslog.schedules import Action, RunShape, StageSeconds, TimedAction, make_schedule, simulate
 
