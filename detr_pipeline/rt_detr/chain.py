@@ -22,7 +22,7 @@ from varuna_capslog.base.fields import refuse_unknown
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.chain import Chain, Layer
 
-__all__ = ["DENOISING", "RtDetrModel", "build_model", "chain_of", "own_names", "transformers_config"]
+__all__ = ["DENOISING", "RtDetrModel", "build_model", "chain_of", "own_names", "transformers_config", "unsigmoid"]
 
 # -- Model section of an RT-DETR config, and the `RTDetrConfig` of transformers that it stands for; no module is built
 
@@ -264,7 +264,7 @@ class Decoder(nn.Module):
             encoder_hidden_states=memory,
             encoder_attention_mask=_apart(groups, hidden),
         )
-        boxes = (self.bbox_embed(hidden) + _unsigmoid(reference)).sigmoid()
+        boxes = (self.bbox_embed(hidden) + unsigmoid(reference)).sigmoid()
         predictions = self.class_embed(hidden), boxes
         return predictions if self.last else (hidden, boxes.detach(), *predictions)
 
@@ -312,7 +312,8 @@ def _rows(values: Tensor, chosen: Tensor) -> Tensor:
     return values.gather(1, chosen.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
-def _unsigmoid(x: Tensor) -> Tensor:
+def unsigmoid(x: Tensor) -> Tensor:
+    """Return the logits of probabilities, finite also at 0 and 1."""
     x = x.clamp(min=0, max=1)
     return torch.log(x.clamp(min=_SIGMOID_MARGIN) / (1 - x).clamp(min=_SIGMOID_MARGIN))
 

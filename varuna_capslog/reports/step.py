@@ -37,6 +37,7 @@ from varuna_capslog.reports.style import (
     BLUE,
     GREY,
     INK,
+    MOST_ABOVE,
     PALE,
     SKY,
     WIDTH,
@@ -220,10 +221,6 @@ def _draw_boxes(
     return numbered
 
 
-_MOST_ABOVE = 2.5
-"""A limit higher than this many times the highest peak is named, not drawn: the curves would shrink to nothing."""
-
-
 def _draw_memory(
     axes: Axes,
     courses: Sequence[Sequence[tuple[float, int]]],
@@ -234,7 +231,7 @@ def _draw_memory(
     """Draw a filled curve of bytes per rank, all on one scale, each with its peak; a dashed line is the capacity."""
     unit, _ = second_unit(end)
     peaks = [max(size for _, size in course) for course in courses]
-    drawn = limits is not None and max(limits.usable) <= _MOST_ABOVE * max([1, *peaks])
+    drawn = limits is not None and max(limits.usable) <= MOST_ABOVE * max([1, *peaks])
     lines = limits.usable if limits is not None and drawn else None
     scale = 0.74 / max([1, *peaks, *(lines or ())])
     for row, (course, peak) in enumerate(zip(courses, peaks, strict=True)):

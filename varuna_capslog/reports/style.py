@@ -30,6 +30,7 @@ __all__ = [
     "GREY",
     "INK",
     "LINES",
+    "MOST_ABOVE",
     "PALE",
     "SKY",
     "byte_unit",
@@ -52,6 +53,8 @@ BLUE, SKY, AMBER, ALARM, GREEN = "#2a5f8f", "#a5cbe8", "#e8b44f", "#b5432a", "#3
 LINES = ("#2a5f8f", "#d98c1f", "#3a9b84", "#a8588f", "#7fb2dd", "#6b5b3e")
 """Colours of up to six curves in one plot; neighbours differ in lightness."""
 
+MOST_ABOVE = 2.5
+"""A capacity higher than this many times the largest number is not drawn: all else would shrink to nothing."""
 WIDTH = 10.0
 """Inches of every picture, so that type has the same size in all of them."""
 
