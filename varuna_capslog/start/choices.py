@@ -1,5 +1,5 @@
-"""Config of a run: its file, the defaults of own data, and the decisions of the plan file that it may name. Workers
-read the config.yaml of the run's folder, in which the plan has decided already.
+"""Config of a run: its file, the defaults of own data, and the choices of its plan file or of a planner. Workers read
+the config.yaml of the run's folder, which holds all of them already.
 """
 
 from __future__ import annotations
@@ -307,8 +307,8 @@ def _gain(choice: VariantChoice) -> str:
 # -- The variants of a config, checked once where a run starts, so that all its ranks compute the layers alike; and
 #    the variants that a plan names.
 #
-# `start/choices` and `api.training` call this. The workers read the config.yaml of the run's folder, which holds
-# the variants that have passed.
+# `load_run_config` and `api.training` call this. The workers read the config.yaml of the run's folder, which holds the
+# variants that have passed.
 
 
 def with_checked_variants(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:

@@ -1,7 +1,7 @@
-"""Checks a checkpoint's manifest and a run's best.json before anything that they name is read.
+"""Checks what a run goes on from: a checkpoint's manifest and best.json, and that a config may continue the checkpoint.
 
-A run's folder may come from anybody: the shape of the JSON is checked once here, and a layer's file lies beside its
-manifest. Imports no torch.
+A run's folder may come from anybody: the shape of the JSON is checked once here, before anything that it names is read,
+and a layer's file lies beside its manifest. Imports no torch.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def read_best(checkpoints: Path) -> tuple[float, int] | None:
 # -- The settings that must not change between a checkpoint and the run that continues it, and the error for each.
 #
 # Checked before a run's folder is written to, so that a refused command leaves it unchanged, and by every rank before
-# it loads. Imports no torch.
+# it loads.
 
 
 def run_constants(config: Config, grains: Sequence[int] = ()) -> dict[str, Any]:
