@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.starters import starter_of
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError, StepRefused
-from varuna_capslog.base.supervisor import starter_of
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import Profile
 
