@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from varuna_capslog.elastic.host.workers import HostOptions
 from varuna_capslog.start.callbacks import Callbacks
-from varuna_capslog.start.elastic_host import training_modules
+from varuna_capslog.start.elastic_host import run_here, server_of, take_held, training_modules
 from varuna_capslog.start.prepare import check_names, prepare_run
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def train_here(
         Exception: of a callback; the run has stopped, and its last step is saved.
     """
     from varuna_capslog.base.supervisor import reserve
-    from varuna_capslog.start.elastic_host import server_of, take_held
 
     callbacks = callbacks or Callbacks(config.run_dir, {})
     with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers
@@ -112,7 +111,6 @@ def run_elastic(config: Config, options: HostOptions, continued: str) -> None:
     """Train as the host that begins the run. Raises Interrupted, with the hint `continued`, when all devices left."""
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.terminal import Terminal
-    from varuna_capslog.start.elastic_host import run_here
 
     with Terminal(config.run_dir, config.train.max_steps, options.name, config.train.max_seconds) as terminal:
         end = run_here(config, dataclasses.replace(options, say=terminal.say))
