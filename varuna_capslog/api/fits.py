@@ -14,22 +14,22 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import GPUS, NamedDevices, parse_devices
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config import defaults
+from varuna_capslog.config.settings import Config
 from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.memory.range_bytes import kinds_on
 from varuna_capslog.planning.largest import MOST_SAMPLES, MOST_TOKENS, TOKENS_STEP, coarse_sizes, largest_by_bytes
 from varuna_capslog.planning.simulation import treatments
 from varuna_capslog.planning.verdict import MemoryVerdict, judge_plan, judge_ranks
 from varuna_capslog.plans.parts import spans_of
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.markup import plural
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.ordinary import OrdinaryModel, folder_keys, held_types, ordinary_config
 
 if TYPE_CHECKING:
     from varuna_capslog.api.planning import Model, Sample
-    from varuna_capslog.config.settings import Config
     from varuna_capslog.model.sized import SizedWorkload
-    from varuna_capslog.plans.plan import Plan
-    from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
 __all__ = ["Answer", "Fit", "Largest", "PlannedRun", "Question", "fits"]

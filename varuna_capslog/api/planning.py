@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +14,16 @@ from varuna_capslog.base import fields, files, units
 from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.base.gpus import parse_devices
 from varuna_capslog.base.tables import Table
+from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile, write_profile
 from varuna_capslog.reports.tables import plan_table, profile_table
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.ordinary import OrdinaryModel, check_kinds, config_of_profile, ordinary_config
 
 if TYPE_CHECKING:
-    import os
-
     from torch import Tensor, nn
 
-    from varuna_capslog.config.settings import Config
     from varuna_capslog.model.chain import Chain
 
     Model = nn.Module | Chain | str
@@ -140,7 +140,6 @@ class ModelPlan(Plan):
             CapslogError: the profile has no seconds.
         """
         from varuna_capslog.planning.simulation import simulate_plan
-        from varuna_capslog.schedules import RunShape
 
         return simulate_plan(self._profile, self, run=RunShape.of_conditions(self._profile.conditions))
 

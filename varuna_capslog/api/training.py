@@ -17,15 +17,15 @@ from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.base.tables import Table, printable
 from varuna_capslog.config.reading import Config, assign, load_config, section
 from varuna_capslog.config.settings import FUNCTION
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.start.callbacks import Callback, Callbacks
 from varuna_capslog.start.choices import OWN_DATA, fill_defaults, with_checked_variants, with_given_plan
+from varuna_capslog.start.ordinary import with_choices_of
 
 if TYPE_CHECKING:
-    from varuna_capslog.config.settings import Config
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Workload
-    from varuna_capslog.plans.plan import Plan
-    from varuna_capslog.profiles.record import Profile
     from varuna_capslog.reports.run import RunRecord
 
 __all__ = ["TrainedRun", "draw_predictions", "peaks_of_stages", "script_module", "train", "write_run_report"]
@@ -187,8 +187,6 @@ class TrainedRun:
 
     def report(self) -> Path:
         """Write the page that `capslog report` writes, and return its path; needs the extra `report`."""
-        from varuna_capslog.config.reading import load_config
-
         return write_run_report(load_config(self.run_dir / "config.yaml"))[0]
 
     def _table(self) -> Table:
@@ -358,7 +356,6 @@ def peaks_of_stages(config: Config, plan: Plan, shapes: Mapping[str, Sequence[in
     `profiling/rehearsal.rehearse_plan`.
     """
     from varuna_capslog.profiling.rehearsal import rehearse_plan
-    from varuna_capslog.start.ordinary import with_choices_of
 
     peaks = rehearse_plan(with_choices_of(config, plan), plan, shapes)
     return [peaks[rank] for rank in plan.placement()]

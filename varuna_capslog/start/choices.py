@@ -24,11 +24,11 @@ from varuna_capslog.planning.variant_search import VariantChoice, choose_variant
 from varuna_capslog.planning.verdict import capacities_of_devices
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan, read_plan
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import alternatives_of, compile_seconds
 from varuna_capslog.start.ordinary import with_defaults
 
 if TYPE_CHECKING:
-    from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
 __all__ = [

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.fork_server import PRELOADED
+from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.base.secret import SecretMissing, run_secret
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config, Elastic
@@ -31,9 +31,6 @@ from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.plan import latest_plan
 
 if TYPE_CHECKING:
-    from varuna_capslog.base.fork_server import ForkServer
-    from varuna_capslog.config.settings import Config
-    from varuna_capslog.membership.generation import Stamp
     from varuna_capslog.training.checkpoint import Checkpoint
 
 __all__ = [

@@ -29,11 +29,17 @@ from varuna_capslog.plans.parts import PlanRank, Units, grains_of, scheduled
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, stages_of_pipelines, write_plan
 from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.divided import PARALLEL, Network, divided
-from varuna_capslog.profiles.record import write_profile
+from varuna_capslog.profiles.record import Profile, write_profile
 from varuna_capslog.profiles.runs import under
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
-from varuna_capslog.start.choices import given_plan, naming_variants
+from varuna_capslog.start.choices import (
+    given_plan,
+    may_choose,
+    naming_variants,
+    say_what_is_not_estimated,
+    with_chosen_variants,
+)
 from varuna_capslog.start.named_code import mark_run
 from varuna_capslog.start.ordinary import WITHOUT_MODEL, with_choices_of, with_defaults
 from varuna_capslog.training.manifest import check_folder, check_samples
@@ -41,7 +47,6 @@ from varuna_capslog.training.manifest import check_folder, check_samples
 if TYPE_CHECKING:
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Workload
-    from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
 __all__ = [
@@ -277,8 +282,6 @@ def profile_and_variants(
 
     A run that goes on from a checkpoint keeps its variants. say: called with a sentence on each choice and its gain.
     """
-    from varuna_capslog.start.choices import may_choose, say_what_is_not_estimated, with_chosen_variants
-
     kept = _kept_config(config)
     if kept is not None and kept.numerics == config.numerics and not config.variants:
         config = config.model_copy(update={"variants": kept.variants})

@@ -22,16 +22,24 @@ from torch import nn
 from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import StopWish
+from varuna_capslog.base.fork_server import PRELOADED
 from varuna_capslog.base.tables import log_to
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.member.start_up import Beginning
+from varuna_capslog.elastic.member.start_up import (
+    Beginning,
+    RuntimeOptions,
+    Timeouts,
+    enter,
+    local_rank,
+    report_failures,
+)
 from varuna_capslog.elastic.notices.interface import Notice
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.training.run_setup import choose_device
 from varuna_capslog.varuna_plugin.elastic_pieces import ElasticTraining
-from varuna_capslog.varuna_plugin.install import find_varuna
+from varuna_capslog.varuna_plugin.install import find_varuna, install, temporary_folder
 
 __all__ = ["ElasticEnd", "main", "run_elastic"]
 
@@ -101,11 +109,9 @@ def run_elastic(
 
 
 def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
-    from varuna_capslog.base.fork_server import PRELOADED
     from varuna_capslog.elastic.host.host import Host
     from varuna_capslog.elastic.host.workers import HostOptions
     from varuna_capslog.varuna_plugin.checkpoint import begin_with
-    from varuna_capslog.varuna_plugin.install import temporary_folder
 
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
@@ -136,7 +142,6 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the script in a worker; return the exit status. arguments: the run's folder, the script, the script's own."""
-    from varuna_capslog.elastic.member.start_up import report_failures
     from varuna_capslog.elastic.script import MemberScript
 
     run_dir, script = Path(arguments[0]), arguments[1]
@@ -145,8 +150,6 @@ def main(arguments: Sequence[str]) -> int:
     log_to(sys.stderr)
 
     def part(wish: StopWish) -> int:
-        from varuna_capslog.varuna_plugin.install import install
-
         with contextlib.redirect_stdout(sys.stderr):
             install()
         member = MemberScript(run_dir, wish, Elastic())
@@ -163,7 +166,6 @@ def _take_part(
 ) -> ElasticEnd:
     """Run this worker's part. SIGUSR1, Varuna's signal of a preemption, makes the worker leave the run."""
     from varuna_capslog.elastic.member.runtime import take_part
-    from varuna_capslog.elastic.member.start_up import RuntimeOptions, Timeouts, enter, local_rank
     from varuna_capslog.elastic.script import current_script
     from varuna_capslog.varuna_plugin.elastic_work import VarunaWork
 
