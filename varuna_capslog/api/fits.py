@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varuna_capslog.api.planning import with_units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import GPUS, NamedDevices, parse_devices
-from varuna_capslog.base.units import format_bytes
+from varuna_capslog.base.units import format_bytes, with_unit
 from varuna_capslog.config import defaults
 from varuna_capslog.config.settings import Config
 from varuna_capslog.memory.costs import Headroom
@@ -504,7 +503,7 @@ def fits(
         from varuna_capslog.model.hugging_face import folder_of
 
         model = folder_of(model)
-    question = Question(model, sample, named, with_units(capacity), device, sequence, settings=settings or {})
+    question = Question(model, sample, named, with_unit(capacity), device, sequence, settings=settings or {})
     say("the layers")
     answer = question.answer_of_fastest(say)
     memory = answer.memory

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Sample = Tensor | Sequence[Any] | Mapping[str, Any] | str
     from varuna_capslog.planning.simulation import Simulation
 
-__all__ = ["Estimate", "ModelPlan", "Picture", "estimate", "estimated", "plan", "with_units"]
+__all__ = ["Estimate", "ModelPlan", "Picture", "estimate", "estimated", "plan"]
 
 # -- `capslog.estimate`: bytes and seconds of each layer of a model, without the device and without any run.
 
@@ -234,7 +234,7 @@ def plan(
 
     named = parse_devices(devices)
     named.refuse_beside({"capacity": capacity, "device": device}, f"devices={devices!r}", f"devices={named.count}")
-    keys = {"capacity": with_units(capacity), "planner": planner, **named.pipeline_keys}
+    keys = {"capacity": units.with_unit(capacity), "planner": planner, **named.pipeline_keys}
     pipeline = {name: value for name, value in keys.items() if value is not None}
     if isinstance(model, Profile):
         model_options = {"sample": sample, "device": device}
@@ -249,12 +249,3 @@ def plan(
     memo = estimate_memo(config)
     costs = divided_profile(config, estimated(config, memo))
     return ModelPlan(**vars(plan_run(config, costs, memo)), profile=costs)
-
-
-def with_units(capacity: int | str | Sequence[int | str] | None) -> int | str | list[int | str] | None:
-    """Return the capacity, with a unit on whole numbers: in Python a number is one of bytes, however small."""
-    if capacity is None or isinstance(capacity, str):
-        return capacity
-    if isinstance(capacity, int):
-        return units.with_unit(capacity)
-    return [size if isinstance(size, str) else units.with_unit(size) or 0 for size in capacity]

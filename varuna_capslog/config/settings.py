@@ -519,7 +519,7 @@ class Pipeline(Section):
 
     @field_serializer("capacity", "host_capacity", "bandwidth", "node_bandwidth", "host_bandwidth", when_used="json")
     def _with_units(self, value: Any) -> Any:
-        return [units.with_unit(size) for size in value] if isinstance(value, list) else units.with_unit(value)
+        return units.with_unit(value)
 
     @property
     def planner_is_default(self) -> bool:
