@@ -205,26 +205,24 @@ def image_sizes(config: DataConfig, split: Split) -> tuple[NDArray[np.int64], ND
     return index.heights, index.widths
 
 
-def largest_padded_size(
-    config: DataConfig, split: Split = "train", microbatch_size: int = 1, minibatch_size: int = 1
-) -> tuple[int, int]:
-    """Return the largest (H, W) that the inputs of a microbatch can have; opens files like `image_sizes`. For an image
-    padded alone this is the size of largest area; of several padded together, the tallest may meet the widest.
+def largest_padded_size(config: DataConfig, microbatch_size: int = 1, minibatch_size: int = 1) -> tuple[int, int]:
+    """Return the largest (H, W) of a microbatch in training; opens files like `image_sizes`. For an image padded alone
+    this is the size of largest area; of several padded together, the tallest may meet the widest.
     """
-    heights, widths = image_sizes(config, split)
+    heights, widths = image_sizes(config, "train")
     together = minibatch_size if config.pad == "minibatch" else microbatch_size
-    return largest_size(widths, heights, config.augment, train=split == "train", alone=together <= 1)
+    return largest_size(widths, heights, config.augment, train=True, alone=together <= 1)
 
 
 def sampled_padded_sizes(
-    config: DataConfig, split: Split, microbatch_size: int, minibatch_size: int, count: int, seed: int
+    config: DataConfig, microbatch_size: int, minibatch_size: int, count: int, seed: int
 ) -> list[tuple[int, int]]:
     """Return the padded (H, W) of a microbatch of each of `count` random minibatches; opens no picture.
 
-    A minibatch holds different images (fewer than `minibatch_size` where the split is smaller), and image i of
-    minibatch k is augmented as training with this seed does in epoch k.
+    A minibatch holds different images (fewer than `minibatch_size` where there are fewer), and image i of minibatch k
+    is augmented as training with this seed does in epoch k.
     """
-    heights, widths = image_sizes(config, split)
+    heights, widths = image_sizes(config, "train")
     together = minibatch_size if config.pad == "minibatch" else microbatch_size
     rng = np.random.default_rng(seed)
     sizes = []
@@ -233,7 +231,7 @@ def sampled_padded_sizes(
         # boxes draw no random numbers, so that leaving them out changes no size
         sizes.append(
             _largest(
-                plan(_generator(split, seed, number, i), int(widths[i]), int(heights[i]), _NO_BOXES, config.augment)
+                plan(_generator("train", seed, number, i), int(widths[i]), int(heights[i]), _NO_BOXES, config.augment)
                 for i in samples
             )
         )

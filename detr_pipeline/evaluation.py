@@ -23,7 +23,7 @@ from detr_pipeline.coco import CocoIndex
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.reports.detections import CURVES_FILE, MOST_CONFUSED
+from varuna_capslog.reports.run import CURVES_FILE, MOST_CONFUSED
 
 __all__ = [
     "STATISTICS",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from detr_pipeline import weights
+from detr_pipeline import chain as chains
 from detr_pipeline.chain import build_chain
 from detr_pipeline.coco_task import PROFILE_BOXES, CocoWorkload, example_target
 from detr_pipeline.config import ModelConfig
@@ -45,7 +45,7 @@ class DetrWorkload(CocoWorkload):
         """
         chain = build_chain(self.model, self.num_classes)
         if self.model.weights is not None:
-            weights.load_into(chain, self._fitting(chain, self.model.weights).found)
+            chains.load_into(chain, self._fitting(chain, self.model.weights).found)
         return chain
 
     def check(self) -> Iterator[RunFinding]:
@@ -60,9 +60,9 @@ class DetrWorkload(CocoWorkload):
             if fit.skipped:
                 yield RunFinding(f"model.weights={self.model.weights}: {fit.told()}")
 
-    def _fitting(self, chain: Chain, path: Path) -> weights.FittingWeights:
+    def _fitting(self, chain: Chain, path: Path) -> chains.FittingWeights:
         """Return the tensors of a weights file that fit the chain. Raises CapslogError where less than half do."""
-        fit = weights.fit(chain, read_state_file(path))
+        fit = chains.fit(chain, read_state_file(path))
         if 2 * len(fit.found) < fit.wanted:
             raise CapslogError(
                 f"model.weights={path}: {fit.told()}; give weights of this model or of a {self.model.backbone}, or "
@@ -118,10 +118,10 @@ class DetrWorkload(CocoWorkload):
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
         """Return the names of Facebook's DETR for the chain's tensors, by address."""
-        return weights.reference_names(chain)
+        return chains.reference_names(chain)
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
         """Return weights of a file in Facebook's DETR layout, by address, and the skipped ones with the reason."""
         with torch.device("meta"):
             chain = build_chain(self.model, self.num_classes)
-        return weights.from_reference(chain, read_state_file(path))
+        return chains.from_reference(chain, read_state_file(path))

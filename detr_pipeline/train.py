@@ -20,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.config.reading import load_config
-    from varuna_capslog.elastic.member.held_state import recover
-    from varuna_capslog.start.given_plan import load_run_config
+    from varuna_capslog.elastic.member.holdings import recover
+    from varuna_capslog.start.choices import load_run_config
     from varuna_capslog.start.prepare import prepare_run
     from varuna_capslog.start.worker import run_worker
 
@@ -61,6 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from varuna_capslog.training.worker_process import leave
+    from varuna_capslog.base.failures import leave
 
     leave(main())

@@ -23,7 +23,6 @@ from varuna_capslog.variants.attention import AttentionCore, EagerAttention, Sdp
 
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig
-    from varuna_capslog.model.splitting.splitter import Splitter
 
 __all__ = [
     "Attention",

@@ -21,12 +21,12 @@ from pydantic_core import to_jsonable_python
 
 from detr_pipeline.config import ModelConfig
 from detr_pipeline.data import DataConfig
-from detr_pipeline.rt_detr.config import RtDetrModel
+from detr_pipeline.rt_detr.chain import RtDetrModel
 from varuna_capslog.config import defaults
 from varuna_capslog.config.reading import section_of
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.model_workload import ModelSection
-from varuna_capslog.own_data.section import DataSection
+from varuna_capslog.own_data.handed import DataSection
 
 __all__ = ["WORKLOADS", "page", "table"]
 

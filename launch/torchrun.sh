@@ -68,7 +68,7 @@ if [[ -z "$nproc" ]]; then
 import sys
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.start.given_plan import load_run_config
+from varuna_capslog.start.choices import load_run_config
 
 try:
     print(load_run_config(sys.argv[1], [*sys.argv[2:], "elastic.enabled=false"]).world_size)

@@ -59,7 +59,7 @@ LONGEST = (
     "engine/test_graphs.py",
     "engine/test_detr.py",
     "start/test_elastic_host.py",
-    "start/test_given_plan.py",
+    "start/test_choices.py",
     "elastic/store/test_etcd_store.py",
     "planning/test_fastest.py",
     "training/test_run.py",

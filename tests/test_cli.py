@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.starters import starter_of
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError, StepRefused
-from varuna_capslog.base.supervisor import starter_of
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import Profile
 
@@ -106,7 +106,7 @@ def test_help_and_import_need_no_slow_module():
         "import varuna_capslog.base.supervisor, varuna_capslog.planners",
         # a machine's supervisor, with the store that it serves, and the command that prepares a run
         "import varuna_capslog.start.elastic_host, varuna_capslog.elastic.host.terminal",
-        "import varuna_capslog.start.local_run, varuna_capslog.start.given_plan",
+        "import varuna_capslog.start.local_run, varuna_capslog.start.choices",
         "from varuna_capslog import cli",
         "assert cli._run(['train', '--help']) == 0",
         "slow = {'torch', 'torchvision', 'scipy', 'matplotlib'} & set(sys.modules)",

@@ -82,7 +82,7 @@ def test_patches_are_found() -> None:
 def test_no_class_or_module_is_patched() -> None:
     places = [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in patches_in(path.read_text())]
     # the operators of a phantom are made in a loop, right below its class
-    assert [where for where in places if "varuna_plugin/splitting/tracing.py" not in where] == []
+    assert [where for where in places if "varuna_plugin/tracing.py" not in where] == []
 
 
 def test_no_module_keeps_the_state_of_a_run() -> None:

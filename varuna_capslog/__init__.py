@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from varuna_capslog.api.decoding import decode, plan_decoding
-    from varuna_capslog.api.estimating import Estimate, estimate
     from varuna_capslog.api.fits import fits
-    from varuna_capslog.api.planning import ModelPlan, plan
+    from varuna_capslog.api.planning import Estimate, ModelPlan, estimate, plan
     from varuna_capslog.api.training import TrainedRun, train
     from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.version import __version__
@@ -69,9 +68,8 @@ __all__ = [
 
 _NAMES = {
     "api.decoding": ("decode", "plan_decoding"),
-    "api.estimating": ("Estimate", "estimate"),
     "api.fits": ("fits",),
-    "api.planning": ("ModelPlan", "plan"),
+    "api.planning": ("Estimate", "ModelPlan", "estimate", "plan"),
     "api.training": ("TrainedRun", "train"),
     "base.errors": ("CapslogError",),
     "base.version": ("__version__",),

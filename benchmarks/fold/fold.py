@@ -19,8 +19,8 @@ from cases import GRAINS, JOINABLE, MICROBATCHES, MODELS, Case, draw_case, draw_
 from common import write_json
 
 from tests.engine.pool import WorkerPool
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.memory.fold import RankFold, fold
-from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.conditions import RunConditions

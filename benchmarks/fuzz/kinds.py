@@ -24,7 +24,7 @@ from PIL import Image
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import dump_config, load_config
-from varuna_capslog.elastic.member.held_state import recover
+from varuna_capslog.elastic.member.holdings import recover
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.planning.export import TARGETS
 from varuna_capslog.plans.plan import read_plan, write_plan
@@ -202,7 +202,7 @@ def _use_coco(folder: Path) -> None:
     )
     class_names(config)
     image_sizes(config, "train")
-    largest_padded_size(config, "train")
+    largest_padded_size(config)
     for split in ("train", "val"):
         source = CocoSource(config, split, 0, 10)
         boxes = source.index.ground_truth()["annotations"]

@@ -15,11 +15,11 @@ import torch
 from common import TransformerSize, token_loss, transformer_chain
 from torch import Tensor
 
-from varuna_capslog.api.fit_question import Question
+from varuna_capslog.api.fits import Question
 from varuna_capslog.base.gpus import parse_devices
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.recipe import EngineOptions
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiling import rehearsal

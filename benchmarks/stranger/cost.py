@@ -1,7 +1,7 @@
 """Compares authenticated connections with plain sockets: processor time per MB of copies, connection and request.
 
 Sender and receiver run in one process, so that its processor time counts both. Runs alternate between plain sockets and
-connections of `base/trust`; the median of the runs counts.
+connections of `base/connection`; the median of the runs counts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from varuna_capslog.base.connection import AuthenticatedListener, Connection, dial
 from varuna_capslog.base.processes import logged
-from varuna_capslog.base.trust.connection import AuthenticatedListener, Connection, dial
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.store.opening import OwnMembershipStore, StoreServer
 
 RUNS = 9

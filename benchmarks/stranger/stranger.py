@@ -25,7 +25,7 @@ from live import HERE, Live, append_result, losses
 from tests.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
 from varuna_capslog.base import files
 from varuna_capslog.base.processes import logged
-from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.elastic.member.inbox import Peers
 
 MODEL = ("model.blocks=8", "model.block_seconds=0.004", "train.epochs=null", "profile.source=estimated")

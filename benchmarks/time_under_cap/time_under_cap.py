@@ -27,7 +27,7 @@ from common import plan
 from sleepers import measured_steps
 
 from varuna_capslog.memory import resolve
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.planning.simulation import simulate_plan

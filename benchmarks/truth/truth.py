@@ -22,7 +22,7 @@ from common import plan, write_json
 
 from varuna_capslog.config.reading import Config, dump_config, section
 from varuna_capslog.engine.recipe import Recipe
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import shapes_of

@@ -15,7 +15,7 @@ import time
 from tests.planning.test_variant_search import least_step, plan_of, random_variants
 from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planning.variant_search import choose_variants
-from varuna_capslog.profiles.variants import PLAIN, alternatives_of, under
+from varuna_capslog.profiles.runs import PLAIN, alternatives_of, under
 from varuna_capslog.schedules import RunShape
 
 PARTS = (0.35, 0.5, 0.65, 0.8)

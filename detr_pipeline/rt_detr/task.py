@@ -21,8 +21,7 @@ from detr_pipeline.coco_task import PROFILE_BOXES, CocoWorkload, example_target
 from detr_pipeline.data import CocoSource, DataConfig, Split, open_index
 from detr_pipeline.loss import Match, assign, check_labels, generalised_iou, ious, positions
 from detr_pipeline.rt_detr import chain as chains
-from detr_pipeline.rt_detr.chain import DENOISING
-from detr_pipeline.rt_detr.config import RtDetrModel, transformers_config
+from detr_pipeline.rt_detr.chain import DENOISING, RtDetrModel, transformers_config, unsigmoid
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
@@ -30,7 +29,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.state_file import read_state_file
 from varuna_capslog.model.workload import DataSource, HostTargets, Minibatch
 
-__all__ = ["Groups", "Noise", "RtDetrSource", "RtDetrWorkload", "best_places", "denoising_specs", "match", "set_loss"]
+__all__ = ["Groups", "Noise", "RtDetrSource", "RtDetrWorkload", "best_places", "match", "set_loss"]
 
 
 # -- Contrastive denoising (DINO, Zhang et al., ICLR 2023, Sec. 3.3): noised boxes as queries ahead of the model's
@@ -40,9 +39,6 @@ __all__ = ["Groups", "Noise", "RtDetrSource", "RtDetrWorkload", "best_places", "
 # negative one with more noise, whose target is no object. The data source makes them as inputs of the chain, since it
 # knows the boxes before the step; the noise of a sample depends on seed, epoch and sample alone. The model never sees
 # targets.
-
-
-_SIGMOID_MARGIN = 1e-5
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ class Noise:
         reach = (boxes[:, 2:] * 0.5).repeat(1, 2) * self.box_scale
         corners = (box_convert(boxes, "cxcywh", "xyxy") + step * sign * reach).clamp(0, 1)
         noised = box_convert(corners, "xyxy", "cxcywh").clamp(0, 1)
-        return labels, torch.log(noised.clamp(min=_SIGMOID_MARGIN) / (1 - noised).clamp(min=_SIGMOID_MARGIN))
+        return labels, unsigmoid(noised)
 
 
 # -- COCO folder for RT-DETR: the pictures, boxes and augmentation of `detr_pipeline.data`, and denoising queries.

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import varuna_capslog as capslog
+from tests.starters import starter_of
 from varuna_capslog.api.training import script_module
-from varuna_capslog.base.supervisor import starter_of
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.start import local_run
 

@@ -20,10 +20,10 @@ from varuna_capslog.base.failures import (
     kind_of,
     loss_cause,
     read_failure,
+    report_failure,
     root_cause,
     shortage,
 )
-from varuna_capslog.training.worker_process import report_failure
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.starters import starter_of
 from tests.waiting import alive, wait_until
 from varuna_capslog.base import machine_memory
 from varuna_capslog.base import supervisor as supervising
@@ -38,7 +39,7 @@ def hang():
 
 def supervisor(run_dir: Path, body: str, workers: int = 3, grace_seconds: float = 5.0) -> Supervisor:
     command = [sys.executable, "-S", "-c", PRELUDE + textwrap.dedent(body), str(run_dir)]
-    return Supervisor(run_dir, command, workers, grace_seconds=grace_seconds)
+    return Supervisor(run_dir, starter_of(command), workers, grace_seconds=grace_seconds)
 
 
 def pids(run_dir: Path) -> list[int]:
@@ -229,10 +230,12 @@ def test_the_pid_never_overwrites_what_a_quick_worker_wrote(tmp_path):
 SUPERVISE = """
 import sys
 from pathlib import Path
+from tests.starters import starter_of
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Supervisor
 try:
-    Supervisor(Path(sys.argv[1]), sys.argv[2:], 2, grace_seconds=2.0, say=lambda line: print(line, flush=True)).run()
+    workers = starter_of(sys.argv[2:])
+    Supervisor(Path(sys.argv[1]), workers, 2, grace_seconds=2.0, say=lambda line: print(line, flush=True)).run()
 except CapslogError as error:
     print(error)
     sys.exit(error.exit_status)
@@ -399,7 +402,7 @@ def test_a_folder_that_was_reserved_in_another_thread_can_be_freed_here(tmp_path
 
 def test_a_command_that_does_not_exist_is_one_sentence(tmp_path):
     with pytest.raises(CapslogError, match="'/no/such/program' cannot be started: No such file"):
-        Supervisor(tmp_path, ["/no/such/program"], 2).run()
+        Supervisor(tmp_path, starter_of(["/no/such/program"]), 2).run()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.starters import starter_of
 from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.supervisor import Forks, Supervisor, WorkerFailed, starter_of
+from varuna_capslog.base.supervisor import Forks, Supervisor, WorkerFailed
 
 ACTS = """
 import json, os, sys, time

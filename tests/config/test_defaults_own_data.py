@@ -9,7 +9,7 @@ import pytest
 
 from varuna_capslog.config.defaults import fill_own_train
 from varuna_capslog.config.reading import dump_config, load_config
-from varuna_capslog.start.given_plan import OWN_DATA, load_run_config
+from varuna_capslog.start.choices import OWN_DATA, load_run_config
 
 
 def filled(train: dict[str, Any], count: int = 1000, val: int | None = None, **more: Any) -> tuple[int, int]:

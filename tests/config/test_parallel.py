@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.parallel import Divisors
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.layout import layout_of
 from varuna_capslog.plans.plan import Plan

@@ -348,7 +348,7 @@ def test_every_config_we_ship_loads_and_its_dump_loads_equal(path, tmp_path):
 def test_every_config_we_ship_has_known_model_and_data_keys(path):
     from detr_pipeline.config import ModelConfig
     from detr_pipeline.data import DataConfig
-    from detr_pipeline.rt_detr.config import RtDetrModel
+    from detr_pipeline.rt_detr.chain import RtDetrModel
 
     config = load_config(path)
     model = {"detr_pipeline:workload": ModelConfig, "detr_pipeline.rt_detr:workload": RtDetrModel}[config.workload]

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_pipeline.chain import build_chain
+from detr_pipeline.chain import build_chain, to_reference
 from detr_pipeline.config import ModelConfig
-from detr_pipeline.weights import to_reference
 from tests.detr.tiny import shake_frozen_norms
 from varuna_capslog.model.chain import Chain
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from detr_pipeline.chain import build_chain
+from detr_pipeline.chain import build_chain, reference_names
 from detr_pipeline.config import ModelConfig
 from detr_pipeline.transformer import padding_mask
-from detr_pipeline.weights import reference_names
 from tests.detr.tiny import CLASSES, tiny_chain, two_sizes
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.config.reading import section

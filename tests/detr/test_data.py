@@ -133,7 +133,7 @@ def test_describing_opens_no_picture(folder, monkeypatch):
     monkeypatch.setattr(data, "read_image", lambda *_: pytest.fail("a picture was opened"))
     source = CocoSource(config_of(folder), "train", 0, 10)
     source.minibatch([[0, 1], [2]], 0)
-    largest_padded_size(config_of(folder), "train", 2, 4)
+    largest_padded_size(config_of(folder), 2, 4)
     class_names(config_of(folder))
 
 
@@ -265,14 +265,14 @@ def test_original_labels_leave_the_gaps(folder):
 def test_largest_size_bounds_every_minibatch(folder):
     config = config_of(folder)
     source = CocoSource(config, "train", 0, 10)
-    bound = largest_padded_size(config, "train", 1, 5)
+    bound = largest_padded_size(config, 1, 5)
     shapes = [source.minibatch([[0, 1], [2, 3], [4]], epoch).inputs[0]["images"].shape[2:] for epoch in range(300)]
     assert all(h <= bound[0] and w <= bound[1] for h, w in shapes)
     assert max(h for h, _ in shapes) >= bound[0] - 1
-    alone = largest_padded_size(config, "train", 1, 1)
+    alone = largest_padded_size(config, 1, 1)
     areas = [np.prod(source.minibatch([[s]], e).inputs[0]["images"].shape) / 3 for s in range(5) for e in range(300)]
     assert alone[0] * alone[1] >= max(areas)
-    separately = largest_padded_size(config_of(folder, pad="microbatch"), "train", 1, 5)
+    separately = largest_padded_size(config_of(folder, pad="microbatch"), 1, 5)
     assert separately == alone
 
 
@@ -283,7 +283,7 @@ def test_largest_size_of_as_many_images_as_coco(tmp_path):
     (tmp_path / "big.json").write_text(json.dumps({"images": images, "annotations": [], "categories": [{"id": 1}]}))
     config = DataConfig(root=tmp_path, train_json="big.json", train_images="train")
     (tmp_path / "train").mkdir()
-    assert largest_padded_size(config, "train", 1, 8) == (1334, 1334)
+    assert largest_padded_size(config, 1, 8) == (1334, 1334)
 
 
 # Paths
@@ -331,7 +331,7 @@ def test_the_digits_are_the_default_and_their_sizes_small(digits_root):
     assert config.uses_digits
     assert config.augment.flip == 0
     assert class_names(config) == (tuple(range(1, 11)), DIGIT_NAMES)
-    bound = largest_padded_size(config, "train", 1, 8)
+    bound = largest_padded_size(config, 1, 8)
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).glob("varuna-capslog/digits-*"))
     source = CocoSource(config, "train", 0, 10)
     assert len(source) == 20
@@ -462,7 +462,7 @@ def opened(config: DataConfig, groups, epoch, seed=0):
 def test_sampled_sizes_are_those_of_transformed_pictures(data, pad, tmp_path):
     config = (bccd() if data == "bccd" else digits(tmp_path)).model_copy(update={"pad": pad})
     seed, microbatch, minibatch = 3, 2, 4
-    sizes = sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
+    sizes = sampled_padded_sizes(config, microbatch, minibatch, count=5, seed=seed)
     rng = np.random.default_rng(seed)
     together = minibatch if pad == "minibatch" else microbatch
     total = len(image_sizes(config, "train")[0])
@@ -470,9 +470,9 @@ def test_sampled_sizes_are_those_of_transformed_pictures(data, pad, tmp_path):
         samples = rng.choice(total, together, replace=False).tolist()
         groups = [samples[at : at + microbatch] for at in range(0, together, microbatch)]
         assert size == opened(config, groups, epoch, seed)
-    assert sizes == sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
-    assert sizes != sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=4)
-    largest = largest_padded_size(config, "train", microbatch, minibatch)
+    assert sizes == sampled_padded_sizes(config, microbatch, minibatch, count=5, seed=seed)
+    assert sizes != sampled_padded_sizes(config, microbatch, minibatch, count=5, seed=4)
+    largest = largest_padded_size(config, microbatch, minibatch)
     assert all(h <= largest[0] and w <= largest[1] for h, w in sizes)
 
 

@@ -16,14 +16,14 @@ from PIL import Image
 
 import detr_pipeline
 from detr_pipeline import workload
+from detr_pipeline.chain import to_reference
 from detr_pipeline.data import sampled_padded_sizes
 from detr_pipeline.task import DetrWorkload
-from detr_pipeline.weights import to_reference
 from tests.detr.tiny import tiny_config
 from varuna_capslog.base.errors import CapslogError, ConfigError, settle
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
-from varuna_capslog.reports.detections import read_sample
+from varuna_capslog.reports.run import read_sample
 from varuna_capslog.variants.attention import ChunkedAttention, EagerAttention
 
 TINY = tiny_config().model_dump(mode="json", exclude_defaults=True)
@@ -188,7 +188,7 @@ def test_frozen_norms_without_weights_are_warned_of(tmp_path: Path, caplog: pyte
 def test_the_workload_samples_inputs(tmp_path: Path) -> None:
     task = tiny_workload(tmp_path, train={"minibatch_size": 4, "microbatch_size": 2})
     specs = task.sampled_inputs(2, count=6, seed=1)
-    sizes = sampled_padded_sizes(task.data, "train", 2, 4, 6, 1)
+    sizes = sampled_padded_sizes(task.data, 2, 4, 6, 1)
     assert [spec["images"].shape for spec in specs] == [(2, 3, h, w) for h, w in sizes]
     assert all(spec["sizes"].shape == (2, 2) for spec in specs)
     assert list(tmp_path.iterdir()) == []

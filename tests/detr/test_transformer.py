@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from detr_pipeline.chain import valid_cells
+from detr_pipeline.chain import from_reference, load_into, reference_names, to_reference, valid_cells
 from detr_pipeline.loss import set_loss
 from detr_pipeline.transformer import Attention, padding_mask, sine_positions
-from detr_pipeline.weights import from_reference, load_into, reference_names, to_reference
 from tests.detr.tiny import normalisers_of, reference_mask, targets_of, tiny_chain, tiny_config, two_sizes
 
 LAYERS = 4

@@ -27,7 +27,7 @@ from tests.rig.faults import VARIABLE, Fault
 from varuna_capslog.base import files
 from varuna_capslog.base.fork_server import PRELOADED, ForkServer
 from varuna_capslog.base.processes import is_stopped
-from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.communicator import connect_group

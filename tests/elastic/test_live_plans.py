@@ -17,7 +17,7 @@ from varuna_capslog.elastic.host.terminal import describe as line_of
 from varuna_capslog.plans.plan import Plan, pipelines_of, read_plan, write_plan
 from varuna_capslog.profiling.estimation import rates
 from varuna_capslog.schedules import schedule_of, to_strings
-from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.choices import with_given_plan
 
 REPLICATED_MIDDLE: dict[str, Any] = {
     "format": "varuna-capslog/plan/2",

@@ -15,8 +15,8 @@ import torch
 from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe
 from tests.rig.faults import Fault
 from tests.rig.stranger import KINDS, Answers, Stranger, addresses, recorded
-from varuna_capslog.base.trust.connection import Connection, NotTrusted, dial
-from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.base.connection import Connection, NotTrusted, dial
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.elastic.member.inbox import Peers
 
 EACH = 8

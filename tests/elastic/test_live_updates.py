@@ -11,7 +11,7 @@ import pytest
 from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe, truth_of
 from tests.rig.faults import Fault
 from varuna_capslog.elastic.host.terminal import describe as line_of
-from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.choices import with_given_plan
 
 TRAIN = {"optimizer": "rmsprop", "optimizer_args": {"momentum": 0.9}, "lr": 1e-3}
 """An optimizer that changes one parameter after the other, in several operations each."""

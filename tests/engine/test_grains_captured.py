@@ -20,7 +20,7 @@ from varuna_capslog.config.reading import Config, load_config, section
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.conditions import ONE_MICROBATCH
 from varuna_capslog.profiles.record import read_profile
-from varuna_capslog.start.given_plan import OWN_DATA, with_given_plan
+from varuna_capslog.start.choices import OWN_DATA, with_given_plan
 from varuna_capslog.start.prepare import prepare_run
 from varuna_capslog.training.checkpoint import open_checkpoint
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from varuna_capslog.engine.norms import norm_of
+from varuna_capslog.engine.replicated import norm_of
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (1 << 20,), ((1 << 20) + 1,), (1100, 1030)])

@@ -27,7 +27,7 @@ from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiling.rehearsal import rehearse_plan
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.start.given_plan import load_run_config
+from varuna_capslog.start.choices import load_run_config
 from varuna_capslog.start.ordinary import with_choices_of
 from varuna_capslog.start.prepare import plan_run, profile_run
 from varuna_capslog.training.checkpoint import latest_checkpoint

@@ -20,8 +20,7 @@ from varuna_capslog.config.reading import Config, section
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.layout_candidates import LayoutCandidates
-from varuna_capslog.membership.placing import Placer
-from varuna_capslog.membership.protection import describe_reserves, state_bytes
+from varuna_capslog.membership.placing import Placer, describe_reserves, state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Reserve, reserves
 from varuna_capslog.planners.seconds import Link, step_player

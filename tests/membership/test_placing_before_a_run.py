@@ -11,7 +11,7 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import with_unit
 from varuna_capslog.config.reading import Config, section
-from varuna_capslog.membership.protection import RunProtection
+from varuna_capslog.membership.placing import RunProtection
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile

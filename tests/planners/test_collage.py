@@ -13,7 +13,7 @@ from tests.planning.test_variant_search import random_variants
 from varuna_capslog.planners.collage import Bits, LayerPattern, evolved, patterns_of, placed, seconds_under
 from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.profiles.variants import PLAIN, alternatives_of
+from varuna_capslog.profiles.runs import PLAIN, alternatives_of
 from varuna_capslog.start.collage_start import second_level
 
 

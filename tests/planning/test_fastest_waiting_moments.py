@@ -10,7 +10,7 @@ from tests.memory.test_truth import Wide
 from tests.planning.asking import layerwise_plan
 from tests.sweeps import some
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners.layerwise import Layerwise
 from varuna_capslog.planners.seconds import Link

@@ -18,7 +18,7 @@ from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, TensorRecord
-from varuna_capslog.reports.perfetto import COPY_THREAD, trace_events
+from varuna_capslog.reports.step import COPY_THREAD, trace_events
 from varuna_capslog.schedules import RunShape
 
 

@@ -20,7 +20,7 @@ from varuna_capslog.planning import variant_search
 from varuna_capslog.planning.variant_search import choose_variants
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Observation, Profile, layers_of_runs
-from varuna_capslog.profiles.variants import PLAIN, alternatives_of, text_of, under, variant_pairs
+from varuna_capslog.profiles.runs import PLAIN, alternatives_of, text_of, under, variant_pairs
 from varuna_capslog.schedules import RunShape
 
 INSIDE = ("inner", "hidden", "tail", "noted")

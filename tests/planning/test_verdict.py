@@ -10,7 +10,7 @@ import pytest
 
 from tests.planning.asking import plan
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.problem import Problem
 from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge, judge_plan, rehearsed

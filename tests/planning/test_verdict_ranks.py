@@ -13,8 +13,8 @@ from tests.planning.asking import plan as search
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import resolve
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.memory.fold import fold
-from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.planning.verdict import HostMemory, fold_plan, judged, with_rank_bytes, within_tier
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units

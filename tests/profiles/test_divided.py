@@ -11,8 +11,8 @@ import dataclasses
 
 import pytest
 
-from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.parallel import Divisors
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.divided import PARALLEL, Network, divided, worst_routing
 from varuna_capslog.profiles.record import ActionBytes, Divisible, LayerProfile, Observation, Profile, layers_of_runs

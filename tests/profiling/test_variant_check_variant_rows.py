@@ -12,7 +12,7 @@ from tests.start.attending import Attending, workload
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.profiles.record import Observation, Profile
-from varuna_capslog.profiles.variants import alternatives_of, compile_seconds, under
+from varuna_capslog.profiles.runs import alternatives_of, compile_seconds, under
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload, estimated_profile
 from varuna_capslog.profiling.measure import profile_workload

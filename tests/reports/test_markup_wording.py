@@ -8,8 +8,8 @@ import pytest
 
 from varuna_capslog.reports import markup, plots
 from varuna_capslog.reports.markup import Box, duration, moment, percent, plain, plural, significant
-from varuna_capslog.reports.plots import Curve
-from varuna_capslog.reports.style import byte_unit, second_unit, shorten
+from varuna_capslog.reports.plots import Curve, shorten
+from varuna_capslog.reports.style import byte_unit, second_unit
 
 
 @pytest.mark.parametrize(

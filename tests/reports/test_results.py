@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from varuna_capslog.reports import plots
-from varuna_capslog.reports.detections import Detection, one_box_per_object
 from varuna_capslog.reports.results import _loss_curves, _mark, main_parts
-from varuna_capslog.reports.run import Event, StepLine
+from varuna_capslog.reports.run import Detection, Event, StepLine, one_box_per_object
 
 
 def make_steps(count: int) -> list[StepLine]:

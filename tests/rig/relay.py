@@ -21,10 +21,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from varuna_capslog.base.connection import AuthenticatedListener, Connection, dial
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread, die_with_parent, logged, python_command
-from varuna_capslog.base.trust.connection import AuthenticatedListener, Connection, dial
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 
 __all__ = ["Line", "Relay", "main"]
 

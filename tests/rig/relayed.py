@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.rig.relay import Line
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.store import opening as store
 
 __all__ = ["VARIABLE", "RelayedStore", "opener", "rewrite"]

@@ -23,7 +23,7 @@ from tests.rig.tally import Hit
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread
-from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.elastic.host.host import Host
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store
 from varuna_capslog.membership.entries import GenerationEntry, NoticeEntry, RequestEntry, Roster

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from varuna_capslog.base.connection import CHALLENGE_BYTES, Connection, dial, proof
 from varuna_capslog.base.processes import OwnedThread, logged
-from varuna_capslog.base.trust.connection import CHALLENGE_BYTES, Connection, dial, proof
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 
 __all__ = ["KINDS", "Answers", "Stranger", "addresses", "recorded"]
 

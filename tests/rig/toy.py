@@ -22,7 +22,7 @@ from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.splitting.splitter import Splitter, share_of
 from varuna_capslog.model.splitting.torch_layers import linear_rows
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload
-from varuna_capslog.start.given_plan import load_run_config
+from varuna_capslog.start.choices import load_run_config
 
 __all__ = ["CONFIG", "Toy", "toy_config", "workload"]
 

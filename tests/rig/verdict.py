@@ -12,8 +12,8 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Forks
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
+from varuna_capslog.start.elastic_host import training_modules
 from varuna_capslog.start.prepare import prepare_run
-from varuna_capslog.start.worker_launch import training_modules
 from varuna_capslog.training.checkpoint import open_checkpoint
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.run_setup import build_chain, last_step

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import varuna_capslog as capslog
+from tests.starters import starter_of
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Supervisor
@@ -79,7 +80,7 @@ def test_stop_ends_the_run_without_an_error(tmp_path: Path) -> None:
 
     with Callbacks(tmp_path, {"on_step": on_step}) as callbacks:
         command = [sys.executable, "-S", "-c", TRAINS_UNTIL_ASKED, str(tmp_path)]
-        Supervisor(tmp_path, command, 2, look=callbacks.look).run()
+        Supervisor(tmp_path, starter_of(command), 2, look=callbacks.look).run()
     assert steps == [row["step"] for row in files.read_jsonl(tmp_path / "metrics.jsonl")]
     assert 3 <= len(steps) < 400
 

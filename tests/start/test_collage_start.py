@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.planning.test_variant_search import random_variants
-from tests.start.test_chosen_variants import config_of
+from tests.start.test_choices_chosen_variants import config_of
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.cli import program
 from varuna_capslog.config.reading import Config, dump_config, load_config

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.engine import models
-from tests.start.test_given_plan import command, config_of, write
+from tests.start.test_choices import command, config_of, write
 from varuna_capslog import cli
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.schedules import schedule_of, to_strings
-from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.choices import with_given_plan
 from varuna_capslog.start.prepare import prepare_run
 
 Rows = list[list[str]]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.machines import CAPSLOG, PROGRAM, Machines, free_port, write_config
-from tests.elastic.member.test_held_state import leave
+from tests.elastic.member.test_holdings_held_state import leave
 from tests.secret import SECRET
 from tests.waiting import wait_until
 from varuna_capslog import cli

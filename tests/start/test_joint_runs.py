@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.start.test_given_plan import REPLICATED_MIDDLE, command, losses, write
+from tests.start.test_choices import REPLICATED_MIDDLE, command, losses, write
 from varuna_capslog import cli
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiling.rehearsal import rehearse_plan
-from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.choices import with_given_plan
 from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run
 
 pytestmark = pytest.mark.usefixtures("forked_servers")

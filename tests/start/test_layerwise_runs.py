@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.start.test_given_plan import command
+from tests.start.test_choices import command
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, load_config
 from varuna_capslog.planners import LAYERWISE

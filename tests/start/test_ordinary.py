@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.sweeps import some
-from varuna_capslog.api.estimating import estimated
+from varuna_capslog.api.planning import estimated
 from varuna_capslog.config.reading import Config
 from varuna_capslog.memory.composition import lasting
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.estimate import Memo

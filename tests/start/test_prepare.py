@@ -10,19 +10,19 @@ import pytest
 from PIL import Image
 
 from tests.planning.asking import plan as search
-from tests.start.test_given_plan import REPLICATED_MIDDLE, config_of
+from tests.start.test_choices import REPLICATED_MIDDLE, config_of
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config
-from varuna_capslog.membership.protection import state_bytes
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.membership.placing import state_bytes
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan, latest_plan
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import prepare as prepare_module
-from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.choices import with_given_plan
 from varuna_capslog.start.member_worker import capacity_of
 from varuna_capslog.start.prepare import prepare_run, profile_run
 from varuna_capslog.training.manifest import FORMAT

@@ -25,8 +25,7 @@ from varuna_capslog.training.checkpoint import (
     passed_over,
     write_synced,
 )
-from varuna_capslog.training.constants import check_folder
-from varuna_capslog.training.manifest import FORMAT, read_best
+from varuna_capslog.training.manifest import FORMAT, check_folder, read_best
 
 LAYER = {"parameters": {"w": torch.zeros(2)}, "buffers": {}, "optimizer": {"w": {"step": 1}}}
 

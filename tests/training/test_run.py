@@ -17,7 +17,7 @@ from tests.equality import assert_same
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.training.checkpoint import best_checkpoint, latest_checkpoint, open_checkpoint, prune
-from varuna_capslog.training.constants import check_continues, run_constants
+from varuna_capslog.training.manifest import check_continues, run_constants
 from varuna_capslog.training.run_setup import initialise
 from varuna_capslog.training.stored_layers import load_chain
 

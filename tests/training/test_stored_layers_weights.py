@@ -94,7 +94,7 @@ def test_a_sequential_models_numbers_are_its_own(tmp_path: Path) -> None:
 
 
 def test_detr_has_facebooks_names_and_no_other_model_has(tmp_path: Path) -> None:
-    from detr_pipeline.weights import to_reference
+    from detr_pipeline.chain import to_reference
     from varuna_capslog.model.state_file import read_state_file
 
     chain = tiny_chain()

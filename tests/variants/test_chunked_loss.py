@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.own_data.judging import LOSSES
-from varuna_capslog.own_data.section import DataSection
+from varuna_capslog.own_data.handed import DataSection
+from varuna_capslog.own_data.workload import LOSSES
 from varuna_capslog.profiling.variant_check import check_variants
 from varuna_capslog.variants.chunked_loss import _LinearLoss, chunked_cross_entropy, chunked_loss, leave_logits
 from varuna_capslog.variants.registry import difference

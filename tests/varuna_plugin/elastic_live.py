@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tests.varuna_plugin import models
 from varuna_capslog.base import files
 from varuna_capslog.base.fork_server import PRELOADED, ForkServer
-from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.layers import seed_layer
@@ -37,8 +37,8 @@ class Cradle:
 
     def __init__(self, folder: Path) -> None:
         self.told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic.work", "torch._dynamo")
-        entry = "varuna_capslog.varuna_plugin.elastic.run:main"
+        modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic_work", "torch._dynamo")
+        entry = "varuna_capslog.varuna_plugin.elastic_run:main"
         self.fork_server = ForkServer(entry, self.told.put, folder / "fork-server.log", modules)
         self.runs = 0
 

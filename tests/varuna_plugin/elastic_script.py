@@ -79,8 +79,7 @@ def get_batch(step: int) -> dict[str, Any]:
 
 def break_things() -> None:
     """Faults inside the plugin's own work."""
-    from varuna_capslog.varuna_plugin import checkpoint
-    from varuna_capslog.varuna_plugin.elastic import work as elastic_work
+    from varuna_capslog.varuna_plugin import checkpoint, elastic_work
 
     real, part = checkpoint.write_synced, elastic_work.VarunaPart
 

@@ -40,8 +40,7 @@ def whole_job(communicator: Any, cuts: list[int], chunk_size: int) -> Any:
 def _whole_job(cuts: list[int], chunk_size: int) -> Any:
     from tests.varuna_plugin import cases
     from varuna_capslog.profiling.conditions import RunConditions
-    from varuna_capslog.varuna_plugin import Microbatches
-    from varuna_capslog.varuna_plugin.profiling import worker
+    from varuna_capslog.varuna_plugin import Microbatches, profiling
 
     with cases.patched(cuts, loss="sum") as varuna:
         torch.manual_seed(0)
@@ -53,8 +52,8 @@ def _whole_job(cuts: list[int], chunk_size: int) -> Any:
         trainer.set_optimizer(optimizer)
         inputs = Microbatches([get_batch(chunk_size)] * 4)
         if trainer.stage == 1:
-            return worker.observe(trainer, inputs, (cuts[1], cuts[2]), RunConditions("cpu", chunk_size, {}))
-        for _ in range(worker.STEPS):
+            return profiling.observe(trainer, inputs, (cuts[1], cuts[2]), RunConditions("cpu", chunk_size, {}))
+        for _ in range(profiling.STEPS):
             trainer.step(inputs)
             optimizer.step()
             trainer.zero_grad()

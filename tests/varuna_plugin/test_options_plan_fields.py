@@ -13,7 +13,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan, write_plan
-from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.choices import with_given_plan
 from varuna_capslog.start.prepare import plan_run
 from varuna_capslog.varuna_plugin.options import cuts_of
 

@@ -3,29 +3,89 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varuna_capslog.api.estimating import estimated
 from varuna_capslog.base import fields, files, units
 from varuna_capslog.base.errors import CapslogError, needed
 from varuna_capslog.base.gpus import parse_devices
 from varuna_capslog.base.tables import Table
+from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, write_plan
-from varuna_capslog.profiles.record import Profile
-from varuna_capslog.reports.tables import plan_table
+from varuna_capslog.profiles.record import Profile, write_profile
+from varuna_capslog.reports.tables import plan_table, profile_table
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.ordinary import OrdinaryModel, check_kinds, config_of_profile, ordinary_config
 
 if TYPE_CHECKING:
-    import os
+    from torch import Tensor, nn
 
-    from varuna_capslog.api.estimating import Model, Sample
+    from varuna_capslog.model.chain import Chain
+
+    Model = nn.Module | Chain | str
+    Sample = Tensor | Sequence[Any] | Mapping[str, Any] | str
     from varuna_capslog.planning.simulation import Simulation
 
-__all__ = ["ModelPlan", "Picture", "plan", "with_units"]
+__all__ = ["Estimate", "ModelPlan", "Picture", "estimate", "estimated", "plan"]
+
+# -- `capslog.estimate`: bytes and seconds of each layer of a model, without the device and without any run.
+
+
+class Estimate(Profile):
+    """A `Profile` that prints as a table, also in a notebook; `capslog.plan` takes it in place of a model."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a profile file, which `capslog plan --profile` and `read_profile` read."""
+        write_profile(path, self)
+
+    def __str__(self) -> str:
+        return profile_table(self).text()
+
+    def _repr_html_(self) -> str:
+        return profile_table(self).html()
+
+
+def estimate(
+    model: Model,
+    sample: Sample | None = None,
+    *,
+    device: str | None = None,
+    cut_points: Sequence[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Estimate:
+    """Estimate bytes and seconds of every layer for one training step, from the shapes alone.
+
+    Nothing of the model is run or changed, and `device` need not be there.
+
+    Args:
+        model: an nn.Module on any device (the meta device too: no memory is needed for weights), a `Chain`, or
+            `"package.module:function"`, a function that returns such a model.
+        sample: example inputs, batch first: a tensor, a tuple, or a dict by name; or their shapes as text, such as
+            `"x=float32[8,3,224,224]"`, or a list of such texts. The batch is one microbatch. Values do not matter.
+        device: `"cpu"`, `"cuda"`, or a kind of GPU such as `"cuda:a100-80gb"`; default: the GPU of this machine, or its
+            CPU where it has none.
+        cut_points: names of submodules to cut before; default: every repeated block.
+        settings: further keys of a config, such as `{"train.precision": "bfloat16"}`.
+
+    Returns:
+        Bytes and seconds per layer. The loss is the model's output `loss`, or else the mean square of its output.
+
+    Raises:
+        CapslogError: the model cannot be captured, an input is missing or does not fit it, a key or device is unknown.
+    """
+    config = ordinary_config(OrdinaryModel(model, sample, cut_points), {"devices": 1}, device=device, settings=settings)
+    return estimated(config)
+
+
+def estimated(config: Config, memo: Any = None) -> Estimate:
+    """Return the estimate of a config; memo: see `start.prepare.estimate_memo`."""
+    from varuna_capslog.start.prepare import profile_run
+
+    return Estimate(**vars(profile_run(config, show=False, memo=memo)))
 
 
 # -- A picture as an object: a notebook draws it inline, a program saves it.
@@ -80,7 +140,6 @@ class ModelPlan(Plan):
             CapslogError: the profile has no seconds.
         """
         from varuna_capslog.planning.simulation import simulate_plan
-        from varuna_capslog.schedules import RunShape
 
         return simulate_plan(self._profile, self, run=RunShape.of_conditions(self._profile.conditions))
 
@@ -175,7 +234,7 @@ def plan(
 
     named = parse_devices(devices)
     named.refuse_beside({"capacity": capacity, "device": device}, f"devices={devices!r}", f"devices={named.count}")
-    keys = {"capacity": with_units(capacity), "planner": planner, **named.pipeline_keys}
+    keys = {"capacity": units.with_unit(capacity), "planner": planner, **named.pipeline_keys}
     pipeline = {name: value for name, value in keys.items() if value is not None}
     if isinstance(model, Profile):
         model_options = {"sample": sample, "device": device}
@@ -190,12 +249,3 @@ def plan(
     memo = estimate_memo(config)
     costs = divided_profile(config, estimated(config, memo))
     return ModelPlan(**vars(plan_run(config, costs, memo)), profile=costs)
-
-
-def with_units(capacity: int | str | Sequence[int | str] | None) -> int | str | list[int | str] | None:
-    """Return the capacity, with a unit on whole numbers: in Python a number is one of bytes, however small."""
-    if capacity is None or isinstance(capacity, str):
-        return capacity
-    if isinstance(capacity, int):
-        return units.with_unit(capacity)
-    return [size if isinstance(size, str) else units.with_unit(size) or 0 for size in capacity]

@@ -1,38 +1,46 @@
-"""Failures of workers, from a worker's report or the end of its process: why each was lost, and which is the cause of
-others. Nothing here starts, signals or waits for a process.
+"""Failures of workers: the report that a worker writes as it ends, and what its supervisor reads from reports and ends
+of processes: why each worker was lost, and which failure is the cause of others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from varuna_capslog.base import files
+from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import PROCESS_LIMIT
+from varuna_capslog.base.tables import printable
 
 __all__ = [
     "CAUSES",
     "Failure",
+    "StopWish",
     "ended",
     "is_consequence",
     "is_out_of_memory",
     "kind_of",
+    "leave",
     "loss_cause",
     "losses_by_cause",
     "losses_in_words",
     "read_failure",
+    "report_failure",
     "root_cause",
     "shortage",
     "signal_name",
 ]
-
 
 _SECONDARY_KINDS = ("peer", "stopped", "interrupted")  # consequences of another rank's end
 
@@ -219,3 +227,55 @@ def losses_in_words(events: Iterable[Mapping[str, Any]]) -> str | None:
     """Number of workers lost for each cause, the commonest first; None where none was lost."""
     counted = Counter(losses_by_cause(events).values())
     return ", ".join(f"{count} {CAUSES[cause]}" for cause, count in counted.most_common()) or None
+
+
+# -- Parts that every worker process needs (`start.worker`, `elastic.member`): stop requests, failure report, exit.
+
+
+class StopWish:
+    """Flag that this process was asked to stop; SIGINT sets it, a step boundary reads it."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        signal.signal(signal.SIGINT, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+
+    def __call__(self) -> bool:
+        return self.stop
+
+
+def report_failure(run_dir: Path, name: str, label: str, error: Exception, where: Mapping[str, Any]) -> int:
+    """Report on stderr and in `workers/<name>.error.json` why this process ends; return the exit status for `error`.
+
+    Called from the handler of `error`. label: of this worker on stderr. where: the rank, and stage, step and microbatch
+    as far as they are known.
+    """
+    if isinstance(error, CapslogError):
+        cause, kind, status = str(error), error.kind, error.exit_status
+    else:
+        cause = str(shortage(error) or f"{type(error).__name__}: {error}")
+        kind, status = kind_of(error), 1
+    with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+        if not isinstance(error, CapslogError) or os.environ.get("CAPSLOG_DEBUG"):
+            traceback.print_exc()
+        sys.stderr.write(f"{label}: {printable(cause)}\n")
+    report = {"peer": getattr(error, "peer", None), **where}
+    report |= {"kind": kind, "cause": cause, "time": wall_seconds()}
+    with contextlib.suppress(CapslogError):
+        files.write_json(run_dir / "workers" / f"{name}.error.json", report)
+    return status
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, with all output flushed.
+
+    Not by `sys.exit`: after a failure gloo's threads may wait for ever for lost peers, and after success a C++ thread
+    that needs the interpreter while it ends sometimes aborts the process ("terminate called without an active
+    exception", seen in one run of eight), so that a finished run would count as failed.
+    """
+    for stream in (sys.stderr, sys.stdout):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)

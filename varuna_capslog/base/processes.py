@@ -119,11 +119,11 @@ def outlives(numbers: Sequence[signal.Signals]) -> None:
             signal.siginterrupt(number, False)
 
 
-def ends_forks_as_usual(numbers: Sequence[signal.Signals] = (*JOB_SIGNALS, signal.SIGINT)) -> None:
-    """Make these signals end this process's later forks, whatever they do to this process."""
+def ends_forks_as_usual() -> None:
+    """Make `JOB_SIGNALS` and SIGINT end this process's later forks, whatever they do to this process."""
 
     def restore() -> None:
-        for number in numbers:
+        for number in (*JOB_SIGNALS, signal.SIGINT):
             if not is_spared(number):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 

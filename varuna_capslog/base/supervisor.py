@@ -1,5 +1,5 @@
-"""Starts the workers of a run on this machine, watches them, and ends all when one fails. Any command line can be a
-worker. No worker outlives the supervisor, however it ends; it never touches a tensor or a process group of torch.
+"""Starts the workers of a run on this machine, watches them, and ends all when one fails. No worker outlives the
+supervisor, however it ends; it never touches a tensor or a process group of torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import fcntl
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -22,17 +21,13 @@ from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
-from varuna_capslog.base.files import no_link
 from varuna_capslog.base.fork_server import ForkServer
 from varuna_capslog.base.machine_memory import MemoryKills
 from varuna_capslog.base.processes import (
-    die_with_parent,
     free_port,
     heard_signals,
     is_stopped,
-    reaped,
     signal_group,
-    startable,
     write_unless_there,
 )
 
@@ -41,23 +36,22 @@ __all__ = [
     "Interrupted",
     "Starter",
     "Supervisor",
+    "Worker",
     "WorkerFailed",
     "check_unused",
     "last_step",
     "new_run",
     "reserve",
-    "starter_of",
     "usable",
 ]
 
 
-# -- Starts a supervisor's workers: as new processes of a command, or as forks of a process that is prepared.
-#
-# Both return a `Worker`: the part of `subprocess.Popen` that the supervisor uses.
+# -- Starts a supervisor's workers as forks of a process that is prepared.
 
 
 class Worker(Protocol):
-    """Process of one rank. When it has ended, its group is killed: its children do not stay behind.
+    """Process of one rank: the part of `subprocess.Popen` that the supervisor uses. When it has ended, its group is
+    killed: its children do not stay behind.
 
     Attributes:
         pid: also of its process group.
@@ -77,44 +71,6 @@ class Worker(Protocol):
 Starter = Callable[[int, Mapping[str, str], Path], Worker]
 """Starts the worker of a rank with this environment on top of the starter's own. Its output goes to the file, but for
 the standard output of rank 0, which is this process's own. Raises CapslogError where it cannot be started."""
-
-
-def starter_of(command: Sequence[str]) -> Starter:
-    """Return a starter of workers that run a command line."""
-    die_with = die_with_parent()
-
-    def start(rank: int, environment: Mapping[str, str], log: Path) -> Worker:
-        with open(log, "wb", opener=no_link) as file:
-            with startable(f"worker {rank}: {command[0]!r}"):
-                return _Started(
-                    command,
-                    env={**os.environ, **environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else file,
-                    stderr=file,
-                    preexec_fn=die_with,
-                )
-
-    return start
-
-
-class _Started(subprocess.Popen[bytes]):
-    def poll(self) -> int | None:
-        return self._look(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int:
-        assert timeout is None
-        code = self._look(0)
-        assert code is not None
-        return code
-
-    def _look(self, options: int) -> int | None:
-        if self.returncode is None:
-            try:
-                self.returncode = reaped(self.pid, options)
-            except ChildProcessError:  # SIGCHLD is ignored here: nobody knows its status, as in `subprocess`
-                self.returncode = 0
-        return self.returncode
 
 
 class Forks:
@@ -227,7 +183,6 @@ class Supervisor:
 
     Args:
         run_dir: made where it is missing.
-        workers: the worker's command line, or a `Starter`.
         num_workers: the world size.
         environment: variables for every worker on top of this process's own.
         grace_seconds: time between asking a worker to end (SIGTERM) and killing it.
@@ -238,7 +193,7 @@ class Supervisor:
     def __init__(
         self,
         run_dir: Path,
-        workers: Sequence[str] | Starter,
+        start_worker: Starter,
         num_workers: int,
         *,
         environment: Mapping[str, str] | None = None,
@@ -250,7 +205,7 @@ class Supervisor:
             raise CapslogError(f"num_workers={num_workers}; a run needs at least one worker")
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / "workers"
-        self._start_worker = workers if callable(workers) else starter_of(workers)
+        self._start_worker = start_worker
         self.num_workers = num_workers
         self.environment = dict(environment or {})
         self.grace_seconds = grace_seconds
@@ -267,7 +222,7 @@ class Supervisor:
         Raises:
             WorkerFailed: a worker failed; the others are stopped by then.
             Interrupted: SIGINT, SIGTERM or SIGHUP came; the workers have ended.
-            CapslogError: the folder cannot be written, or the command cannot be started.
+            CapslogError: the folder cannot be written, or a worker cannot be started.
         """
         with new_run(self.run_dir), heard_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._hear):
             try:

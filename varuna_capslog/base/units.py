@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 import reprlib
+from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
@@ -73,9 +75,11 @@ def parse_memory(value: str | int | float, name: str) -> int:
     return count
 
 
-def with_unit(count: int | None) -> int | str | None:
-    """Return a number of bytes in a form that `parse_memory` reads back."""
-    return f"{count}B" if count is not None and 0 < count < _LEAST_BARE else count
+def with_unit(size: int | str | Sequence[int | str] | None) -> Any:
+    """Return bytes, of one device or of each, in a form that `parse_memory` reads back; text and None as they are."""
+    if isinstance(size, int):
+        return f"{size}B" if 0 < size < _LEAST_BARE else size
+    return size if size is None or isinstance(size, str) else [with_unit(part) for part in size]
 
 
 def parse_capacity(value: str | int | float, name: str = "capacity") -> int | list[int]:

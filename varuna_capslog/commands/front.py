@@ -177,7 +177,7 @@ def _print_peaks(front: Sequence[Fastest], title: str) -> None:
 def _of_budgets(config: Config, profile: Profile, find: _Find) -> _Answer:
     """Return the front of cuts and memory intervals, for budgets from all layers kept to none kept."""
     from varuna_capslog.memory import NEVER
-    from varuna_capslog.memory.headroom import Headroom
+    from varuna_capslog.memory.costs import Headroom
     from varuna_capslog.planning.comparison import budget_front
 
     capacity, planner, headroom = config.pipeline.capacity, config.pipeline.planner, Headroom.of(profile)

@@ -16,7 +16,7 @@ from varuna_capslog.commands.questions import PlannerFlags, keys_of, question_of
 from varuna_capslog.commands.shared import print_json, print_table, say
 
 if TYPE_CHECKING:
-    from varuna_capslog.api.fit_question import PlannedRun
+    from varuna_capslog.api.fits import PlannedRun
     from varuna_capslog.config.settings import Config
     from varuna_capslog.model.sized import SizedWorkload
     from varuna_capslog.plans.plan import Plan
@@ -232,7 +232,7 @@ class _Trials(dict[int, _Trial]):
         return self._run(value).lack()
 
     def _run(self, value: int) -> PlannedRun:
-        from varuna_capslog.api.fit_question import PlannedRun
+        from varuna_capslog.api.fits import PlannedRun
 
         shown = self._search.changed(value)[self._key]
         say(f"capslog: estimating {self._key}={shown}", err=True)

@@ -155,7 +155,7 @@ def variants(flags: VariantFlags) -> None:
     """Measure the kernels that each layer may use, and find the fastest choice, as Collage does."""
     from varuna_capslog.base import files
     from varuna_capslog.config.reading import dump_config
-    from varuna_capslog.profiles.variants import compile_seconds
+    from varuna_capslog.profiles.runs import compile_seconds
     from varuna_capslog.start.collage_start import collage
 
     changes = [] if flags.numerics is None else [f"numerics={flags.numerics}"]

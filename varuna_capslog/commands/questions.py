@@ -21,7 +21,7 @@ from varuna_capslog.commands.shared import option
 from varuna_capslog.planning.registry import REGISTRY
 
 if TYPE_CHECKING:
-    from varuna_capslog.base.divisors import Divisors
+    from varuna_capslog.config.parallel import Divisors
     from varuna_capslog.config.settings import Config
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo

@@ -71,7 +71,7 @@ def predict(
     trust: shared.Trust = False,
 ) -> None:
     """Draw the predictions of a run's best checkpoint on images; of the newest one if none was evaluated."""
-    from varuna_capslog.api.reporting import draw_predictions
+    from varuna_capslog.api.training import draw_predictions
 
     for image in images:
         if not image.is_file():
@@ -102,7 +102,7 @@ def report(
         _compare(run_dirs, as_json)
         return
 
-    from varuna_capslog.api.reporting import write_run_report
+    from varuna_capslog.api.training import write_run_report
     from varuna_capslog.reports.changes import account_of
     from varuna_capslog.start.named_code import check_run
 

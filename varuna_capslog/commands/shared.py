@@ -137,7 +137,7 @@ def load(path: Path, overrides: Sequence[str] | None, *more: str, trust: bool = 
 
     Raises CapslogError as `start/named_code.check_config`.
     """
-    from varuna_capslog.start.given_plan import load_run_config
+    from varuna_capslog.start.choices import load_run_config
     from varuna_capslog.start.named_code import check_config
 
     check_config(path, [*(overrides or ()), *more], trust)

@@ -211,8 +211,7 @@ def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
 
 def _write(folder: Path, step: Simulation, plan: Plan, costs: Profile) -> None:
     from varuna_capslog.base import files
-    from varuna_capslog.reports.perfetto import trace_events
-    from varuna_capslog.reports.step import Limits, draw_simulation, simulation_title
+    from varuna_capslog.reports.step import Limits, draw_simulation, simulation_title, trace_events
 
     files.write_json(folder / "simulation.json", step.to_json())
     files.write_json(folder / "perfetto.json", trace_events(step))

@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from varuna_capslog.base import fields, units
-from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.gpus import gpu_of, parse_device, parse_device_type
 from varuna_capslog.config import defaults, parallel
+from varuna_capslog.config.parallel import Divisors
 
 __all__ = ["FUNCTION", "Config", "Elastic", "ParameterGroup", "Section", "Train"]
 
@@ -519,7 +519,7 @@ class Pipeline(Section):
 
     @field_serializer("capacity", "host_capacity", "bandwidth", "node_bandwidth", "host_bandwidth", when_used="json")
     def _with_units(self, value: Any) -> Any:
-        return [units.with_unit(size) for size in value] if isinstance(value, list) else units.with_unit(value)
+        return units.with_unit(value)
 
     @property
     def planner_is_default(self) -> bool:

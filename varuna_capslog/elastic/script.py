@@ -23,6 +23,7 @@ from torch import Tensor
 from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DiskFailed, StepRefused
+from varuna_capslog.base.failures import StopWish
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.runtime import take_part
 from varuna_capslog.elastic.member.start_up import MemberStart, RuntimeOptions, Timeouts, enter, report_failures
@@ -34,7 +35,6 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import read_file, write_whole
 from varuna_capslog.training.journal import RecentSteps
 from varuna_capslog.training.layer_state import digest
-from varuna_capslog.training.worker_process import StopWish
 
 __all__ = [
     "TRUTH",

@@ -20,7 +20,6 @@ __all__ = [
     "Roles",
     "State",
     "Step",
-    "Wishes",
     "adopt",
     "broken",
     "find_ahead",

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.recovery import Seat, speeds_of
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
-from varuna_capslog.memory.costs import RangeCosts, raised
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom, RangeCosts, raised
 from varuna_capslog.planners import BUDGET, JOINT, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.planners.fleet import waiting_blocks
@@ -35,7 +34,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, with_beside
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["BY_TIME", "TICK", "Budgeted", "Candidate", "LayoutCandidates", "neighbours"]
+__all__ = ["BY_TIME", "NO_LIMIT", "TICK", "Budgeted", "Candidate", "LayoutCandidates", "neighbours"]
 
 
 # -- candidates
@@ -398,7 +397,7 @@ def _ranges(sizes: Sequence[int], nothing: int) -> NDArray[np.int64]:
 # that a rank keeps for others, lie beside training and count against its device. Pure; no torch.
 
 
-_NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 62
 """Bytes of a device of unknown capacity beside others that are known."""
 
 
@@ -510,7 +509,7 @@ class Budgeted:
         limits: list[int | None] = [None] * len(used)
         if any(used):
             kept = copies or (0,) * len(used)
-            room = [max(0, headroom.usable(size or _NO_LIMIT) - more) for size, more in zip(used, kept, strict=False)]
+            room = [max(0, headroom.usable(size or NO_LIMIT) - more) for size, more in zip(used, kept, strict=False)]
             limits = [max(1, headroom.device(size)) for size in room]
         of_rank = zip_longest(limits, speeds[: len(used)])
         devices = [PlanRank(capacity_bytes=size, speed=speed) for size, speed in of_rank]

@@ -27,9 +27,10 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.membership.changes import State
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout
+from varuna_capslog.membership.layout_candidates import NO_LIMIT
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Move, Seat, list_moves, newest_boundary
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planning.playing import play
 from varuna_capslog.planning.verdict import judged
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage
@@ -210,7 +211,6 @@ _PLAYED = 4
 """Ways to hand a stage out whose step is played; by the others' busiest rank they promise less."""
 _BUILT = 64
 """Ways to hand a stage out that are looked at after the bound."""
-_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -542,7 +542,7 @@ class SmallMotion:
         limits: list[PlanRank] = []
         for seat, speed in zip(seats, speeds, strict=True):
             beside = sum(placer.copy_bytes[layer] for layer in copies.get(seat.member, ()))
-            room = headroom.usable(seat.capacity or _NO_LIMIT) - beside
+            room = headroom.usable(seat.capacity or NO_LIMIT) - beside
             limits.append(PlanRank(capacity_bytes=max(1, headroom.device(max(0, room))), speed=speed))
         held = with_beside(profile, candidates.beside or [0] * profile.num_layers)
         tight = judged(held, dataclasses.replace(plan, ranks=tuple(limits)), candidates.run, tier=placer.tier)

@@ -13,7 +13,7 @@ from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "MemoryModel", "StageCosts", "resolve"]
+__all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "StageCosts", "resolve"]
 
 
 class MemoryModel(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.profiles.variants import PLAIN, alternatives_of, under
+from varuna_capslog.profiles.runs import PLAIN, alternatives_of, under
 
 __all__ = ["LayerPattern", "evolved", "patterns_of", "placed", "seconds_under"]
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, resolve
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planners.fleet import (
     DeviceKind,
     Fleet,

@@ -13,7 +13,7 @@ from itertools import pairwise
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import MEMORY_MODELS, StageCosts, resolve
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import find_cuts
 from varuna_capslog.planners.exact import fewest_devices

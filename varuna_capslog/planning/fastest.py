@@ -14,8 +14,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.defaults import STAGES_PER_RANK
 from varuna_capslog.memory import AUTO, resolve
-from varuna_capslog.memory.costs import NEVER, StageCosts
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import NEVER, Headroom, StageCosts
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners import BUDGET, LAYERWISE, find_cuts
 from varuna_capslog.planners.budget import BudgetSearch, kept_bound, kept_cuts, stages_bound

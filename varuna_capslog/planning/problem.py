@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planners import with_microbatches
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import even_share_seconds

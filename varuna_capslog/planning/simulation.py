@@ -13,8 +13,7 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table
 from varuna_capslog.base.units import format_bytes, format_seconds
-from varuna_capslog.memory.course import Course, StageMemory, fold_course, memory_courses, peak_of, stage_memory
-from varuna_capslog.memory.fold import RankFold
+from varuna_capslog.memory.fold import Course, RankFold, StageMemory, fold_course, memory_courses, peak_of, stage_memory
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import play
 from varuna_capslog.planning.verdict import fold_plan
@@ -286,7 +285,7 @@ def simulate_plan(
 def _course_parts(
     profile: Profile, stages: Sequence[PlanStage], run: RunShape, notes: list[str]
 ) -> list[StageMemory] | None:
-    """Return the inputs of `memory.course` for stages that are all kept or all recomputed; else None, and a note."""
+    """Return the inputs of `memory.fold` for stages that are all kept or all recomputed; else None, and a note."""
     uniform = all(
         stage.whole
         and len(stage.layers) == stage.grain == 1

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.costs import NEVER
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import NEVER, Headroom
 from varuna_capslog.memory.inference import INFERENCE, is_for_inference
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planning.cuts import cut_plan, going_round
@@ -39,7 +38,7 @@ _SEARCHES = 3
 
 
 class Protection(Protocol):
-    """Protection of a run whose members change, as in `membership/protection`."""
+    """Protection of a run whose members change, as in `membership/placing`."""
 
     def plan(self, capacities: Sequence[int] | None) -> Plan | None:
         """Return the plan that a member would propose for all devices, with room for protection, not judged; None where

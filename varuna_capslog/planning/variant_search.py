@@ -1,6 +1,6 @@
 """Chooses the variant that computes each layer: the choice whose fastest plan that fits has the shortest step.
 
-A profile with rows of variants (`profiles/variants`) gives the profile of every choice, and planner `budget` the best
+A profile with rows of variants (`profiles/runs`) gives the profile of every choice, and planner `budget` the best
 plan of cuts and memory intervals for it; so variants, cuts and intervals are weighed by the same seconds and bytes.
 
 State: a variant for each layer. Cost: what its plan lacks, then its step, the number of layers that are not as
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Observation, Profile
-from varuna_capslog.profiles.variants import PLAIN, alternatives_of, under
+from varuna_capslog.profiles.runs import PLAIN, alternatives_of, under
 
 __all__ = ["EVERY_CHOICE", "VariantChoice", "choose_variants"]
 

@@ -11,9 +11,8 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO
-from varuna_capslog.memory.costs import NEVER
+from varuna_capslog.memory.costs import NEVER, Headroom
 from varuna_capslog.memory.fold import RankFold, fold
-from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.plans.parts import PlanRank, Shortfall, Units, scheduled

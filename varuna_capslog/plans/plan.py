@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import fields, files
-from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.parallel import Divisors
 from varuna_capslog.plans import plan_text, rules
 from varuna_capslog.plans.parts import (
     PlanRank,

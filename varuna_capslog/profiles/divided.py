@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from varuna_capslog.base.divisors import KINDS, Divisors
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.parallel import KINDS, Divisors
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import ActionBytes, Divisible, LayerProfile, Observation, Profile, layers_of_runs
 

@@ -106,7 +106,7 @@ class ActionBytes:
 
 @dataclass(frozen=True)
 class Divisible:
-    """Parts of a layer that cards of one stage can divide in another system (`base/divisors`), of one microbatch.
+    """Parts of a layer that cards of one stage can divide in another system (`config/parallel`), of one microbatch.
 
     matrix_share, expert_share: parts of the layer's parameters in matrices, and in experts; the rest is whole on every
         card: norms, biases, the router, and projections that a norm over their whole output follows.

@@ -24,8 +24,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Observation, Profile
-from varuna_capslog.profiles.runs import StageRun, stage_runs
-from varuna_capslog.profiles.variants import PLAIN, text_of
+from varuna_capslog.profiles.runs import PLAIN, StageRun, stage_runs, text_of
 from varuna_capslog.profiling import cache, launches
 from varuna_capslog.profiling.conditions import Progress, RunConditions, conditions_of_run, profile_of, shapes_of
 from varuna_capslog.profiling.launches import (

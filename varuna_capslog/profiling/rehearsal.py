@@ -177,7 +177,7 @@ def rehearse_plan(
 ) -> list[int]:
     """Return peak bytes of every rank of any plan that the engine runs, for the run that a config describes.
 
-    The config must agree with the plan (`start.given_plan.with_given_plan`): where a plan of the short form is used in
+    The config must agree with the plan (`start.choices.with_given_plan`): where a plan of the short form is used in
     several replicas, the ranks of all of them are listed.
 
     shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.

@@ -36,7 +36,7 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.profiles.record import Observation
-from varuna_capslog.profiles.variants import PLAIN, text_of
+from varuna_capslog.profiles.runs import PLAIN, text_of
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.weighing import ActionProbe, ActionResidue, ActionWeights, HalfWeights, Halves
 from varuna_capslog.schedules import Schedule, from_strings, insert_recompute, to_strings
@@ -206,7 +206,7 @@ class TrimmedRun:
 
     specs: of the tensors across the cuts first .. end.
     targets, normalisers: for the loss, which is computed where the run holds the last layer.
-    variants: the variant of each of its layers (`profiles/variants`); (): all as configured.
+    variants: the variant of each of its layers (`profiles/runs`); (): all as configured.
     parts: of its layers, that run again inside their backward.
     """
 

@@ -22,7 +22,7 @@ from varuna_capslog.model.trace import ShapeTable, call_on, fake_operands
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.profiles.variants import PLAIN, text_of, variant_pairs
+from varuna_capslog.profiles.runs import PLAIN, text_of, variant_pairs
 from varuna_capslog.profiling.estimate import StageEstimator, key_of_range, row_of
 from varuna_capslog.profiling.trim import dummy_inputs, real_tensors, skeleton
 from varuna_capslog.variants.registry import (
@@ -53,7 +53,7 @@ __all__ = [
 
 # -- Variants on this machine: checked against the plain layers before a run uses them, and measured for a profile.
 #
-# `start/chosen_variants` calls this once, where a run starts; the workers get what has passed. Layers that do the
+# `start/choices` calls this once, where a run starts; the workers get what has passed. Layers that do the
 # same work are checked once, on the CPU, on the shapes of the run, or on smaller inputs where these would take too
 # long.
 

@@ -21,6 +21,7 @@ from varuna_capslog.reports.style import (
     AMBER,
     BLUE,
     GREY,
+    MOST_ABOVE,
     SKY,
     byte_unit,
     head_picture,
@@ -43,10 +44,6 @@ class FrontPoint(NamedTuple):
     step_seconds: float
     bound_seconds: float | None
     proven: bool
-
-
-_MOST_ABOVE = 2.5
-"""A capacity higher than this many times the largest number is named, not drawn: the rest would shrink to nothing."""
 
 
 def draw_front(
@@ -80,7 +77,7 @@ def draw_front(
         for proven, label in ((True, "proven to be the fastest"), (False, "not proven: the line ends at the bound")):
             _front_points(axes, [point for point in front if point.proven is proven], unit, second, label)
         text = f"{bytes_name} [{name}]"
-        if capacity is not None and capacity <= _MOST_ABOVE * largest:
+        if capacity is not None and capacity <= MOST_ABOVE * largest:
             axes.axvline(capacity / unit, color=ALARM, linewidth=1, linestyle="--", label=capacity_name)
         elif capacity is not None:
             text += f"; the {capacity_name}, {format_bytes(capacity)}, lies far to the right"
@@ -161,7 +158,7 @@ def _peak_bars(axes: Axes, rows: Sequence[Row], usable: Sequence[int] | None) ->
     divisor, unit = byte_unit([largest])
     _bars(axes, peaks, _texts(rows, peaks, divisor), divisor, [ALARM if row.fits is False else BLUE for row in rows])
     label = f"peak of the largest stage [{unit}]{', red: does not fit' * any(row.fits is False for row in rows)}"
-    if usable is not None and min(usable) <= _MOST_ABOVE * largest:
+    if usable is not None and min(usable) <= MOST_ABOVE * largest:
         for limit in sorted(set(usable)):
             axes.axvline(limit / divisor, color=ALARM, linestyle="--", linewidth=1.0)
         axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * max(usable) / divisor))
@@ -239,7 +236,7 @@ def draw_ranks(
             above.bar(places, [(step.peak_bytes or 0) / divisor for step in steps], width, color=colours[number])
             below.bar(places, [step.busy_seconds / scale for step in steps], width, color=colours[number], label=name)
         for size in sorted(set(capacities or ())):
-            if size <= _MOST_ABOVE * max(peaks, default=0):
+            if size <= MOST_ABOVE * max(peaks, default=0):
                 above.axhline(size / divisor, color=ALARM, linestyle="--", linewidth=1.0, label="capacity")
         above.set_ylabel(f"peak memory [{unit}]")
         below.set_ylabel(f"busy in a step [{second}]")

@@ -27,6 +27,7 @@ from varuna_capslog.reports.style import (
     BLUE,
     GREY,
     INK,
+    MOST_ABOVE,
     PALE,
     WIDTH,
     byte_unit,
@@ -55,13 +56,10 @@ MOST_GENERATIONS = 16
 COLOURS = {"lost": plots.ALARM, "left": plots.AMBER, "joined": plots.GREEN}
 """Colour of a change's line, by the kind of change, the gravest kind first."""
 
-_MOST_ABOVE = 2.5
-"""A capacity higher than this many times the highest bar is not drawn: the bars would shrink to nothing."""
-
 
 def shows_capacity(capacity: Sequence[int] | None, peaks: Sequence[int]) -> bool:
     """True where the picture of these peaks shows the capacity line."""
-    return capacity is not None and max(capacity) <= _MOST_ABOVE * max([0, *peaks])
+    return capacity is not None and max(capacity) <= MOST_ABOVE * max([0, *peaks])
 
 
 _PLANNED, _PREDICTED, _MEASURED = "planned", "predicted for the measured size", "measured"

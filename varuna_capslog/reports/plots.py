@@ -28,6 +28,7 @@ __all__ = [
     "matrix",
     "plot",
     "row_boxes",
+    "shorten",
     "thinned",
 ]
 
@@ -43,12 +44,17 @@ _MOST_POINTS = 1000
 _CLEAR = "rgba(0,0,0,0)"
 
 
+def shorten(name: str, longest: int) -> str:
+    """Return `name`, without its middle where it is longer than `longest` characters."""
+    if len(name) <= longest:
+        return name
+    head = (longest - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (longest - 1 - head) :]}"
+
+
 def label(text: str, longest: int = 36) -> str:
-    """Return a name from a run as plotly shows it literally, without its middle where it is longer than `longest`."""
-    text = printable(text)
-    if len(text) > longest:
-        text = f"{text[: longest // 2]}…{text[len(text) - longest // 2 + 1 :]}"
-    return html.escape(text, quote=False)
+    """Return a name from a run as plotly shows it literally, at most `longest` characters of it (`shorten`)."""
+    return html.escape(shorten(printable(text), longest), quote=False)
 
 
 class Curve(NamedTuple):

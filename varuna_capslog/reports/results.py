@@ -12,14 +12,6 @@ from pathlib import Path
 
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.changes import change_kind, event_words
-from varuna_capslog.reports.detections import (
-    MOST_CONFUSED,
-    SAME_OBJECT,
-    DetectionCurves,
-    Sample,
-    for_page,
-    one_box_per_object,
-)
 from varuna_capslog.reports.markup import UNKNOWN, Box, Markup, plural
 from varuna_capslog.reports.memory import COLOURS
 from varuna_capslog.reports.plots import (
@@ -34,7 +26,18 @@ from varuna_capslog.reports.plots import (
     matrix,
     thinned,
 )
-from varuna_capslog.reports.run import Evaluation, Event, RunRecord, StepLine
+from varuna_capslog.reports.run import (
+    MOST_CONFUSED,
+    SAME_OBJECT,
+    DetectionCurves,
+    Evaluation,
+    Event,
+    RunRecord,
+    Sample,
+    StepLine,
+    for_page,
+    one_box_per_object,
+)
 
 __all__ = ["compared_curves", "evaluation_parts", "main_parts", "prediction_parts", "training_parts"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from matplotlib.patches import Patch
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import gradient_edges, message_bytes, play, stage_seconds
-from varuna_capslog.planning.simulation import Simulation
+from varuna_capslog.planning.simulation import PipelineStep, Simulation
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -37,6 +37,7 @@ from varuna_capslog.reports.style import (
     BLUE,
     GREY,
     INK,
+    MOST_ABOVE,
     PALE,
     SKY,
     WIDTH,
@@ -49,19 +50,29 @@ from varuna_capslog.reports.style import (
 from varuna_capslog.schedules import (
     DEFAULT_K,
     KINDS,
+    Action,
     Edge,
     RunShape,
     Schedule,
     StageGraph,
     StageSeconds,
     TimedAction,
+    TimedMessage,
     Timeline,
     from_strings,
     simulate,
 )
 
-__all__ = ["Limits", "busy_parts", "draw_simulation", "plot_schedule", "simulation_title", "step_parts"]
-
+__all__ = [
+    "COPY_THREAD",
+    "Limits",
+    "busy_parts",
+    "draw_simulation",
+    "plot_schedule",
+    "simulation_title",
+    "step_parts",
+    "trace_events",
+]
 
 # -- Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time
 #    below.
@@ -165,7 +176,7 @@ def draw_simulation(
         else:
             axes, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height * len(rows), deep]})
             _draw_memory(below, courses, labels, end, limits)
-        numbered = _draw_boxes(axes, rows, labels, end, True, height)
+        numbered = _draw_boxes(axes, rows, labels, end, height)
         if courses is not None:
             below.set_xlabel(axes.get_xlabel())
             axes.set_xlabel("")
@@ -174,15 +185,10 @@ def draw_simulation(
 
 
 def _draw_boxes(
-    axes: Axes,
-    rows: Sequence[Sequence[TimedAction]],
-    labels: Sequence[str],
-    end: float,
-    in_seconds: bool,
-    height: float,
+    axes: Axes, rows: Sequence[Sequence[TimedAction]], labels: Sequence[str], end: float, height: float
 ) -> bool:
     """Draw a row per rank from time 0 to `end`; return True where every box has its number."""
-    unit, unit_name = second_unit(end) if in_seconds else (1.0, "forward passes")
+    unit, unit_name = second_unit(end)
     several = any(len({timed.action.stage for timed in row}) > 1 for row in rows)
     points = 72 * (WIDTH - 1.6) / end  # of axis per second
     numbered = True
@@ -215,10 +221,6 @@ def _draw_boxes(
     return numbered
 
 
-_MOST_ABOVE = 2.5
-"""A limit higher than this many times the highest peak is named, not drawn: the curves would shrink to nothing."""
-
-
 def _draw_memory(
     axes: Axes,
     courses: Sequence[Sequence[tuple[float, int]]],
@@ -229,7 +231,7 @@ def _draw_memory(
     """Draw a filled curve of bytes per rank, all on one scale, each with its peak; a dashed line is the capacity."""
     unit, _ = second_unit(end)
     peaks = [max(size for _, size in course) for course in courses]
-    drawn = limits is not None and max(limits.usable) <= _MOST_ABOVE * max([1, *peaks])
+    drawn = limits is not None and max(limits.usable) <= MOST_ABOVE * max([1, *peaks])
     lines = limits.usable if limits is not None and drawn else None
     scale = 0.74 / max([1, *peaks, *(lines or ())])
     for row, (course, peak) in enumerate(zip(courses, peaks, strict=True)):
@@ -491,3 +493,127 @@ def _planned(run: RunRecord, ranks: int) -> Mapping[int, float]:
         return {}
     width = run.plan.num_ranks
     return {rank: busy[rank % width] for rank in range(ranks) if run.plan.short or rank in busy}
+
+
+# -- Converts a simulated step to a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+#
+# The form is the Chrome trace event format: a process per rank with one thread for its computation, one per rank that
+# it sends to and one for copies that run beside the computation, a counter of bytes per stage, and an arrow per message
+# from the action that made it to the action that waits for it.
+
+
+COMPUTE_THREAD = 0
+"""Thread of a rank's actions; transfers to rank r are on thread r + 1."""
+
+COPY_THREAD = 1_000_000
+"""Thread of a rank's copies to and from the host tier."""
+
+_MICROSECONDS = 1e6
+_INSIDE = 1e-3
+"""Microseconds that an arrow begins before its action's end: it belongs to the slice that it lies in."""
+
+
+def trace_events(simulation: Simulation) -> dict[str, Any]:
+    """Return the JSON value of a trace file; times in microseconds since the step's begin."""
+    events: list[dict[str, Any]] = []
+    for number, pipeline in enumerate(simulation.pipelines):
+        events += _names(pipeline, number if len(simulation.pipelines) > 1 else None)
+        events += _slices(pipeline)
+        events += _counters(pipeline)
+        events += _arrows(pipeline, f"{number}.")
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "schedule": simulation.schedule,
+            "num_microbatches": simulation.num_microbatches,
+            "step_seconds": simulation.step_seconds,
+            "bubble_fraction": simulation.bubble_fraction,
+        },
+    }
+
+
+def _names(pipeline: PipelineStep, number: int | None) -> Iterator[dict[str, Any]]:
+    of_pipeline = "" if number is None else f"pipeline {number}, "
+    for rank, stages in zip(pipeline.ranks, pipeline.stage_of_row, strict=True):
+        stage_text = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+        yield _named("process_name", rank, 0, {"name": f"rank {rank} ({of_pipeline}{stage_text})"})
+        yield _named("process_sort_index", rank, 0, {"sort_index": rank})
+        yield _named("thread_name", rank, COMPUTE_THREAD, {"name": "compute"})
+        yield _named("thread_sort_index", rank, COMPUTE_THREAD, {"sort_index": 0})
+    for source, destination in sorted({_ends(pipeline, message) for message in pipeline.timeline.messages}):
+        yield _named("thread_name", source, destination + 1, {"name": f"to rank {destination}"})
+        yield _named("thread_sort_index", source, destination + 1, {"sort_index": destination + 1})
+    for rank in sorted({pipeline.ranks[copy.rank] for copy in pipeline.timeline.copies}):
+        yield _named("thread_name", rank, COPY_THREAD, {"name": "host tier"})
+        yield _named("thread_sort_index", rank, COPY_THREAD, {"sort_index": COPY_THREAD})
+
+
+def _named(name: str, pid: int, tid: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": arguments}
+
+
+def _ends(pipeline: PipelineStep, message: TimedMessage) -> tuple[int, int]:
+    return pipeline.ranks[message.source], pipeline.ranks[message.destination]
+
+
+def _slices(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
+    for rank, row in zip(pipeline.ranks, pipeline.timeline.actions, strict=True):
+        for timed in row:
+            action = timed.action
+            place = {"name": str(action), "cat": KINDS[action.kind], "pid": rank, "tid": COMPUTE_THREAD}
+            yield _slice(timed, place, {"stage": action.stage, "microbatch": action.microbatch})
+    for copy in pipeline.timeline.copies:
+        action = copy.action
+        place = {"name": str(action), "cat": "copy", "pid": pipeline.ranks[copy.rank], "tid": COPY_THREAD}
+        yield _slice(copy, place, {"stage": action.stage, "microbatch": action.microbatch})
+    for sent in pipeline.timeline.messages:
+        message, (source, destination) = sent.message, _ends(pipeline, sent)
+        name = f"{message.kind} {message.downstream[1]}"
+        place = {"name": name, "cat": "transfer", "pid": source, "tid": destination + 1}
+        source_stage, target_stage = message.way
+        arguments = {"from_stage": source_stage, "to_stage": target_stage, "microbatch": message.downstream[1]}
+        yield _slice(sent, place, arguments)
+
+
+def _slice(timed: TimedAction | TimedMessage, place: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    begin, length = timed.start_seconds * _MICROSECONDS, (timed.end_seconds - timed.start_seconds) * _MICROSECONDS
+    return {"ph": "X", **place, "ts": begin, "dur": length, "args": arguments}
+
+
+def _counters(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
+    rank_of = {stage: rank for rank, row in zip(pipeline.ranks, pipeline.stage_of_row, strict=True) for stage in row}
+    for stage, course in enumerate(pipeline.memory or []):
+        for seconds, size in course:
+            yield {
+                "ph": "C",
+                "name": f"memory of stage {stage}",
+                "pid": rank_of[stage],
+                "ts": seconds * _MICROSECONDS,
+                "args": {"bytes": size},
+            }
+
+
+def _arrows(pipeline: PipelineStep, prefix: str) -> Iterator[dict[str, Any]]:
+    """Yield a pair of flow events per message whose two actions take time; an action of no duration gets no arrow."""
+    timed: dict[Action, tuple[int, TimedAction]] = {
+        timed_end.action: (rank, timed_end)
+        for rank, row in zip(pipeline.ranks, pipeline.timeline.actions, strict=True)
+        for timed_end in row
+    }
+    for number, sent in enumerate(pipeline.timeline.messages):
+        message = sent.message
+        kinds = "F" if message.kind == "activation" else "BI"
+        ends = [
+            next(timed[key] for kind in kinds if (key := Action(stage, kind, call)) in timed)
+            for stage, call in (message.end(sends=True), message.end(sends=False))
+        ]
+        (source, made), (destination, waits) = ends
+        lengths = [(timed_end.end_seconds - timed_end.start_seconds) * _MICROSECONDS for timed_end in (made, waits)]
+        if min(lengths) <= 0:
+            continue
+        common = {"name": message.kind, "cat": "message", "id": f"{prefix}{number}"}
+        begin = made.end_seconds * _MICROSECONDS - min(_INSIDE, lengths[0] / 2)
+        yield {**common, "ph": "s", "pid": source, "tid": COMPUTE_THREAD, "ts": begin}
+        end = waits.start_seconds * _MICROSECONDS
+        yield {**common, "ph": "f", "bp": "e", "pid": destination, "tid": COMPUTE_THREAD, "ts": end}

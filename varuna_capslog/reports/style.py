@@ -20,6 +20,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports.markup import plural
+from varuna_capslog.reports.plots import shorten
 
 __all__ = [
     "ALARM",
@@ -29,6 +30,7 @@ __all__ = [
     "GREY",
     "INK",
     "LINES",
+    "MOST_ABOVE",
     "PALE",
     "SKY",
     "byte_unit",
@@ -40,7 +42,6 @@ __all__ = [
     "plan_title",
     "schedules_text",
     "second_unit",
-    "shorten",
     "title_of",
     "title_picture",
 ]
@@ -52,6 +53,8 @@ BLUE, SKY, AMBER, ALARM, GREEN = "#2a5f8f", "#a5cbe8", "#e8b44f", "#b5432a", "#3
 LINES = ("#2a5f8f", "#d98c1f", "#3a9b84", "#a8588f", "#7fb2dd", "#6b5b3e")
 """Colours of up to six curves in one plot; neighbours differ in lightness."""
 
+MOST_ABOVE = 2.5
+"""A capacity higher than this many times the largest number is not drawn: all else would shrink to nothing."""
 WIDTH = 10.0
 """Inches of every picture, so that type has the same size in all of them."""
 
@@ -140,14 +143,6 @@ def byte_unit(values: Iterable[float]) -> tuple[int, str]:
 def second_unit(largest: float) -> tuple[float, str]:
     """Return (seconds per unit, its name) for times up to `largest` seconds: s, ms or µs."""
     return (1.0, "s") if largest >= 1 else (1e-3, "ms") if largest >= 1e-3 else (1e-6, "µs")
-
-
-def shorten(name: str, longest: int) -> str:
-    """Return `name`, without its middle where it is longer than `longest` characters."""
-    if len(name) <= longest:
-        return name
-    head = (longest - 1) // 2
-    return f"{name[:head]}…{name[len(name) - (longest - 1 - head) :]}"
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.tables import Table
 from varuna_capslog.base.units import format_bytes, format_percent, format_seconds, unit_of
-from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.memory.kinds import kinds_on
+from varuna_capslog.memory.costs import Headroom
+from varuna_capslog.memory.range_bytes import kinds_on
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.playing import play
 from varuna_capslog.planning.verdict import MemoryVerdict, judge

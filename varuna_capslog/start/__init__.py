@@ -5,12 +5,7 @@ without.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from varuna_capslog.engine.interface import EngineKind, Engines
-
-if TYPE_CHECKING:
-    from varuna_capslog.engine.interface import Engine, EngineParts
+from varuna_capslog.engine.interface import Engine, EngineKind, EngineParts, Engines
 
 __all__ = ["ENGINES"]
 

@@ -18,7 +18,7 @@ from varuna_capslog.model.workload import load_workload
 from varuna_capslog.planners.collage import Bits, evolved, patterns_of, placed, seconds_under
 from varuna_capslog.profiles.conditions import JOINED
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.profiles.variants import alternatives_of
+from varuna_capslog.profiles.runs import alternatives_of
 from varuna_capslog.profiling import cache
 from varuna_capslog.profiling.conditions import conditions_of_run
 from varuna_capslog.profiling.measure import WholeRuns, profile_config

@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from varuna_capslog.base.fork_server import ForkServer
+from varuna_capslog.base.supervisor import Forks, Interrupted, Starter, Supervisor, reserve
+from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.workers import HostOptions
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.start.callbacks import Callbacks
+from varuna_capslog.start.elastic_host import run_here, server_of, take_held, training_modules
 from varuna_capslog.start.prepare import check_names, prepare_run
-from varuna_capslog.start.worker_launch import training_modules
-
-if TYPE_CHECKING:
-    from varuna_capslog.base.fork_server import ForkServer
-    from varuna_capslog.base.supervisor import Forks, Starter
-    from varuna_capslog.config.settings import Config
-    from varuna_capslog.plans.plan import Plan
-    from varuna_capslog.profiles.record import Profile
 
 __all__ = ["prepared_run", "run_elastic", "run_workers", "train_here", "worker_starter"]
 
@@ -45,10 +42,6 @@ def train_here(
         Interrupted: the run was asked to stop; the same call continues it.
         Exception: of a callback; the run has stopped, and its last step is saved.
     """
-    from varuna_capslog.base.supervisor import reserve
-    from varuna_capslog.start.elastic_host import server_of
-    from varuna_capslog.start.worker_launch import take_held
-
     callbacks = callbacks or Callbacks(config.run_dir, {})
     with reserve(config.run_dir):  # from here on: another run's plan must not change under its workers
         if config.elastic.enabled:
@@ -75,8 +68,6 @@ def prepared_run(config: Config, show: bool = True, server: ForkServer | None = 
         check_names(config)  # errors that need no import are raised at once
         plan_and_profile: tuple[Plan, Profile | None] = server.call(f"{__name__}:prepared_run", config, show)
         return plan_and_profile
-    from varuna_capslog.profiles.record import read_profile
-
     plan, path = prepare_run(config, show), config.run_dir / "profile.json"
     return plan, read_profile(path) if plan.profile_digest and path.exists() else None
 
@@ -85,8 +76,6 @@ def run_workers(
     config: Config, say: Say, starter: Starter, workers: int | None = None, look: Callable[[], bool] = lambda: False
 ) -> None:
     """Start a run's workers (`workers`, or as the config says), watch them to their end. look: see `Supervisor`."""
-    from varuna_capslog.base.supervisor import Supervisor
-
     Supervisor(
         config.run_dir,
         starter,
@@ -99,8 +88,6 @@ def run_workers(
 
 def worker_starter(config: Config, *flags: str) -> Forks:
     """Return a starter of workers with these flags; another process begins to import their modules."""
-    from varuna_capslog.base.supervisor import Forks
-
     return Forks(
         "varuna_capslog.start.worker:forked",
         [str(config.run_dir), *flags],
@@ -111,9 +98,7 @@ def worker_starter(config: Config, *flags: str) -> Forks:
 
 def run_elastic(config: Config, options: HostOptions, continued: str) -> None:
     """Train as the host that begins the run. Raises Interrupted, with the hint `continued`, when all devices left."""
-    from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.terminal import Terminal
-    from varuna_capslog.start.elastic_host import run_here
 
     with Terminal(config.run_dir, config.train.max_steps, options.name, config.train.max_seconds) as terminal:
         end = run_here(config, dataclasses.replace(options, say=terminal.say))

@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from varuna_capslog.base import files
+from varuna_capslog.base.failures import StopWish
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.base.tables import log_to
-from varuna_capslog.base.trust.secret import Secret
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.elastic.host.store_link import run_age
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
@@ -31,7 +32,6 @@ from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import read_profile
 from varuna_capslog.training.run_setup import check_devices, check_room, choose_device
-from varuna_capslog.training.worker_process import StopWish
 
 __all__ = ["Equipment", "MemberFile", "capacity_of", "least_bytes", "main"]
 

@@ -21,7 +21,7 @@ from typing import Any
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.functions import add_current_folder
-from varuna_capslog.base.trust.secret import FILE_VARIABLE, run_secret
+from varuna_capslog.base.secret import FILE_VARIABLE, run_secret
 from varuna_capslog.config.reading import Config, load_config
 
 __all__ = ["OFFERED", "check_config", "check_run", "mark_run"]

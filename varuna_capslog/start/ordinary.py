@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from varuna_capslog.base import fields
-from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.gpus import NamedDevices, gpu_of
 from varuna_capslog.base.machine_memory import granted_bytes
 from varuna_capslog.config import defaults
 from varuna_capslog.config.defaults import MICROBATCHES_PER_DEVICE
+from varuna_capslog.config.parallel import Divisors
 from varuna_capslog.config.reading import assign, section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.memory import AUTO, resolve

@@ -29,20 +29,24 @@ from varuna_capslog.plans.parts import PlanRank, Units, grains_of, scheduled
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, stages_of_pipelines, write_plan
 from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.divided import PARALLEL, Network, divided
-from varuna_capslog.profiles.record import write_profile
-from varuna_capslog.profiles.variants import under
+from varuna_capslog.profiles.record import Profile, write_profile
+from varuna_capslog.profiles.runs import under
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
-from varuna_capslog.start.chosen_variants import naming_variants
-from varuna_capslog.start.given_plan import given_plan
+from varuna_capslog.start.choices import (
+    given_plan,
+    may_choose,
+    naming_variants,
+    say_what_is_not_estimated,
+    with_chosen_variants,
+)
 from varuna_capslog.start.named_code import mark_run
 from varuna_capslog.start.ordinary import WITHOUT_MODEL, with_choices_of, with_defaults
-from varuna_capslog.training.constants import check_folder, check_samples
+from varuna_capslog.training.manifest import check_folder, check_samples
 
 if TYPE_CHECKING:
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Workload
-    from varuna_capslog.profiles.record import Profile
     from varuna_capslog.profiling.estimate import Memo
 
 __all__ = [
@@ -191,7 +195,7 @@ def _checkpoint_bytes(profile: Profile | None) -> int | None:
     """Return the approximate bytes of a checkpoint; None without a profile that has them."""
     if profile is None:
         return None
-    from varuna_capslog.membership.protection import state_bytes  # imports modules that only elastic runs need
+    from varuna_capslog.membership.placing import state_bytes  # imports modules that only elastic runs need
 
     kept = state_bytes(profile)
     return None if kept is None else sum(kept[0])
@@ -278,8 +282,6 @@ def profile_and_variants(
 
     A run that goes on from a checkpoint keeps its variants. say: called with a sentence on each choice and its gain.
     """
-    from varuna_capslog.start.chosen_variants import may_choose, say_what_is_not_estimated, with_chosen_variants
-
     kept = _kept_config(config)
     if kept is not None and kept.numerics == config.numerics and not config.variants:
         config = config.model_copy(update={"variants": kept.variants})
@@ -332,7 +334,7 @@ def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo
         return _with_norms_named(config, plan, chain)
     problem, protection = Problem.of_config(config, profile, named_plan), None
     if config.elastic.enabled:
-        from varuna_capslog.membership.protection import RunProtection
+        from varuna_capslog.membership.placing import RunProtection
 
         if config.elastic.rebalance and not profile.timed:
             profile.column("forward_seconds")  # names the layer
@@ -428,7 +430,7 @@ def _checked_plan(config: Config) -> Plan | None:
     if plan.num_ranks != config.world_size:
         raise CapslogError(
             f"{where}: the plan is for {plan.num_ranks} ranks, the config has {config.world_size} (pipeline.devices x "
-            "pipeline.replicas); load it with start.given_plan.load_run_config, which takes them from the plan"
+            "pipeline.replicas); load it with start.choices.load_run_config, which takes them from the plan"
         )
     if config.engine == "varuna":
         from varuna_capslog.varuna_plugin.options import cuts_of

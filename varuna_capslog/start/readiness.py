@@ -32,8 +32,8 @@ from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiling.conditions import conditions_of_run, kind_here
 from varuna_capslog.profiling.trim import skeleton
-from varuna_capslog.start.elastic_host import check_elastic
-from varuna_capslog.start.given_plan import given_plan
+from varuna_capslog.start.choices import given_plan
+from varuna_capslog.start.elastic_host import check_elastic, newest_checkpoint
 from varuna_capslog.start.prepare import (
     check_names,
     check_optimizer,
@@ -43,9 +43,8 @@ from varuna_capslog.start.prepare import (
     profile_run,
     settled_plan,
 )
-from varuna_capslog.start.worker_launch import newest_checkpoint
 from varuna_capslog.training.checkpoint import open_checkpoint, passed_over
-from varuna_capslog.training.constants import folder_findings
+from varuna_capslog.training.manifest import folder_findings
 from varuna_capslog.training.run_setup import check_devices, check_keys, check_room, choose_device
 
 __all__ = ["check_run"]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.failures import StopWish, leave, report_failure
 from varuna_capslog.base.tables import lasting_output, log_to
-from varuna_capslog.training.worker_process import StopWish, leave, report_failure
 
 if TYPE_CHECKING:
     from varuna_capslog.training.run import Run

@@ -25,7 +25,7 @@ from varuna_capslog.base.processes import OwnedThread, logged
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.interface import RankReport
 from varuna_capslog.model.workload import DataSource, LateTargets, Minibatch, Reading, ReadingSource
-from varuna_capslog.training.constants import check_samples
+from varuna_capslog.training.manifest import check_samples
 
 __all__ = ["DataLate", "DataWatch", "Feed", "evaluation_groups"]
 

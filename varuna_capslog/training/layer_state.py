@@ -299,7 +299,7 @@ def apply_together(due: Iterable[tuple[Follower, Mapping[str, Tensor], int, floa
 # -- A digest of a layer's state that costs little more than reading it, computed on the device where the state lies.
 #
 # It finds damage and members that computed differently. It does not authenticate: someone who chooses the changes can
-# keep it equal (`base/trust` decides who may send anything at all).
+# keep it equal (`base/connection` decides who may send anything at all).
 
 
 _WORD = 8

@@ -26,11 +26,10 @@ from varuna_capslog.model.workload import LateTargets, Minibatch
 from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.training.checkpoint import prune
 from varuna_capslog.training.checkpoint_writer import CheckpointWriter, HostCopies
-from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import DataWatch, Feed, evaluation_groups
 from varuna_capslog.training.journal import Journal, goodness, judged_steps, peak_record, step_record
 from varuna_capslog.training.layer_state import digest
-from varuna_capslog.training.manifest import read_best
+from varuna_capslog.training.manifest import read_best, run_constants
 from varuna_capslog.training.run_setup import RunSetup
 
 __all__ = ["Boundaries", "PeakMeter", "TrainingLoop", "verify_copies"]

@@ -26,8 +26,8 @@ from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, passed_over
-from varuna_capslog.training.constants import check_continues, check_folder
 from varuna_capslog.training.loop import TrainingLoop
+from varuna_capslog.training.manifest import check_continues, check_folder
 from varuna_capslog.training.run_setup import check_plan, set_up_run
 from varuna_capslog.training.stored_layers import load_layers
 

@@ -8,7 +8,7 @@ Nothing here needs Varuna to be imported; `install` looks for it. Varuna is neve
 docs/varuna.md for where to get it and for what is patched and why.
 """
 
-from varuna_capslog.varuna_plugin.elastic.run import ElasticEnd, run_elastic
+from varuna_capslog.varuna_plugin.elastic_run import ElasticEnd, run_elastic
 from varuna_capslog.varuna_plugin.executor import Microbatches
 from varuna_capslog.varuna_plugin.install import (
     COMMIT,
@@ -19,7 +19,7 @@ from varuna_capslog.varuna_plugin.install import (
     uninstall,
 )
 from varuna_capslog.varuna_plugin.options import configure
-from varuna_capslog.varuna_plugin.profiling.measure import profile
+from varuna_capslog.varuna_plugin.profiling import profile
 
 __all__ = [
     "COMMIT",

@@ -23,13 +23,13 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.elastic.member.held_state import take_newest, write_boundaries
+from varuna_capslog.elastic.member.holdings import take_newest, write_boundaries
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.training.checkpoint import publish, read_file, write_synced, write_whole
 from varuna_capslog.training.layer_state import LayerState, flatten
 from varuna_capslog.varuna_plugin.executor import restore_random_state, save_random_state
 from varuna_capslog.varuna_plugin.options import current
-from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
+from varuna_capslog.varuna_plugin.stages import ANCHOR
 from varuna_capslog.varuna_plugin.wire import named_loss
 
 __all__ = [
@@ -173,7 +173,7 @@ class Reader:
 def write_held(
     run_dir: Path, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, num_pieces: int
 ) -> None:
-    """Write the states that a member holds; see `held_state.write_boundaries`."""
+    """Write the states that a member holds; see `holdings.write_boundaries`."""
 
     def write(place: Path, piece: int, state: LayerState) -> None:
         if not _file(place, piece).exists():

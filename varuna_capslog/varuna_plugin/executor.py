@@ -21,7 +21,7 @@ from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
 from varuna_capslog.varuna_plugin.options import current
-from varuna_capslog.varuna_plugin.splitting.tracing import copied_buffers, refuse_phantom
+from varuna_capslog.varuna_plugin.tracing import copied_buffers, refuse_phantom
 
 __all__ = [
     "THREADS",

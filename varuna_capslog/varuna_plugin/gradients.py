@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from varuna_capslog.varuna_plugin.options import current
-from varuna_capslog.varuna_plugin.splitting.tracing import TieGroup
+from varuna_capslog.varuna_plugin.tracing import TieGroup
 from varuna_capslog.varuna_plugin.wire import named_loss
 
 __all__ = ["init_distributed", "step_alone", "sync_across_workers"]

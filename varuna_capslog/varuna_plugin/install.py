@@ -176,8 +176,7 @@ def installed_patches() -> list[str]:
 
 
 def _apply(varuna: Any) -> None:
-    from varuna_capslog.varuna_plugin import checkpoint, executor, gradients
-    from varuna_capslog.varuna_plugin.splitting import stages
+    from varuna_capslog.varuna_plugin import checkpoint, executor, gradients, stages
 
     models, pipeline, core, utils = varuna.partitioned_model, varuna.pipeline, varuna.varuna, varuna.utils
     # any cut list, owners from real use

@@ -24,7 +24,7 @@ from varuna_capslog.plans.parts import PlanStage
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.plans.plan_text import plain
 from varuna_capslog.profiles.record import Profile, read_profile
-from varuna_capslog.varuna_plugin.splitting.tracing import Trace, uniform_cuts
+from varuna_capslog.varuna_plugin.tracing import Trace, uniform_cuts
 
 __all__ = ["CUTS_VARIABLE", "Options", "Search", "configure", "current", "cuts_of", "parse_cuts"]
 

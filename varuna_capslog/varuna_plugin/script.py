@@ -12,7 +12,7 @@ import traceback
 from typing import NoReturn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.training.worker_process import leave
+from varuna_capslog.base.failures import leave
 
 __all__ = ["main"]
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import HERE, Clock, Live, append_result, losses, quantiles
 
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.membership.protection import RunProtection
+from varuna_capslog.membership.placing import RunProtection
 from varuna_capslog.start.prepare import profile_run
 
 OVERRIDES = [

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
-from varuna_capslog.membership.placing import Placer
-from varuna_capslog.membership.protection import state_bytes
+from varuna_capslog.membership.placing import Placer, state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.start.prepare import profile_run

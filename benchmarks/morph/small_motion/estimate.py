@@ -20,8 +20,7 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.layout_candidates import LayoutCandidates
-from varuna_capslog.membership.placing import Placer
-from varuna_capslog.membership.protection import state_bytes
+from varuna_capslog.membership.placing import Placer, state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.small_motion import Loss, SmallMotion, Weighed
 from varuna_capslog.profiles.record import Profile

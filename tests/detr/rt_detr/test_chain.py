@@ -12,8 +12,7 @@ from tests.detr.rt_detr.tiny import ARCHITECTURE, CLASSES, MODEL, QUIET, inputs,
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from detr_pipeline.rt_detr.chain import build_model, chain_of, own_names
-from detr_pipeline.rt_detr.config import RtDetrModel
+from detr_pipeline.rt_detr.chain import RtDetrModel, build_model, chain_of, own_names
 from detr_pipeline.rt_detr.task import Groups, Noise, set_loss
 from varuna_capslog.model.chain import Chain
 

@@ -19,8 +19,8 @@ import pytest
 from tests.waiting import alive, wait_until
 from varuna_capslog.base import machine_memory
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
-from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions

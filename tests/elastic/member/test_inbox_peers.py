@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
+from varuna_capslog.base.connection import CHALLENGE_BYTES
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread
-from varuna_capslog.base.trust.connection import CHALLENGE_BYTES
 from varuna_capslog.elastic.member.inbox import Peers
 from varuna_capslog.elastic.network import address_towards
 

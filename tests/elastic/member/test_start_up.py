@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.elastic.member import start_up
 from varuna_capslog.elastic.member.runtime import End, take_part
 from varuna_capslog.elastic.member.start_up import Beginning, MemberStart, RuntimeOptions

@@ -24,7 +24,7 @@ from tests.rig.etcd_servers import EtcdServers
 from tests.secret import SECRET
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.secret import Secret, run_secret
+from varuna_capslog.base.secret import Secret, run_secret
 from varuna_capslog.commands.train import check_address
 from varuna_capslog.elastic.network import network_variables, parse_address
 from varuna_capslog.elastic.store.etcd_gateway import Etcd, b64

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from tests.secret import SECRET
 from tests.waiting import wait_until
+from varuna_capslog.base.connection import Connection, Forged, dial
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.connection import Connection, Forged, dial
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.store.opening import (
     ENDED,
     OwnMembershipStore,

@@ -15,8 +15,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.model import hostile, unusual
-from varuna_capslog.api.estimating import estimate
-from varuna_capslog.api.planning import plan
+from varuna_capslog.api.planning import estimate, plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix, mixed
 from varuna_capslog.engine.layout import Layout

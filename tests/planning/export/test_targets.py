@@ -21,8 +21,8 @@ from tests.planning.export.readers import (
     torchtitan_part,
     uneven_ends,
 )
-from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.parallel import Divisors
 from varuna_capslog.planning.export import TARGETS, Request, names_in, notes, written
 from varuna_capslog.plans.parts import MemoryInterval, Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines

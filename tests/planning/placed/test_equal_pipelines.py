@@ -12,7 +12,7 @@ from tests.planners.test_budget import all_cuts, choices, timed
 from tests.planning.asking import equal_pipelines_plan
 from tests.planning.placed.test_equal_pipelines_shared_moments import profile_with_moments
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.kinds import kinds_on
+from varuna_capslog.memory.range_bytes import kinds_on
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.placed import equal_pipelines
 from varuna_capslog.planning.playing import moment_bytes, with_step_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.estimation.allocator import LARGE_SEGMENT, Event, replay
 from varuna_capslog.profiling.estimation.headroom import (

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.norms import norm_of, piece_of
 from varuna_capslog.engine.probe import PeakProbe
+from varuna_capslog.engine.replicated import norm_of, piece_of
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes

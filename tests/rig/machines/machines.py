@@ -30,7 +30,7 @@ from tests.rig.outcome import ChaosOptions
 from tests.rig.watch import SEGMENT
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.fork_server import PRELOADED, ForkServer
-from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.hooks import until
 from varuna_capslog.membership.entries import NoticeEntry, RequestEntry

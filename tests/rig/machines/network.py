@@ -10,7 +10,7 @@ from tests.rig.machines.links import LinkShape
 from tests.rig.namespaces import Namespaces
 from tests.rig.relay import Line, Relay, Way
 from tests.rig.relayed import VARIABLE
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 
 __all__ = ["STORE_HOST", "Access", "MachineNetwork"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.rig.etcd_servers import EtcdServers
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreServer, open_store
 from varuna_capslog.membership.entries import Entry

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.secret import run_secret
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry, RequestEntry, Roster
+from varuna_capslog.plans.plan import latest_plan
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.store.opening import MembershipStore
@@ -87,7 +88,6 @@ def _limits(devices: int, run_dir: Path) -> Iterator[str]:
     """Limits that the run's config and model set; none for a script, which has neither."""
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.planners import BUDGET, JOINT
-    from varuna_capslog.plans.plan import latest_plan
 
     planned = latest_plan(run_dir)
     if planned is None or not (run_dir / "config.yaml").is_file():

@@ -23,8 +23,8 @@ from varuna_capslog.base import files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread
+from varuna_capslog.base.secret import run_secret
 from varuna_capslog.base.supervisor import last_step
-from varuna_capslog.base.trust.secret import run_secret
 from varuna_capslog.elastic.host import hooks
 from varuna_capslog.elastic.host.workers import HostOptions
 from varuna_capslog.elastic.store.etcd_store import begin_run

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from varuna_capslog.base.connection import AuthenticatedListener, Connection, dial
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import Ends, OwnedThread
-from varuna_capslog.base.trust.connection import AuthenticatedListener, Connection, dial
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.network import listen
@@ -39,9 +39,10 @@ __all__ = ["Inbox", "PeerMessage", "Peers"]
 
 # -- Messages between the members of a run beside the training data: round values, layer state, gradients for copies.
 #
-# Connections of `base/trust` with threads of their own, one per direction and pair. They outlive generations, so that
-# a change of membership rebuilds none of them, and the end of a process is seen at once as the end of its connection.
-# Every message names its generation; its reader drops the older ones. What arrives is JSON and tensors' bytes.
+# Connections of `base/connection` with threads of their own, one per direction and pair. They outlive generations, so
+# that a change of membership rebuilds none of them, and the end of a process is seen at once as the end of its
+# connection. Every message names its generation; its reader drops the older ones. What arrives is JSON and tensors'
+# bytes.
 
 
 _log = logging.getLogger(__name__)

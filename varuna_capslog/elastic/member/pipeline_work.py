@@ -23,8 +23,7 @@ from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.base.processes import OwnedThread
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.member.balance import Balance, Pace
-from varuna_capslog.elastic.member.held_state import write_held
-from varuna_capslog.elastic.member.holdings import LayerCopies
+from varuna_capslog.elastic.member.holdings import LayerCopies, write_held
 from varuna_capslog.elastic.member.start_up import MemberStart, fail
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator
@@ -49,8 +48,8 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import open_checkpoint
-from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.loop import TrainingLoop
+from varuna_capslog.training.manifest import run_constants
 from varuna_capslog.training.run_setup import build_chain, check_plan, set_up_run
 from varuna_capslog.training.stored_layers import from_checkpoint
 

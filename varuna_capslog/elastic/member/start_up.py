@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.secret import Secret, run_secret
+from varuna_capslog.base.failures import StopWish, leave, report_failure
+from varuna_capslog.base.secret import Secret, run_secret
 from varuna_capslog.elastic.network import address_towards
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
 from varuna_capslog.membership.changes import Phase, State
 from varuna_capslog.membership.entries import Roster
 from varuna_capslog.membership.generation import INITIAL, Member, Stamp
-from varuna_capslog.training.worker_process import StopWish, leave, report_failure
 
 __all__ = [
     "Beginning",

@@ -201,7 +201,7 @@ class AwsListener(MetadataListener):
 
     source: ClassVar[str] = "aws"
 
-    lead: float = 120.0
+    lead: ClassVar[float] = 120.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -312,7 +312,7 @@ class AzureListener(MetadataListener):
     source: ClassVar[str] = "azure"
 
     machine: str | None = None
-    lead: float = 30.0
+    lead: ClassVar[float] = 30.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -441,6 +441,10 @@ INSTANCE = ROOT + "instance/"
 FLAVOR = {"Metadata-Flavor": "Google"}
 
 
+MAINTENANCE_SECONDS = 60.0
+"""From the announcement of a maintenance to its beginning."""
+
+
 @dataclass(slots=True)
 class _Key:
     """Watched value, used by one thread."""
@@ -461,14 +465,12 @@ class GcpListener(MetadataListener):
 
     Attributes:
         preemption_seconds: from TRUE to the switch-off.
-        maintenance_seconds: from the announcement of a maintenance to its beginning.
         hold: seconds that a question may hang, after which a server that vanished is noticed.
     """
 
     source: ClassVar[str] = "gcp"
 
     preemption_seconds: float = 30.0
-    maintenance_seconds: float = 60.0
     hold: float = 10.0
 
     def __post_init__(self) -> None:
@@ -476,7 +478,7 @@ class GcpListener(MetadataListener):
         maintenance = {"TERMINATE_ON_HOST_MAINTENANCE": Kind.LEAVE, "MIGRATE_ON_HOST_MAINTENANCE": Kind.HINT}
         self._keys = (
             _Key("preempted", "FALSE", {"TRUE": Kind.LEAVE}, self.preemption_seconds),
-            _Key("maintenance-event", "NONE", maintenance, self.maintenance_seconds),
+            _Key("maintenance-event", "NONE", maintenance, MAINTENANCE_SECONDS),
         )
 
     @staticmethod

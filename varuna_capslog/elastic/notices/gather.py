@@ -1,6 +1,6 @@
 """Passes notices from the sources of a host to callbacks: drops repeats, joins close notices into one announcement.
 
-Nothing is decided here; see `member/notice_policy`.
+Nothing is decided here; see `member/runtime`.
 """
 
 from __future__ import annotations

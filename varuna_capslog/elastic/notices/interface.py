@@ -1,7 +1,7 @@
 """Notices, and the interface of every source of notices.
 
 A `Listener` watches one source in threads of its own; `gather` joins the notices. No listener runs in the thread that
-trains, and none decides anything: `member/notice_policy` turns notices into requests.
+trains, and none decides anything: `member/runtime` turns notices into requests.
 """
 
 from __future__ import annotations

@@ -153,11 +153,13 @@ def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]
 _log = logging.getLogger(__name__)
 
 LARGEST_FILE = 1 << 16
+FILE_SECONDS = 30.0
+"""Budget where the file names none."""
 
 
 class FileListener(PollingListener):
-    """Reads `path` several times a second; a file that exists at the start counts, too. seconds: the budget where the
-    file names none. On a shared file system every host sees the file, so it should name `hosts`.
+    """Reads `path` several times a second; a file that exists at the start counts, too. On a shared file system every
+    host sees the file, so it should name `hosts`.
     """
 
     source: ClassVar[str] = "file"
@@ -166,13 +168,11 @@ class FileListener(PollingListener):
         self,
         path: str | os.PathLike[str],
         host: str = "",
-        seconds: float = 30.0,
         interval: float = 0.2,
         clock: Clock = Clock(),  # noqa: B008
     ) -> None:
         super().__init__(host, interval=interval, clock=clock)
         self.path = Path(path)
-        self.seconds = seconds
         self._seen: tuple[int, int, int] | None = None
         self._refused: tuple[int, int, int] | None = None
 
@@ -213,7 +213,7 @@ class FileListener(PollingListener):
         kind = value.get("kind", "leave")
         if not isinstance(kind, str) or kind not in names:
             raise CapslogError(f"kind is {kind!r}; known: {', '.join(names)}")
-        seconds = fields.seconds(value.get("seconds", self.seconds), "seconds")
+        seconds = fields.seconds(value.get("seconds", FILE_SECONDS), "seconds")
         hosts = tuple(fields.text(host, "hosts") for host in fields.listed(value.get("hosts", [self.host]), "hosts"))
         # A file from the future (clocks of a shared file system) counts as written now.
         age = max(0.0, self.clock.wall() - written)

@@ -22,7 +22,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread, logged
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.store.log import StoreGone
 
 __all__ = ["PAUSE_SECONDS", "WAIT_SECONDS", "Etcd", "EtcdWatch", "Names", "Signatures", "after", "b64", "unsigned"]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.network import parse_address
 from varuna_capslog.elastic.store.etcd_gateway import PAUSE_SECONDS, Etcd, EtcdWatch, Signatures, after, b64, unsigned
 from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, MembershipStore, StoreGone, StoreRefuses

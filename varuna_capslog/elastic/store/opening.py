@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.network import parse_address
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore
 from varuna_capslog.elastic.store.log import ENDED, LOOK_SECONDS, LogFollower, MembershipStore, StoreGone, StoreRefuses

@@ -1,7 +1,7 @@
 """Server of a run's store: keys, counters and one log, in memory, for clients that know the run's secret.
 
 The supervisor that begins the run serves it. A thread for each connection answers its questions in order;
-`base/trust/connection` admits only clients that know the secret, and holds unauthenticated ones without a thread. The
+`base/connection` admits only clients that know the secret, and holds unauthenticated ones without a thread. The
 server decides nothing, forgets nothing while it lives, and keeps nothing on disk.
 """
 
@@ -16,10 +16,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from varuna_capslog.base.connection import AuthenticatedListener, Connection, NotTrusted, dial
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import OwnedThread, logged
-from varuna_capslog.base.trust.connection import AuthenticatedListener, Connection, NotTrusted, dial
-from varuna_capslog.base.trust.secret import Secret
+from varuna_capslog.base.secret import Secret
 from varuna_capslog.elastic.network import listen
 from varuna_capslog.elastic.store.log import ENDED, StoreGone, StoreRefuses
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.parallel import Divisors
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.layer_counts import (
     diffusion_pipe,

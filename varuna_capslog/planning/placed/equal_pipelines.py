@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.fleet import waiting_blocks
 from varuna_capslog.planning.cuts import going_round

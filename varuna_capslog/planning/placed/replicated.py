@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.planners import BUDGET
 from varuna_capslog.planners.intervals import EXACT_LAYERS, Handling, IntervalSearch, stage_bytes

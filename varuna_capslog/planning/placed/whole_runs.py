@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import NEVER
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planners import BUDGET, JOINT
 from varuna_capslog.planners.joint import Device, JointPlan, NoFleet, best_fleet, best_fleet_of_run
 from varuna_capslog.planners.replicas import NEEDS_TENSORS, REPLICATED, GraphCosts, ReplicatedStage

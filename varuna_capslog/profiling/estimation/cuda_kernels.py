@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.gpus import Gpu
-from varuna_capslog.engine.norms import norm_in_pieces, piece_of
+from varuna_capslog.engine.replicated import norm_in_pieces, piece_of
 from varuna_capslog.profiling.estimation.allocator import round_up, rounded
 
 __all__ = ["CUDA_KERNELS", "reduction_blocks"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna_capslog.engine.norms import norm_in_pieces, piece_of
+from varuna_capslog.engine.replicated import norm_in_pieces, piece_of
 from varuna_capslog.profiling.estimation.allocator import round_up
 
 __all__ = ["KERNELS"]

@@ -1,1 +1,0 @@
-"""Live morphing for a training that runs on Varuna's own engine."""

@@ -1,1 +1,0 @@
-"""Profiles measured through Varuna's own pipeline, stage by stage."""

@@ -1,1 +1,0 @@
-"""Splits a model with Varuna's cut points at any list of cuts."""
