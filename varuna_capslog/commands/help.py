@@ -27,7 +27,7 @@ _PANELS = ("Arguments", MODEL, DEVICES, BATCH, SEARCH, INFERENCE, TRACE, OUTPUT,
 
 FIRST_STEPS = """\b
 First steps:
-  capslog init                          copy configs and examples to this folder
+  capslog init                          copy configs and examples here
   capslog train configs/tiny.yaml       train ten steps on two workers
   capslog plan --model mine:net --input 'x=float32[8,3,224,224]' --devices 4
 """
