@@ -156,6 +156,13 @@ def test_a_plan_shows_itself_as_text_table_and_picture(plan, tmp_path: Path) -> 
         plan.plot(what="memory")
 
 
+def test_layers_are_drawn_for_a_plan_of_replicas_too(plan, tmp_path: Path) -> None:
+    """The default plan of a small model is replicas, whose picture of layers ended with "it has no cut list"."""
+    replicas = capslog.plan(plan.profile, devices=2, settings={"pipeline.planner": "joint"})
+    assert replicas.cuts is None
+    assert replicas.plot(tmp_path / "layers.png", "layers").png.startswith(b"\x89PNG")
+
+
 def test_a_plan_that_does_not_fit_is_an_answer(plan) -> None:
     tight_plan = capslog.plan(plan.profile, devices=2, capacity=["2KiB", "3KiB"])
     assert tight_plan.fits is False
@@ -174,7 +181,7 @@ def test_settings_are_keys_of_a_config(nets) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((nn.ReLU, X), "the model is a type; give an nn.Module"),
+        ((nn.ReLU, X), "the model is the class ReLU, not an object of it; give an nn.Module"),
         ((nn.ReLU(),), "the sample is missing; give a tensor"),
         ((nn.ReLU(), 3), "the sample is a int; give"),
         ((nn.ReLU(), torch.tensor(1.0)), "holds no tensor whose first size is a batch"),
@@ -204,7 +211,7 @@ def test_a_profile_takes_no_sample(plan) -> None:
         capslog.plan(plan.profile, devices=5, planner="exact")
     shared = capslog.plan(plan.profile, devices=5)
     assert (shared.num_ranks, shared.fits) == (5, True)
-    assert "it has none itself: 5 devices but only 4 layers" in shared.notes[-1]
+    assert "budget has none: 5 devices but only 4 layers" in shared.notes[-1]
 
 
 def test_devices_are_a_number_or_kinds(nets) -> None:

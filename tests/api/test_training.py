@@ -189,6 +189,11 @@ def test_a_script_that_trains_while_it_is_imported_is_told_to_guard_the_call(own
     [
         (("own_of_api:model", "own_of_api:data"), {"los": "mse"}, "did you mean data.loss"),
         (("own_of_api:model",), {"loss": "mse"}, "loss goes with a dataset, and there is none"),
+        (
+            ("own_of_api:model", "own_of_api:data"),
+            {"on_stp": print},
+            "unknown callback 'on_stp'; did you mean 'on_step'",
+        ),
         ((3, "own_of_api:data"), {}, "the model is a int"),
         (("own_of_api:model", lambda: 3), {}, "cannot import '<lambda>'"),
         (("own_of_api:model", (letter for letter in "ab")), {}, "the dataset is a generator that cannot be handed"),

@@ -154,3 +154,11 @@ def test_an_accelerator_that_estimates_do_not_know(
     profile = {"device": "xpu", "source": "measured"}
     with announced(section(Config, {"workload": "no:such", "profile": profile}, "")):
         assert capsys.readouterr().err == ""
+
+
+def test_a_plan_for_this_processor_is_within_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line said "without a limit of memory" above a table whose margins are of this machine's memory."""
+    assert run("plan", "stack", *X, "--devices", "2", "--device", "cpu") == 0
+    captured = capsys.readouterr()
+    assert "the capacity of each device" in captured.out
+    assert "within its memory: float32" in captured.err

@@ -467,6 +467,7 @@ def broken(config):
     ("workload", "expected"),
     [
         ("no_such_module_x:f", "there is no module 'no_such_module_x'"),
+        ("workloads_of_test.py:f", "a module is named without .py: write workloads_of_test:f"),
         ("workloads_of_test.sub:f", "there is no module 'workloads_of_test.sub'"),
         ("workloads_of_test:worklod", "has no function 'worklod'; did you mean 'workload'?"),
         ("workloads_of_test:nothing", "returned int; it must return a varuna_capslog.model.workload.Workload"),

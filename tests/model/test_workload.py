@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor
 
-from varuna_capslog.model.workload import HostTargets, LateTargets, known_targets
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.workload import HostTargets, LateTargets, Workload, known_targets
 
 META = torch.device("meta")  # any device that is not the CPU
 
@@ -46,3 +51,9 @@ def test_on_a_cpu_targets_are_not_looked_through() -> None:
     targets = [torch.ones(2)]
     assert known_targets(targets, torch.device("cpu")) is targets
     assert known_targets(LateTargets(lambda: targets), torch.device("cpu")) is targets
+
+
+def test_a_workload_without_predictions_says_what_to_do_instead(tmp_path: Path) -> None:
+    """`capslog predict` of a run on own data ended with "unexpected NotImplementedError ...; this is a defect"."""
+    with pytest.raises(CapslogError, match="'sums' draws no predictions on images; `capslog export RUN_DIR"):
+        Workload.predict(cast(Workload, SimpleNamespace(name="sums")), cast(Chain, None), [], tmp_path)

@@ -30,7 +30,7 @@ def test_towers_that_budget_cannot_search_are_planned_by_another_and_the_note_sa
     plan = solve(problem, "budget")
     assert plan.planner in ("graphpipe", "piper")
     assert plan.routes == "direct"
-    note = f"of planner {plan.planner}, which planner budget has weighed beside its own; it has none itself: memory"
+    note = f"the plan of planner {plan.planner}: budget has none: memory"
     assert plan.notes[-1].startswith(note)
     assert plan.search_space == "all plans on 4 devices"
     step = simulate_plan(problem.profile, plan, run=RUN.settled(), link=problem.link).step_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.reports.page_reader import Page
 from tests.reports.runs import write_run
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, read_plan, write_plan
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 from varuna_capslog.reports.markup import UNKNOWN
 from varuna_capslog.reports.memory import size_text
@@ -75,6 +76,23 @@ def test_peaks_measured_at_other_sizes_are_predicted_for_those(run_dir: Path) ->
     assert "at images 2x3x48x56" in text
     assert "for the largest input, images 2x3x64x64" in text
     assert "predicted for the measured size less measured" in text
+
+
+def test_a_rank_with_two_stages_shows_its_prediction(run_dir: Path) -> None:
+    """The tutorial's report had no predicted peaks, and said that the plan predicts none: only its ranks do."""
+    plan = read_plan(run_dir / "plan-0.json")
+    spans, ranks = [(0, 2), (2, 4), (4, 6)], (0, 1, 0)
+    stages = tuple(
+        dataclasses.replace(plan.stages[0], layers=(span,), ranks=(rank,), bytes=None)
+        for span, rank in zip(spans, ranks, strict=True)
+    )
+    uses = tuple(dataclasses.replace(use, bytes=size * GIB) for use, size in zip(plan.ranks, (4, 3), strict=True))
+    write_plan(run_dir / "plan-0.json", dataclasses.replace(plan, stages=stages, ranks=uses))
+    measured_at(run_dir, ([2 * GIB, 3 * GIB, 2 * GIB], USUAL))
+    page = Page(write_report(run_dir, Rehearsals()))
+    assert page.column("peak-table", "predicted") == ["4.00", "3.00", "4.00"]
+    assert page.column("peak-table", "error") == [UNKNOWN] * 3
+    assert "predicts no bytes" not in page.texts["memory"]
 
 
 def test_each_stage_is_compared_at_the_size_of_its_own_peak(run_dir: Path) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from varuna_capslog.base.tables import Table
 from varuna_capslog.commands.plan import print_treatments
+from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.conditions import _modules_of_last
@@ -97,6 +98,17 @@ def test_columns_in_which_nothing_happens_are_left_out() -> None:
     table = Table("t", ["a", "b"], [["1", ""], ["2", ""]])
     assert "<th" in table.html()
     assert ">b<" not in table.html()
+
+
+def test_bytes_that_only_ranks_have_stand_in_one_line() -> None:
+    """Two stages on each rank had a column of "unknown" peaks above the line with the peaks of the ranks."""
+    stages = tuple(
+        dataclasses.replace(stage, ranks=(place % 2,), bytes=None) for place, stage in enumerate(plan().stages)
+    )
+    uses = tuple(PlanRank(bytes=GIB) for _ in range(2))
+    table = plan_table(dataclasses.replace(plan(), stages=stages, ranks=uses))
+    assert "unknown" not in table.text()
+    assert "peak of each rank: 1 GiB, 1 GiB" in table.notes
 
 
 def test_no_table_of_treatments_where_every_stage_keeps_everything(capsys: pytest.CaptureFixture[str]) -> None:

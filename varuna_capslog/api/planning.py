@@ -149,11 +149,11 @@ class ModelPlan(Plan):
         Args:
             path: a PNG file to write it to as well.
             what: `"step"`: one step over time, what every rank does and holds; `"layers"`: the bytes of every layer,
-                and the cuts.
+                and the cuts of a plan that is one pipeline.
 
         Raises:
             CapslogError: another `what`; matplotlib is not installed (the extra `report` brings it); for a step, the
-                profile has no seconds, for layers, the plan is not one pipeline.
+                profile has no seconds.
         """
         fields.refuse_unknown([what], ["step", "layers"], "picture")
         picture = drawn(self._draw_step if what == "step" else self._draw_layers)
@@ -173,7 +173,7 @@ class ModelPlan(Plan):
         from varuna_capslog.reports.style import plan_title, schedules_text
 
         title = plan_title("Memory of each layer", self, self._profile, schedules_text([self.schedule]))
-        draw_layers(path, title, self._profile.layers, self.cut_list)
+        draw_layers(path, title, self._profile.layers, self.cuts)
 
     @property
     def _profile(self) -> Profile:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, needed
+from varuna_capslog.base.fields import refuse_unknown
 from varuna_capslog.base.tables import Table, printable
 from varuna_capslog.config.reading import Config, assign, load_config, section
 from varuna_capslog.config.settings import FUNCTION
@@ -109,6 +110,7 @@ def own_data_values(model: Any, dataset: Any, data: Mapping[str, Any], settings:
     from torch import nn
 
     from varuna_capslog.model.chain import Chain
+    from varuna_capslog.model.model_workload import kind_of_model
     from varuna_capslog.own_data.handed import hand_over
 
     handed: dict[str, Any] = {}
@@ -133,7 +135,8 @@ def own_data_values(model: Any, dataset: Any, data: Mapping[str, Any], settings:
         name = section["factory"].partition(":")[0].rpartition(".")[2]
     else:
         raise CapslogError(
-            f"the model is a {name}; give an nn.Module, a Chain, or a function that makes one, with a dataset after it"
+            f"the model is {kind_of_model(model)}; give an nn.Module, a Chain, or a function that makes one, with a "
+            "dataset after it"
         )
     run_dir = Path(settings.get("run_dir", f"runs/{name}"))
     if handed:
@@ -270,6 +273,8 @@ def train(
         for note in plan.notes:
             tell(f"note: {note}")
 
+    functions = {"on_step": on_step, "on_evaluation": on_evaluation, "on_checkpoint": on_checkpoint}
+    refuse_unknown([name for name in data if name.startswith("on_")], list(functions), "callback")
     refuse_splits(dataset)
     refuse_splits(data.get("val"), "val")
     if settings is None and isinstance(dataset, Mapping):
@@ -280,7 +285,6 @@ def train(
     elif data:
         raise CapslogError(f"{next(iter(data))} goes with a dataset, and there is none; give it after the model")
     config = with_checked_variants(with_given_plan(_config(run, settings, tell), tell), tell)
-    functions = {"on_step": on_step, "on_evaluation": on_evaluation, "on_checkpoint": on_checkpoint}
     train_here(config, show_plan, tell, show, Callbacks(config.run_dir, functions))
     return TrainedRun(config.run_dir)
 

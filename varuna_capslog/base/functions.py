@@ -37,9 +37,10 @@ def imported(name: str, title: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise _lacks(title, error) from error
-        raise ConfigError(
-            f"{title}: there is no module {error.name!r}; install its package or start from the folder that holds it"
-        ) from None
+        advice = "install its package or start from the folder that holds it"
+        if module_name.endswith(".py"):
+            advice = f"a module is named without .py: write {module_name[:-3].replace('/', '.')}:{function_name}"
+        raise ConfigError(f"{title}: there is no module {error.name!r}; {advice}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
         near = difflib.get_close_matches(

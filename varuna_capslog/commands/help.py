@@ -27,9 +27,9 @@ _PANELS = ("Arguments", MODEL, DEVICES, BATCH, SEARCH, INFERENCE, TRACE, OUTPUT,
 
 FIRST_STEPS = """\b
 First steps:
-  capslog init                          copy configs and examples to this folder
-  capslog train configs/tiny.yaml       train ten steps over two stages
-  capslog plan --model mine:net --input x=float32[8,3,224,224] --devices 4
+  capslog init                          copy configs and examples here
+  capslog train configs/tiny.yaml       train ten steps on two workers
+  capslog plan --model mine:net --input 'x=float32[8,3,224,224]' --devices 4
 """
 
 SUMMARIES = {
@@ -60,12 +60,12 @@ EXAMPLES = {
     "init": ("capslog init", "capslog init myrun", "capslog init myrun --force"),
     "fits": (
         "capslog fits llama --devices '2x rtx4090'",
-        "capslog fits mine:net --input x=float32[8,3,224,224] --devices t4",
+        "capslog fits mine:net --input 'x=float32[8,3,224,224]' --devices t4",
         "capslog fits --free",
     ),
     "profile": (
         "capslog profile configs/tiny.yaml --estimate -o profile.json",
-        "capslog profile --model mine:net --input x=float32[8,3,224,224]",
+        "capslog profile --model mine:net --input 'x=float32[8,3,224,224]'",
         "capslog profile --hf llama --device cuda:a100-80gb -o profile.json",
     ),
     "variants": (
@@ -73,7 +73,7 @@ EXAMPLES = {
         "capslog variants configs/tiny.yaml --numerics loose -o faster.yaml",
     ),
     "plan": (
-        "capslog plan --model mine:net --input x=float32[8,3,224,224] --devices 4",
+        "capslog plan --model mine:net --input 'x=float32[8,3,224,224]' --devices 4",
         "capslog plan --hf llama --devices '2x a100-80gb' -o plan.json",
         "capslog plan --profile profile.json --devices 4 --capacity 16GiB",
     ),

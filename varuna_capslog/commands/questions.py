@@ -232,10 +232,10 @@ def say_assumptions(config: Config) -> None:
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.planners import LAYERWISE
     from varuna_capslog.profiling.conditions import kind_here
-    from varuna_capslog.start.ordinary import held_types
+    from varuna_capslog.start.ordinary import held_types, with_default_capacity
 
     device, train = config.profile.device or "cpu", config.train
-    capacity = config.pipeline.capacity
+    capacity = with_default_capacity(config).pipeline.capacity
     gpu = gpu_of(device)
     if gpu is not None:
         where = f"{device} with {format_bytes(gpu.memory_bytes)}"
@@ -245,7 +245,9 @@ def say_assumptions(config: Config) -> None:
         where = "cuda, with the seconds of an RTX A4000 (--device cuda:KIND takes those of another GPU)"
     else:
         where = "this machine's cpu at its speed of now, under its present load (--device cuda:KIND plans for GPUs)"
-    limit = "without a limit of memory" if capacity is None else "within its capacity"
+    limit = "without a limit of memory"
+    if capacity is not None:
+        limit = "within its memory" if gpu is None and config.pipeline.capacity is None else "within its capacity"
     optimizer = "AdamW" if train.optimizer == "adamw" else train.optimizer
     again = "where memory asks for it" if config.pipeline.planner in LAYERWISE else "by every stage"
     shared.say(

@@ -41,6 +41,7 @@ __all__ = [
     "ModelSection",
     "ModelWorkload",
     "config_values",
+    "kind_of_model",
     "parse_input",
     "workload",
     "workload_of_model",
@@ -599,6 +600,13 @@ def _endings(address: str) -> Iterator[str]:
 # `start.ordinary`.
 
 
+def kind_of_model(model: Any) -> str:
+    """Return words for a value that is no model: its type, or that it is a class, for an error."""
+    return (
+        f"the class {model.__name__}, not an object of it" if isinstance(model, type) else f"a {type(model).__name__}"
+    )
+
+
 def workload_of_model(
     model: nn.Module | Chain, sample: Any, cut_points: Sequence[str] | None = None
 ) -> tuple[ModelWorkload, int]:
@@ -618,7 +626,7 @@ def workload_of_model(
     """
     if not isinstance(model, (nn.Module, Chain)):
         raise CapslogError(
-            f"the model is a {type(model).__name__}; give an nn.Module, a Chain, or the name of a function that "
+            f"the model is {kind_of_model(model)}; give an nn.Module, a Chain, or the name of a function that "
             "returns one, as 'package.module:function'"
         )
     texts = [sample] if isinstance(sample, str) else sample

@@ -291,7 +291,10 @@ class Workload(ABC):
 
     def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:
         """Run a whole trained chain on files and draw its predictions; return the pictures written into `out`."""
-        raise NotImplementedError(f"workload {self.name!r} has no predict")
+        raise CapslogError(
+            f"workload {self.name!r} draws no predictions on images; `capslog export RUN_DIR --weights FILE` writes "
+            "the weights for a program of your own"
+        )
 
 
 def load_workload(config: Config) -> Workload:

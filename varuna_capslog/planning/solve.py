@@ -276,8 +276,8 @@ def _fastest(
         raise refused
     if best is line or best.fits is False or best.step_seconds is None:
         return best
-    alone = "" if refused is None else f"; it has none itself: {refused}"
-    note = f"of planner {best.planner}, which planner budget has weighed beside its own{alone}"
+    why = "faster than that of budget" if refused is None else f"budget has none: {refused}"
+    note = f"the plan of planner {best.planner}: {why}"
     return dataclasses.replace(
         best,
         bound_seconds=min(bound, best.step_seconds),

@@ -197,7 +197,11 @@ def peak_parts(run: RunRecord, rehearse: Rehearsal | None) -> list[Markup]:
     if run.plan is None:
         return [markup.note(f"No stages are known: {run.reason('plan')}.")]
     plan, peaks_found = run.plan, run.measured_peaks()
-    predicted = plan.stage_bytes
+    ranks = plan.placement()
+    predicted: Sequence[int] | None = plan.stage_bytes
+    if predicted is None and plan.ranks:
+        of_ranks = [plan.ranks[rank].bytes for rank in ranks]  # as a shared rank's measured peak stands at each stage
+        predicted = None if None in of_ranks else [size for size in of_ranks if size is not None]
     measured = None if peaks_found is None else peaks_found.bytes
     notes = []
     if predicted is None:
@@ -209,7 +213,6 @@ def peak_parts(run: RunRecord, rehearse: Rehearsal | None) -> list[Markup]:
         )
     if predicted is None and measured is None:
         return list(map(markup.note, notes))
-    ranks = plan.placement()
     capacity = plan.capacities_of(ranks)
     shared = len(set(ranks)) < len(plan.stages)
     anew, errors = None, None
@@ -241,7 +244,7 @@ def peak_parts(run: RunRecord, rehearse: Rehearsal | None) -> list[Markup]:
         columns[f"{_PLANNED} for the largest size [{unit}]"] = _column(predicted, divisor, len(plan.stages))
     if capacity is not None:
         columns[f"capacity [{unit}]"] = _column(capacity, divisor, len(plan.stages))
-    caption = _caption(run, plan, peaks_found)
+    caption = _caption(run, plan, peaks_found, predicted)
     if anew is not None:
         caption.append("Predicted for the measured size by a rehearsal of every rank's program on fake tensors.")
     if capacity is not None and not shows_capacity(capacity, peaks):
@@ -264,7 +267,7 @@ def peak_parts(run: RunRecord, rehearse: Rehearsal | None) -> list[Markup]:
     return [*parts, *map(markup.note, notes)]
 
 
-def _caption(run: RunRecord, plan: Plan, measured: MeasuredPeaks | None) -> list[str]:
+def _caption(run: RunRecord, plan: Plan, measured: MeasuredPeaks | None, predicted: Sequence[int] | None) -> list[str]:
     """Describe the numbers, and the input size for which each holds."""
     caption = []
     if measured is not None:
@@ -272,10 +275,11 @@ def _caption(run: RunRecord, plan: Plan, measured: MeasuredPeaks | None) -> list
         sizes = sorted({size_text(shapes) for shapes in measured.inputs})
         at = "" if all(shapes is None for shapes in measured.inputs) else f", at {' and at '.join(sizes)}"
         caption.append(f"Measured: the largest peak of any measured step{source}{at}.")
-    if plan.stage_bytes is not None and plan.memory_model:
+    if predicted is not None:
         largest = _predicted_input(run)
         at = "" if largest is None else f", for the largest input, {size_text(largest)}"
-        caption.append(f"Predicted by the {plan.memory_model} memory model{at}.")
+        by = f" by the {plan.memory_model} memory model" if plan.memory_model else ""
+        caption.append(f"Predicted{by}{at}.")
     return caption
 
 

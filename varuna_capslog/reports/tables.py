@@ -125,11 +125,13 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
     unit, unit_name = unit_of(max(sizes or [0]))
     alike = verdict is not None and len(set(verdict.capacities)) == 1
     shared_out = any(stage.blocks for stage in plan.stages)
+    by_rank = sizes is None and any(rank_use.bytes is not None for rank_use in plan.ranks)
     for number, stage in enumerate(plan.stages):
         names = [profile.layers[index].name for index in (stage.first, stage.end - 1)] if profile else ["", ""]
         if profile is not None and stage.end == profile.num_layers and LAST_HOLDS in profile.conditions:
             names[1] = ", ".join(profile.conditions[LAST_HOLDS])
-        parts = ["unknown" if sizes is None else f"{sizes[number] / unit:.2f}", "", "", ""]
+        peak = "" if by_rank else "unknown" if sizes is None else f"{sizes[number] / unit:.2f}"
+        parts = [peak, "", "", ""]
         if verdict is not None:
             parts = _parts_of_capacity(verdict, number, unit)
             parts[3] = "" if alike else parts[3]
@@ -149,7 +151,7 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
         notes += [*idle_notes(plan, profile), *_forward_notes(plan, profile)]
     if plan.bound_seconds is not None and plan.step_seconds is not None:
         notes.append(_said_of_bound(plan, plan.step_seconds, plan.bound_seconds))
-    if sizes is None and any(rank_use.bytes is not None for rank_use in plan.ranks):
+    if by_rank:
         sizes_of_ranks = [
             "unknown" if rank_use.bytes is None else format_bytes(rank_use.bytes) for rank_use in plan.ranks
         ]

@@ -217,11 +217,5 @@ def test_every_format_for_every_model_is_read_back_or_refused(target: str, cuts:
 
 def test_the_page_lists_what_is_refused() -> None:
     page = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
-    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
-    heading = next(number for number, row in enumerate(rows) if row[1:] == list(MODELS))
-    shown = {row[0]: row[1:] for row in rows[heading + 2 : heading + 1 + len(TARGETS)]}
-    assert shown == {
-        target: ["refused" if model in REFUSALS.get(target, ()) else "read back" for model in MODELS]
-        for target in TARGETS
-        if target != "torch-csv"
-    }
+    refused = "; ".join(f"`{target}` {', '.join(models)}" for target, models in REFUSALS.items())
+    assert f"Refused of these: {refused}." in page

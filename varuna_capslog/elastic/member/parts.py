@@ -182,7 +182,7 @@ def reasons(
     new = [member for member in members if member not in before]
     groups = [("lost", lost), ("left", departed), ("joined", new)]
     changes = tuple(f"{', '.join(names)} {verb}" for verb, names in groups if names)
-    return changes or (rebalanced or "the same members again",)
+    return changes or (rebalanced or "the same members, since the generation before was interrupted",)
 
 
 # -- Messages of the other members, kept until this member's state lets it take them.
