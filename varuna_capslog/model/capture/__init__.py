@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.jit import ScriptModule
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
@@ -112,6 +113,11 @@ def capture_layers(
         if compares and example_inputs is not None and not isinstance(example_inputs, OneOf):
             compare_steps(model, captured, _arguments_of(example_inputs))
         return captured
+    if scripted := next((path for path, part in model.named_modules() if isinstance(part, ScriptModule)), None):
+        raise CapslogError(
+            f"module {scripted or type(model).__name__!r} was compiled by torch.jit, whose code cannot be captured; "
+            "give the model with the module itself"
+        )
     if isinstance(example_inputs, OneOf):
         captures = [
             capture_layers(model, requested, example, outputs, evaluates, kept, compares and not number)
