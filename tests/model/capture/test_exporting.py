@@ -489,6 +489,15 @@ def test_hooks_of_parameters_are_refused() -> None:
             Chain.from_module(model, None)
 
 
+def test_a_model_with_hooks_of_parameters_is_planned(caplog: pytest.LogCaptureFixture) -> None:
+    """peft's OSF projects gradients by hooks; nothing of that hinders a plan, which takes no weights."""
+    with torch.device("meta"):
+        model = made(hostile.Base)
+    model.blocks[1].weight.register_hook(lambda gradient: gradient @ gradient.t() @ gradient)
+    assert len(plan(model, (BATCHES[0],), devices=2).stages) == 2
+    assert "'blocks.1.weight' has a hook on its gradient: it can be planned, but training refuses it" in caplog.text
+
+
 class Averaged(hostile.Base):
     """A teacher whose weights the forward updates."""
 

@@ -353,9 +353,16 @@ def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Refuse hooks on parameters: a layer that another rank or a joining worker makes has parameters without them."""
+    """Refuse hooks on parameters: a layer that another rank or a joining worker makes has parameters without them. A
+    model without weights is planned, with a warning.
+    """
     for name, parameter in model.named_parameters():
         if gradient_hooks(parameter):
+            if not has_weights(model):
+                _log.warning(
+                    "parameter %r has a hook on its gradient: it can be planned, but training refuses it", name
+                )
+                return
             raise CapslogError(
                 f"parameter {name!r} has a hook on its gradient, which copies of it on other ranks do not have; remove "
                 "it, and let the forward do its work: of part * weight + (1 - part) * weight.detach() the gradient is "
