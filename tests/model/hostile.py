@@ -286,6 +286,58 @@ class Branches(Base):
         return x
 
 
+class Seeds(Base):
+    """The same noise in every forward, by a seed of its own (pytorch#107187)."""
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(42)
+            noise = torch.randn_like(x)
+        return super().body(x + noise)
+
+
+class ReadsNumber(Base):
+    """A scale that is a Python number."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x * x.abs().max().item())
+
+
+class Filling(Base):
+    """Blocks that must stay Python and keep their outputs in their caller's list (pytorch#147213)."""
+
+    def block(self) -> nn.Module:
+        return FillingBlock()
+
+    def body(self, x: Tensor) -> Tensor:
+        outputs: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, outputs)
+        return x + sum(outputs)
+
+
+class FillingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, outputs: list[Tensor]) -> Tensor:
+        y = self.linear(x)
+        outputs.append(x + F.relu(y) if x.sum() > 0 else x - y)
+        return outputs[-1]
+
+
+class FirstScale(Base):
+    """Scales by the first batch for ever, as normalising flows do (glow-pytorch#2)."""
+
+    scale: Tensor | None = None
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = x.detach().std(0)
+        return super().body(x / self.scale)
+
+
 class Counter(Base):
     """A warm-up by the module's own counter."""
 
@@ -418,7 +470,7 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
     for kind in (
         *(Reversal, VectorQuantised, Hook, DictBlocks, BackwardHook, LayerDrop, RareLayerDrop, NumpyLayerDrop),
         *(DroppingBlocks, DroppingSequential, Roll, DrawingEncoder, OwnGenerator, TorchGenerator, Branches),
-        *(HarmlessCounter, Cached, Keeping),
+        *(HarmlessCounter, Cached, Keeping, Seeds, ReadsNumber, Filling),
     )
 }
 """Models that train as themselves."""

@@ -295,6 +295,31 @@ def test_a_model_that_does_something_else_in_eval_mode_is_refused_there() -> Non
         chain.run({"x": torch.randn(2, 4)})
 
 
+@pytest.mark.parametrize("same", [False, True])
+def test_tables_of_other_values_in_eval_mode_are_refused_there(same: bool) -> None:
+    """torch numbers tables that the code makes in each mode anew, and equal numbers counted as equal tables: BigBird's
+    blocks, drawn in training and fixed in eval mode, were those of training (transformers#23055)."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = 1.0 if self.training or same else 2.0
+            return self.last(self.first(x) * torch.tensor([first, 2.0, 3.0, 4.0]))
+
+    model = Table()
+    chain = Chain.from_module(model, ["last"], (torch.randn(2, 4),))
+    assert_same(model, chain, {"x": torch.randn(2, 4)}, training=True)
+    set_mode(chain, False)
+    if same:
+        assert_same(model, chain, {"x": torch.randn(2, 4)}, training=False)
+        return
+    with pytest.raises(CapslogError, match="for training only: module 'Table' reads a table of other values in eval"):
+        chain.run({"x": torch.randn(2, 4)})
+
+
 def test_no_grad_and_autocast_blocks_keep_their_meaning() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:

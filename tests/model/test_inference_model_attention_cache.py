@@ -85,10 +85,47 @@ def test_a_layer_caches_for_the_attention_that_it_runs_first() -> None:
     assert cache_of_layers({"h.1.attn": 5, "h.10.attn": 7}, layers) == [0, 5, 7, 0]
 
 
+SEQ2SEQ: dict[str, tuple[str, dict[str, object]]] = {
+    "relative positions": ("T5", {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}),
+    "learned positions": (
+        "Bart",
+        {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+        | {"encoder_attention_heads": 2, "decoder_attention_heads": 4},
+    ),
+    "sound": (
+        "Whisper",
+        {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+        | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_source_positions": 6, "num_mel_bins": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_a_decoder_keeps_its_tokens_and_what_the_encoder_returns(name: str) -> None:
+    """Bytes of each decoder layer are those of transformers' own cache for a prefill, of source and target lengths that
+    differ; encoders cache nothing. They were refused."""
+    family, keys = SEQ2SEQ[name]
+    tokens = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = getattr(transformers, f"{family}Config")(**keys, **tokens)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    inputs = {"decoder_input_ids": torch.ones(1, 5, dtype=torch.int64)}
+    if family == "Whisper":
+        inputs["input_features"] = torch.zeros(1, 4, 12)
+    else:
+        inputs["input_ids"] = torch.ones(1, TOKENS, dtype=torch.int64)
+    with torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    own, cross = (
+        [layer.keys.nbytes + layer.values.nbytes for layer in part.layers]
+        for part in (cache.self_attention_cache, cache.cross_attention_cache)
+    )
+    sizes = layer_caches(model, 5, inputs)
+    assert sizes is not None
+    assert all("decoder" in path for path in sizes)
+    assert list(sizes.values()) == [size for pair in zip(own, cross, strict=True) for size in pair]
+
+
 def test_other_caches_are_refused() -> None:
-    config = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=16)
-    with pytest.raises(CapslogError, match="what a t5 caches is not known: it is an encoder-decoder; wrap it"):
-        layer_caches(transformers.T5ForConditionalGeneration(config), TOKENS)
     model = made("Llama", num_hidden_layers=1, **HEADS)
     model.model.forward = None
     with pytest.raises(CapslogError, match=r"what a llama caches is not known: its prefill fails \(TypeError: "):

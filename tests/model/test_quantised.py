@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import varuna_capslog as capslog
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.hollow import hollow_copy
 from varuna_capslog.model.quantised import BASES, QuantisedLinear
 
 OUT, IN = 384, 512
@@ -101,3 +103,42 @@ def test_products_of_a_frozen_weight_take_the_seconds_of_products() -> None:
     read_again = 1.2 * (WIDTH**2 * 2 + WIDTH**2 * 0.5625) / 3.35e12
     assert low.layers[1].backward_seconds - plain.layers[1].backward_seconds > read_again
     assert low.layers[1].backward_seconds < 1.2 * plain.layers[1].backward_seconds
+
+
+class InFewBits(nn.Module):
+    """Layers of bitsandbytes with trained adapters beside them."""
+
+    def __init__(self, nn_of: Any, base: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self._block(nn_of, base) for _ in range(3))
+
+    def _block(self, nn_of: Any, base: str) -> nn.Module:
+        if base == "8bit":
+            frozen = nn_of.Linear8bitLt(64, 64, has_fp16_weights=False)
+        else:
+            frozen = nn_of.Linear4bit(64, 64, quant_type="nf4", compress_statistics=base != "4bit")
+        return nn.ModuleDict({"base": frozen.to("cpu").requires_grad_(False), "adapter": nn.Linear(64, 64)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["base"](x) + block["adapter"](x)  # type: ignore[index]
+        return x
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_layers_of_bitsandbytes_itself_are_planned_by_their_bytes_and_train_with_their_bits(base: str) -> None:
+    """The copy without memory ended in a traceback of torch's, since `Params4bit` cannot be copied there."""
+    model = InFewBits(pytest.importorskip("bitsandbytes.nn", reason="bitsandbytes is not installed"), base)
+    frozen = [part for part in hollow_copy(model).modules() if isinstance(part, QuantisedLinear)]
+    linear = QuantisedLinear(nn.Linear(64, 64, device="meta"), base)
+    expected = sum(parameter.nbytes for parameter in linear.parameters())
+    assert [sum(parameter.nbytes for parameter in part.parameters()) for part in frozen] == [expected] * 3
+    assert all(parameter.is_meta for part in frozen for parameter in part.parameters())
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    assert len(capslog.plan(model, (x,), devices=2).stages) == 2
+    chain = Chain.from_module(model, None, (x,))
+    assert len(chain) >= 3
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    wanted = torch.autograd.grad(model(x).square().mean(), trained)
+    made = torch.autograd.grad(chain.run({"x": x})["output"].square().mean(), trained)
+    assert all(map(torch.equal, wanted, made))

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.quantised import QuantisedLinear, base_of
 
 __all__ = [
     "VALUE_ERRORS",
@@ -194,6 +195,11 @@ def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, 
             memo[id(parameter)] = _on_meta(parameter, stripped)
         for buffer in module.buffers():
             memo[id(buffer)] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer
+        linear: Any
+        for linear in module.modules():
+            if (base := base_of(linear)) is not None:
+                memo[id(linear)] = layer = QuantisedLinear(linear, base).to("meta")
+                layer.register_parameter("bias", None if linear.bias is None else _on_meta(linear.bias, stripped))
     return kept_tensors(modules) | memo
 
 

@@ -29,7 +29,9 @@ __all__ = ["InferenceModel", "cache_of_layers", "layer_caches"]
 #
 # Two short prefills on tensors without values fill transformers' own cache. A layer keeps a part that is the same in
 # both (recurrent states), and a part for each token, which a window limits: a cache keeps one
-# token less than its window, since the next token takes that place. Nothing here imports transformers.
+# token less than its window, since the next token takes that place. A decoder behind an encoder is filled once, by the
+# inputs themselves: it keeps its own tokens, and keys and values of all that the encoder returns. Nothing here imports
+# transformers.
 
 
 _SHORT = (8, 12)
@@ -38,35 +40,47 @@ _CACHES = ("cache", "past_key_values", "cache_params")
 """Names that transformers' models give the cache in their result."""
 
 
-def layer_caches(model: nn.Module, tokens: int | None) -> dict[str, int] | None:
+def layer_caches(
+    model: nn.Module, tokens: int | None, inputs: Mapping[str, Tensor] | None = None
+) -> dict[str, int] | None:
     """Qualified name of each module that caches -> bytes for one sequence.
 
     None: not a model of transformers. {}: a model of transformers that caches nothing (BERT, ViT).
 
     Args:
         tokens: of a sequence; None where the model's inputs have none.
+        inputs: of one sequence, for an encoder-decoder.
 
     Raises:
-        CapslogError: it is an encoder-decoder, or its prefill cannot run on tensors without values.
+        CapslogError: its prefill cannot run on tensors without values.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type") or not hasattr(config, "to_dict"):
         return None
-    if getattr(config, "is_encoder_decoder", False):
-        _refuse(config, "it is an encoder-decoder")
-    places = _places(model)
+    decodes = bool(getattr(config, "is_encoder_decoder", False))
+    places = _places(model, "decoder" if decodes else "")
     takes = inspect.signature(model.forward).parameters.keys() & {"use_cache", *_CACHES}
     if not places or tokens is None or not takes:
         return {}
     try:
-        few, more = (_prefilled(model, count) for count in _SHORT)
+        if decodes:
+            filled = [_prefilled(model, inputs or {}, part) for part in _PARTS]
+        else:
+            filled = [_prefilled(model, {"input_ids": torch.zeros(1, count, dtype=torch.int64)}) for count in _SHORT]
     except Exception as error:  # of the model's own code
         _refuse(config, f"its prefill fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
-    caches: dict[str, int] = {}
-    for path, place in places.items():
-        if place < len(more):
-            caches[path] = _bytes_of(few[place], more[place], tokens)
+    caches = dict.fromkeys(places, 0)
+    for number, kept in enumerate(filled if decodes else filled[:1]):
+        for place, layer in enumerate(kept):
+            paths = [path for path in places if places[path] == place]
+            if paths:  # of a decoder's layer the first attends to its own tokens, the last to the encoder
+                bytes_kept = layer.size if decodes else _bytes_of(layer, filled[1][place], tokens)
+                caches[paths[min(number, len(paths) - 1)]] += bytes_kept
     return {path: size for path, size in caches.items() if size}
+
+
+_PARTS = ("self_attention_cache", "cross_attention_cache")
+"""Parts of the cache of a decoder behind an encoder."""
 
 
 class _Kept(NamedTuple):
@@ -84,12 +98,13 @@ def _bytes_of(few: _Kept, more: _Kept, tokens: int) -> int:
     return few.size + each * (lengths[2] - lengths[0])
 
 
-def _prefilled(model: nn.Module, tokens: int) -> list[_Kept]:
-    """Return what each layer of the cache keeps after a prefill of so many tokens."""
-    with on_host(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+def _prefilled(model: nn.Module, inputs: Mapping[str, Tensor], part: str = "") -> list[_Kept]:
+    """Return what each layer of the cache, or of a part of it, keeps after a prefill with these inputs."""
+    with on_host(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         device = next(model.parameters()).device
-        made = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device=device), use_cache=True)
+        made = model(**{name: mode.from_tensor(x).to(device) for name, x in inputs.items()}, use_cache=True)
     cache = next((made[name] for name in _CACHES if made.get(name) is not None), None)
+    cache = getattr(cache, part) if part else cache
     return [_kept_by(layer) for layer in getattr(cache, "layers", ())]
 
 
@@ -111,14 +126,17 @@ def cache_of_layers(caches: Mapping[str, int], layers: Iterable[Layer]) -> list[
     return layer_bytes
 
 
-def _places(model: nn.Module) -> dict[str, int]:
-    """Map the innermost module with each position (`layer_idx`) to it, of several the first."""
+def _places(model: nn.Module, below: str) -> dict[str, int]:
+    """Map the innermost module with each position (`layer_idx`) to it, of several the first.
+
+    below: name of a module, such as a decoder, within which all of them count; "": the model.
+    """
     places: dict[str, int] = {}
     for path, module in model.named_modules():
         place = getattr(module, "layer_idx", None)
-        if isinstance(place, int):
+        if isinstance(place, int) and (not below or below in path.split(".")):
             places = {name: index for name, index in places.items() if not path.startswith(f"{name}.")}
-            if place not in places.values():
+            if below or place not in places.values():
                 places[path] = place
     return places
 
@@ -166,9 +184,15 @@ class InferenceModel(ModelWorkload):
         self.tokens: int | None = None
         self.cache_bytes: tuple[int, ...] | None = None
         self._caches: Mapping[str, int] | None = None
+        self._encodes = False
 
     def of_next_token(self) -> Self:
-        """Return the model as it runs for the next token of every sequence, without the attention to the cache."""
+        """Return the model as it runs for the next token of every sequence, without the attention to the cache.
+
+        Raises CapslogError for an encoder-decoder.
+        """
+        if self._encodes:
+            raise CapslogError(f"the encoder of {self.name} does not run for a next token, and its chain has it")
         model = copy.copy(self)
         model._sequence = 1
         return model
@@ -210,7 +234,9 @@ class InferenceModel(ModelWorkload):
             )
         self.tokens = self._sequence or (counted[0].shape[1] if counted else None)
         if isinstance(model, nn.Module):
-            self._caches = layer_caches(model, self.tokens)
+            one = {spec.name: torch.zeros(1, *spec.shape[1:], dtype=spec.dtype) for spec in self._specs}
+            self._caches = layer_caches(model, self.tokens, one)
+            self._encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
             keep_no_cache(model)
 
     def _finished(self, chain: Chain) -> Chain:

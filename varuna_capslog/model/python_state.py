@@ -325,6 +325,8 @@ class PythonState:
             return
         if isinstance(value, _CLOSED) or id(value) in seen or not depth or len(seen) > _ALL:
             return
+        if type(value).__module__.startswith("torch._dynamo"):  # a compiler's own state
+            return
         seen.add(id(value))
         if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self._places.append(_Iterating(path, name, value))

@@ -1,6 +1,7 @@
 """Frozen linear layers whose weights are held in 4 or 8 bits, as bitsandbytes holds them: for estimates of QLoRA.
 
-`hugging_face` puts them below the adapters of peft. They have sizes and no values, so they train nothing. Bytes by the
+`hugging_face` puts them below the adapters of peft, and copies without memory have them in place of bitsandbytes' own
+(`hollow`). They have sizes and no values, so they train nothing. Bytes by the
 source of bitsandbytes 0.50.2, `functional.py` (quantize_4bit) and `autograd/_functions.py`: 4 bits have a scale for
 each block of 64 numbers, 8 bits one for each row.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BASES", "QuantisedLinear"]
+__all__ = ["BASES", "QuantisedLinear", "base_of"]
 
 BASES = ("4bit", "4bit-double", "8bit")
 """Forms of a frozen weight: nf4 with float32 scales, the same with scales in 8 bits (QLoRA, Sec. 3), and int8."""
@@ -76,10 +77,10 @@ class QuantisedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, base: str) -> None:
         super().__init__()
         self.in_features, self.out_features, self._base = linear.in_features, linear.out_features, base
-        numbers, device = linear.weight.numel(), linear.weight.device
+        numbers, device = linear.in_features * linear.out_features, linear.weight.device
         if base == "8bit":
             codes, scale_bytes = (
-                torch.empty(linear.weight.shape, dtype=torch.int8, device=device),
+                torch.empty(linear.out_features, linear.in_features, dtype=torch.int8, device=device),
                 4 * linear.out_features,
             )
         else:
@@ -100,6 +101,16 @@ class QuantisedLinear(nn.Module):
         product = _OPERATORS.frozen_product(self.codes, self.scales, in_8_bits, rows, transposed)
         product = product.reshape(*x.shape[:-1], self.out_features)
         return product if self.bias is None else product + self.bias
+
+
+def base_of(module: nn.Module) -> str | None:
+    """Return the form of `BASES` in which a linear layer of bitsandbytes holds its weight; None for other modules."""
+    names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.partition(".")[0] == "bitsandbytes"}
+    if "Linear8bitLt" in names:
+        return "8bit"
+    if "Linear4bit" in names:
+        return "4bit-double" if getattr(module.weight, "compress_statistics", False) else "4bit"
+    return None
 
 
 def _scale_bytes(blocks: int, double: bool) -> int:

@@ -35,6 +35,7 @@ from varuna_capslog.profiling.estimation.hollow import SilentCommunicator
 BATCHES = [torch.randn(4, hostile.WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(3)]
 ONE_LAYER = {
     *("LayerDrop", "RareLayerDrop", "NumpyLayerDrop", "Roll", "OwnGenerator", "TorchGenerator", "Branches"),
+    *("Seeds", "ReadsNumber", "Filling"),
 }
 """Models whose own outermost code must stay Python."""
 
@@ -252,6 +253,15 @@ def test_a_changed_attribute_is_named_where_the_chain_runs() -> None:
             chain.run({"x": BATCHES[0]})
         with pytest.raises(CapslogError, match="was changed after"):
             engine_step(chain, recompute=False)
+
+
+def test_what_torch_compile_keeps_is_no_state_of_the_model() -> None:
+    """A chain of a model with a compiled block was refused once the model itself had run."""
+    model = made(hostile.Base)
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    chain = Chain.from_module(model, None, (BATCHES[0],))
+    expected = model(BATCHES[1])
+    assert torch.equal(chain.run({"x": BATCHES[1]})["output"], expected)
 
 
 def test_what_layers_run_themselves_may_change() -> None:
@@ -478,6 +488,15 @@ def test_hooks_of_parameters_are_refused() -> None:
             Chain.from_module(model, None)
 
 
+def test_a_model_with_hooks_of_parameters_is_planned(caplog: pytest.LogCaptureFixture) -> None:
+    """peft's OSF projects gradients by hooks; nothing of that hinders a plan, which takes no weights."""
+    with torch.device("meta"):
+        model = made(hostile.Base)
+    model.blocks[1].weight.register_hook(lambda gradient: gradient @ gradient.t() @ gradient)
+    assert len(plan(model, (BATCHES[0],), devices=2).stages) == 2
+    assert "'blocks.1.weight' has a hook on its gradient: it can be planned, but training refuses it" in caplog.text
+
+
 class Averaged(hostile.Base):
     """A teacher whose weights the forward updates."""
 
@@ -510,6 +529,24 @@ def test_what_a_forward_writes_into_parameters_and_closures_is_noticed() -> None
     chain = Chain.from_module(model, None, (BATCHES[0],), compares=True)
     assert torch.equal(model.head.weight, before)
     assert torch.equal(chain.run({chain.inputs[0]: BATCHES[0]})["output"], model(BATCHES[0]))
+
+
+def test_what_a_forward_makes_of_its_first_batch_is_noticed() -> None:
+    """The chain scaled every batch by itself, the module all by the first: on the first batch they agree."""
+    model = made(hostile.FirstScale)
+    with pytest.raises(CapslogError, match=r"changes its attribute 'scale' in its forward, and what it computes"):
+        Chain.from_module(model, None, (BATCHES[0],))
+    assert model.scale is None
+
+
+def test_a_module_of_torch_script_is_refused_in_a_sentence() -> None:
+    """It ended in a TypeError of OrderedModuleDict."""
+    model = made(hostile.Base)
+    model.blocks[1] = torch.jit.trace(nn.Linear(8, 8), BATCHES[0])
+    with pytest.raises(
+        CapslogError, match=r"module 'blocks.1' was compiled by torch.jit, whose code cannot be captured"
+    ):
+        Chain.from_module(model, None, (BATCHES[0],))
 
 
 def test_a_count_in_a_closure_is_noticed() -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.jit import ScriptModule
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
@@ -112,6 +113,11 @@ def capture_layers(
         if compares and example_inputs is not None and not isinstance(example_inputs, OneOf):
             compare_steps(model, captured, _arguments_of(example_inputs))
         return captured
+    if scripted := next((path for path, part in model.named_modules() if isinstance(part, ScriptModule)), None):
+        raise CapslogError(
+            f"module {scripted or type(model).__name__!r} was compiled by torch.jit, whose code cannot be captured; "
+            "give the model with the module itself"
+        )
     if isinstance(example_inputs, OneOf):
         captures = [
             capture_layers(model, requested, example, outputs, evaluates, kept, compares and not number)
@@ -347,9 +353,16 @@ def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Refuse hooks on parameters: a layer that another rank or a joining worker makes has parameters without them."""
+    """Refuse hooks on parameters: a layer that another rank or a joining worker makes has parameters without them. A
+    model without weights is planned, with a warning.
+    """
     for name, parameter in model.named_parameters():
         if gradient_hooks(parameter):
+            if not has_weights(model):
+                _log.warning(
+                    "parameter %r has a hook on its gradient: it can be planned, but training refuses it", name
+                )
+                return
             raise CapslogError(
                 f"parameter {name!r} has a hook on its gradient, which copies of it on other ranks do not have; remove "
                 "it, and let the forward do its work: of part * weight + (1 - part) * weight.detach() the gradient is "

@@ -205,6 +205,27 @@ def _refuse_changes(
                 "numbers of torch, random and numpy alone"
             )
         raise CapslogError(state_sentence(model, [change for change, _ in state]))
+    if made := [change for change in changes if isinstance(change.after, Tensor)]:
+        # what was made of one batch, such as a first scale, changes nothing for that batch
+        others = _another_batch(arguments)
+        try:
+            fresh, later = (_plain_step(model, others, names, memory, state)[0] for state in ([], states[0]))
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+            return
+        if _difference(fresh, later, exact=True) is not None:
+            raise CapslogError(state_sentence(model, made))
+
+
+def _another_batch(arguments: Any) -> Any:
+    """Return inputs of the same shapes with other values: every sample is the first one, and floats are halved."""
+
+    def other(tensor: Tensor) -> Tensor:
+        tensor = tensor[:1].expand_as(tensor).clone() if tensor.dim() else tensor
+        return tensor / 2 if tensor.is_floating_point() else tensor
+
+    return pytree.tree_map_only(Tensor, other, arguments)
 
 
 def _plain_step(

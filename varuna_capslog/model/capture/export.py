@@ -269,7 +269,9 @@ def export_model(
             return export_model(model, *asked, once=False)
         env = {node: copies.get(value, value) for node, value in env.items()}
     bounds = {
-        str(name): (int(limits.lower), _finite(limits.upper)) for name, limits in program.range_constraints.items()
+        str(name): (int(limits.lower), _finite(limits.upper))
+        for name, limits in program.range_constraints.items()
+        if limits.lower > -(2**62)  # not a number of any size, as `item` reads them
     }
     captured = Captured(graph, inputs, {}, extra, simple, bounds, watch=watch)
     captured.conditions = _conditions(program, inputs) if bounds else ()

@@ -34,7 +34,7 @@ from varuna_capslog.model.capture.opaque import MadeCall, OpaqueCalls
 from varuna_capslog.model.capture.python_calls import CallShape, WholeModel
 from varuna_capslog.model.capture.runtime import ByMode, Region, Varying
 from varuna_capslog.model.capture.text import CapturedLayers
-from varuna_capslog.model.capture.trial import has_weights, try_model
+from varuna_capslog.model.capture.trial import has_weights, same_bits, try_model
 from varuna_capslog.model.hollow import NeedsValues
 from varuna_capslog.model.layer import Layer, freeze_layers, in_training
 from varuna_capslog.model.python_state import GLOBAL, PythonState, StateChange, crafted_draws
@@ -103,6 +103,8 @@ class Exporter:
         path = self._covering(error.path)
         if path in self._made:
             path = path.rpartition(".")[0]
+            while type(self._model.get_submodule(path)).forward is nn.Module.forward:  # a list: its owner calls them
+                path = path.rpartition(".")[0]
         arguments, keywords = self._bare()
         modules = {path: self._model.get_submodule(path)} if path else {}
         calls = OpaqueCalls(modules, records=True)
@@ -182,12 +184,14 @@ class Exporter:
         """Modules with a tensor whose size depends on the values of another, so it has no known bounds -> reason."""
         reasons: dict[str, str] = {}
         for node in captured.graph.nodes:
-            if any(
-                free_unbacked_symbols(leaf) for leaf in pytree.tree_leaves(node.meta.get("val")) if _may_be_open(leaf)
-            ):
+            leaves = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if _may_be_open(leaf)]
+            if any(map(free_unbacked_symbols, leaves)):
                 path = module_path(node)
                 line = line_of(type(self._model.get_submodule(path)), r"def forward")
-                reasons[path] = f"it makes a tensor whose size depends on the values of another{line}"
+                why = "it makes a tensor whose size depends on the values of another"
+                if any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
+                    why = "it reads a value of a tensor"
+                reasons.setdefault(path, f"{why}{line}")
         if reasons and has_weights(self._model):
             arguments, keywords = self._bare()
             paths = [self._covering(path) for path in reasons if path]
@@ -368,6 +372,9 @@ def merge_modes(training: Captured, evaluation: Captured, model: nn.Module) -> s
         if node.op in ("placeholder", "get_attr"):
             if (node.op, node.target) not in held:
                 return f"it uses {node.target!r} in eval mode only"
+            mine, yours = training.extra.get(str(node.target)), evaluation.extra.get(str(node.target))
+            if node.users and isinstance(mine, Tensor) and not _equal_constants(mine, yours):
+                return f"module {_where(next(iter(node.users)), model)} reads a table of other values in eval mode"
             same[node] = held[node.op, node.target]
     active_in_eval = {node.target for node in theirs if node.op == "call_module"}
     # a training node that eval mode skips stands for its input there
@@ -449,6 +456,11 @@ def _alike(
 def _equal_leaves(node: fx.Node, counterpart: fx.Node) -> bool:
     pairs = zip(_leaves(node)[0], _leaves(counterpart)[0], strict=True)
     return all(isinstance(a, fx.Node) or (type(a) is type(b) and a == b) for a, b in pairs)
+
+
+def _equal_constants(mine: Tensor, yours: Any) -> bool:
+    """True where two tensors that the code made without its inputs are equal: torch numbers them in each mode anew."""
+    return mine is yours or (mine.dtype == yours.dtype and mine.shape == yours.shape and same_bits(mine, yours))
 
 
 def _same_extra(mine: Any, yours: Any) -> bool:

@@ -97,10 +97,15 @@ class NeedsPython(CapslogError):
 
 
 class MadeCall(NamedTuple):
-    """Call of Python code that was made once. changes: whether it writes into one of its arguments."""
+    """Call of Python code that was made once.
+
+    changes: whether it writes into a tensor among its arguments.
+    beyond: what it does to its caller, for which a graph has no operation; None: nothing.
+    """
 
     call: PythonCall
     changes: bool
+    beyond: str | None
 
 
 Calls = Sequence["MadeCall | Hooked"]
@@ -149,7 +154,7 @@ class OpaqueCalls(FiniteValues):
             for path, module in self._whole.items():
                 self._hooks[path] = {name: vars(module)[name] for name in _HOOKS}
                 self._stand_in(path)
-            with self:
+            with self, _seeded():
                 yield
         finally:
             del old.apply
@@ -168,6 +173,8 @@ class OpaqueCalls(FiniteValues):
             if func is not Tensor.register_hook:
                 raise NeedsPython("it differentiates in its forward (torch.autograd)")
             self._hook(*args, **(kwargs or {}))
+        if torch.default_generator.initial_seed() != _UNLIKELY_SEED and self._follows():
+            raise NeedsPython(f"its code {_SEEDS}")
         return super().__torch_function__(func, types, args, kwargs)
 
     def _follows(self) -> bool:
@@ -205,6 +212,8 @@ class OpaqueCalls(FiniteValues):
 
         if self._follows():
             made = rows.pop(0) if rows else self._make((args, kwargs), plain, call_of)[0]
+            if made.beyond:
+                raise NeedsPython(f"it calls {path!r}, which stays Python and {made.beyond}")
             return self._put(made, (args, kwargs))
         if not self._records or self._busy:
             return plain()
@@ -242,7 +251,7 @@ class OpaqueCalls(FiniteValues):
         self, arguments: Any, run: Callable[[], Any], call_of: Callable[[Any], PythonCall]
     ) -> tuple[MadeCall, Any]:
         """Make a call, which no export follows; return it with its result."""
-        tensors = _tensors(arguments)
+        tensors, (leaves, spec) = _tensors(arguments), pytree.tree_flatten(arguments)
         versions = [tensor._version for tensor in tensors]
         exports, self._busy = self._follows(), True
         try:
@@ -251,7 +260,13 @@ class OpaqueCalls(FiniteValues):
         finally:
             self._busy = False
         changes = any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True))
-        return MadeCall(call_of(result), changes), result
+        after, new_spec = pytree.tree_flatten(arguments)
+        beyond = None
+        if spec != new_spec or any(leaf is not old for leaf, old in zip(after, leaves, strict=True)):
+            beyond = "writes into a list or dict of its caller"
+        elif torch.default_generator.initial_seed() != _UNLIKELY_SEED:
+            beyond = _SEEDS
+        return MadeCall(call_of(result), changes, beyond), result
 
     def _put(self, made: MadeCall, arguments: Any) -> Any:
         """Put a call into the graph; return its result, with tensors that the graph knows."""
@@ -297,6 +312,21 @@ def _functions() -> list[Any]:
 def _sets_context(kind: Any) -> bool:
     """True where its forward gets no context, since another method sets it."""
     return kind.setup_context is not torch.autograd.Function.setup_context
+
+
+_UNLIKELY_SEED = 0x5EED0F0CA957106
+_SEEDS = "seeds torch's generator (torch.manual_seed)"
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Give torch's generator a seed that no code gives it, so that code that seeds it is noticed."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(_UNLIKELY_SEED)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
 
 
 @contextlib.contextmanager
