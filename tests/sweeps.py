@@ -1,14 +1,14 @@
-"""A part of pytest's set-up: sweeps over drawn cases. Every run tries the first of them, and one with `--deep` all."""
+"""A part of pytest's set-up: sweeps over cases. Every run tries a part of them, and one with `--deep` all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from itertools import cycle, islice, product
+from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["some"]
+__all__ = ["crossed", "some"]
 
 Case = TypeVar("Case")
 _deep = False
@@ -28,3 +28,11 @@ def choose_cases(config: pytest.Config) -> None:
 def some(cases: Iterable[Case], count: int) -> list[Case]:
     """Return the first `count` cases for `pytest.mark.parametrize`; all of them in a run with `--deep`."""
     return list(cases if _deep else islice(cases, count))
+
+
+def crossed(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return cases with each value of each axis at least once, in turn; all combinations in a run with `--deep`."""
+    if _deep:
+        return list(product(*axes))
+    turns = [cycle(axis[shift:] + axis[:shift]) for axis, shift in zip(map(list, axes), range(len(axes)), strict=True)]
+    return [tuple(map(next, turns)) for _ in range(max(map(len, axes)))]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.decoding.worlds import on_ranks, small_model, some_prompts
+from tests.sweeps import some
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.decoding.choice import HEADS, SEQUENCE, heads_bytes, phases, sequence_bytes
 from varuna_capslog.decoding.decoder import ShardedDecoder, decode_greedily, shape_of
@@ -96,8 +97,9 @@ def test_a_number_of_ranks_has_the_same_bits_every_time(shard, degree):
     assert shard == SEQUENCE or all(torch.equal(first_run[0], rank) for rank in first_run)
 
 
-@pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize(("family", "degree"), [("Llama", 2), ("GPT2", 3)])
+@pytest.mark.parametrize(
+    ("family", "degree", "batch"), some([("Llama", 2, 5), ("GPT2", 3, 1), ("Llama", 2, 1), ("GPT2", 3, 5)], 2)
+)
 def test_bytes_on_the_wire_are_those_of_the_formulas(family, degree, batch):
     """Over 2 N tokens, since the rank that keeps the next token changes from token to token."""
     model, prompts = small_model(family), some_prompts(*(5, 2, 7, 1, 4)[:batch])

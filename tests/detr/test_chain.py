@@ -12,6 +12,7 @@ from detr_pipeline.chain import build_chain, reference_names
 from detr_pipeline.config import ModelConfig
 from detr_pipeline.transformer import padding_mask
 from tests.detr.tiny import CLASSES, tiny_chain, two_sizes
+from tests.sweeps import crossed
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.config.reading import section
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -181,8 +182,7 @@ def shape_of(**changes: Any) -> Chain:
         return build_chain(ModelConfig(**changes), 91)
 
 
-@pytest.mark.parametrize("layout", COUNTS)
-@pytest.mark.parametrize("dilation", [False, True])
+@pytest.mark.parametrize(("layout", "dilation"), crossed(list(COUNTS), [False, True]))
 def test_numbers_of_cut_points(layout: str, dilation: bool) -> None:
     chains = [shape_of(**changes, cut_points=layout, dilation=dilation) for changes in MODELS.values()]
     assert tuple(len(chain) - 1 for chain in chains) == COUNTS[layout]

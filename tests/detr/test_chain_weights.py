@@ -16,6 +16,7 @@ from detr_pipeline.chain import (
 )
 from detr_pipeline.config import ModelConfig
 from tests.detr.tiny import shake_frozen_norms, tiny_chain, two_sizes
+from tests.sweeps import crossed
 from varuna_capslog.model.state_file import read_state_file
 
 
@@ -85,8 +86,9 @@ def test_names_and_shapes_of_the_published_r50_file() -> None:
     assert shapes_of() == expected
 
 
-@pytest.mark.parametrize("norm", ["frozen", "batch", "group"])
-@pytest.mark.parametrize("changes", [{"cut_points": "paper"}, {"heads": "every_decoder"}])
+@pytest.mark.parametrize(
+    ("norm", "changes"), crossed(["frozen", "batch", "group"], [{"cut_points": "paper"}, {"heads": "every_decoder"}])
+)
 def test_a_file_gives_another_chain_the_same_outputs(tmp_path: Path, norm: str, changes: dict[str, Any]) -> None:
     source, target = tiny_chain(seed=0, norm=norm), tiny_chain(seed=1, norm=norm, **changes)
     shake_frozen_norms(source)

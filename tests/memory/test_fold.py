@@ -13,7 +13,7 @@ import pytest
 from tests.engine.layouts import random_layout
 from tests.memory import chains
 from tests.memory.machine import Machine, Model, profile_of
-from tests.sweeps import some
+from tests.sweeps import crossed, some
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.fold import RankFold, fold
@@ -90,8 +90,7 @@ def plan_of(
     return stages, units, with_copies(draw, rows) if "offload" in kinds else rows
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("schedules", [SCHEDULES, SPLIT])
+@pytest.mark.parametrize(("device", "schedules"), crossed(["cpu", "cuda"], [SCHEDULES, SPLIT]))
 @pytest.mark.parametrize(("even", "kinds"), [(True, ("recompute",)), (True, INTERVAL_KINDS), (False, INTERVAL_KINDS)])
 def test_every_position_of_random_plans(
     device: str, schedules: Sequence[tuple[str, bool]], even: bool, kinds: Sequence[str]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+from tests.sweeps import crossed
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import automatic_cut_points, source_modules
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -205,8 +206,7 @@ def test_llama_with_fused_attention_equals_to_rounding() -> None:
         assert float((gradient - chain_gradients[name]).abs().max()) <= bound, name
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("attention", "training"), crossed(["eager", "sdpa"], [True, False]))
 def test_gpt2_equals_its_chain_and_its_tied_weight_is_found(training: bool, attention: str) -> None:
     model = tiny_gpt2(attention)
     ids = tokens()

@@ -18,6 +18,7 @@ from tests.engine.workload import TinyWorkload
 from tests.planning.asking import plan
 from tests.profiling.test_trim import Tiny
 from tests.profiling.workloads import Equal, Megabytes
+from tests.sweeps import crossed
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, load_config, section
 from varuna_capslog.engine.communicator import Communicator
@@ -122,16 +123,17 @@ class Words(Workload):
 ROUNDED = Recipe(moments="bfloat16")
 
 
-@pytest.mark.parametrize("shape", [{}, {"recompute": False, "blocks": 2}], ids=["one graph", "blocks"])
 @pytest.mark.parametrize(
-    "types",
-    [
-        {"recipe": ROUNDED},
-        {"precision": "float16"},
-        {"precision": "float16", "weights": "float16"},
-        {"precision": "float16", "weights": "float16", "recipe": dataclasses.replace(ROUNDED, optimizer="nadam")},
-    ],
-    ids=["moments", "autocast", "weights", "weights, moments"],
+    ("types", "shape"),
+    crossed(
+        [
+            {"recipe": ROUNDED},
+            {"precision": "float16"},
+            {"precision": "float16", "weights": "float16"},
+            {"precision": "float16", "weights": "float16", "recipe": dataclasses.replace(ROUNDED, optimizer="nadam")},
+        ],
+        [{}, {"recompute": False, "blocks": 2}],
+    ),
 )
 def test_other_types_meet_the_real_allocator(types: dict[str, Any], shape: dict[str, Any]) -> None:
     """Weights beside their masters, gradients of float32, rounded moments; a whole model in this process."""

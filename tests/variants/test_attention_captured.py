@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.sweeps import crossed
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.variants.attention import AttentionCore
 from varuna_capslog.variants.registry import difference, known_variants
@@ -42,8 +43,9 @@ def with_attention(chain: Chain) -> int:
     return next(number for number, layer in enumerate(chain.layers) if ".0" in layer.name)
 
 
-@pytest.mark.parametrize("variant", ["sdpa", "chunked", "split-keys", "eager"])
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "variant"), crossed(["gpt2", "bert", "llama"], ["sdpa", "chunked", "split-keys", "eager"])
+)
 def test_attention_of_captured_models_is_exact_in_float64(kind: str, variant: str) -> None:
     chain = captured(kind)
     number = with_attention(chain)

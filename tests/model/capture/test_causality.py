@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.sweeps import crossed
 from varuna_capslog.model.capture import causality
 from varuna_capslog.model.capture.band import attend_in_band
 from varuna_capslog.model.capture.export import export_model
@@ -59,8 +60,7 @@ class Attention(nn.Module):
         return scaled_dot_product_attention(q, k, v, attn_mask=self.mask()) + x.mean(-1)[:, None, :, None]
 
 
-@pytest.mark.parametrize("part", [1 << 24, 4], ids=["whole", "row by row"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "part"), crossed(list(MASKS), [1 << 24, 4]))
 def test_kind_of_a_mask_is_that_of_its_values(name: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causality, "_PART", part)
     kind, mask = MASKS[name]
@@ -104,8 +104,7 @@ def test_a_mask_that_may_change_stays(changes: str) -> None:
     assert isinstance(node.args[3] if len(node.args) > 3 else node.kwargs["attn_mask"], torch.fx.Node)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "window"), crossed([torch.float32, torch.bfloat16], [None, 5]))
 def test_a_decoder_keeps_its_bits_and_sends_no_mask(dtype: torch.dtype, window: int | None) -> None:
     """Exported, transformers builds a mask of sequence x sequence and repeats keys and values; running, neither, or the
     former for a window: there bits are equal in every type.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.model.splitting.test_torch_layers import compared
+from tests.sweeps import crossed
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import OneOf, Varying
 from varuna_capslog.model.chain import Chain, Layer
@@ -73,8 +74,7 @@ def chain_of(module: nn.Module, reads: Iterable[str]) -> Chain:
     return Chain([Layer("layer", module, tuple(reads), ("out",))], tuple(reads), ("out",))
 
 
-@pytest.mark.parametrize("degree", [2, 4, 8])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(("kind", "degree"), crossed(["gpt2", "llama", "bert"], [2, 4, 8]))
 def test_layers_of_transformers_are_exact_in_float64(kind: str, degree: int) -> None:
     module, inputs = captured(kind)
     names = compared(copy.deepcopy(module), inputs, f"tensor-{degree}")

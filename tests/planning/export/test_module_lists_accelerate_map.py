@@ -10,6 +10,7 @@ import torch
 
 from tests.planning.export.models import BLOCKS, detr_names, made, named, names, plan_of
 from tests.planning.export.readers import device_of_tensors
+from tests.sweeps import crossed
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import LayerModules
 from varuna_capslog.planning.export import device_map
@@ -28,8 +29,9 @@ def layer_of(tensor: str) -> int:
     return BLOCKS + 1 if any(piece in BEHIND for piece in pieces) else 0
 
 
-@pytest.mark.parametrize("model", ["gpt2", "vit", "decoder", "titan"])
-@pytest.mark.parametrize("cuts", [(0,), (0, 3), (0, 2, 4), (0, 1, 5)])
+@pytest.mark.parametrize(
+    ("model", "cuts"), crossed(["gpt2", "vit", "decoder", "titan"], [(0,), (0, 3), (0, 2, 4), (0, 1, 5)])
+)
 def test_every_tensor_is_on_the_device_of_its_stage(model: str, cuts: tuple[int, ...]) -> None:
     devices = device_of_tensors(made(model)[0], json.loads(device_map(plan_of(*cuts), names(model))))
     for tensor, device in devices.items():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
+from tests.sweeps import crossed
 from varuna_capslog.engine.probe import _allocations
 from varuna_capslog.profiling.estimation.quirks import Quirks
 
@@ -159,10 +160,13 @@ def test_norms_and_upsampling_copy_what_does_not_lie_as_they_need_it(last):
         check(aten.upsample_nearest2d_backward.default, (gradient, *sizes, None, None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("queries", "keys", "width"), [(512, 512, 16), (1024, 1024, 32), (100, 700, 64), (31, 31, 8)])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    crossed([(512, 512, 16), (1024, 1024, 32), (100, 700, 64), (31, 31, 8)], [torch.float32, torch.float16]),
+)
 @pytest.mark.parametrize("heads_follow_tokens", [True, False])
-def test_flash_attention_takes_parts_of_products(dtype, queries, keys, width, heads_follow_tokens):
+def test_flash_attention_takes_parts_of_products(sizes, dtype, heads_follow_tokens):
+    queries, keys, width = sizes
     query, key, gradient = (
         torch.randn(2, tokens, 4, width).to(dtype).transpose(1, 2) for tokens in (queries, keys, queries)
     )
