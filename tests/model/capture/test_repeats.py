@@ -155,7 +155,7 @@ def _told(captured: Captured) -> tuple[object, ...]:
     values = [node.meta.get("val") for node in nodes]
     shared = [
         storages.setdefault(export.storage_key(node), len(storages)) if isinstance(value, Tensor) else None
-        for value in values
+        for node, value in zip(nodes, values, strict=True)
     ]
     shapes = [str(value.shape) if isinstance(value, Tensor) else str(value) for value in values]
     return graph_text(captured), [list(module_calls(node).values()) for node in nodes], shared, shapes, captured.simple
