@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from varuna_capslog.base.errors import CapslogError, needed
+from varuna_capslog.base.processes import collecting_rarely
 from varuna_capslog.base.tables import lasting_output, log_to
 from varuna_capslog.base.version import __version__
 from varuna_capslog.commands import shared
@@ -117,7 +118,7 @@ def _status_of(arguments: list[str], commands: typer.Typer | None, name: str) ->
     debug = os.environ.get("CAPSLOG_DEBUG", "") not in ("", "0")
     log_to(sys.stderr)
     try:
-        with needed("this command"):
+        with collecting_rarely(), needed("this command"):
             status = (commands or app)(arguments or ["--help"], standalone_mode=False, prog_name=name)
     except (KeyboardInterrupt, typer.Abort):
         status = 130

@@ -1,9 +1,10 @@
 """Signals: those that a worker survives, those that still end its children, and the effect of nohup and a closing
-terminal.
+terminal. How often garbage is collected.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,7 +14,14 @@ from collections.abc import Callable
 
 import pytest
 
-from varuna_capslog.base.processes import JOB_SIGNALS, ends_forks_as_usual, heard_signals, outlives, signal_group
+from varuna_capslog.base.processes import (
+    JOB_SIGNALS,
+    collecting_rarely,
+    ends_forks_as_usual,
+    heard_signals,
+    outlives,
+    signal_group,
+)
 
 
 def in_a_fork(check: Callable[[], object]) -> None:
@@ -99,3 +107,10 @@ def test_ctrl_c_asks_the_worker_and_not_the_processes_of_its_data_set() -> None:
         assert signals == [signal.SIGINT]
 
     in_a_fork(check)
+
+
+def test_garbage_is_collected_rarely_within_and_as_before_behind() -> None:
+    before = gc.get_threshold()
+    with collecting_rarely():
+        assert gc.get_threshold()[0] > before[0]
+    assert gc.get_threshold() == before

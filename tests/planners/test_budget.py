@@ -28,7 +28,11 @@ from varuna_capslog.schedules import RunShape, StageGraph, backwards_at_once, ma
 
 
 def timed(draw: random.Random, size: int) -> Profile:
-    profile = profile_of(Model.random(draw, size, even=True, scale=20_000), "cuda")
+    return timed_profile(draw, Model.random(draw, size, even=True, scale=20_000))
+
+
+def timed_profile(draw: random.Random, model: Model) -> Profile:
+    profile = profile_of(model, "cuda")
     layers = [
         replace(layer, forward_seconds=draw.randrange(1, 40) * UNIT, backward_seconds=draw.randrange(1, 40) * UNIT)
         for layer in profile.layers
@@ -232,3 +236,33 @@ def test_the_cuts_of_stages_that_keep_everything_are_played_in_the_order_of_thei
     costs = resolve(AUTO, profile, replace(run, schedule="1f1b", recompute=False))[1]
     steps = {cuts: step_of(profile, cuts, [()] * 3, run, link) for cuts in all_cuts(6, 3)}
     assert steps[tuple(kept_cuts(chain, costs))] == min(steps.values())
+
+
+@pytest.mark.parametrize(("seed", "fits"), [(0, False), (1, True), (2, False)])
+def test_stages_that_always_hold_too_much_are_not_searched_and_change_no_answer(seed: int, fits: bool) -> None:
+    """Of a model that lacks memory all ranges of layers were searched, though most could be in no plan: four seconds of
+    a plan of DeepSeek-V3.
+    """
+    draw, devices = random.Random(seed), 4
+    model = Model.random(draw, 12, even=True, scale=20_000)
+    profile = timed_profile(draw, replace(model, static=[20 * size for size in model.static]))
+
+    def chain_of(usable: int) -> Layerwise:
+        return Layerwise.of_profile(profile, RunShape(8, "1f1b"), devices, [usable] * devices)
+
+    usable = 1
+    if fits:
+        chain = chain_of(10**12)
+        least = BudgetSearch(chain_of(1)).stages(chain_of(1)) or []
+        usable = max(chain.peak(stage, part.first, part.end, part.intervals) for stage, part in enumerate(least))
+    chain = chain_of(usable)
+    every = BudgetSearch(chain)
+    stages = every.stages(chain)
+    assert stages is not None
+    assert (max(stage.lack for stage in stages) == 0) is fits
+    light = BudgetSearch(chain, most=1.125 * (usable + max(stage.lack for stage in stages)))
+    assert light.stages(chain) == stages
+    whole = (0, profile.num_layers - devices + 1)
+    assert every.cheapest(chain, 0, *whole, 10**12) is not None
+    assert light.cheapest(chain, 0, *whole, 10**12) is None  # not searched
+    assert BudgetSearch(chain, most=0.9 * (usable + max(stage.lack for stage in stages))).stages(chain) is None

@@ -18,7 +18,7 @@ from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.memory.range_bytes import kinds_on
 from varuna_capslog.planning.largest import MOST_SAMPLES, MOST_TOKENS, TOKENS_STEP, coarse_sizes, largest_by_bytes
 from varuna_capslog.planning.simulation import treatments
-from varuna_capslog.planning.verdict import MemoryVerdict, judge_plan, judge_ranks
+from varuna_capslog.planning.verdict import MemoryVerdict, is_certain, judge_plan, judge_ranks
 from varuna_capslog.plans.parts import spans_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -90,13 +90,15 @@ class Question:
         device = self.device if self.devices.fastest is None else f"cuda:{self.devices.fastest}"
         return ordinary_config(model, pipeline, None, device, settings=settings)
 
-    def answer(self) -> Answer:
-        """Return the run, its costs and its plan. Raises CapslogError where its memory cannot be predicted."""
+    def answer(self, longest: float | None = None) -> Answer:
+        """Return the run, its costs and its plan. Raises CapslogError where its memory cannot be predicted. longest: as
+        for `PlannedRun.of`.
+        """
         from varuna_capslog.start.prepare import estimate_memo
 
         config, captured = self._captured()
         memo = self.memo or estimate_memo(config)
-        run = PlannedRun.of(config, memo)
+        run = PlannedRun.of(config, memo, longest)
         return Answer(**vars(run), question=replace(self, memo=memo, captured=captured))
 
     def answer_of_fastest(self, say: Callable[[str], object]) -> Answer:
@@ -112,8 +114,9 @@ class Question:
             train = answer.config.train
             size = 2 * train.microbatch_size
             say(f"microbatches of {size}")
-            larger = replace(answer.question, microbatch=size, batch=train.minibatch_size).answer()
-            if not larger.plan.fits or (larger.plan.step_seconds or 0.0) > (answer.plan.step_seconds or 0.0):
+            seconds = answer.plan.step_seconds or 0.0
+            larger = replace(answer.question, microbatch=size, batch=train.minibatch_size).answer(seconds)
+            if not larger.plan.fits or (larger.plan.step_seconds or 0.0) > seconds:
                 break
             answer = larger
         return answer
@@ -157,11 +160,19 @@ class PlannedRun:
     memo: Memo | None
 
     @classmethod
-    def of(cls, config: Config, memo: Memo | None) -> PlannedRun:
-        """Profile and plan a config. Raises CapslogError where its memory cannot be predicted."""
+    def of(cls, config: Config, memo: Memo | None, longest: float | None = None) -> PlannedRun:
+        """Profile and plan a config. Raises CapslogError where its memory cannot be predicted.
+
+        longest: seconds of a step; a longer one is not rehearsed, since nothing that its ranks lack makes it shorter.
+        """
         from varuna_capslog.start.prepare import plan_run, profile_run
 
         profile = profile_run(config, show=False, memo=memo)
+        if longest is not None:
+            plan = _predicted(plan_run(config, profile, memo, confirms=False))
+            refused = not plan.fits or (plan.step_seconds or 0.0) > longest
+            if refused or (plan.ranks and is_certain(plan, Headroom.of(profile))):
+                return cls(config, profile, plan, memo)
         return cls(config, profile, _predicted(plan_run(config, profile, memo)), memo)
 
     @property
@@ -189,8 +200,11 @@ class PlannedRun:
         train, pipeline = self.config.train, self.config.pipeline
         if train.minibatch_size % (2 * train.microbatch_size * pipeline.replicas):
             return False
+        most, lack = _NEAR * max(self.memory.capacities), -min(self.memory.margins)
+        if 2 * lack - self._static_lack(lack) <= most:  # the plan of the smallest peak takes a search of its own
+            return True
         lack, static = self.least()
-        return 2 * lack - static <= _NEAR * max(self.memory.capacities)
+        return 2 * lack - static <= most
 
     def pressed_lack(self) -> int:
         """Return the bytes that the worst device lacks, of a plan for `_pressed` devices."""
@@ -218,12 +232,14 @@ class PlannedRun:
 
     def least(self) -> tuple[int, int]:
         """Return the lack of the plan with the smallest peak, and the same without activations, at most 0."""
-        smallest = self._smallest
-        lack, headroom = smallest.pressed_lack(), Headroom.of(self.profile)
-        peak = max(smallest.memory.peaks)
-        kinds = smallest.kinds()
-        activations = kinds.get("activations and workspaces", peak // 2)
-        return lack, min(0, lack - headroom.device(peak) + headroom.device(peak - activations))
+        lack = self._smallest.pressed_lack()
+        return lack, self._smallest._static_lack(lack)
+
+    def _static_lack(self, lack: int) -> int:
+        """Return what of a lack would remain without activations, at most 0."""
+        headroom, peak = Headroom.of(self.profile), max(self.memory.peaks)
+        activations = self.kinds().get("activations and workspaces", peak // 2)
+        return min(0, lack - headroom.device(peak) + headroom.device(peak - activations))
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,13 @@ def stages_bound(chain: Layerwise, stages: Sequence[StageChoice]) -> float:
 class BudgetSearch:
     """Searches one chain under several schedules, which share the cheapest intervals of its stages. longest: stages
     whose call takes more seconds are left out, so that no plan's step takes longer than such a stage's calls;
-    default: no limit. borders: cuts of a long chain where stages and intervals may begin and end; None: all.
+    default: no limit. most: stages that always hold more bytes are left out, too; larger than what every stage may hold
+    in a plan that fits or lacks least. borders: cuts of a long chain where stages and intervals may begin and end;
+    None: all.
     """
 
-    def __init__(self, chain: Layerwise, longest: float = np.inf) -> None:
-        self._chain, self.longest = chain, longest
+    def __init__(self, chain: Layerwise, longest: float = np.inf, most: float = np.inf) -> None:
+        self._chain, self.longest, self._most = chain, longest, most
         self.borders = _borders(chain)
         self._offloads = any(chain.moved) and chain.host_bandwidth is not None
         self._fronts: dict[tuple[bool, bool, bool], IntervalSearch] = {}
@@ -117,7 +119,7 @@ class BudgetSearch:
             if not any(stage.lack for stage in stages):
                 return stages
             reserved += [stage.lack for stage in stages]
-        if self.longest < np.inf:
+        if self.longest < np.inf or not places.can_divide:
             return None
         cuts = exact_cuts(places, chain.stages, usable)
         return places.stages(cuts, [0] * chain.stages)
@@ -130,7 +132,10 @@ class BudgetSearch:
         """
         if chain.seconds(first, end) > self.longest or (self.borders is not None and not {first, end} <= self.borders):
             return None
-        choice = self._places(chain).fronts[stage].cheapest(first, end, in_flight or chain.in_flight[stage], size)
+        fronts = self._places(chain).fronts[stage]
+        if not fronts.searched(first, end):
+            return None
+        choice = fronts.cheapest(first, end, in_flight or chain.in_flight[stage], size)
         return None if choice is None else choice.intervals
 
     def bound_seconds(self, chain: Layerwise) -> float:
@@ -203,9 +208,10 @@ class BudgetSearch:
                 firsts = tuple(first for first in range(chain.num_layers) if layer_seconds[first, -1] <= self.longest)
             kinds = INTERVAL_KINDS if handling.later else _RECOMPUTE
             labels = None if chain.num_layers <= EXACT_LAYERS else LABELS
-            arguments = handling, labels, firsts, kinds, self.longest, self.borders
+            arguments = handling, labels, firsts, kinds, (self.longest, self._most), self.borders
+            waits = self._most < np.inf and question.ranges.moments_wait
             fronts = question.ranges.once(
-                (IntervalSearch, seconds.forward.tobytes(), seconds.backward.tobytes(), *arguments),
+                (IntervalSearch, seconds.forward.tobytes(), seconds.backward.tobytes(), *arguments, waits),
                 lambda: IntervalSearch(question.ranges, seconds, *arguments),
             )
             self._fronts[key] = fronts.with_ranges(question.ranges)
@@ -306,6 +312,14 @@ class _Places(StageCosts):
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
         """Return the fewest bytes of layers first .. end-1 as this stage."""
         return int(self.fewest[stage][first, end])
+
+    @property
+    def can_divide(self) -> bool:
+        """True where some cut list has stages with choices only."""
+        cuts = np.arange(self.num_layers + 1) == 0
+        for least in self.fewest:
+            cuts = ((least < NEVER) & cuts[:-1, None]).any(axis=0)
+        return bool(cuts[-1])
 
     def extra(self, stage: int, usable: int) -> NDArray[np.float64]:
         """Return [L, L + 1]: seconds of a call beyond those of its layers; infinite where they do not fit."""

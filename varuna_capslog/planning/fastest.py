@@ -57,6 +57,9 @@ SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
 _FIRST_LONGEST = 1.75
 """Calls longer than this times those of equal stages are left out at first."""
 
+_SPARE = 1.125
+"""Factor on the bytes of stages beyond which they are not searched."""
+
 _Key = tuple[str, tuple[tuple[int, Intervals, int | None], ...]]
 """A plan of a chain: its schedule, and of each stage the first layer, the intervals and the limit in flight."""
 PlanOf = Callable[[Sequence[StageChoice], RunShape], Plan]
@@ -275,7 +278,15 @@ class _Candidates:
         if longest < np.inf and not self.is_over and (not self.fits or self.bound >= longest * calls * (1 - SAME)):
             again = self.best.step / calls if self.best is not None and self.fits else np.inf
             if again > longest:
-                self._search(BudgetSearch(self.chain, again))
+                self._search(BudgetSearch(self.chain, again, self._most_held()))
+
+    def _most_held(self) -> float:
+        """Return bytes beyond what a stage may always hold in a plan that lacks no more than the best plan so far, with
+        some spare: a search counts the bytes of a stage a few percent higher than its fold.
+        """
+        if self.best is None or self.fits:
+            return np.inf
+        return _SPARE * (max(self.chain.usable) + self.best.lack)
 
     def weigh_nearby(self) -> None:
         """Weigh plans near the best plan of every schedule that could be faster than the best of all."""

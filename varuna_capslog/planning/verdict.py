@@ -33,6 +33,7 @@ __all__ = [
     "capacities_of_devices",
     "fold_plan",
     "folded",
+    "is_certain",
     "judge",
     "judge_plan",
     "judge_ranks",
@@ -309,7 +310,7 @@ def judged(
         return verdict
     estimated = profile.source == "estimated"
     told = all(row.action_bytes is not None for row in profile.observations)
-    if told and (_far_below(verdict, headroom) or not (verdict.fits and (estimated or on_cpu))):
+    if told and (is_certain(verdict, headroom) or not (verdict.fits and (estimated or on_cpu))):
         return verdict
     try:
         sizes = rehearse()
@@ -322,10 +323,12 @@ def judged(
     return tier.lacks(verdict, host)
 
 
-def _far_below(plan: Plan, headroom: Headroom) -> bool:
-    """True where every rank needs so little of its device that no error of the fold could make it too much."""
-    needs = [(headroom.device(rank.bytes or 0), rank.capacity_bytes) for rank in plan.ranks]
-    return all(limit is None or need <= _CERTAIN * limit for need, limit in needs)
+def is_certain(plan: Plan, headroom: Headroom) -> bool:
+    """True where every rank takes so little of its device that no error of the fold could make it too much."""
+    sizes = [(rank.bytes, rank.capacity_bytes) for rank in plan.ranks]
+    return all(
+        limit is None or (size is not None and headroom.device(size) <= _CERTAIN * limit) for size, limit in sizes
+    )
 
 
 def _by_rehearsal_alone(profile: Profile, plan: Plan, rehearse: Callable[[], Sequence[int]] | None, lack: str) -> Plan:

@@ -135,6 +135,7 @@ class StageEstimator:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo = memo or Memo()
         self._memo.alive += [self.chain, workload]
+        self._keys: dict[tuple[int, int], object] = {}
 
     @property
     def recipes(self) -> Recipes:
@@ -178,23 +179,22 @@ class StageEstimator:
 
     def _under(self, conditions: RunConditions) -> StageEstimator:
         """Return an estimator of the same chain and inputs under conditions of another run shape."""
-        estimator = copy.copy(self)
-        estimator.conditions = replace(conditions, input=self.conditions.input)
-        return estimator
+        return self._changed(conditions=replace(conditions, input=self.conditions.input))
 
     def with_one_block(self) -> StageEstimator:
         """Return the same with one accumulation block, in which all but the first backward find gradients."""
         if self.conditions.blocks == 1:
             return self
-        estimator = copy.copy(self)
-        estimator.conditions = replace(self.conditions, blocks=1)
-        return estimator
+        return self._changed(conditions=replace(self.conditions, blocks=1))
 
     def of_chain(self, chain: Chain) -> StageEstimator:
         """Return an estimator of the same workload and conditions with a chain that passes on the same tensors."""
-        estimator = copy.copy(self)
-        estimator.chain = chain
         self._memo.alive.append(chain)
+        return self._changed(chain=chain)
+
+    def _changed(self, **attributes: Any) -> StageEstimator:
+        estimator = copy.copy(self)
+        vars(estimator).update(attributes, _keys={})
         return estimator
 
     def stage(self, first: int, end: int) -> StageEstimate:
@@ -212,7 +212,10 @@ class StageEstimator:
 
     def run_key(self, first: int, end: int) -> object:
         """Return a key that is equal for stages of this workload and related ones (`Memo`) that do the same work."""
-        return _run_key(self.chain, self.trimmed_run(first, end), self.conditions, self.workload), self.grain
+        if (first, end) not in self._keys:
+            run = self.trimmed_run(first, end)
+            self._keys[first, end] = _run_key(self.chain, run, self.conditions, self.workload), self.grain
+        return self._keys[first, end]
 
     def trimmed_run(self, first: int, end: int) -> TrimmedRun:
         """Return the run of layers first .. end-1."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.clock import wall_seconds
 from varuna_capslog.base.errors import CapslogError, DoesNotFit, RunFinding, findings_of, settle
+from varuna_capslog.base.processes import collecting_rarely
 from varuna_capslog.base.supervisor import usable
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config, dump_config, load_config
@@ -244,6 +245,7 @@ def estimate_memo(config: Config) -> Memo | None:
     return Memo()
 
 
+@collecting_rarely()
 def profile_run(config: Config, show: bool = True, memo: Memo | None = None, variants: str | None = None) -> Profile:
     """Return the profile of the configured model: from the cache, by real runs, or estimated without a device where
     `profile.source` says so.
@@ -309,14 +311,22 @@ def divided_profile(config: Config, profile: Profile) -> Profile:
     return divided(profile, divisors, Network(pipeline.bandwidth, pipeline.node_bandwidth, pipeline.node_devices))
 
 
-def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None, named_plan: Plan | None = None) -> Plan:
+@collecting_rarely()
+def plan_run(
+    config: Config,
+    profile: Profile | None,
+    memo: Memo | None = None,
+    named_plan: Plan | None = None,
+    confirms: bool = True,
+) -> Plan:
     """Return the plan of a config: its planner's, or the given cuts or plan, judged by the profile. Without a profile
     (given cuts need none) nothing is predicted, and the chain is built to check the cuts. memo: of the estimate, where
-    the profile is one. named_plan: judged in place of what the config names.
+    the profile is one. named_plan: judged in place of what the config names. confirms: whether ranks that fit by the
+    fold are rehearsed where that is not certain (`planning/verdict.is_certain`).
     """
     profile = None if profile is None else divided_profile(config, profile)
     settled = with_defaults(config, profile)
-    plan = naming_variants(settled, _plan(settled, profile, named_plan or _checked_plan(settled), memo))
+    plan = naming_variants(settled, _plan(settled, profile, named_plan or _checked_plan(settled), memo, confirms))
     if memo is not None and profile is not None:  # a profile alone builds no model
         plan = _with_norms_named(settled, plan, lambda: _profiled_chain(settled, memo))
     pipeline = settled.pipeline
@@ -326,7 +336,9 @@ def plan_run(config: Config, profile: Profile | None, memo: Memo | None = None, 
     return plan
 
 
-def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo: Memo | None = None) -> Plan:
+def _plan(
+    config: Config, profile: Profile | None, named_plan: Plan | None, memo: Memo | None = None, confirms: bool = True
+) -> Plan:
     """Plan like `plan_run`. named_plan: the plan that `pipeline.plan` names, read and checked."""
     if profile is None:
         chain = functools.cache(lambda: _chain(config))
@@ -351,7 +363,7 @@ def _plan(config: Config, profile: Profile | None, named_plan: Plan | None, memo
         return rehearse_plan(chosen, plan, memo=memo)
 
     divisors = config.pipeline.divisors  # a rehearsal runs whole stages
-    confirm = None if config.workload == WITHOUT_MODEL or divisors is not None else rehearsal
+    confirm = None if config.workload == WITHOUT_MODEL or divisors is not None or not confirms else rehearsal
     plan = solve(problem, config.pipeline.planner, confirm, protection)
     plan = plan if divisors is None else dataclasses.replace(plan, parallel=divisors)
     if named_plan is not None and named_plan.short:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from varuna_capslog.model.capture import export
 from varuna_capslog.model.capture.export import Captured, module_calls
@@ -22,6 +22,33 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         return x + self.linear(self.norm(x)).view(2, 4) * scale, x.t()
+
+
+class PassingOn(Block):
+    """Hands its number to a function that needs it for a cache alone, as DeepSeek-V4's attention does."""
+
+    cache: tuple[float, ...] | None = None
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        y, z = super().forward(x, scale)
+        return _cached(y, self.cache, self.number), z
+
+
+def _cached(x: Tensor, cache: tuple[float, ...] | None, number: int) -> Tensor:
+    assert isinstance(number, int)
+    return x if cache is None else x + cache[number]
+
+
+class OfCache(PassingOn):
+    cache = (1.0, 2.0, 3.0, 4.0, 5.0)
+
+
+class Sharing(Block):
+    """Has a whole number that is another block's own number, and a set."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.heads, self.names = 2, {"x"}
 
 
 class ByNumber(Block):
@@ -122,13 +149,13 @@ class Wider(Block):
 
 def _told(captured: Captured) -> tuple[object, ...]:
     """Return the text of a graph, the modules that each node ran in, and which nodes share memory."""
-    nodes, storages = list(captured.graph.nodes), dict[int, int]()
+    nodes, storages = list(captured.graph.nodes), dict[int | fx.Node, int]()
     for place, node in enumerate(nodes):
         node.name = f"node_{place}"
     values = [node.meta.get("val") for node in nodes]
     shared = [
-        storages.setdefault(value.untyped_storage()._cdata, len(storages)) if isinstance(value, Tensor) else None
-        for value in values
+        storages.setdefault(export.storage_key(node), len(storages)) if isinstance(value, Tensor) else None
+        for node, value in zip(nodes, values, strict=True)
     ]
     shapes = [str(value.shape) if isinstance(value, Tensor) else str(value) for value in values]
     return graph_text(captured), [list(module_calls(node).values()) for node in nodes], shared, shapes, captured.simple
@@ -138,7 +165,8 @@ def _told(captured: Captured) -> tuple[object, ...]:
     ("kind", "last", "copied"),
     # the first block's input has no gradient, unlike those of the others
     [(Block, Block, 2), (Block, Wider, 1), (ByNumber, ByNumber, 0), (InPlace, InPlace, 0), (OfOthers, OfOthers, None)]
-    + [(WithRegion, WithRegion, 2), (Counting, Counting, 0), (Told, Told, 2)]
+    + [(WithRegion, WithRegion, 2), (Counting, Counting, 0), (Told, Told, 2), (PassingOn, PassingOn, 2)]
+    + [(OfCache, OfCache, 0), (Sharing, Sharing, 2)]
     + [(Named, Named, 2), (NamedApart, NamedApart, 0), (ByValue, ByValue, None)],
 )
 def test_the_graph_is_that_of_all_blocks(kind, last, copied, monkeypatch):

@@ -94,7 +94,7 @@ def test_a_search_that_copies_choices_of_equal_layers_gives_the_same_answers(
         labels = draw.choice([2, 5, 12])
         longest = draw.choice([np.inf, total / 2])
         borders = draw.choice([None, [0, *range(1, size, 2), size]])
-        arguments = {"labels": labels, "longest": longest, "borders": borders}
+        arguments = {"labels": labels, "limits": (longest, np.inf), "borders": borders}
         made: list[EqualRanges] = []
         with monkeypatch.context() as patch:
             patch.setattr(EqualRanges, "of", lambda *tables, made=made: made.append(of(*tables)) or made[-1])

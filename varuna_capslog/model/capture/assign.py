@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import mutated_arguments
-from varuna_capslog.model.capture.export import Captured, module_calls, module_path
+from varuna_capslog.model.capture.export import Captured, module_calls, module_path, storage_key
 
 __all__ = ["assign_layers", "joined"]
 
@@ -224,8 +224,8 @@ def _order_of_changes(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.No
 
 
 def _memory(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    key = storage_key(node)
+    return None if isinstance(key, fx.Node) else key
 
 
 def _find_dependences(units: Sequence[_Unit], cuts: Sequence[_Cut]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.export import Captured, module_calls, nodes_by_storage, same_storage, storage_key
+from varuna_capslog.model.capture.repeats import value_of
 
 __all__ = ["collapse_modules", "forked_modules", "mutated_arguments"]
 
@@ -62,7 +63,7 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
         source, result = ends
         with captured.graph.inserting_before(part[0]):
             call = captured.graph.call_module(path, (source,))
-        call.meta = {"val": result.meta.get("val"), "nn_module_stack": _stack_at(part[0], key)}
+        call.meta = {**value_of(result), "nn_module_stack": _stack_at(part[0], key)}
         call.meta["mutates"] = any(
             same_storage(argument, source) for node in part for argument in mutated_arguments(node)
         )

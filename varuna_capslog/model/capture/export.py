@@ -27,7 +27,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.causality import attend_causally
 from varuna_capslog.model.capture.kernels import kernels_stay_calls
 from varuna_capslog.model.capture.opaque import Calls, NeedsPython, OpaqueCalls, put_in_calls
-from varuna_capslog.model.capture.repeats import EqualBlocks, NotEqual
+from varuna_capslog.model.capture.repeats import EqualBlocks, NotEqual, storage_key
 from varuna_capslog.model.capture.runtime import CapturedGraph, FixedSize, Region, Varying, names_of
 from varuna_capslog.model.capture.trial import Watch
 from varuna_capslog.model.hollow import on_host
@@ -360,12 +360,6 @@ def module_path(node: fx.Node) -> str:
     """Return the qualified name of the innermost module that a node ran in; "" for the model itself."""
     calls = module_calls(node)
     return list(calls.values())[-1] if calls else ""
-
-
-def storage_key(node: fx.Node) -> int | fx.Node:
-    """Return the number of the storage that a tensor is in; the node itself where its value is no tensor."""
-    tensor = node.meta.get("val")
-    return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else node
 
 
 def same_storage(a: fx.Node, b: fx.Node) -> bool:

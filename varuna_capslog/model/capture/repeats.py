@@ -3,7 +3,8 @@ part of the graph is copied for the others.
 
 Used for models without memory for their weights, which are planned and not trained. Blocks are the children of lists of
 modules; they are equal if their modules, plain attributes and shapes are. An attribute with a block's number in its
-list, such as `layer_idx`, or with its module's own name may differ as long as the first block's code does not read it.
+list, such as `layer_idx`, or with its module's own name may differ as long as the first block's code does not read it,
+or only passes the number on.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import _get_dispatch_mode_pre_dispatch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-__all__ = ["EqualBlocks", "NotEqual", "is_own_name"]
+__all__ = ["EqualBlocks", "NotEqual", "is_own_name", "storage_key", "value_of"]
 
 _LIBRARY = torch.library.Library("capslog", "FRAGMENT")
 _LIBRARY.define("block_border(Tensor[] tensors, int number) -> ()")
@@ -145,6 +145,7 @@ class EqualBlocks:
         operations = {node.args[2]: node for node in nodes if node.target is _EQUAL}
         held = {str(node.target): node for node in graph.find_nodes(op="get_attr")}
         places, replaced = {node: at for at, node in enumerate(nodes)}, dict[fx.Node, fx.Node]()
+        compared: set[int] = set()
         for number, (path, first) in self.calls.items():
             operation, both = operations.get(number), borders.get(first.number, [])
             if operation is None or len(both) != 2:
@@ -154,21 +155,40 @@ class EqualBlocks:
                 raise NotEqual
             copies = dict(zip(_nodes(begin), _nodes(operation), strict=True))
             part = nodes[places[begin] + 1 : places[end]]
+            if first.number not in compared and any(map(_of_values, part)):
+                raise NotEqual
+            compared.add(first.number)
             _copy(graph, extra, held, part, copies, operation, (first.path, path))
-            moved: dict[int | None, Any] = {}
+            moved: dict[int | fx.Node, int | fx.Node] = {}
             for user in users:
                 made = _nodes(end)[user.args[1]]
                 replaced[user] = copies.get(made, made)
-                moved[_storage(user)] = _storage_of(replaced[user])
+                moved[storage_key(user)] = storage_key(replaced[user])
                 user.replace_all_uses_with(replaced[user])
                 graph.erase_node(user)
             graph.erase_node(operation)
             for node in nodes[places[operation] :]:  # views of what the block returns
-                if _storage(node) in moved:
-                    node.meta["val"] = _alike(node.meta["val"], moved)
+                if (key := storage_key(node)) in moved:
+                    node.meta["storage"] = moved[key]
         for node in itertools.chain.from_iterable(borders.values()):
             graph.erase_node(node)
         return replaced
+
+
+def storage_key(node: fx.Node) -> int | fx.Node:
+    """Return the number of the storage that a tensor is in; the node itself where its value is no tensor. A copy of a
+    node has the value of the first block's, in a storage with a number of its own.
+    """
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, Tensor):
+        return node
+    number: int | None = node.meta.get("storage")
+    return tensor.untyped_storage()._cdata if number is None else number
+
+
+def value_of(node: fx.Node) -> dict[str, Any]:
+    """Return what a node's `meta` says of its value."""
+    return {key: node.meta[key] for key in ("val", "storage") if key in node.meta}
 
 
 def _nodes(operation: fx.Node) -> Sequence[fx.Node]:
@@ -201,8 +221,11 @@ def _kind(kind: Any, watched: Sequence[str], group: _Group, call: Any) -> Any:
     """Return a class like `kind` that notes when a watched attribute is read, and hands its forward to `call`."""
 
     def read(name: str, module: Any) -> Any:
+        value = vars(module)[name]
+        if type(value) is int:
+            return _Number(value, group)
         group.was_read = True
-        return vars(module)[name]
+        return value
 
     def write(name: str, module: Any, value: Any) -> None:
         group.was_read = True
@@ -220,6 +243,34 @@ def _kind(kind: Any, watched: Sequence[str], group: _Group, call: Any) -> Any:
     return type(kind.__name__, (kind,), contents)
 
 
+class _Number:
+    """A block's number that notes when code does more with it than pass it on."""
+
+    def __init__(self, value: int, group: _Group) -> None:
+        self._value, self._group = value, group
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return int
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._group.was_read = True
+        return int, (self._value,)
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    def operation(number: Any, *others: Any) -> Any:
+        number._group.was_read = True
+        return getattr(int, name)(number._value, *(getattr(other, "_value", other) for other in others))
+
+    return operation
+
+
+for _name in {*vars(int), "__str__"} - {"__new__", "__doc__", "__getattribute__", "real", "imag"}:
+    if callable(getattr(int, _name)):
+        setattr(_Number, _name, _noted(_name))
+
+
 # -- equal blocks of a model
 
 
@@ -230,6 +281,7 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList):
             continue
+        alike = _of_all(module)
         for place, (name, block) in enumerate(module.named_children()):
             shares = any(uses[id(parameter)] > 1 for parameter in block.parameters())
             if shares or "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
@@ -238,7 +290,8 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
                 (inner, attribute)
                 for inner, part in block.named_modules()
                 for attribute, value in vars(part).items()
-                if (type(value) is int and value == place) or _holds_name(value, f"{path}.{name}.{inner}".strip("."))
+                if (type(value) is int and value == place and (inner, attribute) not in alike)
+                or _holds_name(value, f"{path}.{name}.{inner}".strip("."))
             )
             key = tuple(_signature(part, inner, numbered) for inner, part in block.named_modules())
             rows.setdefault((path, key, numbered), []).append((f"{path}.{name}".lstrip("."), block, numbered))
@@ -248,6 +301,19 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
         if len(blocks) > 1 and not any(f"{path}.".startswith(f"{outer}.") for path, _, _ in blocks for outer in groups):
             groups |= {path: (block, group) for path, block, _ in blocks}
     return groups
+
+
+def _of_all(blocks: nn.ModuleList) -> set[tuple[str, str]]:
+    """Return the attributes, by the qualified name in the block, whose whole number is the same in all blocks: in one
+    of them it is that block's number by chance.
+    """
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for block in blocks:
+        for inner, part in block.named_modules():
+            for attribute, value in vars(part).items():
+                if type(value) is int:
+                    numbers.setdefault((inner, attribute), set()).add(value)
+    return {place for place, values in numbers.items() if len(values) == 1}
 
 
 def is_own_name(value: str, path: str) -> bool:
@@ -293,8 +359,8 @@ def _of_value(value: Any) -> object:
         return type(value), tuple(map(_of_value, value))
     if isinstance(value, dict):
         return type(value), tuple((_of_value(key), _of_value(part)) for key, part in value.items())
-    if isinstance(value, set) and not value:
-        return type(value)
+    if isinstance(value, set):
+        return type(value), frozenset(map(_of_value, value))
     return id(value)
 
 
@@ -316,7 +382,7 @@ def _copy(
     paths: of the block that the nodes are of, and of the one that gets the copies.
     """
     path, other = paths
-    storages = {_storage(old): _storage_of(new) for old, new in copies.items()}
+    storages = {storage_key(old): storage_key(new) for old, new in copies.items()}
 
     def copy_of(node: fx.Node) -> fx.Node:
         if node in copies:
@@ -329,9 +395,9 @@ def _copy(
         if target.startswith(f"{path}."):
             if (theirs := f"{other}{target[len(path) :]}") not in held:
                 raise NotEqual
-            storages[_storage(node)] = _storage_of(held[theirs])
+            storages[storage_key(node)] = storage_key(held[theirs])
             return held[theirs]
-        storages[_storage(node)] = _storage_of(node)
+        storages[storage_key(node)] = storage_key(node)
         return node
 
     for node in part:
@@ -341,7 +407,8 @@ def _copy(
             new.target = f"{node.target}_of_{other.replace('.', '_')}"
             extra[str(new.target)] = copy.deepcopy(extra[str(node.target)])
         new.meta = dict(node.meta)
-        new.meta["val"] = pytree.tree_map_only(Tensor, lambda leaf: _alike(leaf, storages), node.meta.get("val"))
+        if isinstance(node.meta.get("val"), Tensor):
+            new.meta["storage"] = storages.setdefault(storage_key(node), -next(_NUMBERS))
         if stack := node.meta.get("nn_module_stack"):
             new.meta["nn_module_stack"] = _renamed(stack, path, other)
         if "inner_stacks" in node.meta:
@@ -358,27 +425,7 @@ def _renamed(stack: Mapping[str, Any], path: str, other: str) -> dict[str, Any]:
     }
 
 
-def _storage(node: fx.Node) -> int | None:
-    tensor = node.meta.get("val")
-    return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None
-
-
-def _storage_of(node: fx.Node) -> Any:
-    tensor = node.meta.get("val")
-    return tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-
-
-def _alike(tensor: Tensor, storages: dict[int | None, Any]) -> Tensor:
-    """Return a fake tensor like another one, on the storage that takes the place of the latter's storage. Raises
-    NotEqual where its size depends on values, which another block has others of.
-    """
-    if free_unbacked_symbols(tensor):
-        raise NotEqual
-    key, fake = tensor.untyped_storage()._cdata, cast(FakeTensor, tensor)
-    with torch._C._DisableTorchDispatch():
-        if key not in storages:
-            size = tensor.untyped_storage().nbytes()
-            storages[key] = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
-        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
-        meta = empty.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-    return FakeTensor(fake.fake_mode, meta, fake.fake_device, requires_grad=tensor.requires_grad)
+def _of_values(node: fx.Node) -> bool:
+    """True where the size of a node's tensor depends on values, which another block has others of."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, Tensor) and bool(free_unbacked_symbols(leaf)) for leaf in leaves)

@@ -29,6 +29,7 @@ from varuna_capslog.model.capture.export import (
     storage_key,
 )
 from varuna_capslog.model.capture.python_calls import Whole
+from varuna_capslog.model.capture.repeats import value_of
 from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel, Region, Sizes
 from varuna_capslog.model.layer import Layer, freeze_layers
 
@@ -347,8 +348,7 @@ def _protect_boundaries(
         head = next(node for node in captured.graph.nodes if layer_of.get(node) == index)
         with captured.graph.inserting_before(head):
             copy = captured.graph.call_function(torch.clone, (base,))
-        copy.meta = {key: base.meta.get(key) for key in ("val",)}
-        copy.meta["nn_module_stack"] = head.meta.get("nn_module_stack")
+        copy.meta = {**value_of(base), "nn_module_stack": head.meta.get("nn_module_stack")}
         layer_of[copy] = index
         sharing.setdefault(storage_key(copy), []).append(copy)
         later = {user for user in base.users if user is not copy and layer_of[user] >= index}
@@ -545,7 +545,7 @@ def _put_pieces(captured: Captured, node: fx.Node, region: Region, pieces: Seque
             call.meta["inner_stacks"] = [operation.meta.get("nn_module_stack") or {} for operation in piece]
             for place, operation in enumerate(writes):
                 values[operation] = captured.graph.call_function(operator.getitem, (call, place))
-                values[operation].meta = {"val": operation.meta.get("val"), "nn_module_stack": stack}
+                values[operation].meta = {**value_of(operation), "nn_module_stack": stack}
     for user in list(node.users):
         value = values[results[user.args[1]]]
         user.replace_all_uses_with(value)

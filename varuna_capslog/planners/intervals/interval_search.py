@@ -76,7 +76,7 @@ class IntervalSearch:
     most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`. kinds: of memory intervals that may be used.
     firsts: first layers of the stages that may be queried; default: all. borders: cuts at which stages and intervals
     may begin and end; default: all. With `firsts`, a single range of a long chain can be searched again exactly.
-    longest: a stage whose call takes more seconds is treated as one that does not fit; default: no limit.
+    limits: a stage whose call takes more seconds, or that always holds more bytes, is treated as one that does not fit.
     Raises CapslogError where the profile lacks the halves of split backwards.
     """
 
@@ -88,16 +88,17 @@ class IntervalSearch:
         labels: int | None = None,
         firsts: Collection[int] | None = None,
         kinds: Collection[str] = INTERVAL_KINDS,
-        longest: float = np.inf,
+        limits: tuple[float, float] = (np.inf, np.inf),
         borders: Collection[int] | None = None,
     ) -> None:
         size = ranges.num_layers
         self._ranges, self._seconds, self._handling, self._kinds = ranges, seconds, handling, {KEEP, *kinds}
         self._most = (0 if size <= EXACT_LAYERS else DEFAULT_LABELS) if labels is None else labels
         _, self._own = seconds.of_ranges()
-        self._longest = longest
+        self._longest, most = limits
         may = np.isin(np.arange(size + 1), range(size + 1) if borders is None else list(borders))
-        within = (self._own <= longest) & may[:-1, None] & may
+        within = (self._own <= self._longest) & may[:-1, None] & may & _holding_at_most(ranges, most)
+        self._within = within
         self._table = SegmentTable(ranges, seconds, handling.split, within, self._kinds)
         self._states = States(ranges, handling.later)
         self._peak = "first_weights" if handling.split else "first_backward"
@@ -149,6 +150,10 @@ class IntervalSearch:
         fronts._handling = replace(self._handling, calls=calls, waiting_blocks=waiting_blocks)
         fronts._resident = fronts._resident_bytes()
         return fronts
+
+    def searched(self, first: int, end: int) -> bool:
+        """True where there are choices for a stage of layers first .. end-1."""
+        return (first, end) in self._finished.places
 
     def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
         """Return the fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes, and of
@@ -255,7 +260,9 @@ class IntervalSearch:
         segment.
         """
         kept, states = self._table.kept(end), self._states.columns()
-        low = int(np.argmax(self._own[:end, end] <= self._longest)) if end else 0
+        if not self._within[:end, end].any():
+            return self._empty(end, 0)
+        low = int(np.argmax(self._within[:end, end]))
         chosen_places = [np.flatnonzero(new[labels.first]) for labels in self._at[low:]]
         earlier = [labels[chosen] for labels, chosen in zip(self._at[low:], chosen_places, strict=True)]
         before, counts = joined(earlier), [len(labels) for labels in earlier]
@@ -385,8 +392,7 @@ class IntervalSearch:
         resident = self._handling.calls * self.statistics + self._handling.waiting_blocks * self.made
         ranges = self._ranges
         for first, cut in self._finished.ranges:  # searches of other handlings ask for the same
-            key = "resident", first, cut, ranges.moments_wait
-            resident[first, cut] += ranges.once(key, functools.partial(ranges.resident, range(first, cut)))
+            resident[first, cut] += _resident(ranges, first, cut)
         return resident
 
     def _call_seconds(self) -> Floats:
@@ -408,3 +414,22 @@ class IntervalSearch:
                 intervals.append(MemoryInterval(before, end, kind))
             labels, number, end = self._at[before], int(labels.whole[parent, number]), before
         return tuple(reversed(intervals))
+
+
+def _resident(ranges: RangeBytes, first: int, end: int) -> int:
+    key = "resident", first, end, ranges.moments_wait
+    resident: int = ranges.once(key, functools.partial(ranges.resident, range(first, end)))
+    return resident
+
+
+def _holding_at_most(ranges: RangeBytes, most: float) -> NDArray[np.bool_]:
+    """Return [L, L + 1]: True for ranges whose own parts all hold at most so many bytes beside their calls."""
+    size = ranges.num_layers
+    light = np.ones((size, size + 1), dtype=np.bool_)
+    if most < np.inf:
+        last = size
+        for first in reversed(range(size)):
+            while last > first and _resident(ranges, first, last) > most:
+                last -= 1
+            light[first, last + 1 :] = False
+    return light
