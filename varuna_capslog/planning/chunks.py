@@ -97,7 +97,9 @@ def plan_of_rounds(problem: Problem, cuts: Sequence[int], placement: Sequence[in
 
 def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
     """Return the first layers of all stages of a pipeline for the shortest step that fits, as far as the search goes:
-    of all cut lists of a small chain, else by moving layers between ranks, from `cuts` on.
+    of all cut lists of a small chain, else by moving layers between ranks, from each of three lists on: `cuts`, the
+    rounds with the smallest sum, and equally many layers in each stage, of which under a limit of memory the last one
+    may be the only one that fits.
 
     Where nothing fits, the cuts lack least. Raises CapslogError where the profile lacks seconds.
     """
@@ -106,13 +108,14 @@ def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
         lists = ((0, *inner) for inner in itertools.combinations(range(1, size), stages - 1))
         return min(lists, key=plays.value)
     rounds = _Rounds(problem)
-    best = min({tuple(cuts), rounds.shortest()}, key=plays.value)
-    most = max(24, _ACTIONS // (problem.share.microbatches * stages))
-    while plays.count < most:
-        shorter = _shorter(best, rounds, plays, most)
-        if shorter is None:
-            break
-        best = shorter
+    even = tuple(size * stage // stages for stage in range(stages))
+    starts = sorted({tuple(cuts), rounds.shortest(), even}, key=plays.value)
+    best, most = starts[0], max(24, _ACTIONS // (problem.share.microbatches * stages))
+    for near in starts:
+        shorter: tuple[int, ...] | None = near
+        while shorter is not None:
+            near, shorter = shorter, _shorter(shorter, rounds, plays, most)
+        best = min(best, near, key=plays.value)
     return best
 
 
