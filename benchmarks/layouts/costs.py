@@ -5,7 +5,7 @@ products run at 0.4, 0.5 and 0.7 of the card's 16-bit peak rate; everything else
 library's estimates. `costs.json` has, for each model and division of its stages over cards, the layers of one card:
 seconds of a forward and a backward at each rate, and the bytes of weights and states, of what a microbatch saves, and
 of what an action needs besides. `layouts.py` judges by these alone. The planners get the whole profiles, which this
-command writes into a folder again; their digests are in `costs.json`.
+command writes into a folder again; their digests are in `costs.json`, and `layouts.py` asks for equal layers.
 """
 
 from __future__ import annotations
@@ -83,21 +83,21 @@ def divided_by(profile: Profile, parallel: str) -> Profile:
     return profile if divisors is None else divided(profile, divisors)
 
 
-def layers_of(profiles: dict[float, Profile]) -> list[list[Any]]:
-    """Return runs of equal layers: count, name of the first, bytes (static, saved, working), and seconds (forward,
-    backward) at each rate.
-    """
-    first = profiles[RATES[0]]
-    alone = {row.layers[0]: row for row in first.observations if row.layers[1] - row.layers[0] == 1}
+def costs_of(profile: Profile) -> list[tuple[str, list[int], list[float]]]:
+    """Return each layer's name, bytes (static, saved, working), and seconds of a forward and of a backward."""
+    alone = {row.layers[0]: row for row in profile.observations if row.layers[1] - row.layers[0] == 1}
     rows = []
-    for place, layer in enumerate(first.layers):
-        row, static, saved = alone[place], layer.static_bytes or 0, layer.saved_bytes or 0
-        working = max(0, row.peak_bytes - static - saved)
-        seconds = [
-            [float(f"{value:.6g}") for value in (other.forward_seconds or 0.0, other.backward_seconds or 0.0)]
-            for other in (profiles[rate].layers[place] for rate in RATES)
-        ]
-        rows.append((layer.name, [static, saved, working], seconds))
+    for place, layer in enumerate(profile.layers):
+        static, saved = layer.static_bytes or 0, layer.saved_bytes or 0
+        seconds = [float(f"{value:.6g}") for value in (layer.forward_seconds or 0.0, layer.backward_seconds or 0.0)]
+        rows.append((layer.name, [static, saved, max(0, alone[place].peak_bytes - static - saved)], seconds))
+    return rows
+
+
+def layers_of(profiles: dict[float, Profile]) -> list[list[Any]]:
+    """Return runs of equal layers: count, name of the first, bytes, and seconds at each rate."""
+    of_rates = zip(*(costs_of(profiles[rate]) for rate in RATES), strict=True)
+    rows = [(layer[0][0], layer[0][1], [seconds for _, _, seconds in layer]) for layer in of_rates]
     groups = itertools.groupby(rows, key=lambda row: row[1:])
     return [[len(members), members[0][0], *costs] for costs, group in groups if (members := list(group))]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from costs import COSTS, RATES, divided_by
+from costs import COSTS, RATES, costs_of, divided_by
 from rows import ROWS, Row
 
 from varuna_capslog.memory.headroom import Headroom
@@ -174,9 +174,9 @@ def compared(row: Row, place: int, folder: Path) -> dict[str, Any]:
     """
     costs, rate = json.loads(COSTS.read_text())[row.model], RATES[place]
     profile = read_profile(folder / f"{row.model}-{rate}.json")
-    if profile.digest != costs["digests"][place]:
-        raise SystemExit(f"{row.model}-{rate}.json is not the profile of costs.json; make it again with costs.py")
     profile, layers = divided_by(profile, row.parallel), layers_of(costs["cards"][row.parallel], place)
+    if layers != [Layer(*seconds, *sizes) for _, sizes, seconds in costs_of(profile)]:
+        raise SystemExit(f"{row.model}-{rate}.json has other costs than costs.json; make it again with costs.py")
     cuts = cuts_of(row, profile)
     size = int(profile.conditions["microbatch_size"])
     run = RunShape(MICROBATCHES, "1f1b" if len(cuts) == row.ranks else "interleaved", False, microbatch_size=size)
