@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -168,7 +169,7 @@ def smallest(problem: Problem, theirs: Plan, fast: Plan) -> Plan | None:
     return best
 
 
-def compared(row: Row, place: int, folder: Path) -> dict[str, Any]:
+def compared(row: Row, place: int, folder: Path, at_equal_step: bool = True) -> dict[str, Any]:
     """Return the row at one rate: theirs, ours at equal peak (`fast`) and at equal step (`small`), each as cuts,
     seconds and bytes by the evaluator, seconds and bytes by our play and fold, and processor seconds of the search.
     """
@@ -199,7 +200,7 @@ def compared(row: Row, place: int, folder: Path) -> dict[str, Any]:
     fast = solve(limited, "throughput", weighs_others=False)
     line["fast"] = told(fast, time.process_time() - begun)
     begun = time.process_time()
-    small = smallest(problem, theirs, fast)
+    small = smallest(problem, theirs, fast) if at_equal_step else None
     line["small"] = None if small is None else told(small, time.process_time() - begun)
     return line
 
@@ -208,7 +209,7 @@ def compared(row: Row, place: int, folder: Path) -> dict[str, Any]:
 
 
 def percent(ours: float, theirs: float) -> str:
-    return f"{100 * (ours / theirs - 1):+.1f}"
+    return f"{100 * (ours / theirs - 1) + 0.0:+.1f}".replace("-0.0", "+0.0")
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
@@ -221,7 +222,9 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         mine = sorted((line for line in lines if line["place"] == number), key=lambda line: line["rate"])
         if not mine:
             continue
-        cells = [row.number, row.model, f"{row.ranks} x {mine[0]['chunks']}", row.layout.replace("|", "\\|")]
+        layout = re.sub(r"decoder_(first|last)_pipeline_num_layers: ", r"\1 ", row.layout).replace("|", "\\|")
+        layout = layout.removeprefix("decoder_pipeline_manual_split_list: ")
+        cells = [row.number, row.model, f"{row.ranks} x {mine[0]['chunks']}", layout]
         cells.append(", ".join(f"{line['theirs']['step']:.3f}" for line in mine))
         for name, first in (("fast", "step"), ("small", "peak")):
             for key in (first, "peak" if first == "step" else "step"):
@@ -239,6 +242,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the profiles that costs.py writes")
     parser.add_argument("--answers", type=Path, default=COSTS.with_name("answers.jsonl"), help="lines are added to it")
     parser.add_argument("--places", type=int, nargs="*", default=list(range(len(ROWS))), help="of rows in rows.ROWS")
+    parser.add_argument("--equal-peak", action="store_true", help="ask for the step at equal peak alone")
     parser.add_argument("--rates", type=float, nargs="*", default=list(RATES))
     args = parser.parse_args()
     done = [json.loads(text) for text in args.answers.read_text().splitlines()] if args.answers.exists() else []
@@ -248,7 +252,7 @@ def main() -> None:
                 continue
             if not (args.folder / f"{ROWS[number].model}-{rate}.json").exists():
                 continue
-            line = {"place": number} | compared(ROWS[number], place, args.folder)
+            line = {"place": number} | compared(ROWS[number], place, args.folder, not args.equal_peak)
             done.append(line)
             with args.answers.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
