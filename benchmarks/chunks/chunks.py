@@ -119,13 +119,30 @@ def long(chains: int, first: int, seconds: float) -> None:
     )
 
 
+def sizes(counts: list[int]) -> None:
+    """Search alone, on 16 ranks with 4 stages each; below 64 layers some ranks have 3, an empty chunk of others."""
+    for size in counts:
+        problem = problem_of(chain(random.Random(size), size), 16, 4, 64)
+        if (missing := 64 - size) > 0:
+            problem = dataclasses.replace(problem, stages_per_rank=(4,) * (16 - missing) + (3,) * missing)
+        begun = time.process_time()
+        answer = solve(problem, "throughput").step_seconds
+        took = time.process_time() - begun
+        assert answer is not None
+        print(f"| {size} | {took:.1f} | {100 * (answer / chunk_bound(problem) - 1):.1f} % |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", type=int, default=100)
     parser.add_argument("--long", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60, help="of the rival's search")
     parser.add_argument("--first", type=int, default=0, help="seed of the first chain")
+    parser.add_argument("--layers", type=int, nargs="*", help="measure the search of chains of these sizes alone")
     args = parser.parse_args()
+    if args.layers:
+        sizes(args.layers)
+        return
     small(args.small, args.first)
     long(args.long, args.first, args.seconds)
 

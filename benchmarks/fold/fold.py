@@ -133,7 +133,8 @@ def main() -> None:
                 real = [(guess.peak_bytes, 0) for guess in rehearsed]
             else:
                 real = pool.run(real_peak, case.layout.world_size, case)
-            rows = folded(case, profiles[case.model, case.recompute])
+            again = any(stage.recomputes(case.run) for stage in case.layout.stages)  # as `conditions_of_run`
+            rows = folded(case, profiles[case.model, case.recompute or again])
             for rank, parts in enumerate(zip(real, rehearsed, rows, strict=True)):
                 num_stages = len(case.layout.stages_of(rank))
                 intervals = any(stage.memory is not None for stage in case.layout.stages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,18 @@ from varuna_capslog.engine.parts import check_parts
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.step import train_step
+from varuna_capslog.memory.fold import fold
 from varuna_capslog.model.capture import Kept
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload
-from varuna_capslog.plans.parts import MemoryInterval, PlanStage
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, recomputed_parts, scheduled
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.estimate import StageEstimator
+from varuna_capslog.profiling.estimate import StageEstimator, estimated_profile
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
 from varuna_capslog.profiling.estimation.rates import cpu_speed
 from varuna_capslog.profiling.rehearsal import rank_peaks, rehearse_layout
+from varuna_capslog.schedules import RunShape
 
 ALL = ("attention", "mlp", "norms")
 WIDTH, TOKENS = 32, 16
@@ -269,6 +273,27 @@ def test_equal_ranks_with_different_parts_are_rehearsed_apart() -> None:
     peaks = rank_peaks(estimator, layout, options)
     assert peaks == [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
     assert peaks[1] > peaks[2]
+
+
+def test_the_fold_of_chunks_with_recomputed_parts_is_their_rehearsal() -> None:
+    """The fold refused plans with parts, since no profile had their bytes."""
+    places = ((0, 1, 0, ("norms",)), (1, 3, 1, ALL), (3, 4, 0, ("mlp",)))
+    stages = tuple(
+        PlanStage(((first, end),), (rank,), memory=(MemoryInterval(first, end, "recompute", parts),))
+        for first, end, rank, parts in places
+    )
+    told = tuple(part for stage in stages for part in recomputed_parts(stage))
+    estimator = StageEstimator(Four(), RunConditions(microbatch_size=2, recompute=False, parts=told))
+    layout, run = Layout(stages), RunShape(4, "interleaved", False)
+    rehearsed = rehearse_layout(estimator, layout, EngineOptions(4, "interleaved", recompute=False))
+    rows = scheduled("interleaved", stages, layout.graph(4, estimator.chain.edges), run)
+    profile = estimated_profile(estimator)
+    profile = Profile.from_json(json.loads(json.dumps(profile.to_json())))
+    folded = fold(profile, stages, Units(4, 2, 1), rows, run)
+    for real, rank in zip(rehearsed, folded, strict=True):
+        assert rank.peak_bytes == pytest.approx(real.peak_bytes, rel=0.001)
+    kept = fold(profile, [dataclasses.replace(stage, memory=()) for stage in stages], Units(4, 2, 1), rows, run)
+    assert all(less.peak_bytes < most.peak_bytes for less, most in zip(folded, kept, strict=True))
 
 
 def test_the_estimate_tells_the_seconds_of_the_second_run() -> None:

@@ -95,20 +95,20 @@ def test_the_rehearsal_has_the_last_word() -> None:
     assert judged(profile, plan_with(), RUN, never).fits is True
 
 
-def test_recomputed_parts_of_layers_are_rehearsed_since_no_profile_tells_their_bytes() -> None:
+def test_recomputed_parts_of_layers_are_rehearsed_where_the_profile_has_no_runs_with_them() -> None:
     """The fold took them for layers that are kept, or for whole layers that it had met before."""
     profile, parts = profile_of(MODEL, "cpu"), MemoryInterval(2, 4, "recompute", ("mlp",))
     plan = plan_with(10**9, 10**9)
     fold_plan(profile, plan, RUN)
     parted = dataclasses.replace(plan, stages=(STAGES[0], dataclasses.replace(STAGES[1], memory=(parts,)), STAGES[2]))
-    why = r"the memory interval recompute 2-3 \(mlp\) treats parts of its layers, whose bytes are in no profile"
+    why = r"the memory interval recompute 2-3 \(mlp\) treats parts of its layers, and the profile has no runs of these"
     with pytest.raises(CapslogError, match=why):
         fold_plan(profile, parted, RUN)
     rehearsed = judged(profile, parted, RUN, lambda: [5, 7])
     assert ([rank.bytes for rank in rehearsed.ranks], rehearsed.fits) == ([5, 7], True)
     unknown = judged(profile, parted, RUN)
     assert (unknown.fits, unknown.ranks[0].bytes) == (None, None)
-    assert "whose bytes are in no profile" in unknown.notes[-1]
+    assert "the profile has no runs of these layers with them" in unknown.notes[-1]
 
 
 def test_a_profile_of_peaks_alone_is_always_rehearsed() -> None:

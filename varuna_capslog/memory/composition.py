@@ -89,18 +89,22 @@ def lasting_of_ranges(single: Bytes, pair: Bytes) -> Bytes:
 
 
 def observed(
-    profile: Profile, model: str, memory_action: str, grain: int = 1
+    profile: Profile, model: str, memory_action: str, grain: int = 1, parts: tuple[str, ...] | None = None
 ) -> tuple[list[Observation], list[Observation]]:
     """Return the runs of single layers and of pairs, in order of layers, of one condition, with `grain` microbatches in
-    a call. Of several complete conditions the first with `memory_action` is taken, else the first. Raises CapslogError
-    that names the run or the field which memory model `model` misses.
+    a call. Of several complete conditions the first with `memory_action` is taken, else the first. parts: of layers,
+    that run again; a layer without such a run has its run without parts. Raises CapslogError that names the run or the
+    field which memory model `model` misses.
     """
     size = profile.num_layers
     wanted = stage_runs(size)
     groups: dict[str, dict[tuple[int, int], Observation]] = {}
+    parted: dict[tuple[int, int], Observation] = {}
     for row in profile.observations:
         usable = row.variant is None and row.microbatch_size == profile.samples(grain)
-        if usable and row.layers[1] - row.layers[0] <= 2:
+        if usable and row.parts is not None and row.parts == parts:
+            parted[row.layers] = row
+        elif usable and row.parts is None and row.layers[1] - row.layers[0] <= 2:
             groups.setdefault(row.condition, {}).setdefault(row.layers, row)
     lacks = {condition: _lack(rows, wanted) for condition, rows in groups.items()}
     complete = [[groups[condition][run] for run in wanted] for condition, lack in lacks.items() if lack is None]
@@ -114,6 +118,7 @@ def observed(
         lack = next(iter(lacks.values()), None) or "observations, the runs of every layer and of every pair of layers"
         raise lacking(model, lack)
     rows = min(complete, key=lambda rows: rows[0].memory_action != memory_action)
+    rows = [parted.get(row.layers, row) for row in rows]
     return rows[:size], rows[size:]
 
 

@@ -18,6 +18,7 @@ from varuna_capslog.memory.composition import lasting, observed
 from varuna_capslog.memory.costs import Bytes
 from varuna_capslog.memory.cut_bytes import CutBytes, StageTensors
 from varuna_capslog.memory.inflight import RANKS, check_halves, one_in_flight
+from varuna_capslog.plans.parts import MemoryInterval
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import MOMENTS, kept_copies
 from varuna_capslog.profiles.record import LEAST_MOMENT_BYTES, Observation, Profile
@@ -145,14 +146,14 @@ class BackwardWork(NamedTuple):
         return np.maximum(self.whole - elsewhere, self.later - still)
 
 
-MOVING = ("grain", "peaks")
+MOVING = ("grain", "parts", "peaks")
 """First words of the keys of `RangeBytes.once` whose results depend on where the moments wait."""
 
 
 class RangeBytes(CutBytes):
     """Bytes of one profile's layers, as a call of `grain` microbatches has them. model: the memory model that asks, for
-    errors. recompute: prefer rows of a run with recomputation, where there is a choice. alone: see `CutBytes`. Raises
-    CapslogError naming the run or field that the profile lacks.
+    errors. recompute: prefer rows of a run with recomputation, where there is a choice. alone: see `CutBytes`. parts:
+    of layers that run again; None: none. Raises CapslogError naming the run or field that the profile lacks.
 
     Attributes:
         one_memory: the device is the CPU, so that messages and what waits on the host share its memory.
@@ -164,9 +165,15 @@ class RangeBytes(CutBytes):
     """
 
     def __init__(
-        self, profile: Profile, model: str, recompute: bool, alone: StageTensors | None = None, grain: int = 1
+        self,
+        profile: Profile,
+        model: str,
+        recompute: bool,
+        alone: StageTensors | None = None,
+        grain: int = 1,
+        parts: tuple[str, ...] | None = None,
     ) -> None:
-        single, pair = observed(profile, model, "recompute" if recompute else "none", grain)
+        single, pair = observed(profile, model, "recompute" if recompute else "none", grain, parts)
         boundaries = [single[0].boundary_in_bytes or 0, *(row.boundary_out_bytes or 0 for row in single)]
         super().__init__(profile, boundaries, alone, grain)
         self._model, self._rows, self._recompute, self._grain = model, (single, pair), recompute, grain
@@ -221,6 +228,24 @@ class RangeBytes(CutBytes):
         """Return the bytes of the same layers in calls of `grain` microbatches."""
         arguments = self._profile, self._model, self._recompute, None, grain
         return self if grain == self._grain else self.once(("grain", grain), lambda: self._like(RangeBytes(*arguments)))
+
+    def treating(self, interval: MemoryInterval) -> RangeBytes:
+        """Return the bytes of the same layers where these parts of them run again; of an interval without parts the
+        same bytes. Raises CapslogError where the profile has no run of all its layers with these parts.
+        """
+        if not (parts := interval.parts):
+            return self
+        arguments = self._profile, self._model, self._recompute, self._alone, self._grain, parts
+        ranges: RangeBytes = self.once(("parts", parts), lambda: self._like(RangeBytes(*arguments)))
+        single, pair = ranges._rows
+        rows = [*single[interval.first : interval.end], *pair[interval.first : interval.end - 1]]
+        if any(row.parts is None for row in rows):
+            raise CapslogError(
+                f"the memory interval {interval.text} treats parts of its layers, and the profile has no runs of these "
+                "layers with them; an estimate for the plan (pipeline.plan) has them, and so does a rehearsal of the "
+                "plan (capslog plan with a capacity)"
+            )
+        return ranges
 
     def with_waiting_moments(self) -> RangeBytes:
         """Return the bytes of the same layers where all moments wait in the host tier."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.range_bytes import BackwardWork, RangeBytes
 from varuna_capslog.plans.parts import KEEP, MemoryInterval, pieces_of
 
@@ -52,7 +51,7 @@ class PrecedingSegments(NamedTuple):
         """Return the bytes that the last segment with a backward holds of its outputs."""
         if self.last is None or self.last.recomputes:
             return SharedInputs()
-        size = ranges.shared(self.last.first, self.last.end, self.last.offloads)
+        size = ranges.treating(self.last).shared(self.last.first, self.last.end, self.last.offloads)
         return SharedInputs(taken=size) if self.last.offloads else SharedInputs(size)
 
     def passed(self, ranges: RangeBytes, cut: int) -> SharedInputs:
@@ -101,6 +100,7 @@ class CallSegment:
         """Return the segment of this interval, or of this piece of kind KEEP. split: the backward is in two halves.
         Raises CapslogError where the profile does not tell them.
         """
+        ranges = ranges.treating(part)
         return ranges.once((cls, part.first, part.end, part.kind, split), lambda: cls._of(ranges, part, split))
 
     @classmethod
@@ -309,15 +309,9 @@ def treated(
         run again in B where their intervals require it. (The ends of graphs do not change.)
     split: the backward is in two halves.
 
-    Raises CapslogError for an interval that recomputes parts of its layers, whose bytes no profile tells; and, with
-    `split`, where the profile does not tell those of the halves.
+    Raises CapslogError where the profile does not tell the bytes of layers of which parts run again; and, with `split`,
+    those of the halves.
     """
-    for interval in intervals:
-        if interval.parts:
-            raise CapslogError(
-                f"the memory interval {interval.text} treats parts of its layers, whose bytes are in no profile; a "
-                "rehearsal of the plan tells the peaks of its ranks (capslog plan with a capacity)"
-            )
     first, end = pieces[0][0], pieces[-1][1]
     if end < ranges.num_layers and not ranges.carries[end]:  # frozen layers: F keeps nothing, R and B do nothing
         halves = TreatedHalves() if split else None
@@ -327,7 +321,8 @@ def treated(
     shared = 0
     if end < ranges.num_layers and not last.part.offloads:
         part = last.part
-        shared = ranges.inputs_kept(part.first, end, end) if part.recomputes else ranges.shared(part.first, end)
+        kept = ranges.treating(part)
+        shared = ranges.inputs_kept(part.first, end, end) if part.recomputes else kept.shared(part.first, end)
     # every input of a recomputed first segment is kept as it is; an offloaded input comes back as another tensor
     input_read = start.read if start.kept and not start.part.offloads else 0
     input_kept = start.stays if start.part.recomputes else input_read
@@ -376,7 +371,7 @@ def _segments(
     for part in _parts(pieces, intervals):
         if at_once:
             kind = "recompute" if part.recomputes and part.end != last else KEEP
-            part = MemoryInterval(part.first, part.end, kind)
+            part = part if part.parts else MemoryInterval(part.first, part.end, kind)
         segment = CallSegment.of(ranges, part, split)
         segments.append((segment, before.beside(ranges, part.first) if segment.kept else SharedInputs()))
         before = before.behind(part, segment.kept)

@@ -98,7 +98,9 @@ def plan_of_rounds(problem: Problem, cuts: Sequence[int]) -> Plan:
 
 def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
     """Return the first layers of all stages of a pipeline for the shortest step that fits, as far as the search goes:
-    of all cut lists of a small chain, else by moving layers between ranks, from `cuts` on.
+    of all cut lists of a small chain, else by moving layers between ranks, from `cuts` or the rounds with the smallest
+    sum on. Under a limit of memory it begins with each of these, and with equally many layers in each stage, since the
+    shortest of them that fits may be far from the best.
 
     Where nothing fits, the cuts lack least. Raises CapslogError where the profile lacks seconds.
     """
@@ -107,14 +109,21 @@ def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
         lists = ((0, *inner) for inner in itertools.combinations(range(1, size), stages - 1))
         return min(lists, key=plays.value)
     rounds = _Rounds(problem)
-    best = min({tuple(cuts), rounds.shortest()}, key=plays.value)
-    most = max(24, _ACTIONS // (problem.share.microbatches * stages))
-    while plays.count < most:
-        shorter = _shorter(best, rounds, plays, most)
-        if shorter is None:
-            break
-        best = shorter
-    return best
+    starts = [min({tuple(cuts), rounds.shortest()}, key=plays.value)]
+    if problem.capacities is not None:
+        even = tuple(size * stage // stages for stage in range(stages))
+        starts = sorted({tuple(cuts), rounds.shortest(), even}, key=plays.value)
+    best, most = starts[0], max(24, _ACTIONS // (problem.share.microbatches * stages))
+    for number, start in enumerate(starts, 1):
+        best = min(best, _descended(start, rounds, plays, most * number // len(starts)), key=plays.value)
+    return _descended(best, rounds, plays, most)
+
+
+def _descended(cuts: tuple[int, ...], rounds: _Rounds, plays: _Plays, most: int) -> tuple[int, ...]:
+    """Return the last of cuts of which each is the first near the one before that is better."""
+    while plays.count < most and (shorter := _shorter(cuts, rounds, plays, most)) is not None:
+        cuts = shorter
+    return cuts
 
 
 def _shorter(best: tuple[int, ...], rounds: _Rounds, plays: _Plays, most: int) -> tuple[int, ...] | None:

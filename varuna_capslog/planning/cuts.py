@@ -230,10 +230,12 @@ def going_round(problem: Problem, planner: str) -> Plan:
     cuts = problem.cuts
     if cuts is None:
         if stages > profile.num_layers:
+            count = problem.stages_per_rank
+            how = f"{count} stages each" if isinstance(count, int) else f"{stages} stages in all"
             raise CapslogError(
-                f"{devices} devices with {problem.stages_per_rank} stages each, but only {profile.num_layers} layers; "
-                "every stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
-                f"{why_few(profile.conditions)}"
+                f"{devices} devices with {how}, but only {profile.num_layers} layers; every stage holds at least one "
+                "layer, so set pipeline.stages_per_rank (also as a list, with one number for each device) or "
+                f"pipeline.devices lower{why_few(profile.conditions)}"
             )
         places = problem.devices if stages == devices else (PlanRank(),) * stages * problem.pipelines
         rounds = dataclasses.replace(problem, devices=places, stages_per_rank=1)

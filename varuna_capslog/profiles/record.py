@@ -151,7 +151,7 @@ _SECONDS = ("forward_seconds", "backward_seconds")
 _SECONDS_OF_HALVES = ("input_seconds", "weight_seconds")
 _PARTS_OF_A_RUN = ("static_bytes", "saved_bytes", "transient_bytes", *_SECONDS, *_SECONDS_OF_HALVES, "weight_bytes")
 """Fields of a layer that are copied from the run of that layer alone."""
-_NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "compile_seconds", "action_bytes", "divisible")
+_NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "compile_seconds", "action_bytes", "divisible", "parts")
 """Of layers and observations, since profile/2; left out of a file where they are None."""
 
 
@@ -262,6 +262,7 @@ class Observation:
     boundary_in_bytes, boundary_out_bytes: cross the cuts before and behind. Halves of the backward: see `LayerProfile`.
     variant: name of the layers' implementation; None: the plain one.
     compile_seconds: of torch.compile, if any (few if on disk). action_bytes: None: only the peak is known.
+    parts: of each layer, that ran again inside its backward (`plans.parts.LAYER_PARTS`); None: none.
     """
 
     layers: tuple[int, int]
@@ -284,6 +285,7 @@ class Observation:
     variant: str | None = None
     compile_seconds: float | None = None
     action_bytes: ActionBytes | None = None
+    parts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _set(self, "layers", fields.interval(self.layers, "layers"))
@@ -299,12 +301,15 @@ class Observation:
             fields.text(self.variant, "variant")
         if self.action_bytes is not None and not isinstance(self.action_bytes, ActionBytes):
             _set(self, "action_bytes", fields.build(ActionBytes, self.action_bytes, "action_bytes"))
+        if self.parts is not None:
+            _set(self, "parts", tuple(fields.text(name, "parts") for name in fields.listed(self.parts, "parts")))
 
     @property
     def condition(self) -> str:
         """Text of the conditions that must be equal in rows that are used together."""
         parts = [self.device, self.microbatch_size, self.input, dict(self.parallel), self.memory_action]
         parts += [] if self.variant is None else [self.variant]
+        parts += [] if self.parts is None else [list(self.parts)]
         return json.dumps(parts, sort_keys=True)
 
 
@@ -382,7 +387,8 @@ class Profile:
         """
         alone: dict[int, dict[int, Observation]] = {}
         for row in self.observations:
-            if row.layers[1] - row.layers[0] == 1 and row.variant is None and row.parallel["kind"] == "none":
+            plain = row.variant is None and row.parts is None and row.parallel["kind"] == "none"
+            if row.layers[1] - row.layers[0] == 1 and plain:
                 alone.setdefault(row.microbatch_size, {}).setdefault(row.layers[0], row)
         forward, backward = self.column("forward_seconds"), self.column("backward_seconds")
         calls, usual = {1: (forward, backward)}, alone.get(self.samples(1), {})

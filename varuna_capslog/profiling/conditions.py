@@ -158,7 +158,8 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         microbatch_size=config.train.microbatch_size,
         input=shapes_of(inputs),
         precision=config.train.precision,
-        recompute=run.recomputes,
+        # only a run that recomputes tells what a forward without a graph needs
+        recompute=run.recomputes or any(stage.recomputes(run) for stage in stages),
         stage_inputs=run.stage_inputs,
         blocks=run.num_blocks,
         halves=run.splits_backwards,

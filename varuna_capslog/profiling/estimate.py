@@ -197,16 +197,18 @@ class StageEstimator:
         vars(estimator).update(attributes, _keys={})
         return estimator
 
-    def stage(self, first: int, end: int) -> StageEstimate:
-        """Estimate the stage of layers first .. end-1, any range of the chain. Raises CapslogError where a layer or the
-        loss cannot run on fake tensors.
+    def stage(self, first: int, end: int, parts: tuple[str, ...] = ()) -> StageEstimate:
+        """Estimate the stage of layers first .. end-1, any range of the chain. parts: of each layer, that run again
+        inside its backward; all else is kept then. Raises CapslogError where a layer or the loss cannot run on fake
+        tensors, and where a layer does not show its parts.
         """
-        run, key = self.trimmed_run(first, end), (self.run_key(first, end), self.speed)
+        run = replace(self.trimmed_run(first, end), parts=parts)
+        key = (self.run_key(first, end), self.speed, parts)
         hollow = self._memo.runs.get(key)
         if hollow is None:
-            quirks = Quirks(self.conditions.device, self.conditions.gpu)
-            loss = self._loss
-            hollow = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self.recipes)
+            conditions = replace(self.conditions, recompute=False) if parts else self.conditions
+            quirks, loss = Quirks(self.conditions.device, self.conditions.gpu), self._loss
+            hollow = run_hollow(self._mode, self.chain, run, conditions, loss, quirks, self.speed, self.recipes)
             self._memo.runs[key] = hollow
         return StageEstimate(**vars(hollow), layers=(first, end))
 
@@ -225,15 +227,8 @@ class StageEstimator:
         """Estimate the seconds by which the backward of a layer is longer where its parts run again in it; raises as
         `stage`, and where the layer does not show them.
         """
-        key = "parts", parts, self.run_key(layer, layer + 1), self.speed
-        hollow = self._memo.runs.get(key)
-        if hollow is None:
-            run = replace(self.trimmed_run(layer, layer + 1), parts=parts)
-            kept = replace(self.conditions, recompute=False)
-            quirks, loss = Quirks(self.conditions.device, self.conditions.gpu), self._loss
-            hollow = run_hollow(self._mode, self.chain, run, kept, loss, quirks, self.speed, self.recipes)
-            self._memo.runs[key] = hollow
-        return max(0.0, hollow.backward_seconds - self.stage(layer, layer + 1).backward_seconds)
+        with_parts, plain = self.stage(layer, layer + 1, parts), self.stage(layer, layer + 1)
+        return max(0.0, with_parts.backward_seconds - plain.backward_seconds)
 
     def halves(self, first: int, end: int) -> Halves:
         """Estimate the two halves of the stage's backward; raises as `stage`."""
@@ -308,7 +303,8 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     conditions = _key(estimator, sizes, transport) | facts
     profile = profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
     pairs = zip(profile.layers, alone, strict=True)
-    profile = replace(profile, layers=tuple(replace(layer, divisible=stage.divisible) for layer, stage in pairs))
+    layers = tuple(replace(layer, divisible=stage.divisible) for layer, stage in pairs)
+    profile = replace(profile, layers=layers, observations=(*profile.observations, *_rows_with_parts(estimator)))
     for larger in several:
         before = len(profile.observations)
         _, more = _rows(larger, functools.partial(_progress_behind, progress, before, count))
@@ -334,19 +330,32 @@ def _rows(
     return stages, rows
 
 
-def row_of(estimator: StageEstimator, first: int, end: int) -> Observation:
-    """Return the row of layers first .. end-1 for a profile."""
+def _rows_with_parts(estimator: StageEstimator) -> list[Observation]:
+    """Return the rows of each layer of which parts run again, and of neighbours with the same parts."""
+    parts = set(estimator.conditions.parts)
+    singles = [row_of(estimator, layer, layer + 1, names) for layer, names in sorted(parts)]
+    pairs = [(layer, names) for layer, names in sorted(parts) if (layer + 1, names) in parts]
+    return [*singles, *(row_of(estimator, layer, layer + 2, names) for layer, names in pairs)]
+
+
+def row_of(estimator: StageEstimator, first: int, end: int, parts: tuple[str, ...] = ()) -> Observation:
+    """Return the row of layers first .. end-1 for a profile. parts: as for `StageEstimator.stage`; such a row has no
+    halves of a backward.
+    """
     # with a block for every microbatch, no backward would find the parameters' gradients
-    one_block, stage = estimator.with_one_block(), estimator.stage(first, end)
+    one_block, stage = estimator.with_one_block(), estimator.stage(first, end, parts)
     conditions = estimator.conditions
-    conditions = replace(conditions, microbatch_size=estimator.grain * conditions.microbatch_size)
+    size, recompute = estimator.grain * conditions.microbatch_size, conditions.recompute and not parts
+    conditions = replace(conditions, microbatch_size=size, recompute=recompute)
     row = conditions.row(
         stage.layers,
         (estimator.specs[first], estimator.specs[end]),
         (stage.peak_bytes, stage.static_bytes, stage.saved_bytes),
         (stage.forward_seconds, stage.backward_seconds),
-        one_block.stage(first, end).actions,
+        one_block.stage(first, end, parts).actions,
     )
+    if parts:
+        return replace(row, parts=parts)
     return one_block.halves(first, end).told(row) if conditions.halves else row
 
 
