@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models_2026"))
 from rows import MODELS, ROWS, Model
 from sizes import write_config
 
-from varuna_capslog.base.divisors import Divisors
 from varuna_capslog.base.gpus import GPUS
 from varuna_capslog.commands.questions import ModelFlags, config_of_model, settled
+from varuna_capslog.config.parallel import Divisors
 from varuna_capslog.profiles.divided import divided
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 from varuna_capslog.profiling.estimate import Memo, estimate_config

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from costs import COSTS, RATES, costs_of, divided_by
 from rows import ROWS, Row
 
-from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.costs import Headroom
 from varuna_capslog.planning.export import names_in
 from varuna_capslog.planning.layouts import count_blocks, layout_cuts, parted, read_layout
 from varuna_capslog.planning.problem import Problem

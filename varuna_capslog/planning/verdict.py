@@ -48,7 +48,7 @@ __all__ = [
 
 # -- Verdicts on stages and ranks.
 #
-# A device needs the peak of its stage and the profile's headroom (`memory.headroom`). Nothing is planned, profiled or
+# A device needs the peak of its stage and the profile's headroom (`memory.costs`). Nothing is planned, profiled or
 # rehearsed here: functions that do so are passed in.
 
 

@@ -91,7 +91,7 @@ def kept_copies(conditions: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _headroom(value: Any, name: str) -> Any:
-    """Check the bytes beyond a stage's peak, as `memory.headroom` reads them; "parts" is for people."""
+    """Check the bytes beyond a stage's peak, as `memory.costs` reads them; "parts" is for people."""
     if not isinstance(value, Mapping):
         raise CapslogError(f'{name} must be an object such as {{"fixed_bytes": 0, "fragmentation": 1.0}}')
     fields.refuse_unknown(value, ["fixed_bytes", "fragmentation", "parts"], f"field of {name}")

@@ -1,6 +1,6 @@
 """The bytes that a device needs beyond a stage's predicted peak, stated part by part: `conditions["headroom"]`.
 
-`memory.headroom` reads the two numbers that planners use:
+`memory.costs` reads the two numbers that planners use:
 
     reserved = allocated * fragmentation        what the caching allocator needs of the device
     device   = reserved + fixed_bytes           what the driver counts as used
