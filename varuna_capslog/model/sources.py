@@ -121,7 +121,9 @@ def code_digest(kinds: Iterable[type], modules: Iterable[str]) -> str:
         if module is None or file is None or module.__name__ in user_files or not is_users_file(file):
             continue
         user_files[module.__name__] = Path(file)
-        waiting += [name for value in vars(module).values() if (name := _home(value)).partition(".")[0] not in _APART]
+        # torch.compile puts its own functions into the modules whose code it compiles, under names with two underscores
+        values = [value for name, value in vars(module).items() if not name.startswith("__")]
+        waiting += [home for home in map(_home, values) if home.partition(".")[0] not in _APART]
     digest = hashlib.sha256()
     for top in sorted({name.partition(".")[0] for name in names}):
         digest.update(repr((top, str(getattr(sys.modules.get(top), "__version__", None)))).encode())

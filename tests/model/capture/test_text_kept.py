@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.model.capture import Kept, exporting
 from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.sources import code_digest
 from varuna_capslog.profiling.cache import model_digest
 
 
@@ -164,6 +165,24 @@ def test_a_change_in_a_file_that_the_models_file_imports_captures_anew(
         model = [layer.module for layer in made.layers]
         assert torch.equal(made.run({"x": torch.zeros(2, 2)})["output"], _plain(model, factor))
     for name in ("kept_model", "kept_helper"):
+        sys.modules.pop(name, None)
+
+
+def test_code_that_was_compiled_has_the_digest_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile puts what a backend returns into the user's module, so that other processes captured anew."""
+    (tmp_path / "compiled_model.py").write_text(
+        "from torch import nn\n\n\nclass Model(nn.Module):\n    def forward(self, x):\n        return x * 2\n"
+    )
+    (tmp_path / "compiled_backend.py").write_text(
+        "def backend(graph, inputs):\n    def run(*tensors):\n        return graph(*tensors)\n\n    return run\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("compiled_model")
+    names, before = set(vars(module)), code_digest({module.Model}, ())
+    torch.compile(module.Model(), backend=importlib.import_module("compiled_backend").backend)(torch.ones(2))
+    assert set(vars(module)) > names
+    assert code_digest({module.Model}, ()) == before
+    for name in ("compiled_model", "compiled_backend"):
         sys.modules.pop(name, None)
 
 
