@@ -82,9 +82,7 @@ MODELS: dict[str, Model] = {
             "max_position_embeddings": 262144,
         },
     ),
-    "DeepSeek-V4-Flash with m": Model(
-        kind="DeepseekV4", architecture="DeepseekV4ForCausalLM", predictions=1, tokens=1024
-    ),
+    "DeepSeek-V4-Flash": Model(kind="DeepseekV4", architecture="DeepseekV4ForCausalLM", tokens=1024),
 }
 
 _EIGHT = "expert=8,data=8,zero=1"
@@ -94,8 +92,8 @@ ROWS = (
     Row("1", "Llama-3-70B", 8, "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", "tensor=4,data=2,zero=1"),
     Row("3", "DeepSeek-V3 with m", 4, "Et*4|(tttt|)*14tmL", _EIGHT),
     Row("7", "DeepSeek-V3", 12, _ends(None, 6), "tensor=8,expert=8"),
-    Row("9", "DeepSeek-V4-Flash with m", 4, "Et*11|t*11|t*11|t*10mL", "context=2,expert=8,data=8,zero=1"),
-    Row("9", "DeepSeek-V4-Flash with m", 8, "6,6,6,5,5,5,5,5", "context=2,expert=8,data=8,zero=1"),
+    Row("9", "DeepSeek-V4-Flash", 4, "Et*11|t*11|t*11|t*10L", "context=2,expert=8,data=8,zero=1"),
+    Row("9", "DeepSeek-V4-Flash", 8, "6,6,6,5,5,5,5,5", "context=2,expert=8,data=8,zero=1"),
     Row("13", "GLM-5", 4, _ends(None, 18), _EIGHT),
     Row("13", "GLM-4.5", 8, _ends(None, 8), _EIGHT),
     Row("13", "GLM-4.5", 8, _ends(10, 10), _EIGHT),
