@@ -147,6 +147,18 @@ def test_what_a_forward_saves_counts_without_what_was_there() -> None:
     assert meter.saved_bytes == x.nbytes + kept.nbytes
 
 
+def test_what_a_forward_frees_again_is_not_saved() -> None:
+    """It counted, and once with another storage that came to its place: an estimate had other bytes each time."""
+    meter, x = StageMeter(CPU, list), torch.randn(1000, requires_grad=True)
+    with meter.saving([], tuple):
+        doubled = x * 2
+        kept = doubled.square()  # saves what it squares
+        for size in (1000, 500, 250):
+            (x[:size] * 2).square()
+    assert kept.requires_grad
+    assert meter.saved_bytes == doubled.nbytes
+
+
 def test_every_duration_is_kept_by_name() -> None:
     meter = StageMeter(CPU, list)
     with pytest.raises(ValueError, match="broken"), meter.timing("forward"):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
@@ -140,12 +141,19 @@ class StageMeter:
                 or None where this forward leaves nothing behind.
             entries: asked then for those with which graphs begin. in_loss: True while autograd saves for the loss.
         """
-        saved: dict[int, int] = {}
-        moved: dict[int, int] = {}
+        for_loss: dict[int, StorageWeakRef] = {}
+        for_layers: dict[int, StorageWeakRef] = {}
+        sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            (saved if in_loss() else moved).update(storages_of([tensor]))
+            # with a reference to it, no other storage gets its identity when it is freed
+            storage = tensor.untyped_storage()
+            (for_loss if in_loss() else for_layers)[storage._cdata] = StorageWeakRef(storage)
+            sizes[storage._cdata] = storage.nbytes()
             return tensor
+
+        def live(storages: dict[int, StorageWeakRef]) -> dict[int, int]:
+            return {key: sizes[key] for key, storage in storages.items() if not storage.expired()}
 
         def size(storages: dict[int, int]) -> int:
             return sum(size for key, size in storages.items() if key not in own)
@@ -156,7 +164,8 @@ class StageMeter:
         finally:  # a forward on Varuna ends by an exception
             waiting = kept()
             if waiting is not None:
-                self.saved_bytes = max(self.saved_bytes, size(saved | moved | storages_of(waiting)))
+                moved = live(for_layers)
+                self.saved_bytes = max(self.saved_bytes, size(live(for_loss) | moved | storages_of(waiting)))
                 self.moved_bytes = max(self.moved_bytes, size(moved))
                 self.entered_bytes = max(self.entered_bytes, size(moved | storages_of(entries())))
 
