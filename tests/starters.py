@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -35,18 +36,15 @@ def starter_of(command: Sequence[str]) -> Starter:
 
 class _Started(subprocess.Popen[bytes]):
     def poll(self) -> int | None:
-        return self._look(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int:
-        assert timeout is None
-        code = self._look(0)
-        assert code is not None
-        return code
-
-    def _look(self, options: int) -> int | None:
         if self.returncode is None:
             try:
-                self.returncode = reaped(self.pid, options)
+                self.returncode = reaped(self.pid)
             except ChildProcessError:  # SIGCHLD is ignored here: nobody knows its status, as in `subprocess`
                 self.returncode = 0
         return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is None
+        while (code := self.poll()) is None:
+            time.sleep(0.002)
+        return code

@@ -34,5 +34,5 @@ def crossed(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return cases with each value of each axis at least once, in turn; all combinations in a run with `--deep`."""
     if _deep:
         return list(product(*axes))
-    turns = [cycle(axis[shift:] + axis[:shift]) for axis, shift in zip(map(list, axes), range(len(axes)), strict=True)]
+    turns = [cycle(axis[shift:] + axis[:shift]) for shift, axis in enumerate(map(list, axes))]
     return [tuple(map(next, turns)) for _ in range(max(map(len, axes)))]

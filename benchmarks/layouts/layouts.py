@@ -139,7 +139,7 @@ def judged(layers: Sequence[Layer], cuts: Sequence[int], ranks: int) -> tuple[fl
 def cuts_of(row: Row, profile: Profile) -> list[int]:
     """Return the first layer of each stage of the published layout."""
     names = names_in(profile)
-    layout = read_layout(row.layout, count_blocks(names), row.ranks, None, len(names.predictions))
+    layout = read_layout(row.layout, count_blocks(names), row.ranks, None, names.num_predictions)
     faults = [*layout.faults, *parted(layout, names)]
     if faults:
         raise SystemExit(f"row {row.number}, {row.layout}: {'; '.join(faults)}")

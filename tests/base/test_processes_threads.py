@@ -28,7 +28,7 @@ WAITS = {
     "base/fork_server.py _ServerFork.wait": "WNOHANG",
     "base/fork_server.py main": "killed before",
     "base/fork_server.py _orders": "the host: its end closes the pipe, and kills this process",
-    "base/processes.py reaped": "WNOHANG, or the caller's",
+    "base/processes.py reaped": "WNOHANG",
     "base/supervisor.py Forks.__call__": "the thread fork-server tells of the fork, or `gone`",
     "base/supervisor.py _Forked.wait": "the thread fork-server tells of the end, or `gone`",
     "base/supervisor.py Supervisor._failures": "has ended",

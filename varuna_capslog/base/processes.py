@@ -194,17 +194,17 @@ def signal_group(pid: int, number: int) -> None:
         (os.kill if number == signal.SIGINT else os.killpg)(pid, number)
 
 
-def reaped(pid: int, options: int = os.WNOHANG) -> int | None:
+def reaped(pid: int) -> int | None:
     """Return the exit code of a child that leads a group, as `subprocess` counts it; None while it runs. Kills its
     group first: its children must not stay behind, and a reaped leader's number may be reused. Raises ChildProcessError
     where it was reaped before.
     """
     if hasattr(os, "waitid"):
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options) is None:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             return None
         signal_group(pid, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    ended, status = os.waitpid(pid, options)  # macOS
+    ended, status = os.waitpid(pid, os.WNOHANG)  # macOS
     if not ended:
         return None
     signal_group(pid, signal.SIGKILL)

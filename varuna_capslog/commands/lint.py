@@ -83,7 +83,8 @@ def lint(flags: LintFlags) -> None:
     """
     from varuna_capslog.planning.chunks import chunk_bound
     from varuna_capslog.planning.export import names_in
-    from varuna_capslog.planning.layouts import block_letters, count_blocks, layout_cuts, parted, read_layout
+    from varuna_capslog.planning.export.layer_counts import block_letters
+    from varuna_capslog.planning.layouts import count_blocks, layout_cuts, parted, read_layout
     from varuna_capslog.planning.problem import Problem
     from varuna_capslog.start.prepare import plan_run
 

@@ -141,19 +141,17 @@ class StageMeter:
                 or None where this forward leaves nothing behind.
             entries: asked then for those with which graphs begin. in_loss: True while autograd saves for the loss.
         """
-        for_loss: dict[int, StorageWeakRef] = {}
-        for_layers: dict[int, StorageWeakRef] = {}
-        sizes: dict[int, int] = {}
+        for_loss: dict[int, tuple[StorageWeakRef, int]] = {}
+        for_layers: dict[int, tuple[StorageWeakRef, int]] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             # with a reference to it, no other storage gets its identity when it is freed
             storage = tensor.untyped_storage()
-            (for_loss if in_loss() else for_layers)[storage._cdata] = StorageWeakRef(storage)
-            sizes[storage._cdata] = storage.nbytes()
+            (for_loss if in_loss() else for_layers)[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
             return tensor
 
-        def live(storages: dict[int, StorageWeakRef]) -> dict[int, int]:
-            return {key: sizes[key] for key, storage in storages.items() if not storage.expired()}
+        def live(storages: dict[int, tuple[StorageWeakRef, int]]) -> dict[int, int]:
+            return {key: size for key, (storage, size) in storages.items() if not storage.expired()}
 
         def size(storages: dict[int, int]) -> int:
             return sum(size for key, size in storages.items() if key not in own)

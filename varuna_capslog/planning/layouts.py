@@ -23,7 +23,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
 from varuna_capslog.planning.export.layer_counts import block_pattern, blocks_of_layers
 
-__all__ = ["SYSTEMS", "Layout", "block_letters", "count_blocks", "layout_cuts", "parted", "read_layout", "system_of"]
+__all__ = ["SYSTEMS", "Layout", "count_blocks", "layout_cuts", "parted", "read_layout", "system_of"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_layout(
         num_blocks: decoder blocks of the model. ranks: of one pipeline.
         system: whose text it is; None: recognised.
         num_predictions: the model's layers for multi-token prediction; a layout may leave them out.
-        letters: of each block of a hybrid model (`block_letters`); (): as many for every block.
+        letters: of each block of a hybrid model (`export.layer_counts.block_letters`); (): as many for every block.
 
     Raises CapslogError for a text that is none or several, and for an unknown system.
     """
@@ -83,16 +83,6 @@ def count_blocks(names: ModelNames, pattern: str | None = None) -> int:
     """Return the number of a model's decoder blocks. pattern: of their names, as for `capslog export`."""
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
     return 1 + max(number for numbers in blocks for number in numbers)
-
-
-def block_letters(names: ModelNames, pattern: str | None = None) -> list[str]:
-    """Return the letters of each block of a hybrid model in Megatron's patterns; [] where they are not known."""
-    letters: list[str] = []
-    blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
-    for text, numbers in zip(names.letters, blocks, strict=False):
-        size = len(text) // max(1, len(numbers))
-        letters += [text[place * size : (place + 1) * size] for place in range(len(numbers))]
-    return [] if "?" in "".join(letters) else letters
 
 
 def parted(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[str]:
@@ -317,9 +307,9 @@ def _hybrid(pattern: str, model: _Model) -> _Parts:
     sizes = list(map(len, model.letters)) or [len(flat) // model.num_blocks] * model.num_blocks
     ends = [0, *itertools.accumulate(sizes)]
     borders = [0, *itertools.accumulate(map(len, stages))]
-    if parted := [number for number, border in enumerate(borders) if border not in ends]:
+    if inside := [number for number, border in enumerate(borders) if border not in ends]:
         raise CapslogError(
-            f"stage {parted[0]} of the pattern begins inside a block, behind layer {borders[parted[0]] - 1}; our plans "
+            f"stage {inside[0]} of the pattern begins inside a block, behind layer {borders[inside[0]] - 1}; our plans "
             "keep blocks whole, so move the | before or behind the block"
         )
     counts = [ends.index(end) - ends.index(start) for start, end in pairwise(borders)]

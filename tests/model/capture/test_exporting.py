@@ -163,9 +163,9 @@ def test_a_step_of_a_whole_model_is_the_models_own_with_the_same_seeds(name: str
 def test_a_state_from_one_forward_to_the_next_is_refused_by_name(name: str) -> None:
     """State was frozen at its value in the capture, and `fit` changed it twice if layers ran again."""
     kind, word = hostile.REFUSED[name]
-    for model in (made(kind), hollow_copy(made(kind))):
+    for model, compares in ((made(kind), True), (made(kind), False), (hollow_copy(made(kind)), True)):
         with pytest.raises(CapslogError, match=f"changes its (attribute|buffer) .*{word}.* in its forward") as refused:
-            Chain.from_module(model, None, (BATCHES[0],), compares=True)
+            Chain.from_module(model, None, (BATCHES[0],), compares=compares)
         assert "\n" not in str(refused.value)
 
 
@@ -178,19 +178,20 @@ def test_a_capture_leaves_nothing_behind(name: str) -> None:
     state, forward = PythonState(modules, files=True), hostile.Reverse.forward
     saved, generator = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
     draws = random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
-    try:
-        Chain.from_module(model, None, (BATCHES[0],), compares=True)
-    except CapslogError:
-        assert name in hostile.REFUSED
-    assert state.changes() == []
-    assert {path: dict(vars(module)) for path, module in modules.items()} == before
-    assert hostile.Reverse.forward is forward
-    held = [attribute for module in modules.values() for attribute in vars(module).values()]
-    assert not any(isinstance(attribute, FakeTensor) for attribute in held)
-    assert all(torch.equal(saved[key], tensor) for key, tensor in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert random.getstate() == draws[0]
-    assert np.array_equal(np.random.get_state()[1], draws[1])  # noqa: NPY002
+    for compares in some([True, False], 1):
+        try:
+            Chain.from_module(model, None, (BATCHES[0],), evaluates=compares, compares=compares)
+        except CapslogError:
+            assert name in hostile.REFUSED
+        assert state.changes() == []
+        assert {path: dict(vars(module)) for path, module in modules.items()} == before
+        assert hostile.Reverse.forward is forward
+        held = [attribute for module in modules.values() for attribute in vars(module).values()]
+        assert not any(isinstance(attribute, FakeTensor) for attribute in held)
+        assert all(torch.equal(saved[key], tensor) for key, tensor in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert random.getstate() == draws[0]
+        assert np.array_equal(np.random.get_state()[1], draws[1])  # noqa: NPY002
 
 
 @pytest.mark.parametrize("name", some([name for name in hostile.RIGHT if name != "DroppingSequential"][::-1], 9))

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from varuna_capslog.model.capture import export
 from varuna_capslog.model.capture.export import Captured, module_calls
 from varuna_capslog.model.capture.exporting import graph_text
+from varuna_capslog.model.capture.repeats import storage_key
 from varuna_capslog.model.capture.runtime import Varying
 
 
@@ -154,7 +155,7 @@ def _told(captured: Captured) -> tuple[object, ...]:
         node.name = f"node_{place}"
     values = [node.meta.get("val") for node in nodes]
     shared = [
-        storages.setdefault(export.storage_key(node), len(storages)) if isinstance(value, Tensor) else None
+        storages.setdefault(storage_key(node), len(storages)) if isinstance(value, Tensor) else None
         for node, value in zip(nodes, values, strict=True)
     ]
     shapes = [str(value.shape) if isinstance(value, Tensor) else str(value) for value in values]

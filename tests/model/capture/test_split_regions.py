@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from tests.model import unusual
 from tests.model.unusual import WIDTH, Blocks, Case, NormBlock, assert_close, engine_step, examples, made, plain_step
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture import export
+from varuna_capslog.model.capture import export, repeats
 from varuna_capslog.model.chain import Chain
 
 
@@ -114,12 +114,12 @@ class Changing(nn.Module):
 def test_the_work_for_functions_in_place_grows_with_the_layers_and_not_with_their_square(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counted, storage_key = 0, export.storage_key
+    counted = 0
 
     def counting(node: fx.Node) -> int | fx.Node:
         nonlocal counted
         counted += 1
-        return storage_key(node)
+        return repeats.storage_key(node)
 
     monkeypatch.setattr(export, "storage_key", counting)
     counts = []

@@ -15,7 +15,8 @@ from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import LayerModules, ModelNames, hybrid_letters
 from varuna_capslog.planning.export import Request, notes, written
-from varuna_capslog.planning.layouts import block_letters, count_blocks, layout_cuts, read_layout
+from varuna_capslog.planning.export.layer_counts import block_letters
+from varuna_capslog.planning.layouts import count_blocks, layout_cuts, read_layout
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.plan import Plan, stages_of_pipelines, write_plan
 from varuna_capslog.profiles.record import read_profile

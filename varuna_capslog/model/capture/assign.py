@@ -19,7 +19,8 @@ from torch import fx, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import mutated_arguments
-from varuna_capslog.model.capture.export import Captured, module_calls, module_path, storage_key
+from varuna_capslog.model.capture.export import Captured, module_calls, module_path
+from varuna_capslog.model.capture.repeats import storage_key
 
 __all__ = ["assign_layers", "joined"]
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.export import Captured, module_calls, nodes_by_storage, same_storage, storage_key
-from varuna_capslog.model.capture.repeats import value_of
+from varuna_capslog.model.capture.export import Captured, module_calls, nodes_by_storage, same_storage
+from varuna_capslog.model.capture.repeats import storage_key, value_of
 
 __all__ = ["collapse_modules", "forked_modules", "mutated_arguments"]
 

@@ -48,7 +48,6 @@ __all__ = [
     "nodes_by_storage",
     "paths_of",
     "same_storage",
-    "storage_key",
 ]
 
 

@@ -26,10 +26,9 @@ from varuna_capslog.model.capture.export import (
     module_calls,
     module_path,
     nodes_by_storage,
-    storage_key,
 )
 from varuna_capslog.model.capture.python_calls import Whole
-from varuna_capslog.model.capture.repeats import value_of
+from varuna_capslog.model.capture.repeats import storage_key, value_of
 from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel, Region, Sizes
 from varuna_capslog.model.layer import Layer, freeze_layers
 

@@ -15,6 +15,7 @@ from varuna_capslog.schedules import RunShape
 
 __all__ = [
     "block_counts",
+    "block_letters",
     "block_pattern",
     "blocks_of_layers",
     "diffusion_pipe",
@@ -141,6 +142,16 @@ def blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
     return blocks
 
 
+def block_letters(names: ModelNames, pattern: str | None = None) -> list[str]:
+    """Return the letters of each block of a hybrid model in Megatron's patterns; [] where they are not known."""
+    letters: list[str] = []
+    blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
+    for text, numbers in zip(names.letters, blocks, strict=False):
+        size = len(text) // max(1, len(numbers))
+        letters += [text[place * size : (place + 1) * size] for place in range(len(numbers))]
+    return [] if "?" in "".join(letters) else letters
+
+
 def _check_predictions(names: ModelNames, line: StageLine, system: str) -> None:
     if any(stage < len(line.stages) - 1 for stage in _stages_of_predictions(names, line)):
         raise CapslogError(
@@ -239,9 +250,7 @@ def _hybrid_pattern(line: StageLine, names: ModelNames, pattern: str) -> str:
             "is; export the plan to torch-csv or device-map"
         )
     stages = ["".join(letters[first:end]) for first, end in line.stages]
-    last = next(layer for layer in reversed(range(len(blocks))) if blocks[layer])
-    block = letters[last][-(len(letters[last]) // len(blocks[last])) :]
-    return "/".join(["|".join(stages), *[block] * names.num_predictions])
+    return "/".join(["|".join(stages), *block_letters(names, pattern)[-1:] * names.num_predictions])
 
 
 def _check_parts(
