@@ -12,13 +12,16 @@ from torch import nn
 
 import varuna_capslog as capslog
 from varuna_capslog import cli
+from varuna_capslog.api.fits import PlannedRun
 from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.config.reading import load_config
+from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiling import estimate
 from varuna_capslog.profiling.estimation.rates import cpu_speed
 from varuna_capslog.profiling.measure import profile_config
 from varuna_capslog.profiling.rehearsal import rehearse_plan
+from varuna_capslog.start import prepare
 from varuna_capslog.start.ordinary import folder_keys, with_choices_of
 
 NET = """
@@ -129,6 +132,38 @@ def test_the_largest_microbatch_of_the_fastest_step_that_fits_is_chosen(monkeypa
         fit = capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, **options, capacity=capacity, settings=step)
         assert fit.split.endswith(f"4 samples per step in {4 // best} microbatch{'es' * (best < 4)} of {best}")
         assert 1 < best <= most
+
+
+def test_a_larger_microbatch_is_rehearsed_where_its_step_is_no_longer_and_its_bytes_are_near_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    speed = cpu_speed("a processor", 1e11, 1e11, 1e11, 1e-4)
+    monkeypatch.setattr(estimate, "corrected_speed", lambda *kind: speed)
+    asked: list[tuple[Config, bool]] = []
+    plan_run = prepare.plan_run
+
+    def recorded(config: Config, *others: Any, confirms: bool = True, **options: Any) -> Any:
+        asked.append((config, confirms))
+        return plan_run(config, *others, confirms=confirms, **options)
+
+    monkeypatch.setattr(prepare, "plan_run", recorded)
+
+    def of_two(capacity: int) -> list[bool]:
+        """Return of each plan for microbatches of 2 within the capacity whether it may be rehearsed."""
+        asked.clear()
+        options: dict[str, Any] = {"devices": 1, "device": "cpu", "capacity": capacity}
+        capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, **options, settings={"train.minibatch_size": 4})
+        kinds = [(config.train.microbatch_size, str(config.pipeline.capacity)) for config, _ in asked]
+        return [confirms for kind, (_, confirms) in zip(kinds, asked, strict=True) if kind == (2, str(capacity))]
+
+    step = {"train.minibatch_size": 4, "train.microbatch_size": 2}
+    alone = capslog.fits("net_of_fits:Blocks", BLOCKS_INPUT, devices=1, device="cpu", capacity=1 << 30, settings=step)
+    assert of_two(1 << 30) == [False]  # far below the limit
+    assert of_two(alone.memory.needed[0]) == [False, True]
+    config = next(config for config, _ in asked if config.train.microbatch_size == 2)
+    asked.clear()
+    PlannedRun.of(config, None, longest=0.0)  # any step is longer
+    assert [confirms for _, confirms in asked] == [False]
 
 
 def test_cards_of_which_as_many_would_do_are_those_that_share_the_load_of_unequal_ones() -> None:

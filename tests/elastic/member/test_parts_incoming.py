@@ -1,4 +1,4 @@
-"""Messages of other members, and this member's reports of its own memory."""
+"""Messages of other members, this member's reports of its own memory, and the reasons for a generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.inbox import PeerMessage
-from varuna_capslog.elastic.member.parts import Incoming, decode, encode
+from varuna_capslog.elastic.member.parts import Incoming, decode, encode, reasons
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.changes import Phase, Roles, State
 from varuna_capslog.membership.generation import Generation, Stamp
@@ -132,3 +132,12 @@ def test_a_plain_vote_needs_no_ballot() -> None:
 def test_what_is_no_value_is_refused(text: bytes) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
         decode(text)
+
+
+def test_a_generation_says_why_it_began() -> None:
+    trained = ["m0", "m1"]
+    assert reasons(["m0", "m1"], [], []) == ("2 members begin",)
+    assert reasons(["m0", "m2"], trained, ["m1"]) == ("m1 lost", "m2 joined")
+    assert reasons(["m0"], trained, []) == ("m1 left",)
+    assert reasons(trained, trained, [], "m0 is slow") == ("m0 is slow",)
+    assert reasons(trained, trained, []) == ("the same members, since the generation before was interrupted",)

@@ -157,6 +157,7 @@ def test_exported_patterns_are_read_back() -> None:
         layout = read_layout(text, num_blocks, ranks, None, names.num_predictions, known)
         assert (layout.system, layout.faults, layout_cuts(layout, names)) == ("megatron", (), cuts)
         assert len(layout.prediction_stages) == names.num_predictions
+        assert text.split("/")[1:] == [known[-1]] * names.num_predictions
         if len(set(map(len, known))) == 1:  # then the letters need not be known
             assert read_layout(text, num_blocks, ranks).counts == layout.counts
 
