@@ -144,12 +144,9 @@ def steps(
     parts: Sequence[str],
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Make two steps; return their numbers, the first one's gradients and the weights behind them."""
+    """Make two steps of three microbatches, as `steps_of`."""
     torch.set_num_threads(1)
     chain = chain_of(kind, folder)
-    settings = EngineOptions(**({"num_microbatches": 3, "schedule": "1f1b", "recompute": False, "seed": 3} | options))
-    layout = layout_of(kind, len(chain), cuts, parts)
-    engine = PipelineEngine(chain, loss, layout, settings, communicator, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
     rows: list[dict[str, Tensor]] = [
         {"x": torch.randn(2, TOKENS, WIDTH, generator=draw)}
@@ -157,8 +154,26 @@ def steps(
         else {"input_ids": torch.randint(0, 64, (2, TOKENS), generator=draw)}
         for _ in range(3)
     ]
+    return steps_of(communicator, chain, layout_of(kind, len(chain), cuts, parts), rows, options)
+
+
+def steps_of(
+    communicator: Communicator,
+    chain: Chain,
+    layout: Layout,
+    rows: Sequence[dict[str, Tensor]],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Make two steps with the inputs of these microbatches; return their numbers, the first one's gradients and the
+    weights behind them.
+    """
+    count = len(rows)
+    settings = EngineOptions(
+        **({"num_microbatches": count, "schedule": "1f1b", "recompute": False, "seed": 3} | options)
+    )
+    engine = PipelineEngine(chain, loss, layout, settings, communicator, torch.device("cpu"))
     specs = [{key: TensorSpec.of(tensor) for key, tensor in row.items()} for row in rows]
-    batch, gradients = Minibatch(specs, [None] * 3, {"microbatches": 3.0}), dict[str, Tensor]()
+    batch, gradients = Minibatch(specs, [None] * count, {"microbatches": float(count)}), dict[str, Tensor]()
 
     def keep() -> None:
         for address, parameter in engine.optimizer.parameters.items():
