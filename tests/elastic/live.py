@@ -33,6 +33,7 @@ from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_st
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.model.workload import load_workload
+from varuna_capslog.plans.plan import plan_path
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.elastic_host import starting_point
 from varuna_capslog.start.prepare import prepare_run
@@ -355,6 +356,11 @@ class Live:
             seconds,
             f"step {step}",
         )
+
+    def until_planned(self, generation: int) -> None:
+        """Wait for the generation's plan file: its first member writes it beside the training, or dies before."""
+        path = plan_path(self.run_dir, generation)
+        self._until(path.exists, 60.0, path.name)
 
     def heard(self, kind: str, member: str | None = None) -> bool:
         """Return True if the log has an entry of this kind, of any member by default."""

@@ -250,8 +250,9 @@ def test_four_devices_become_one_by_kills_and_four_again_without_waiting(
     # the computation at which each member is killed; the others repeat the step under way
     begun = {"m0": 3, "m1": 5, "m2": 7, "m3": 10}
     live = Live(cradle, config, faults=[Fault(member, "compute", "wait", at, member) for member, at in begun.items()])
-    for step, member in ((3, "m0"), (4, "m1"), (5, "m2")):
+    for generation, (step, member) in enumerate(((3, "m0"), (4, "m1"), (5, "m2"))):
         live.when(member)
+        live.until_planned(generation)
         live.signal(member, signal.SIGKILL)
         live.reaches(step)
     live.when("m3")
