@@ -6,6 +6,7 @@ All live tests check in `tests.elastic.checked` that the chain of a member has n
 from __future__ import annotations
 
 import datetime
+import time
 import weakref
 from pathlib import Path
 
@@ -137,9 +138,12 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
     states = dict(work.shelve()) | elsewhere | {index: copy.state(copy=False) for index, copy in copies.items()}
     apart = {0, behind + 1}  # these come from another member, although this one holds them as well
     assert not apart & shared
+    written: list[int] = []
+    monkeypatch.setattr(work, "_placed", lambda number, stages: (time.sleep(0.2), written.append(number)))
     again = opened(3, plan_of(0), states | {index: layer_state.cloned(states[index]) for index in apart})
     assert all(set(again[index]).isdisjoint(lay.pop(index)) for index in apart)
     assert {index: again[index] for index in lay if index not in shared} == {
         index: lay[index] for index in lay if index not in shared
     }
     work.close()
+    assert written == [3], "the end waits for the newest plan file"

@@ -56,6 +56,8 @@ from varuna_capslog.training.stored_layers import from_checkpoint
 __all__ = ["PipelineRun", "PipelineWork"]
 
 _WARM_UP_BYTES = 1 << 30
+_WRITE_SECONDS = 10.0
+"""Time that the end of a member waits for its last plan file; a disk may hang."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ class PipelineWork(Work):
         self._by_index: dict[int, EngineLayer] = {}
         self._copies = LayerCopies(self.chain, self.setup.options, device)
         self._part_names: list[str] | None = None
-        self._failure: CapslogError | None = None  # of the thread that writes papers
+        self._writer: OwnedThread | None = None  # of the newest plan file
+        self._failure: CapslogError | None = None  # of a writer
 
     @property
     def chain(self) -> Chain:
@@ -244,7 +247,8 @@ class PipelineWork(Work):
             self._balance.begin(opening.members, plan)
         writes = opening.members[0] == self.start.me
         arguments = (opening.number + self.start.offset, plan, layout.stages_of(communicator.rank), writes)
-        OwnedThread("write-papers", self._write_plan_file, self._papers_failed, *arguments).start()
+        self._writer = OwnedThread("write-papers", self._write_plan_file, self._papers_failed, *arguments)
+        self._writer.start()
         path = self.start.resumed.get(opening.base)
         # True where the run goes on from its own checkpoint
         saved = path is not None and path.parent == self.setup.checkpoints.absolute()
@@ -370,6 +374,8 @@ class PipelineWork(Work):
         files.append_jsonl(self.setup.run_dir / "events.jsonl", line)
 
     def close(self) -> None:
-        """Stop the threads and the terminal's progress bar."""
+        """Stop the threads and the terminal's progress bar; the last plan file is written before."""
+        if self._writer is not None:
+            self._writer.join(_WRITE_SECONDS)
         self._copies.close()
         self.loop.close()
