@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.units import format_bytes, format_percent, parse_bytes, parse_capacity, parse_rate, with_unit
+from varuna_capslog.base.units import (
+    format_bytes,
+    format_percent,
+    parse_bytes,
+    parse_capacity,
+    parse_latency,
+    parse_rate,
+    with_unit,
+)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +118,13 @@ def test_a_small_rate_needs_its_unit_in_text() -> None:
     with pytest.raises(CapslogError, match="is 1, without a unit; write 1Gbit/s or 1GB/s, or 1B/s for bytes"):
         parse_rate("1")
     assert [parse_rate(written) for written in ("1B/s", 1, "1000000000")] == [1, 1, 10**9]
+
+
+def test_a_latency_of_seconds_needs_its_unit() -> None:
+    """Regression: pipeline.latency=20 was 20 seconds for every message, without a word."""
+    assert [parse_latency(text, "latency") for text in ("20ms", "1s", 0.001, "0")] == [0.02, 1.0, 1e-3, 0.0]
+    with pytest.raises(CapslogError, match=r"latency is 20, which means seconds; write the unit: 20us, 20ms or 20s"):
+        parse_latency("20", "latency")
 
 
 @pytest.mark.parametrize(("share", "written"), [(0.0312, "3.1 %"), (1.029, "103 %"), (0.0997, "10 %"), (0, "0 %")])

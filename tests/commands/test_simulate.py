@@ -301,6 +301,7 @@ def test_a_trace_is_replayed(
         (["simulate", "--profile", "O", "--plan", "L"], "a plan of the model six, the profile is of other"),
         (["simulate", "--profile", "P", "--plan", "L", "pipeline.bandwidth=1G"], "1GiB (1024)"),
         (["simulate", "--profile", "P", "--plan", "L", "pipeline.latency=soon"], "latency is 'soon'"),
+        (["simulate", "--profile", "P", "--plan", "L", "pipeline.latency=20"], "pipeline.latency is 20, which means"),
         (["simulate", "--profile", "P", "--plan", "L", "pipeline.schedule=1f1"], "pipeline.schedule is"),
         (["simulate", "--profile", "P", "--plan", "L", "pipeline.stage_inputs=disk"], "stage_inputs is"),
         (["simulate", "--profile", "P", "--trace", "/no/trace"], "/no/trace cannot be read"),

@@ -49,7 +49,7 @@ def plan_decoding(
         CapslogError: an unknown number, size, kind or model; transformers is missing.
     """
     shape = model if isinstance(model, DecoderShape) else _shape(model)
-    link = Link(float(units.parse_rate(bandwidth)), units.parse_seconds(latency, "latency"))
+    link = Link(float(units.parse_rate(bandwidth)), units.parse_latency(latency, "latency"))
     gpu = None if device is None else gpu_of(parse_device(device))
     room = None if gpu is None else gpu.memory_bytes
     if capacity is not None:

@@ -128,6 +128,14 @@ def parse_seconds(value: str | int | float, name: str = "duration") -> float:
     return seconds
 
 
+def parse_latency(value: str | int | float, name: str) -> float:
+    """Return the seconds of a message's latency, as `parse_seconds`; 1 or more without a unit is a forgotten unit."""
+    seconds = parse_seconds(value, name)
+    if seconds >= 1 and not str(value).strip()[-1].isalpha():
+        raise CapslogError(f"{name} is {value}, which means seconds; write the unit: {value}us, {value}ms or {value}s")
+    return seconds
+
+
 def format_bytes(count: int) -> str:
     """Return bytes as text in the largest binary unit that keeps them at 1 or above: 6646312345 -> 6.19 GiB. With at
     most two decimals it is not meant to be parsed back; files hold whole bytes.

@@ -390,6 +390,11 @@ def _seconds(value: Any, info: ValidationInfo) -> float:
     return units.parse_seconds(value, f"pipeline.{info.field_name}")
 
 
+def _latency(value: Any, info: ValidationInfo) -> float:
+    """Convert `20us` or a number below 1 to seconds."""
+    return units.parse_latency(value, f"pipeline.{info.field_name}")
+
+
 def _device(value: Any) -> Any:
     """A type of device, or cuda:KIND; null stays null."""
     return parse_device(value) if isinstance(value, str) else value
@@ -483,7 +488,7 @@ class Pipeline(Section):
     """Bytes in a second between two cards of one node, for the messages within a stage of parallel; null: those of
     bandwidth."""
 
-    latency: Annotated[float, BeforeValidator(_seconds)] = 0.0
+    latency: Annotated[float, BeforeValidator(_latency)] = 0.0
     """Seconds that every message takes, such as 20us, for the planner alone."""
 
     host_bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from varuna_capslog import accelerator
 from varuna_capslog.base.errors import CapslogError
@@ -148,7 +149,9 @@ class StageMeter:
             # with a reference to it, no other storage gets its identity when it is freed
             storage = tensor.untyped_storage()
             (for_loss if in_loss() else for_layers)[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            return tensor
+            # an output that its own node kept would live as long as the node, although nothing else needs either
+            with _disable_current_modes():
+                return tensor if tensor.is_leaf else tensor.detach()
 
         def live(storages: dict[int, tuple[StorageWeakRef, int]]) -> dict[int, int]:
             return {key: size for key, (storage, size) in storages.items() if not storage.expired()}

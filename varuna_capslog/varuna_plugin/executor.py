@@ -1,14 +1,17 @@
-"""Patches of Varuna's executor: its tasks, its message threads, each forward, recomputation and backward.
+"""Patches of Varuna's executor: its tasks, its messages, each forward, recomputation and backward.
 
-`Pipeline.run` and its walk through the schedule stay Varuna's. A thread that fails puts its error into the queue that
-its stage reads; in the original it ended silently and the stage waited for ever.
+`Pipeline.run` and its walk through the schedule stay Varuna's. A stage sends, and takes activations, by itself; the
+thread that takes gradients puts its error into the queue that its stage reads. In the original each message passed a
+thread, and one that failed ended silently while the stage waited for ever.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,15 +27,17 @@ from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.tracing import copied_buffers, refuse_phantom
 
 __all__ = [
-    "THREADS",
     "BoundedDistributed",
     "Microbatches",
     "WatchedQueue",
     "forward",
+    "grads_receiver",
     "restore_random_state",
     "run",
     "save_random_state",
     "scatter",
+    "spawn_receive_workers",
+    "spawn_send_workers",
     "varuna_tasks",
     "worker",
 ]
@@ -209,75 +214,103 @@ def varuna_tasks(num_microbatches: int, stage: int, num_stages: int) -> list[tup
                     waiting[place - 1][RECOMPUTE].append(microbatch)
 
 
-# -- threads
+# -- messages
 
 
-def _receive_all(self: Any, kind: int) -> None:
-    stage, forward = self.partitioned_model.capslog, kind == FORWARD
-    peer, cut, into = self.send_rank, stage.exit, self.grads_queue
-    if forward:
-        peer, cut, into = self.receive_rank, stage.entry, self.acts_queue
-    tensors = cut.spec.tensors
-    count = len(tensors) if forward else sum(spec.requires_grad for spec in tensors)
-    room = stage.rooms[kind, "in"]
-    microbatches = [microbatch for task, microbatch in self.schedule if task == kind]
-    try:
-        # posted ahead: posting in the middle of a computation wakes gloo's thread each time
-        posted = deque(wire.Expected(count, peer, not forward, room) for _ in microbatches[:_AHEAD])
-        for index, microbatch in enumerate(microbatches):
-            bundle = posted.popleft().take(microbatch, current().timeout)
-            if index + _AHEAD < len(microbatches):
-                posted.append(wire.Expected(count, peer, not forward, room))
-            into.put(bundle)
-        room.end_step()
-    except BaseException as error:
-        into.put(error)
+class Outbox:
+    """Bundles that leave a stage in one direction. Stands where Varuna has a queue, and a thread that sends: beginning
+    to send takes 20 microseconds for any size, less than handing a bundle to another thread.
+    """
 
+    def __init__(self, pipeline: Any, kind: int) -> None:
+        self._peer = pipeline.send_rank if kind == FORWARD else pipeline.receive_rank
+        self._gradients, self._room = kind == BACKWARD, pipeline.partitioned_model.capslog.rooms[kind, "out"]
+        self._microbatches = iter(_microbatches(pipeline, kind))
+        self._under_way: deque[wire.Sending] = deque()
+        # the stages behind are this many microbatches late by plan: the stage never waits for them here
+        ahead = sum(1 for _ in itertools.takewhile(lambda task: task[0] == FORWARD, pipeline.schedule))
+        self._most = max(_UNDER_WAY, ahead) if kind == FORWARD else _UNDER_WAY
 
-def _send_all(self: Any, kind: int) -> None:
-    peer, outgoing = self.receive_rank, self.grads_send_queue
-    if kind == FORWARD:
-        peer, outgoing = self.send_rank, self.acts_send_queue
-    under_way: deque[wire.Sending] = deque()
-    room = self.partitioned_model.capslog.rooms[kind, "out"]
-    try:
-        for task, microbatch in self.schedule:
-            if task != kind:
-                continue
-            bundle = queue.Queue.get(outgoing)  # waits as long as the stage computes
-            if bundle is None:  # the stage has failed
-                return
-            under_way.append(wire.send(bundle, microbatch, peer, kind == BACKWARD, room))
-            if len(under_way) > _UNDER_WAY:
-                under_way.popleft().wait(current().timeout)
-        for sending in under_way:
+    def put(self, bundle: wire.Bundle) -> None:
+        """Begin to send the next microbatch's bundle. Raises PeerLost."""
+        sending = wire.send(bundle, next(self._microbatches), self._peer, self._gradients, self._room)
+        self._under_way.append(sending)
+        if len(self._under_way) > self._most:
+            self._under_way.popleft().wait(current().timeout)
+
+    def end_step(self) -> None:
+        """Wait until all is sent. Raises PeerLost."""
+        for sending in self._under_way:
             sending.wait(current().timeout)
-        room.end_step()
+        self._room.end_step()
+
+
+class Inbox:
+    """Bundles that come to a stage in one direction, some awaited ahead: a receive that is posted in the middle of a
+    computation wakes gloo's thread each time.
+    """
+
+    def __init__(self, pipeline: Any, kind: int) -> None:
+        stage, forward = pipeline.partitioned_model.capslog, kind == FORWARD
+        tensors = (stage.entry if forward else stage.exit).spec.tensors
+        count = len(tensors) if forward else sum(spec.requires_grad for spec in tensors)
+        peer = pipeline.receive_rank if forward else pipeline.send_rank
+        self._room = stage.rooms[kind, "in"]
+        self._expected = functools.partial(wire.Expected, count, peer, not forward, self._room)
+        self._microbatches = deque(_microbatches(pipeline, kind))
+        self._posted = deque(self._expected() for _ in range(min(_AHEAD, len(self._microbatches))))
+
+    def __len__(self) -> int:
+        """Number of bundles that are still to come in this step."""
+        return len(self._microbatches)
+
+    def get(self) -> wire.Bundle:
+        """Wait for the next microbatch's bundle. Raises PeerLost, and CapslogError as `wire.Expected.take`."""
+        bundle = self._posted.popleft().take(self._microbatches.popleft(), current().timeout)
+        if len(self._microbatches) > len(self._posted):
+            self._posted.append(self._expected())
+        if not self._microbatches:
+            self._room.end_step()
+        return bundle
+
+
+def _microbatches(pipeline: Any, kind: int) -> list[int]:
+    return [microbatch for task, microbatch in pipeline.schedule if task == kind]
+
+
+def spawn_send_workers(self: Any) -> None:
+    """Replace Varuna's, which starts two threads."""
+    self.acts_send_thread = self.grads_send_thread = None
+    self.acts_send_queue = Outbox(self, FORWARD) if self.stage < self.partitions - 1 else None
+    self.grads_send_queue = Outbox(self, BACKWARD) if self.stage > 0 else None
+
+
+def spawn_receive_workers(self: Any) -> None:
+    """Replace Varuna's: only gradients have a thread, since its order of tasks depends on which have come."""
+    self.acts_receive_thread = self.grads_receive_thread = None
+    if self.stage > 0:
+        self.acts_queue = self.partitioned_model.acts_queue = Inbox(self, FORWARD)
+    if self.stage < self.partitions - 1:
+        self.grads_receive_thread = threading.Thread(target=self.grads_receiver, daemon=True)
+        self.grads_receive_thread.start()
+
+
+def grads_receiver(self: Any) -> None:
+    """Replace Varuna's: an error is put into the queue that the stage reads."""
+    try:
+        inbox = Inbox(self, BACKWARD)
+        while inbox:
+            self.grads_queue.put(inbox.get())
     except BaseException as error:
-        self.capslog_failure = error
-
-
-THREADS = {
-    "acts_receiver": functools.partialmethod(_receive_all, FORWARD),
-    "grads_receiver": functools.partialmethod(_receive_all, BACKWARD),
-    "acts_sender": functools.partialmethod(_send_all, FORWARD),
-    "grads_sender": functools.partialmethod(_send_all, BACKWARD),
-}
-"""Replacements of the four threads of Varuna's `Pipeline` that receive and send activations and gradients."""
+        self.grads_queue.put(error)
 
 
 def run(original: Callable[[Any], Any], self: Any) -> Any:
-    """Wrap `Pipeline.run`: a sending thread's error becomes this rank's error; a failed stage ends its threads."""
-    self.capslog_failure = None
-    try:
-        with wire.named_loss("waiting for its pipeline at the end of a step", None, current().timeout):
-            result = original(self)
-    except BaseException:
-        for outgoing in (self.acts_send_queue, self.grads_send_queue):
-            outgoing.put(None)
-        raise
-    if self.capslog_failure is not None:
-        raise self.capslog_failure
+    """Wrap `Pipeline.run`: its messages have left when it returns, and a lost rank is named."""
+    with wire.named_loss("waiting for its pipeline at the end of a step", None, current().timeout):
+        result = original(self)
+    for outbox in filter(None, (self.acts_send_queue, self.grads_send_queue)):
+        outbox.end_step()
     return result
 
 

@@ -191,8 +191,8 @@ def _apply(varuna: Any) -> None:
     # messages
     _patches.replace(pipeline, "dist", executor.BoundedDistributed())
     _patches.replace(pipeline, "Queue", executor.WatchedQueue)
-    for name, thread in executor.THREADS.items():
-        _patches.replace(pipeline.Pipeline, name, thread)
+    for messages in (executor.spawn_send_workers, executor.spawn_receive_workers, executor.grads_receiver):
+        _patches.replace(pipeline.Pipeline, messages.__name__, messages)
     _around(pipeline.Pipeline, "worker", executor.worker)
     _around(pipeline.Pipeline, "run", executor.run)
     # inputs and schedule

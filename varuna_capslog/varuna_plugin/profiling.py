@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -41,7 +40,7 @@ from varuna_capslog.varuna_plugin.install import install, installed_patches, sil
 from varuna_capslog.varuna_plugin.options import configure, current
 from varuna_capslog.varuna_plugin.stages import kept_names
 from varuna_capslog.varuna_plugin.tracing import Partition, Trace, tie_groups, trace_model
-from varuna_capslog.varuna_plugin.wire import Bundle
+from varuna_capslog.varuna_plugin.wire import Bundle, host_bytes
 
 __all__ = ["STEPS", "observe", "profile"]
 
@@ -224,8 +223,7 @@ class _OffDevice(Bundle):
         if tensor.device.type != "cpu":
             return tensor.cpu()
         spec = TensorSpec.of(tensor)
-        memory = torch.from_numpy(np.empty(spec.num_bytes, np.uint8)).view(spec.dtype)
-        return memory.as_strided(spec.shape, spec.stride).copy_(tensor)
+        return host_bytes(spec.num_bytes).view(spec.dtype).as_strided(spec.shape, spec.stride).copy_(tensor)
 
 
 class _MeasuredStage:

@@ -101,8 +101,9 @@ class _Send(torch.autograd.Function):
         return None, None, *ctx.leaving.receive_gradients()
 
 
+@functools.cache
 def anchor_on(device: torch.device) -> Tensor:
-    """Tensor that makes a function part of the graph although none of its tensors may need a gradient."""
+    """Tensor that makes a function part of the graph although none of its tensors may need a gradient; it gets none."""
     return torch.empty(0, device=device, requires_grad=True)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +24,17 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost, why_lost
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Bundle", "Expected", "Room", "Sending", "named_loss", "pack", "send", "unpack"]
+__all__ = [
+    "Bundle",
+    "Expected",
+    "Room",
+    "Sending",
+    "host_bytes",
+    "named_loss",
+    "pack",
+    "send",
+    "unpack",
+]
 
 MAX_DIMS = 8
 """Most dimensions of a tensor on the wire."""
@@ -45,8 +57,9 @@ _DTYPES = (
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _ACTIVATIONS, _GRADIENTS, _LOOSE = 11, 12, 2
-_INSIDE = 3
-"""Column of a header's first row: whether the payload lies behind it in the same frame."""
+_MAGIC_COLUMN, _NUMBER, _COUNT, _INSIDE = range(4)
+"""Columns of a header's first row: its mark, the microbatch's number, the number of tensors, and whether the payload
+lies behind the header in the same frame."""
 _ALIGNED = 16
 _LARGEST_FRAME = 1 << 19
 
@@ -81,86 +94,173 @@ class Bundle:
 # -- the format
 
 
-def pack(tensors: Sequence[Tensor | None], microbatch: int) -> tuple[Tensor, list[Tensor]]:
-    """Header, int64 [1 + n, 3 + 2 * MAX_DIMS], and the bytes of every tensor that has any.
+Kind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Dtype, shape and strides of a dense tensor."""
+
+
+class Form(NamedTuple):
+    """Message without values; all messages of equal tensors have the same one.
+
+    header: int64 [1 + n, 3 + 2 * MAX_DIMS], as of microbatch 0 whose payload travels apart. kinds: of the n tensors;
+    None: no tensor. places: bytes before each tensor in a frame. frame_bytes: of header and payload.
+    """
+
+    header: np.ndarray[Any, np.dtype[np.int64]]
+    kinds: tuple[Kind | None, ...]
+    places: tuple[int, ...]
+    frame_bytes: int
+
+    def within(self, frame: Tensor) -> list[Tensor | None]:
+        """Return the tensors as views of a frame's bytes."""
+        return [
+            None if kind is None else frame.view(kind[0]).as_strided(kind[1], kind[2], place // kind[0].itemsize)
+            for kind, place in zip(self.kinds, self.places, strict=True)
+        ]
+
+    def empty(self) -> list[Tensor | None]:
+        """Return new tensors without values."""
+        return [None if kind is None else torch.empty_strided(kind[1], kind[2], dtype=kind[0]) for kind in self.kinds]
+
+    def write(self, frame: Tensor, microbatch: int, inside: bool) -> None:
+        """Write the header of this microbatch's message. inside: the payload lies behind it."""
+        words = _words(frame, len(self.kinds))
+        words[:] = self.header
+        words[0, _NUMBER], words[0, _INSIDE] = microbatch, inside
+
+
+_FORMS = 256
+"""Forms that a process remembers; making one takes longer than sending its message."""
+
+
+@functools.lru_cache(_FORMS)
+def form_of(kinds: tuple[Kind | None, ...]) -> Form:
+    """Return the form of messages with these tensors.
 
     Raises CapslogError for a dtype or a number of dimensions that the format does not have.
     """
-    rows = [[_MAGIC, microbatch, len(tensors)] + [0] * (_ROW - 3)]
-    payload = []
-    for tensor in tensors:
-        if tensor is None:
-            rows.append([0] * _ROW)
+    header = np.zeros((1 + len(kinds), _ROW), np.int64)
+    header[0, _MAGIC_COLUMN], header[0, _COUNT] = _MAGIC, len(kinds)
+    places, end = [], _aligned(header.nbytes)
+    for row, kind in zip(header[1:], kinds, strict=True):
+        places.append(end)
+        if kind is None:
             continue
-        kind, dims = _CODES.get(tensor.dtype), tensor.dim()
-        if kind is None or dims > MAX_DIMS or tensor.layout != torch.strided:
+        dtype, shape, stride = kind
+        dims = len(shape)
+        if dtype not in _CODES or dims > MAX_DIMS:
             raise CapslogError(
-                f"a tensor {list(tensor.shape)} of {tensor.dtype} ({tensor.layout}) cannot cross a cut; give one of at "
-                f"most {MAX_DIMS} dimensions and an ordinary dtype"
+                f"a tensor {list(shape)} of {dtype} cannot cross a cut; give one of at most {MAX_DIMS} dimensions and "
+                "an ordinary dtype"
             )
-        dense = tensor.detach()
-        if not dense.is_contiguous() and TensorSpec.of(dense).stride != dense.stride():
-            dense = dense.contiguous()
-        padding = [0] * (MAX_DIMS - dims)
-        rows.append([1, kind, dims, *dense.shape, *padding, *dense.stride(), *padding])
-        if dense.numel():
-            payload.append(_bytes(dense))
-    header = torch.tensor(rows, dtype=torch.int64)
-    return header, payload
+        row[:3] = 1, _CODES[dtype], dims
+        row[3 : 3 + dims], row[3 + MAX_DIMS : 3 + MAX_DIMS + dims] = shape, stride
+        end = _aligned(end + math.prod(shape) * dtype.itemsize)
+    return Form(header, kinds, tuple(places), end)
 
 
-def unpack(header: Tensor, microbatch: int, frame: Tensor | None = None) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Return tensors to be filled, as `header` describes them, and their bytes in the order of `pack`'s payload.
-
-    frame: bytes with the payload behind the header; the tensors are then views of it. Raises CapslogError where the
-    header is invalid, or is of another microbatch than the one that is due.
-    """
-    (magic, number, count, *_), *rows = header.tolist()
-    if magic != _MAGIC or count != len(rows):
+@functools.lru_cache(_FORMS)
+def _form_of_header(content: bytes, count: int) -> Form:
+    """Return the form that a received header tells. content: without the number and the place of the payload."""
+    first, *rows = np.frombuffer(content, np.int64).reshape(1 + count, _ROW).tolist()
+    if first[_MAGIC_COLUMN] != _MAGIC or first[_COUNT] != count:
         raise CapslogError("a message between stages has no header of this plugin; run the same plugin on every rank")
+    kinds: list[Kind | None] = []
+    for there, code, dims, *sizes in rows:
+        shape, stride = sizes[:dims], sizes[MAX_DIMS : MAX_DIMS + dims]
+        kinds.append((_DTYPES[code], tuple(shape), tuple(stride)) if there else None)
+    return form_of(tuple(kinds))
+
+
+class Message(NamedTuple):
+    """Tensors of a message, and its bytes. frame: header, and the payload where it has room for it. apart: else views
+    of the tensors' bytes. frame_bytes: of a frame with room for all.
+    """
+
+    tensors: list[Tensor | None]
+    frame: Tensor
+    apart: list[Tensor]
+    frame_bytes: int
+
+
+def pack(tensors: Sequence[Tensor | None], microbatch: int, frame_bytes: int) -> Message:
+    """Return the message of a microbatch. frame_bytes: least size of the frame.
+
+    Raises CapslogError as `form_of`, and for tensors that are not strided.
+    """
+    dense = [None if tensor is None else _dense(tensor) for tensor in tensors]
+    kinds = (None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride()) for tensor in dense)
+    form, header = form_of(tuple(kinds)), _header_bytes(len(dense))
+    inside = header < form.frame_bytes <= frame_bytes
+    frame = host_bytes(max(header, frame_bytes))
+    form.write(frame, microbatch, inside)
+    if not inside:
+        return Message(dense, frame, _bytes(dense), form.frame_bytes)
+    for tensor, place in zip(dense, form.within(frame), strict=True):
+        if tensor is not None and place is not None:
+            place.copy_(tensor)
+    return Message(dense, frame, [], form.frame_bytes)
+
+
+def unpack(frame: Tensor, count: int, microbatch: int) -> Message:
+    """Return the message of `count` tensors that begins with this frame; what travels apart is still to be filled.
+
+    Raises CapslogError where the header is invalid, or is of another microbatch than the one that is due.
+    """
+    header = _words(frame, count).copy()
+    number, inside = int(header[0, _NUMBER]), bool(header[0, _INSIDE])
+    header[0, _NUMBER] = header[0, _INSIDE] = 0
+    form = _form_of_header(header.tobytes(), count)
     if number != microbatch:
         raise CapslogError(
             f"a message of microbatch {number} came where microbatch {microbatch} was due; the ranks are out of step: "
             "give all of them the same batch and chunk sizes"
         )
-    tensors: list[Tensor | None] = []
-    payload = []
-    place = _aligned(header.nbytes)
-    for row in rows:
-        if not row[0]:
-            tensors.append(None)
-            continue
-        dims = row[2]
-        shape, stride = row[3 : 3 + dims], row[3 + MAX_DIMS : 3 + MAX_DIMS + dims]
-        dtype, size = _DTYPES[row[1]], math.prod(shape)
-        if frame is None or not size:
-            tensor = torch.empty_strided(shape, stride, dtype=dtype)
-        else:
-            part = frame[place : place + size * dtype.itemsize]
-            tensor = part.view(dtype).as_strided(shape, stride)
-            place = _aligned(place + part.numel())
-        tensors.append(tensor)
-        if size:
-            payload.append(_bytes(tensor))
-    return tensors, payload
+    tensors = form.within(frame) if inside else form.empty()
+    return Message(tensors, frame, [] if inside else _bytes(tensors), form.frame_bytes)
 
 
-def _places(header: Tensor, sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Offsets of a payload's parts in a frame, and their end."""
-    places, end = [], _aligned(header.nbytes)
-    for size in sizes:
-        places.append(end)
-        end = _aligned(end + size)
-    return places, end
+def _header_bytes(count: int) -> int:
+    """Size of the header of a message of `count` tensors."""
+    return (1 + count) * _ROW * 8
+
+
+def _words(frame: Tensor, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """View of a frame's header, int64 [1 + count, 3 + 2 * MAX_DIMS]."""
+    return frame.numpy()[: _header_bytes(count)].view(np.int64).reshape(1 + count, _ROW)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Tensor of the same values whose numbers lie in memory without gaps, and as they are."""
+    if tensor.layout != torch.strided:
+        raise CapslogError(
+            f"a tensor {list(tensor.shape)} of {tensor.layout} cannot cross a cut; give a dense one, as by .to_dense()"
+        )
+    dense = tensor.detach().resolve_conj().resolve_neg()
+    if not dense.is_contiguous() and TensorSpec.of(dense).stride != dense.stride():
+        return dense.contiguous()
+    return dense
+
+
+def host_bytes(count: int) -> Tensor:
+    """Bytes, uint8 [count], that counters of torch's memory do not see: on a CPU they would be the device's."""
+    return torch.from_numpy(np.empty(count, np.uint8))
+
+
+def _empty(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    return host_bytes(math.prod(shape) * dtype.itemsize).view(dtype).as_strided(shape, stride)
 
 
 def _aligned(place: int) -> int:
     return -(-place // _ALIGNED) * _ALIGNED
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """View of a dense tensor's bytes in memory order; a single number may have any strides."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+def _bytes(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Views of the bytes of dense tensors that have any, in memory order; a single number may have any strides."""
+    return [
+        tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+        for tensor in tensors
+        if tensor is not None and tensor.numel()
+    ]
 
 
 # -- between processes
@@ -201,23 +301,13 @@ class Room:
 
 def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room) -> Sending:
     """Start sending host tensors to `peer`; they must not change before `Sending.wait`. Raises PeerLost."""
-    header, payload = pack(bundle.tensors, microbatch)
+    message = pack(bundle.tensors, microbatch, room.num_bytes)
+    room.note(message.frame_bytes)
     tag = _GRADIENTS if gradients else _ACTIVATIONS
-    places, end = _places(header, [part.numel() for part in payload])
-    frame = header.view(-1).view(torch.uint8)
-    room.note(end)
-    if room.num_bytes > frame.numel():
-        frame = torch.empty(room.num_bytes, dtype=torch.uint8)
-        if end <= room.num_bytes:
-            header[0, _INSIDE] = 1
-            for place, part in zip(places, payload, strict=True):
-                frame[place : place + part.numel()] = part
-            payload = []
-        frame[: header.nbytes] = header.view(-1).view(torch.uint8)
-    buffers = [frame, *payload]
+    buffers = [message.frame, *message.apart]
     with named_loss(f"sending to rank {peer}", peer):
         # tensors that do not fit into the frame have another tag: the next frames may be awaited already
-        works = [dist.isend(buffer, peer, tag=tag + _LOOSE * (buffer is not frame)) for buffer in buffers]
+        works = [dist.isend(buffer, peer, tag=tag + _LOOSE * (buffer is not message.frame)) for buffer in buffers]
         return Sending(works, buffers, peer)
 
 
@@ -227,8 +317,7 @@ class Expected:
     def __init__(self, count: int, peer: int, gradients: bool, room: Room) -> None:
         self._count, self._peer, self._gradients, self._room = count, peer, gradients, room
         self._tag = _GRADIENTS if gradients else _ACTIVATIONS
-        size = (1 + count) * _ROW * 8
-        self._frame = torch.empty(max(size, room.num_bytes), dtype=torch.uint8)
+        self._frame = host_bytes(max(_header_bytes(count), room.num_bytes))
         with named_loss(f"waiting for rank {peer}", peer):
             self._work: Any = dist.irecv(self._frame, peer, tag=self._tag)
 
@@ -241,15 +330,12 @@ class Expected:
         doing = f"waiting for {content} of microbatch {microbatch} from rank {self._peer}"
         with named_loss(doing, self._peer, timeout):
             self._work.wait(timeout)
-            header = self._frame[: (1 + self._count) * _ROW * 8].view(torch.int64).view(1 + self._count, _ROW)
-            inside = self._frame if int(header[0, _INSIDE]) else None
-            tensors, payload = unpack(header, microbatch, inside)
-            self._room.note(_places(header, [part.numel() for part in payload])[1])
-            if inside is None:
-                works: list[Any] = [dist.irecv(buffer, self._peer, tag=self._tag + _LOOSE) for buffer in payload]
-                for work in works:
-                    work.wait(timeout)
-        return Bundle(tuple(tensors))
+            message = unpack(self._frame, self._count, microbatch)
+            self._room.note(message.frame_bytes)
+            works: list[Any] = [dist.irecv(part, self._peer, tag=self._tag + _LOOSE) for part in message.apart]
+            for work in works:
+                work.wait(timeout)
+        return Bundle(tuple(message.tensors))
 
 
 @contextlib.contextmanager
