@@ -118,8 +118,8 @@ class Form(NamedTuple):
         ]
 
     def empty(self) -> list[Tensor | None]:
-        """Return new tensors without values."""
-        return [None if kind is None else torch.empty_strided(kind[1], kind[2], dtype=kind[0]) for kind in self.kinds]
+        """Return new tensors without values, in memory as `host_bytes`."""
+        return [None if kind is None else _empty(*kind) for kind in self.kinds]
 
     def write(self, frame: Tensor, microbatch: int, inside: bool) -> None:
         """Write the header of this microbatch's message. inside: the payload lies behind it."""
@@ -247,7 +247,8 @@ def host_bytes(count: int) -> Tensor:
 
 
 def _empty(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    return host_bytes(math.prod(shape) * dtype.itemsize).view(dtype).as_strided(shape, stride)
+    size = max(_ALIGNED, math.prod(shape) * dtype.itemsize)  # numpy's memory without bytes has no view of a dtype
+    return host_bytes(size).view(dtype).as_strided(shape, stride)
 
 
 def _aligned(place: int) -> int:
