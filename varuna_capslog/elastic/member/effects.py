@@ -215,7 +215,7 @@ class Effects:
         if group is None:
             return broken
         communicator, told = group
-        states = {layer: parts.holdings.at(layer, effect.base) for layer in sorted(self._loop.state.roles.own)}
+        states = parts.holdings.all_at(sorted(self._loop.state.roles.own), effect.base)
         parts.report.opened(record.members, self._loop.roster.dead, decided.moved_bytes)
         opening = Opening(
             record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, told

@@ -91,17 +91,27 @@ class Holdings:
 
     def at(self, layer: int, stamp: Stamp) -> LayerState:
         """Return a held state, as it lies here. Raises KeyError where there is none, against the protocol's word."""
-        kept = self._kept.get((layer, stamp))
-        if kept is not None:
-            return kept
-        if self.live == stamp and layer in self._own:
-            return self._work.state(layer, copy=False)
+        return self.all_at([layer], stamp)[layer]
+
+    def all_at(self, layers: Iterable[int], stamp: Stamp) -> dict[int, LayerState]:
+        """Return the held states of these layers. Copies that are a step behind make it together. Raises as `at`."""
+        states: dict[int, LayerState] = {}
+        copies: dict[int, Copy] = {}
+        for layer in layers:
+            kept = self._kept.get((layer, stamp))
+            if kept is not None:
+                states[layer] = kept
+            elif self.live == stamp and layer in self._own:
+                states[layer] = self._work.state(layer, copy=False)
+            else:
+                copies[layer] = self._copy_with(layer, stamp)
+        self._make_due(*(entry for entry in copies.items() if entry[1].stands_at != stamp))
+        return states | {layer: self._state_of(copy) for layer, copy in copies.items()}
+
+    def _copy_with(self, layer: int, stamp: Stamp) -> Copy:
         for copy in (self.copies.get(layer), self._shelf.get(layer)):
-            if copy is None or stamp not in copy.stamps:
-                continue
-            if stamp != copy.stands_at:
-                self._make_due((layer, copy))
-            return self._state_of(copy)
+            if copy is not None and stamp in copy.stamps:
+                return copy
         raise KeyError((layer, stamp))
 
     def copied(self, layer: int, held: Held) -> tuple[Stamp, LayerState] | None:
@@ -236,6 +246,8 @@ class Holdings:
 
     def _make_due(self, *copies: tuple[int, Copy]) -> None:
         """Make the steps that are due; it may go on beside the training."""
+        if not copies:
+            return
         self._settle()
         steps: list[tuple[Followed, Mapping[str, Tensor], int, float]] = []
         for layer, copy in copies:
