@@ -130,6 +130,13 @@ def test_what_is_no_file_or_too_large_is_not_read(tmp_path: Path, monkeypatch: p
 def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     with pytest.raises(CapslogError, match=r"missing\.json cannot be read: No such file"):
         files.read_json(tmp_path / "missing.json")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "plan-0.json").write_text("{}")
+    for typed in ("runs/first/plan_0.json", "run/first/plan-0.json"):
+        with pytest.raises(CapslogError, match=rf"{typed} cannot .*; did you mean .*/runs/first/plan-0\.json\?"):
+            files.read_json(tmp_path / typed)
+    with pytest.raises(CapslogError, match="check the path"):
+        files.read_json(tmp_path / "run" / "first" / "other.json")
     with pytest.raises(CapslogError, match="cannot be read: Is a directory"):
         files.read_jsonl(tmp_path)
     (tmp_path / "latin.json").write_bytes(b'"\xe9"')

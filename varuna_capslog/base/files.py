@@ -5,6 +5,7 @@ Files may come from a stranger, so every reader has a bound.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import hashlib
@@ -357,7 +358,21 @@ def write_failure(sentence: str, error: OSError) -> CapslogError:
 
 def _unreadable(path: str | os.PathLike[str], error: OSError | ValueError) -> CapslogError:
     reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None)
-    return CapslogError(f"{path} cannot be read: {reason or error}; check the path")
+    return CapslogError(f"{path} cannot be read: {reason or error}; {_advice(path, error)}")
+
+
+def _advice(path: str | os.PathLike[str], error: OSError | ValueError) -> str:
+    """What to do about a path that cannot be read: the path of a similar name, if one is there, else to check it."""
+    if isinstance(error, FileNotFoundError):
+        missing = Path(path)
+        with contextlib.suppress(OSError):
+            while not missing.parent.exists():
+                missing = missing.parent
+            for near in difflib.get_close_matches(missing.name, os.listdir(missing.parent), cutoff=0.7):
+                meant = missing.with_name(near) / Path(path).relative_to(missing)
+                if meant.exists():
+                    return f"did you mean {meant}?"
+    return "check the path"
 
 
 def _dumps(path: str | os.PathLike[str], value: Any, indent: int | None) -> str:
