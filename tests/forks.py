@@ -38,6 +38,9 @@ _IMPORTED_ONCE = [
     "varuna_capslog.training.run",
     "varuna_capslog.start.prepare",
     "varuna_capslog.elastic.member.pipeline_work",
+    "varuna_capslog.cli",
+    "torch.export._trace",
+    "torch.utils.tensorboard",  # skipped where tensorboard is not installed
     "transformers.models.rt_detr.modeling_rt_detr",  # skipped where transformers is not installed
     "tests.frozen",
 ]
@@ -131,11 +134,18 @@ def start_command(
         return Fork(f"{__name__}:_command", (list(arguments),), environment, descriptors, folder)
 
 
+@contextlib.contextmanager
+def servers_as_forks() -> Iterator[None]:
+    """Start fork servers of this process as forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
+        yield
+
+
 @pytest.fixture(scope="module")
 def forked_servers() -> Iterator[None]:
     """Fork servers of commands that run in this process are forks themselves."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
+    with servers_as_forks():
         yield
 
 
@@ -276,11 +286,11 @@ def _act(
 
 
 def _server(arguments: list[str]) -> int:
-    _share_shapes()
+    share_shapes()
     return fork_server.main(arguments)
 
 
-def _share_shapes() -> None:
+def share_shapes() -> None:
     """Take what the process that all are forked from has traced, in the engines of this process and of its forks."""
     from tests.engine.shapes import SharedShapes
     from varuna_capslog.elastic.member import pipeline_work
@@ -298,7 +308,7 @@ def _command(arguments: list[str]) -> int:
 
 def _start_forks() -> None:
     """Let fork servers of this process be forks of it."""
-    _share_shapes()
+    share_shapes()
     start = fork_server._started_as_fork if fork_server.may_fork() else subprocess.Popen
     fork_server.subprocess = _with_popen(start)
 

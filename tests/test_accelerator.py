@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import types
 from pathlib import Path
@@ -108,6 +109,7 @@ def test_a_process_that_uses_an_accelerator_is_known(xpu: types.SimpleNamespace)
 CUDAS_OWN = re.compile(r"cuda(:.*)?|is_cuda|.*nccl.*", re.IGNORECASE)
 
 
+@functools.cache
 def said_in(text: str) -> set[str]:
     """Return which of `torch.accelerator`, `torch.cuda` and CUDA's own words occur in a module's code."""
     words: set[str] = set()
@@ -115,7 +117,8 @@ def said_in(text: str) -> set[str]:
     remarks = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         if isinstance(node, ast.Attribute):
-            words |= {ast.unparse(node)} & {"torch.accelerator", "torch.cuda"}
+            if isinstance(node.value, ast.Name):
+                words |= {f"{node.value.id}.{node.attr}"} & {"torch.accelerator", "torch.cuda"}
             words |= {node.attr} if CUDAS_OWN.fullmatch(node.attr) else set()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in remarks:
             words |= {node.value} if CUDAS_OWN.fullmatch(node.value) else set()

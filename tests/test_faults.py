@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -301,12 +299,13 @@ print(moments)
 """
 
 
-def test_a_kill_at_any_moment_of_a_checkpoint_leaves_one_that_loads(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_of_a_checkpoint_leaves_one_that_loads(tmp_path: Path, programs: Path) -> None:
     """The process dies at the first, second, ... file operation of writing and pruning, until one comes through: while
     training waits, and beside it.
     """
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED_AT_EVERY_FILE_OPERATION), str(tmp_path / "checkpoints")],
+        [programs / "python", "-", str(tmp_path / "checkpoints")],
+        input=KILLED_AT_EVERY_FILE_OPERATION,
         cwd=ROOT,
         capture_output=True,
         text=True,

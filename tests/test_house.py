@@ -48,8 +48,8 @@ def attributes(node: ast.ClassDef) -> set[str]:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
     }
     for inner in ast.walk(node):
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self":
-            names.add(inner.attr)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            names |= {inner.attr} if isinstance(inner.value, ast.Name) and inner.value.id == "self" else set()
     return names
 
 

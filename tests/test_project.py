@@ -12,6 +12,7 @@ import yaml
 from setuptools import find_packages
 
 import varuna_capslog
+from tests.source_trees import nodes_of
 from varuna_capslog.base.errors import EXTRAS
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +31,7 @@ OPTIONAL = {
 def imported(path: Path) -> set[str]:
     """Return the top-level packages that a module imports, also inside functions; not those for type checkers only."""
     packages = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.Import):
             packages |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -83,7 +84,7 @@ def test_the_core_needs_no_module_of_an_extra() -> None:
     modules = {name for names in EXTRAS.values() for name in names}
     paths = set()
     for path in sorted((ROOT / "varuna_capslog").rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in nodes_of(path.read_text(encoding="utf-8"))[0].body:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if any(name.split(".")[0] in modules for name in names):

@@ -7,6 +7,7 @@ TYPE_CHECKING do not. The list of rooms is read from docs/architecture.md, so th
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,32 +42,46 @@ def modules(root: Path) -> dict[str, Path]:
 
 def imports(name: str, path: Path, paths: dict[str, Path]) -> Iterator[tuple[str, int]]:
     """Yield (module, line) of each module of `paths` that this one imports or names in a string."""
-    nodes = nodes_of(path.read_text(encoding="utf-8"))
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for names, line in named_in(path.read_text(encoding="utf-8"), package):
+        for longer, base in names:
+            target = longer if longer in paths else base
+            if target in paths and target != name:
+                yield target, line
+
+
+@functools.cache
+def named_in(text: str, package: str) -> list[tuple[list[tuple[str, str]], int]]:
+    """Return what each import or string of a module may name, with its line: pairs of a name and the module that it is
+    in if it is no module itself.
+    """
+    nodes, names = nodes_of(text), []
     typing = {
         id(inner)
         for node in nodes
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.If) and any(of_checkers(part) for part in ast.walk(node.test))
         for statement in node.body
         for inner in ast.walk(statement)
     }
     for node in nodes:
-        targets: list[str] = []
         if id(node) in typing:
             continue
         if isinstance(node, ast.Import):
-            targets = [alias.name for alias in node.names]
+            names.append(([(alias.name, alias.name) for alias in node.names], node.lineno))
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *([base] if base else [])])
-            targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in paths else base for alias in node.names]
+            names.append(([(f"{base}.{alias.name}", base) for alias in node.names], node.lineno))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            targets = [node.value.partition(":")[0]]
-        for target in targets:
-            if target in paths and target != name:
-                yield target, node.lineno
+            module = node.value.partition(":")[0]
+            names.append(([(module, module)], node.lineno))
+    return names
+
+
+def of_checkers(node: ast.AST) -> bool:
+    return "TYPE_CHECKING" in (getattr(node, "id", ""), getattr(node, "attr", ""))
 
 
 def upward(root: Path, order: list[str]) -> list[str]:

@@ -41,7 +41,6 @@ def logits_of_one(model, prompt, following):
 
 
 WAYS = [
-    ("Llama", SEQUENCE, 3),
     ("Llama", SEQUENCE, 4),
     ("Llama", HEADS, 2),
     ("GPT2", SEQUENCE, 2),

@@ -76,7 +76,7 @@ def test_generations_leave_nothing_behind(cradle: Cradle, truth: Truth, tmp_path
     assert len(outcome.notes["tasks"]) == 5
 
 
-def test_callbacks_hear_an_elastic_run_and_stop_it(tmp_path: Path) -> None:
+def test_callbacks_hear_an_elastic_run_and_stop_it(tmp_path: Path, forked_servers: None) -> None:
     rows: list[dict[str, Any]] = []
     saved: list[int] = []
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.forks import prepared_context
+from tests.forks import prepared_context, share_shapes
 
 __all__ = ["WorkerPool"]
 
@@ -24,6 +24,7 @@ def _serve(pipe: Connection) -> None:
     from varuna_capslog.engine.communicator import connect
 
     torch.set_num_threads(1)
+    share_shapes()
     while True:
         case = pipe.recv()
         if case is None:

@@ -30,13 +30,11 @@ def open_group(outer: Communicator, prefix: str, timeout_seconds: float = 30.0) 
 def talk(communicator: Communicator) -> list[Any]:
     """Return a sum, a gather and the messages from the neighbours, as this rank gets them."""
     rank, world = communicator.rank, communicator.world_size
-    slots = torch.zeros(world, dtype=torch.float64)
-    slots[rank] = rank + 0.5
     neighbours = dict.fromkeys([(rank + 1) % world, (rank - 1) % world], SPEC)
     messages = dict.fromkeys(neighbours, torch.full((4,), float(rank)))
     theirs = communicator.exchange(messages, neighbours, 7, torch.device("cpu"))
     return [
-        communicator.sum_(slots).tolist(),
+        communicator.sum_numbers([(rank + 0.5) * (place == rank) for place in range(world)]),
         communicator.gather(("rank", rank)),
         {peer: tensor.tolist() for peer, tensor in theirs.items()},
     ]
@@ -98,7 +96,7 @@ def blocked(outer: Communicator, operation: str, aborts: int) -> dict[str, Any]:
         # ended for good: nothing is even tried
         for call in (
             lambda: group.send(torch.zeros(4), (group.rank + 1) % group.world_size, 3),
-            lambda: group.sum_(torch.zeros(1, dtype=torch.float64)),
+            lambda: group.sum_numbers([0.0]),
             lambda: group.gather(1),
         ):
             with pytest.raises(PeerLost, match="its generation was ended here"):

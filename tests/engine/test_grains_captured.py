@@ -184,7 +184,7 @@ def test_what_a_larger_call_would_change_is_refused_before_the_workers(
 
 
 @pytest.mark.timeout(300)
-def test_train_runs_the_larger_calls_that_graphpipe_chooses(tmp_path: Path) -> None:
+def test_train_runs_the_larger_calls_that_graphpipe_chooses(tmp_path: Path, forked_servers: None) -> None:
     """The loss of the model's own stays in a stage of one microbatch per call; a batch norm would, too."""
     inputs = [f"{name}=int64[2,5]:13" for name in ("ids", "labels")]
     model = {"factory": f"{HERE}:decoder", "arguments": {"loses": True}, "inputs": inputs, "samples": 16}

@@ -254,10 +254,10 @@ def step_in_parts(communicator: Communicator, layout: Cuts, ballots: list[bytes]
         untouched.append(all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True)))
         if verdict.refusal is None:
             communicator.world_size, kept = 1, communicator.world_size  # a message to any rank would now fail
-            communicator.sum_ = communicator.send = communicator.receive = None  # type: ignore[assignment, method-assign]
+            communicator.sum_numbers = communicator.send = communicator.receive = None  # type: ignore[assignment, method-assign]
             engine.apply(verdict)
             communicator.world_size = kept
-            for name in ("sum_", "send", "receive"):
+            for name in ("sum_numbers", "send", "receive"):
                 delattr(communicator, name)
         else:
             engine.forget()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import socket
 from collections.abc import Callable
@@ -39,11 +41,16 @@ class Transformer(nn.Module):
         return self.output(self.norm(hidden))
 
 
-def plain() -> tuple[nn.Module, Chain, list[int]]:
+@functools.cache
+def captured(kind: type[nn.Module]) -> tuple[nn.Module, Chain]:
+    """A model and its chain, which share their weights; for copies."""
     torch.manual_seed(0)
-    model = Transformer()
-    example = (torch.zeros(SIZE, 8, dtype=torch.int64),)
-    return model, Chain.from_module(model, [f"layers.{index}" for index in range(4)], example), [0, 2]
+    model, example = kind(), (torch.zeros(SIZE, 8, dtype=torch.int64),)
+    return model, Chain.from_module(model, [f"layers.{index}" for index in range(4)], example, evaluates=False)
+
+
+def plain() -> tuple[nn.Module, Chain, list[int]]:
+    return *copy.deepcopy(captured(Transformer)), [0, 2]
 
 
 class Masked(Transformer):
@@ -61,10 +68,7 @@ class Masked(Transformer):
 
 
 def masked() -> tuple[nn.Module, Chain, list[int]]:
-    torch.manual_seed(0)
-    model = Masked()
-    example = (torch.zeros(SIZE, 8, dtype=torch.int64),)
-    return model, Chain.from_module(model, [f"layers.{index}" for index in range(4)], example), [0, 2]
+    return *copy.deepcopy(captured(Masked)), [0, 2]
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +303,7 @@ def test_flags_stand_for_a_config() -> None:
 
 
 @pytest.mark.timeout(500)
-def test_train_runs_captured_layers_and_its_loss_is_the_unsplit_models(tmp_path: Path) -> None:
+def test_train_runs_captured_layers_and_its_loss_is_the_unsplit_models(tmp_path: Path, programs: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
         "workload: varuna_capslog.model.model_workload:workload\n"
@@ -314,7 +313,7 @@ def test_train_runs_captured_layers_and_its_loss_is_the_unsplit_models(tmp_path:
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", "from varuna_capslog.cli import main; main()", "train", str(config), "--nproc", "1"],
+        [programs / "capslog", "train", str(config), "--nproc", "1"],
         cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}, capture_output=True, text=True,
         timeout=400, check=False,
     )  # fmt: skip

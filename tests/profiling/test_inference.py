@@ -21,6 +21,7 @@ from varuna_capslog.profiling.estimation.rates import speed_of
 from varuna_capslog.profiling.inference import Served, decoding, estimate_inference
 
 HERE = __name__
+BLOCKS = 4
 
 
 class Lopsided(nn.Module):
@@ -133,11 +134,17 @@ def served(factory: str, *inputs: str, size: int = 4, **more: object) -> Inferen
     return InferenceModel(ModelSection(factory=factory, inputs=list(inputs)), size, **more)
 
 
+def llama(sequence: int) -> InferenceModel:
+    pytest.importorskip("transformers")
+    section = ModelSection(
+        factory="examples.llama:model", arguments={"layers": BLOCKS}, inputs=["input_ids=int64[1,16]:512"]
+    )
+    return InferenceModel(section, 4, dtype="float32", sequence=sequence)
+
+
 @functools.cache
 def profile_of_llama() -> Profile:
-    pytest.importorskip("transformers")
-    model = served("examples.llama:model", "input_ids=int64[1,16]:512", dtype="float32", sequence=96)
-    return estimate_inference(model, Served(4))
+    return estimate_inference(llama(96), Served(4))
 
 
 def measured(model: InferenceModel, cuts: tuple[int, ...]) -> list[int]:
@@ -188,21 +195,17 @@ def test_peaks_of_stages_are_those_of_the_allocator(devices: int) -> None:
 
 
 def test_peaks_of_a_captured_decoder_are_those_of_the_allocator() -> None:
-    model = served("examples.llama:model", "input_ids=int64[1,16]:512", dtype="float32", sequence=96)
-    assert_close(profile_of_llama(), model, 3)
+    assert_close(profile_of_llama(), llama(96), 3)
 
 
 def test_the_next_token_reads_all_weights_and_the_whole_cache() -> None:
     """The layers are those of one token, whose seconds on a card are the weights' bytes and its host's."""
-    pytest.importorskip("transformers")
     decode, rows = [], []
     for tokens in (96, 192):
-        model = served("examples.llama:model", "input_ids=int64[1,16]:512", dtype="float32", sequence=tokens)
-        profile = estimate_inference(model, Served(4, "cuda", "a100-80gb"))
+        profile = estimate_inference(llama(tokens), Served(4, "cuda", "a100-80gb"))
         decode.append(profile.conditions[DECODE_SECONDS])
         rows.append(profile)
-    short = served("examples.llama:model", "input_ids=int64[1,16]:512", dtype="float32", sequence=1)
-    alone = [layer.forward_seconds for layer in estimate_inference(short, Served(4, "cuda", "a100-80gb")).layers]
+    alone = [layer.forward_seconds for layer in estimate_inference(llama(1), Served(4, "cuda", "a100-80gb")).layers]
     second_of_byte = speed_of("cuda", "a100-80gb").seconds_of["bytes"]
     for seconds, profile in zip(decode, rows, strict=True):
         caches = profile.conditions[CACHE_BYTES]
@@ -221,10 +224,10 @@ def test_a_model_that_cannot_take_one_token_has_no_seconds_of_decode() -> None:
 def test_what_a_decoder_caches_belongs_to_its_blocks_and_grows_with_the_batch() -> None:
     profile = profile_of_llama()
     # two key-value heads of 32 numbers, keys and values, float32, 96 tokens
-    assert profile.conditions[CACHE_BYTES] == [0, *[2 * 2 * 32 * 4 * 96] * 8, 0]
-    plans = {batch: solve(Problem.of_serving(profile, 2, batch, cuts=[0, 5]), "exact") for batch in (4, 16)}
+    assert profile.conditions[CACHE_BYTES] == [0, *[2 * 2 * 32 * 4 * 96] * BLOCKS, 0]
+    plans = {batch: solve(Problem.of_serving(profile, 2, batch, cuts=[0, 3]), "exact") for batch in (4, 16)}
     more = [b - a for a, b in zip(plans[4].stage_bytes, plans[16].stage_bytes, strict=True)]
-    assert more == [12 * 4 * 49152, 12 * 4 * 49152]
+    assert more == [12 * 2 * 49152, 12 * 2 * 49152]
     assert (plans[16].num_microbatches, plans[16].microbatch_size, plans[16].schedule) == (4, 4, None)
     with pytest.raises(CapslogError, match="a batch of 6 is not a multiple of the microbatch size 4"):
         Problem.of_serving(profile, 2, 6)

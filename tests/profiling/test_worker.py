@@ -34,7 +34,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_loss_of_a_neighbour_is_one_sentence_without_a_traceback(tmp_path: Path) -> None:
+def test_the_loss_of_a_neighbour_is_one_sentence_without_a_traceback(tmp_path: Path, programs: Path) -> None:
     """A worker that lost its neighbour read the neighbour's pipe for the reason. The pipe of an ended process is
     readable and empty: the EOFError was printed with the errors before it, and the command said only that the worker's
     process ended with status 1.
@@ -42,7 +42,7 @@ def test_the_loss_of_a_neighbour_is_one_sentence_without_a_traceback(tmp_path: P
     script = tmp_path / "abandoned.py"
     script.write_text(ABANDONED)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([programs / "python", script], env=environment, capture_output=True, text=True, timeout=300)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.stdout.startswith("the run of "), done.stderr
     assert "lonely" in done.stdout.split(" failed: ")[0]

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.reports.legible import TITLE, assert_legible, assert_titled
+from tests.sweeps import some
 from varuna_capslog.profiles.record import LayerProfile
 from varuna_capslog.reports.memory import (
     GenerationPeaks,
@@ -22,15 +23,18 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("layers", "cuts"),
-    [
-        (1, [0]),
-        (4, [0]),
-        (4, [0, 1, 2, 3]),
-        (24, [0, 1, 2, 3, 4, 5, 6, 20]),
-        (48, [0, 2, 4, 7, 11, 17, 24, 34]),
-        (100, [0, 50]),
-        (130, [0, 60]),
-    ],
+    some(
+        [
+            (1, [0]),
+            (4, [0]),
+            (4, [0, 1, 2, 3]),
+            (24, [0, 1, 2, 3, 4, 5, 6, 20]),
+            (100, [0, 50]),  # the most of which all are named
+            (130, [0, 60]),
+            (48, [0, 2, 4, 7, 11, 17, 24, 34]),
+        ],
+        6,
+    ),
 )
 def test_layers(layers: int, cuts: list[int], tmp_path: Path, figures: list[Figure]) -> None:
     names = [rf"$\frac$.encoder.layers.{index}.self_attn" for index in range(layers)]

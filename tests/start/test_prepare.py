@@ -223,10 +223,16 @@ def test_the_capacities_of_a_given_plan_are_those_of_its_devices(tmp_path: Path)
 OTHER = "sha256:" + 64 * "0"
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder for profiles that only this module's tests write: another estimate has other seconds."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
-def fitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def fitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str) -> dict[str, Any]:
     """A plan that fits by the profile of the config that it is given to."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
     config = config_for(tmp_path, SHORT)
     plan = search(profile_run(config, show=False), 2, capacity=2**30, run=RunShape.of_config(config))
     assert plan.fits
@@ -269,10 +275,10 @@ def test_a_run_that_is_profiled_anew_goes_on_with_its_plan(tmp_path: Path, fitti
 
 
 def test_a_host_tier_that_is_too_small_is_said_before_any_worker_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:
     """A plan without a capacity was not profiled, and the first step ended when the tier was full."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
     first, second = {"layers": [[0, 5]], "ranks": [0]}, {"layers": [[5, 11]], "ranks": [1]}
     offloads = {"memory": [[0, 4, "offload"]]}
     full = {key: REPLICATED_MIDDLE[key] for key in ("format", "num_layers", "units", "schedule")}

@@ -63,7 +63,7 @@ def of(findings: list[RunFinding], kind: str) -> list[tuple[str, str]]:
 
 
 def test_a_sound_run_is_found_sound_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forked_servers: None
 ) -> None:
     """The first sample is read in a real process of its own, as the command does it."""
     monkeypatch.chdir(tmp_path)

@@ -185,13 +185,10 @@ class ScriptWork(Work):
 
     def vote(self, step: int, ballot: bytes) -> Outcome:
         group = self._group
-        slots = torch.zeros(2 + group.world_size, dtype=torch.float64)
-        slots[0] = float(math.isinf(self._loss))
-        slots[1] = float(self._start.stop_wished())
-        slots[2 + group.rank] = float(bool(ballot))
-        group.sum_(slots)
-        ballots = group.gather(ballot) if bool(slots[2:].any()) else [b""] * group.world_size
-        return Outcome(not slots[0], ballots, bool(slots[1]), 1.0)
+        wishes = [math.isinf(self._loss), self._start.stop_wished(), bool(ballot)]
+        infinite, stops, has_ballot = group.sum_numbers([float(wish) for wish in wishes])
+        ballots = group.gather(ballot) if has_ballot else [b""] * group.world_size
+        return Outcome(not infinite, ballots, bool(stops), 1.0)
 
     def apply(self, step: int) -> None:
         self._before = None

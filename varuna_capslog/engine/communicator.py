@@ -420,11 +420,11 @@ class Communicator:
             raise self._lost(error, doing, peer) from error
         return Pending(self, work, peer, doing, buffer, device)
 
-    def sum_(self, slots: Tensor) -> Tensor:
-        """Add float64 vectors of all ranks, in place; exact in any order where one rank fills each slot."""
-        assert slots.dtype == torch.float64
-        assert slots.device.type == "cpu"
-        return self._add_up(slots, "in the vote of all ranks")
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Add the numbers of all ranks, place by place, in float64; exact in any order where one rank fills a place."""
+        slots = torch.tensor(numbers, dtype=torch.float64)
+        sums: list[float] = self._add_up(slots, "in the vote of all ranks").tolist()
+        return sums
 
     def add(self, tensor: Tensor) -> Tensor:
         """Add the tensors of all ranks, in place, in their own dtype: the same bits on every rank."""
@@ -447,10 +447,8 @@ class Communicator:
             return [value]
         assert self._group is not None
         raw = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
-        sizes = torch.zeros(self.world_size, dtype=torch.float64)
-        sizes[self.rank] = raw.numel()
-        self.sum_(sizes)
-        longest = int(sizes.max())
+        sizes = self.sum_numbers([raw.numel() * (rank == self.rank) for rank in range(self.world_size)])
+        longest = int(max(sizes))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: raw.numel()] = raw
         everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
@@ -474,16 +472,15 @@ class Communicator:
             while True:
                 wait([future], pause)
                 pause = min(1.0, 2 * pause)
-                slots = torch.zeros(2 * self.world_size, dtype=torch.float64)
-                slots[self.rank] = float(future.done())
-                slots[self.world_size + self.rank] = float(future.done() and future.exception() is not None)
-                done = self.sum_(slots)[: self.world_size]
-                failed = slots[self.world_size :].nonzero().flatten().tolist()
+                mine = [future.done(), future.done() and future.exception() is not None]
+                here = [rank == self.rank for rank in range(self.world_size)]
+                sums = self.sum_numbers([float(flag and is_here) for flag in mine for is_here in here])
+                done, failed = sums[: self.world_size], [r for r in range(self.world_size) if sums[self.world_size + r]]
                 if failed:
                     if future.done():
                         future.result()  # our own failure, if it is one
                     raise PeerLost(f"{self._name(self.rank)} gave up because {self._name(failed[0])} failed", failed[0])
-                if bool(done.all()):
+                if all(done):
                     return future.result()
 
     def exchange(
@@ -499,7 +496,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.sum_(torch.zeros(1, dtype=torch.float64))
+        self.sum_numbers([0.0])
 
     def abort(self) -> None:
         """End every pending and every later operation, here and at the peers, within some milliseconds.

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
-import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
@@ -108,33 +108,44 @@ class Poll:
         count, layers, world = len(minibatch.inputs), len(self._chain), self._communicator.world_size
         names = self._names(last)
         scaled = self._options.loss_scale
-        sizes = [count * len(names), layers, world, world, world, world, 1, *([] if scaled is None else [2])]
-        slots = torch.zeros(sum(sizes), dtype=torch.float64)
-        losses, norms, has_ballot, waited, busy, failed, stops, *scales = slots.split(sizes)
-        losses = losses.view(count, len(names))
+        losses = [[0.0] * len(names) for _ in range(count)]
+        norms = [0.0] * layers
+        has_ballot, waited, busy, failed = ([0.0] * world for _ in range(4))
         refusals: dict[int, str] = {}
         for stage in last:
             for microbatch, values in stage.parts.items():
-                losses[microbatch] = torch.tensor(
-                    [float(values.get(name, math.nan)) for name in names], dtype=torch.float64
-                )
+                losses[microbatch] = [float(values.get(name, math.nan)) for name in names]
             refusals |= stage.refusals
             stage.parts.clear()
             stage.refusals.clear()
         for index, value in squared_norms.items():
-            norms[index] = value
+            norms[index] = float(value)
         has_ballot[self._communicator.rank] = float(bool(ballot))
         waited[self._communicator.rank] = data.waited_seconds
         busy[self._communicator.rank] = data.busy_seconds
         failed[self._communicator.rank] = float(data.failure is not None)
-        stops[0] = float(stop)
+        scales = [0.0] * (0 if scaled is None else 2)
         if loss_scale is not None:
-            scales[0].copy_(torch.tensor([loss_scale.scale, loss_scale.streak], dtype=torch.float64))
-        self._communicator.sum_(slots)
+            scales = [loss_scale.scale, float(loss_scale.streak)]
+        slots = [
+            *(part for row in losses for part in row),
+            *norms,
+            *has_ballot,
+            *waited,
+            *busy,
+            *failed,
+            float(stop),
+            *scales,
+        ]
+        sums = iter(self._communicator.sum_numbers(slots))
+        losses = [list(islice(sums, len(names))) for _ in range(count)]
+        norms = list(islice(sums, layers))
+        has_ballot, waited, busy, failed = (list(islice(sums, world)) for _ in range(4))
+        stops, *scales = sums
         if scaled is not None:
-            scaled = replace(scaled, scale=float(scales[0][0]), streak=int(scales[0][1]))
+            scaled = replace(scaled, scale=scales[0], streak=int(scales[1]))
         total = _fold(losses)
-        squared = _fold(norms.unsqueeze(1))[0]
+        squared = _fold([[norm] for norm in norms])[0]
         finite = all(math.isfinite(value) for value in (squared, *total))
         parts = dict(zip(names, total, strict=True))
         counted = take_weight(parts, count)
@@ -145,7 +156,7 @@ class Poll:
         if scaled is not None:
             scale /= scaled.scale
         refusal = None
-        if self._options.refuses and any(failed.tolist()):
+        if self._options.refuses and any(failed):
             refusal = data_failure(step, self._communicator.gather(data.failure))
         elif self._options.refuses and not finite:
             if scaled is None or scaled.exhausted or not all(map(math.isfinite, total)):
@@ -154,12 +165,10 @@ class Poll:
                 norm, scale = math.inf, 0.0
         if counted == 0:
             refusal = refusal or no_targets(step)
-        ballots = tuple(self._communicator.gather(ballot)) if any(has_ballot.tolist()) else ()
-        seconds = {"waited_seconds": tuple(waited.tolist()), "busy_seconds": tuple(busy.tolist())}
+        ballots = tuple(self._communicator.gather(ballot)) if any(has_ballot) else ()
+        seconds = {"waited_seconds": tuple(waited), "busy_seconds": tuple(busy)}
         factor = None if scaled is None else scaled.scale
-        return Verdict(
-            step, parts, norm, scale, finite, refusal, bool(stops[0] > 0), ballots, **seconds, loss_scale=factor
-        )
+        return Verdict(step, parts, norm, scale, finite, refusal, stops > 0, ballots, **seconds, loss_scale=factor)
 
     def _names(self, last: Sequence[Stage]) -> list[str]:
         """Names of the loss parts, sent once by the ranks that compute the loss."""
@@ -183,10 +192,10 @@ def no_targets(step: int) -> str:
     return f"step {step}: none of its targets counts in the loss; nothing was applied"
 
 
-def _fold(rows: Tensor) -> list[float]:
+def _fold(rows: Sequence[Sequence[float]]) -> list[float]:
     """Sum over the rows, one after the other, in float64."""
-    total = [0.0] * rows.shape[1]
-    for row in rows.tolist():
+    total = [0.0] * len(rows[0])
+    for row in rows:
         total = [partial + value for partial, value in zip(total, row, strict=True)]
     return total
 
@@ -194,15 +203,15 @@ def _fold(rows: Tensor) -> list[float]:
 def _refusal(
     step: int,
     names: Sequence[str],
-    parts: Tensor,
-    norms: Tensor,
+    parts: Sequence[Sequence[float]],
+    norms: Sequence[float],
     minibatch: Minibatch,
     refusals: Mapping[int, str],
     chain: Chain,
     scaled: LossScale | None,
 ) -> str:
     where = []
-    for microbatch, row in enumerate(parts.tolist()):
+    for microbatch, row in enumerate(parts):
         if not all(math.isfinite(value) for value in row):
             samples = minibatch.sample_ids[microbatch] if minibatch.sample_ids else []
             detail = refusals.get(microbatch) or ", ".join(
@@ -212,7 +221,7 @@ def _refusal(
     if where:
         places = "; ".join(where)
         return f"step {step}: the loss is not finite in {places}; nothing was applied: lower train.lr or look at them"
-    layers = [chain.layers[index].name for index, value in enumerate(norms.tolist()) if not math.isfinite(value)]
+    layers = [chain.layers[index].name for index, value in enumerate(norms) if not math.isfinite(value)]
     samples = [sample for group in minibatch.sample_ids for sample in group]
     total = ", ".join(f"{name}={value:g}" for name, value in zip(names, _fold(parts), strict=True))
     skipped, advice = "", ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -143,14 +144,19 @@ def test_what_a_window_saves_grows_linearly(precision: str) -> None:
     """The oracle is what autograd saves, which also hooks around the chain see: the module's grows with the square."""
     saved = []
     for n in (40, 80, 120):
-        model, tokens = _decoder(n, 16), torch.randint(0, 16, (1, n))
-        chain = Chain.from_module(model, None, {"input_ids": tokens})
+        model, chain, tokens = _of_windows(n)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
             runs = (lambda: model(input_ids=tokens)), (lambda: chain.run({"input_ids": tokens}))  # noqa: B023
             saved.append([_saved(run) for run in runs])
     bend = [first - 2 * second + third for first, second, third in zip(*saved, strict=True)]
     assert bend[0] >= 2 * 40 * 40  # of bool, or more
     assert bend[1] == 0
+
+
+@functools.cache
+def _of_windows(n: int) -> tuple[nn.Module, Chain, Tensor]:
+    model, tokens = _decoder(n, 16), torch.randint(0, 16, (1, n))
+    return model, Chain.from_module(model, None, {"input_ids": tokens}, evaluates=False), tokens
 
 
 def _saved(run: Callable[[], object]) -> int:

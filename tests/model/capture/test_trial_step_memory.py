@@ -6,10 +6,10 @@ the model's own, so that nothing was compared.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import logging
-import os
 import resource
 import shutil
 import subprocess
@@ -32,6 +32,8 @@ from varuna_capslog.model.chain import Chain
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
+M_MMAP_THRESHOLD = -3
+"""Of malloc.h."""
 FREE = 40 * MIB
 """What the system calls available in the tests with a limit."""
 
@@ -72,7 +74,10 @@ def status(name: str) -> int:
 
 
 def measure(*kinds: str) -> None:
-    """Write for each kind the results of comparisons, and the peak bytes of each."""
+    """Write for each kind the results of comparisons, and the peak bytes of each. Freed memory leaves the process, as
+    for large tensors.
+    """
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     sys.stdout.write(json.dumps([results(kind) for kind in kinds]))
 
 
@@ -101,18 +106,12 @@ def results(kind: str) -> list[tuple[str | None, int]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_step_that_does_not_fit_is_compared_in_bounded_memory() -> None:
+def test_a_step_that_does_not_fit_is_compared_in_bounded_memory(programs: Path) -> None:
     """The verdicts equal those of the comparison in memory, in less memory than that needs; also if the limit cannot
     be read from the system, so that only the allocator's error shows it.
     """
-    code = "from tests.model.capture.test_trial_step_memory import measure; measure('weights', 'activations')"
-    as_large = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-    }  # freed memory leaves the process, as for large tensors
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=as_large, capture_output=True, text=True, timeout=500
-    )
+    code = f"from {__name__} import measure; measure('weights', 'activations')"
+    run = subprocess.run([programs / "python", "-"], input=code, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr
     assert "not compared" not in run.stderr
     for rows in json.loads(run.stdout):

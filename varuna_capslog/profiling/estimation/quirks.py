@@ -34,7 +34,7 @@ __all__ = [
     "Quirks",
 ]
 
-QUIRKS_VERSION = 18
+QUIRKS_VERSION = 19
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
