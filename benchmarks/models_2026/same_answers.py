@@ -64,7 +64,8 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
     ("Llama-3-70B", {"devices": "8x h200"}),
     ("Llama-3-70B", {"devices": "8x a100-80gb"}),
 ]
-PLANS = [("DeepSeek-V3", "h200")]
+_LARGE = ("Llama-3-70B", "Llama-3.1-405B", "DeepSeek-V3", "Qwen3-235B-A22B", "Kimi-K2")
+PLANS = [(name, "h200") for name in (*_LARGE, "Nemotron-H-56B", "Qwen3-Next-80B-A3B")]
 _UNEQUAL = ("search_seconds",)
 """Fields that no two answers share."""
 
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="checkout of the library to compare with")
     parser.add_argument("--only", nargs="*", default=[], help="models")
     parser.add_argument("--small", action="store_true", help="without models of published sizes")
+    parser.add_argument("--plans", action="store_true", help="without questions to fits")
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.row:
@@ -81,7 +83,8 @@ def main() -> None:
         print(json.dumps(_answer(flags.row[0], json.loads(flags.row[1]))))
         return
     folders = [flags.before.resolve(), Path(__file__).resolve().parents[2]]
-    questions: list[tuple[str, dict[str, Any]]] = [*QUESTIONS, *((name, {"plan": kind}) for name, kind in PLANS)]
+    plans = [(name, {"plan": kind}) for name, kind in PLANS]
+    questions = plans if flags.plans else [*QUESTIONS, *plans]
     equal = asked = 0
     print("| model | question | fits | before | after | answers |\n|---|---|---|---|---|---|")
     for name, question in questions:
