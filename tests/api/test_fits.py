@@ -142,9 +142,9 @@ def test_a_larger_microbatch_is_rehearsed_where_its_step_is_no_longer_and_its_by
     asked: list[tuple[Config, bool]] = []
     plan_run = prepare.plan_run
 
-    def recorded(config: Config, *others: Any, confirms: bool = True, **options: Any) -> Any:
-        asked.append((config, confirms))
-        return plan_run(config, *others, confirms=confirms, **options)
+    def recorded(config: Config, *others: Any, longest: float | None = None, **options: Any) -> Any:
+        asked.append((config, longest is None))
+        return plan_run(config, *others, longest=longest, **options)
 
     monkeypatch.setattr(prepare, "plan_run", recorded)
 

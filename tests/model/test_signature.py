@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.model.chain import Chain, Layer
-from varuna_capslog.model.signature import layer_signature, run_signature
+from varuna_capslog.model.signature import Signatures, layer_signature, run_signature
 
 
 class Block(nn.Module):
@@ -87,6 +87,11 @@ def test_what_two_layers_share_counts_in_their_run() -> None:
     tied[1].module.weight = tied[0].module.weight
     assert [layer_signature(layer) for layer in apart] == [layer_signature(layer) for layer in tied]
     assert run_signature(apart) != run_signature(tied)
+    described = [Signatures(layers).run(0, 2) for layers in (apart, tied, [*reversed(apart)])]
+    assert described[0] == described[2] != described[1]
+    wider = Signatures([apart[0], Layer("c", nn.Linear(8, 9))])
+    assert wider.run(0, 2) != described[0]
+    assert wider.run(0, 1) == Signatures(tied).run(1, 2)
 
 
 class Scaled(nn.Module):

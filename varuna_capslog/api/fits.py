@@ -169,7 +169,7 @@ class PlannedRun:
 
         profile = profile_run(config, show=False, memo=memo)
         if longest is not None:
-            plan = _predicted(plan_run(config, profile, memo, confirms=False))
+            plan = _predicted(plan_run(config, profile, memo, longest=longest))
             refused = not plan.fits or (plan.step_seconds or 0.0) > longest
             if refused or (plan.ranks and is_certain(plan, Headroom.of(profile))):
                 return cls(config, profile, plan, memo)

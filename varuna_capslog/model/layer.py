@@ -263,14 +263,15 @@ class Frozen(nn.Module):
             self.get_submodule(name).training = False
         return self
 
-    def freeze(self, frozen: Collection[nn.Module], trained: Collection[nn.Module]) -> None:
-        """Record which of its modules are frozen, and which were in training mode when they were captured."""
+    def freeze(self, frozen: Collection[int], trained: Collection[int]) -> None:
+        """Record which of its modules are frozen, and which were in training mode when they were captured; both are
+        told by their identities.
+        """
         held = [(name, id(part)) for name, part in self.named_modules(remove_duplicate=False) if name]
-        frozen_ids, trained_ids = {id(part) for part in frozen}, {id(part) for part in trained}
-        names = tuple(name for name, key in held if key in frozen_ids)
+        names = tuple(name for name, key in held if key in frozen)
         if names:
             self.frozen = names
-        self._trained = tuple(name for name, key in held if key in trained_ids)
+        self._trained = tuple(name for name, key in held if key in trained)
 
     def freeze_as(self, layer: Frozen) -> None:
         """Record the frozen modules of a layer that holds modules of the same names."""
@@ -306,9 +307,9 @@ def in_training(model: nn.Module) -> Iterator[None]:
 
 def freeze_layers(layers: Iterable[Layer], model: nn.Module) -> None:
     """Record in the layers of a captured model which of their modules are frozen."""
-    trained = [part for part in model.modules() if part.training]
+    trained = {id(part) for part in model.modules() if part.training}
     with in_training(model):
-        frozen = frozen_parts(model)
+        frozen = {id(part) for part in frozen_parts(model)}
     for layer in layers:
         assert isinstance(layer.module, Frozen)
         layer.module.freeze(frozen, trained)

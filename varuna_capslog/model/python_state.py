@@ -267,7 +267,7 @@ class PythonState:
         files: include values that the modules' classes and the user's own files keep.
         modes: include which modules are in training mode.
         reads: as `files`, but only values that the modules' code reads by name.
-        apart: objects that are not looked into, where hooks of the modules refer to them.
+        apart: objects and tables of modules that are not looked into.
     """
 
     def __init__(
@@ -288,8 +288,8 @@ class PythonState:
                 continue
             seen.add(id(module))
             self._take(path, "", module, modes, _DEPTH, seen)
-            for name in _TABLES:
-                self._places.append(_Place(path, "", vars(module)[name], _KINDS[name]))
+            tables = [(name, vars(module)[name]) for name in _TABLES]
+            self._places += [_Place(path, "", table, _KINDS[name]) for name, table in tables if id(table) not in seen]
             for name, value in _closures(module):
                 self._follow(path, name, value, 1, seen)
             if files:

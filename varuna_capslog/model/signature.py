@@ -22,7 +22,7 @@ from varuna_capslog.model.capture.repeats import is_own_name
 from varuna_capslog.model.capture.runtime import ByMode, ByShape, CapturedGraph, Frozen, Guard, SequentialSlice
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["layer_signature", "run_signature"]
+__all__ = ["Signatures", "layer_signature", "run_signature"]
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum),
@@ -57,7 +57,36 @@ def run_signature(layers: Sequence[Layer]) -> tuple[object, ...]:
     buffer; which of them, and which modules, are identical; how many tensors each layer reads and writes.
     """
     description = _Description()
-    return tuple((len(layer.reads), len(layer.writes), description.module(layer.module)) for layer in layers)
+    return tuple(_of_layer(layer, description) for layer in layers)
+
+
+def _of_layer(layer: Layer, description: _Description) -> object:
+    return len(layer.reads), len(layer.writes), description.module(layer.module)
+
+
+class Signatures:
+    """`run_signature` of the runs of these layers, each of which is described once.
+
+    A run whose layers share no module and no tensor does the same work as one of equal layers.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+        self._alone: dict[int, tuple[object, frozenset[int]]] = {}
+
+    def run(self, first: int, end: int) -> tuple[object, ...]:
+        """Return the key of layers first .. end-1."""
+        alone = [self._described(layer) for layer in range(first, end)]
+        if len(frozenset().union(*(held for _, held in alone))) < sum(len(held) for _, held in alone):
+            return run_signature(self._layers[first:end])
+        return "apart", *(signature for signature, _ in alone)
+
+    def _described(self, layer: int) -> tuple[object, frozenset[int]]:
+        if layer not in self._alone:
+            description = _Description()
+            signature = _of_layer(self._layers[layer], description)
+            self._alone[layer] = signature, description.held
+        return self._alone[layer]
 
 
 class _Same:
@@ -78,6 +107,11 @@ class _Description:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Identities of the modules and tensors that were described."""
+        return frozenset(self._numbers)
 
     def module(self, module: nn.Module, path: str = "") -> object:
         """Describe a module. path: its qualified name, as far as it is known."""

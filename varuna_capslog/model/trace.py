@@ -60,15 +60,20 @@ class ShapeTable:
     ) -> None:
         self._device = device_type if device_type == accelerator.auto_type() else "cpu"
         self._precision = precision
-        # copied as one object, so that tied modules stay tied, with shapes in place of parameters and buffers
-        memo: dict[int, Any] = kept_tensors(layer.module for layer in chain.layers)
-        for layer in chain.layers:
-            for parameter in layer.module.parameters():
+        self._signatures = [layer_signature(layer) for layer in chain.layers]
+        # of equal layers one is copied, with shapes in place of parameters and buffers
+        originals = {signature: layer.module for signature, layer in zip(self._signatures, chain.layers, strict=True)}
+        memo: dict[int, Any] = kept_tensors(originals.values())
+        for module in originals.values():
+            for parameter in module.parameters():
                 hollow = parameter.detach().to("meta")
                 memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
-            memo |= {id(buffer): buffer.detach().to("meta") for buffer in layer.module.buffers()}
-        self._chain = copy.deepcopy(chain, memo)
-        modules = [layer.module for layer in self._chain.layers]
+            memo |= {id(buffer): buffer.detach().to("meta") for buffer in module.buffers()}
+        modules = copy.deepcopy([*originals.values()], memo)
+        copies = dict(zip(originals, modules, strict=True))
+        pairs = zip(chain.layers, self._signatures, strict=True)
+        self._layers = [replace(layer, module=copies[signature]) for layer, signature in pairs]
+        self._crossing = [chain.crossing(cut) for cut in range(len(chain) + 1)]
         low = {parameter: dtype for module in modules for parameter, dtype in low_parameters(module, weights).items()}
         if low:
             new = {
@@ -76,11 +81,10 @@ class ShapeTable:
                 for parameter, dtype in low.items()
             }
             replace_parameters(modules, new)
-        put_in_training(modules)
+        put_in_training(modules, [layer.module for layer in chain.layers])
         for part in (part for module in modules for part in module.modules()):
             if isinstance(part, (Whole, WholeModel)):
                 part.from_memory = True
-        self._signatures = [layer_signature(layer) for layer in chain.layers]
         self._generators: dict[object, Mapping[str, Any]] = {}
         """Signature -> the generators that a layer's Python code draws from, beside torch's."""
         self._traced: dict[object, tuple[TensorSpec, ...]] = {}
@@ -99,15 +103,15 @@ class ShapeTable:
 
     def _trace(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
         values = dict(inputs)
-        table = [{name: values[name] for name in self._chain.crossing(0)}]
-        for index, layer in enumerate(self._chain.layers):
+        table = [{name: values[name] for name in self._crossing[0]}]
+        for index, layer in enumerate(self._layers):
             read = tuple(values[name] for name in layer.reads)
             key = (self._signatures[index], read)
             written = self._traced.get(key)
             if written is None:
                 written = self._traced[key] = self._run(layer, read, self._signatures[index])
             values.update(zip(layer.writes, written, strict=True))
-            table.append({name: values[name] for name in self._chain.crossing(index + 1)})
+            table.append({name: values[name] for name in self._crossing[index + 1]})
         return table
 
     def _run(self, layer: Layer, read: tuple[TensorSpec, ...], signature: object) -> tuple[TensorSpec, ...]:

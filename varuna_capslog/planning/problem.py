@@ -42,6 +42,8 @@ class Problem:
     shares_moments: only one of the pipelines keeps a layer's optimizer moments (`pipeline.zero`).
     members_change: devices leave and join during the run, so that blocks are fixed and replicas keep whole states.
     search_seconds: time after which a long search returns the best plan so far; None: no limit.
+    longest: seconds of a step; planner budget need not look for slower plans with replicas. None: for any that is
+        faster than its line.
     """
 
     profile: Profile
@@ -59,6 +61,7 @@ class Problem:
     shares_moments: bool = False
     members_change: bool = False
     search_seconds: float | None = None
+    longest: float | None = None
 
     @classmethod
     def of(

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.engine.grains import joined_inputs, layers_of_one_microbatch, specs_of_values
 from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.signature import run_signature
+from varuna_capslog.model.signature import Signatures, run_signature
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.conditions import ONE_MICROBATCH, PART_SECONDS, UPDATE_RATE
@@ -136,6 +136,7 @@ class StageEstimator:
         self._memo = memo or Memo()
         self._memo.alive += [self.chain, workload]
         self._keys: dict[tuple[int, int], object] = {}
+        self._signatures = Signatures(self.chain.layers)
 
     @property
     def recipes(self) -> Recipes:
@@ -195,6 +196,8 @@ class StageEstimator:
     def _changed(self, **attributes: Any) -> StageEstimator:
         estimator = copy.copy(self)
         vars(estimator).update(attributes, _keys={})
+        if estimator.chain is not self.chain:
+            estimator._signatures = Signatures(estimator.chain.layers)
         return estimator
 
     def stage(self, first: int, end: int, parts: tuple[str, ...] = ()) -> StageEstimate:
@@ -216,7 +219,8 @@ class StageEstimator:
         """Return a key that is equal for stages of this workload and related ones (`Memo`) that do the same work."""
         if (first, end) not in self._keys:
             run = self.trimmed_run(first, end)
-            self._keys[first, end] = _run_key(self.chain, run, self.conditions, self.workload), self.grain
+            key = _run_key(self.chain, run, self.conditions, self.workload, self._signatures)
+            self._keys[first, end] = key, self.grain
         return self._keys[first, end]
 
     def trimmed_run(self, first: int, end: int) -> TrimmedRun:
@@ -441,10 +445,12 @@ def _whole_numbers(value: Any) -> list[int]:
     return [number for number in values if isinstance(number, int)]
 
 
-def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: Workload) -> object:
+def _run_key(
+    chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: Workload, signatures: Signatures
+) -> object:
     """Return a key that is equal for runs that do the same work; it must hold all that a result depends on."""
     return (
-        key_of_range(chain, run.first, run.end, run.specs),
+        key_of_range(chain, run.first, run.end, run.specs, signatures),
         (run.has_upstream, run.has_downstream),
         (
             conditions.device,
@@ -460,14 +466,21 @@ def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload:
     )
 
 
-def key_of_range(chain: Chain, first: int, end: int, specs: Sequence[Mapping[str, TensorSpec]]) -> object:
+def key_of_range(
+    chain: Chain,
+    first: int,
+    end: int,
+    specs: Sequence[Mapping[str, TensorSpec]],
+    signatures: Signatures | None = None,
+) -> object:
     """Return a key that is equal for ranges of layers that do the same work on tensors with equal specs.
 
     It holds: the `signature` of the layers, and the tensors that they read and write; the tensors at every cut (shape,
     dtype, stride, requires_grad); the parameters that are shared, within the range and with layers elsewhere. A
     tensor's name counts by its place among the sorted names of the range, since tensors cross cuts in that order.
 
-    specs: of the tensors across the cuts first .. end.
+    specs: of the tensors across the cuts first .. end. signatures: of the chain's layers; keys with and without them
+    are never equal.
     """
     layers = chain.layers[first:end]
     inside = set(range(first, end))
@@ -484,7 +497,7 @@ def key_of_range(chain: Chain, first: int, end: int, specs: Sequence[Mapping[str
     names = {name for cut in specs for name in cut}.union(*((*layer.reads, *layer.writes) for layer in layers))
     place = {name: number for number, name in enumerate(sorted(names))}
     return (
-        run_signature(layers),
+        run_signature(layers) if signatures is None else signatures.run(first, end),
         tuple((tuple(map(place.get, layer.reads)), tuple(map(place.get, layer.writes))) for layer in layers),
         tuple(tuple((place[name], spec) for name, spec in sorted(cut.items())) for cut in specs),
         ties,

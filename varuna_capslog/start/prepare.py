@@ -317,16 +317,16 @@ def plan_run(
     profile: Profile | None,
     memo: Memo | None = None,
     named_plan: Plan | None = None,
-    confirms: bool = True,
+    longest: float | None = None,
 ) -> Plan:
     """Return the plan of a config: its planner's, or the given cuts or plan, judged by the profile. Without a profile
     (given cuts need none) nothing is predicted, and the chain is built to check the cuts. memo: of the estimate, where
-    the profile is one. named_plan: judged in place of what the config names. confirms: whether ranks that fit by the
-    fold are rehearsed where that is not certain (`planning/verdict.is_certain`).
+    the profile is one. named_plan: judged in place of what the config names. longest: as of `Problem`; ranks that
+    fit by the fold are not rehearsed then, also where that is not certain (`planning/verdict.is_certain`).
     """
     profile = None if profile is None else divided_profile(config, profile)
     settled = with_defaults(config, profile)
-    plan = naming_variants(settled, _plan(settled, profile, named_plan or _checked_plan(settled), memo, confirms))
+    plan = naming_variants(settled, _plan(settled, profile, named_plan or _checked_plan(settled), memo, longest))
     if memo is not None and profile is not None:  # a profile alone builds no model
         plan = _with_norms_named(settled, plan, lambda: _profiled_chain(settled, memo))
     pipeline = settled.pipeline
@@ -337,14 +337,19 @@ def plan_run(
 
 
 def _plan(
-    config: Config, profile: Profile | None, named_plan: Plan | None, memo: Memo | None = None, confirms: bool = True
+    config: Config,
+    profile: Profile | None,
+    named_plan: Plan | None,
+    memo: Memo | None = None,
+    longest: float | None = None,
 ) -> Plan:
     """Plan like `plan_run`. named_plan: the plan that `pipeline.plan` names, read and checked."""
     if profile is None:
         chain = functools.cache(lambda: _chain(config))
         plan = named_plan or _of_cuts(config, chain())
         return _with_norms_named(config, plan, chain)
-    problem, protection = Problem.of_config(config, profile, named_plan), None
+    problem = dataclasses.replace(Problem.of_config(config, profile, named_plan), longest=longest)
+    protection = None
     if config.elastic.enabled:
         from varuna_capslog.membership.placing import RunProtection
 
@@ -363,7 +368,7 @@ def _plan(
         return rehearse_plan(chosen, plan, memo=memo)
 
     divisors = config.pipeline.divisors  # a rehearsal runs whole stages
-    confirm = None if config.workload == WITHOUT_MODEL or divisors is not None or not confirms else rehearsal
+    confirm = None if config.workload == WITHOUT_MODEL or divisors is not None or longest is not None else rehearsal
     plan = solve(problem, config.pipeline.planner, confirm, protection)
     plan = plan if divisors is None else dataclasses.replace(plan, parallel=divisors)
     if named_plan is not None and named_plan.short:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, fx, nn
 from varuna_capslog.model.capture import export
 from varuna_capslog.model.capture.export import Captured, module_calls
 from varuna_capslog.model.capture.exporting import graph_text
-from varuna_capslog.model.capture.repeats import storage_key
+from varuna_capslog.model.capture.repeats import EqualBlocks, storage_key
 from varuna_capslog.model.capture.runtime import Varying
 
 
@@ -142,6 +143,22 @@ class Model(nn.Module):
         return x, turned
 
 
+class AskingOthers(Model):
+    """Reads a parameter of its last block."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x * self.blocks[3].linear.bias)
+
+
+class AskingAll(Model):
+    """Adds all its parameters, and goes on where that fails."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with contextlib.suppress(Exception):
+            x = x + sum(parameter.sum() for parameter in self.parameters())
+        return super().forward(x)
+
+
 class Wider(Block):
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -177,6 +194,20 @@ def test_the_graph_is_that_of_all_blocks(kind, last, copied, monkeypatch):
 @pytest.mark.parametrize(("kind", "copied"), [(Sized, 2), (OfOthers, None)])
 def test_the_graph_is_that_of_all_blocks_where_a_size_is_left_open(kind, copied, monkeypatch):
     _compare(kind, kind, copied, Varying(torch.zeros(3, 4), [0]), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("model", "exports"), [(Model, [True]), (AskingOthers, [True, False]), (AskingAll, [True, False])]
+)
+def test_parameters_of_equal_blocks_are_hidden_unless_code_reads_them(model, exports, monkeypatch):
+    hides: list[bool] = []
+    monkeypatch.setattr(export, "EqualBlocks", lambda model, hide: hides.append(hide) or EqualBlocks(model, hide))
+    with torch.device("meta"):
+        asking = model(Block, Block)
+    once, whole = (export.export_model(asking, (), {"x": torch.zeros(2, 4)}, once=once) for once in (True, False))
+    assert _told(once) == _told(whole)
+    assert hides == exports
+    assert all(len(block.linear._parameters) == 2 for block in asking.blocks)
 
 
 def _compare(kind, last, copied, x, monkeypatch):

@@ -196,11 +196,13 @@ def export_model(
     by_module: bool = False,
     keeps: bool = False,
     once: bool = True,
+    hides: bool = True,
 ) -> Captured:
     """Capture `model` in its present mode on these arguments' shapes; a `Varying` one leaves some of its sizes open.
 
     All state that the model's code keeps is as before afterwards. `opaque` knows what of the model is kept whole; None:
     nothing. `by_module`, `keeps`: as for `Watch`. `once`: of equal blocks of a model without weights only one.
+    `hides`: as for `EqualBlocks`.
 
     Raises NotCaptured, which names the module that was running and torch's reason.
     """
@@ -214,12 +216,12 @@ def export_model(
     arguments, keywords = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (arguments, dict(keywords)))
     watch, opaque = Watch(model, by_module, keeps), opaque or OpaqueCalls({})
     plainly = not (by_module or keeps or opaque.keeps_modules)
-    blocks = EqualBlocks(model) if once and plainly and _is_hollow(model) else None
+    blocks = EqualBlocks(model, hides) if once and plainly and _is_hollow(model) else None
     with (
         on_host(model),
         opaque.open(),
-        blocks.open() if blocks else nullcontext(),
-        watch.open(),
+        blocks.open() if blocks else nullcontext(()) as hidden,
+        watch.open(hidden),
         _quiet(),
         _answering("is_exporting"),
         kernels_stay_calls(model),
@@ -232,11 +234,13 @@ def export_model(
             if blocks is None:
                 raise _explained(model, watch.running, error) from error
             program = None  # code may read what a block leaves behind
+    if blocks is not None and blocks.hidden_are_needed:
+        return export_model(model, *asked, hides=False)
     if program is None:
         return export_model(model, *asked, once=False)
     if _maps(program.graph_module) and torch.compiler.is_compiling.__module__ != __name__:
         with _answering("is_compiling"):
-            return export_model(model, *asked, opaque, by_module, keeps, once)
+            return export_model(model, *asked, opaque, by_module, keeps, once, hides)
     _check_open(program, varies)
     name_slices(model, program.graph_module)
     _check_functions(model, program.graph_module)
@@ -244,7 +248,17 @@ def export_model(
     graph, extra = fx.Graph(), {}
     env: dict[fx.Node, fx.Node] = {}
     inputs: dict[str, fx.Node] = {}
-    for node in program.graph.find_nodes(op="placeholder"):
+    placeholders = program.graph.find_nodes(op="placeholder")
+    if blocks is not None:
+        known = {str(names[node.name].target): node for node in placeholders if _is_parameter(names[node.name])}
+        for target, meta in blocks.with_hidden(known):
+            made = graph.create_node("get_attr", target)
+            made.meta |= meta
+            if target in known:
+                env[known[target]] = made
+    for node in placeholders:
+        if node in env:
+            continue
         spec = names[node.name]
         if spec.kind == InputKind.USER_INPUT:
             if isinstance(spec.arg, TensorArgument):
@@ -278,6 +292,10 @@ def export_model(
     _bypass_copies_of_nothing(captured)
     attend_causally(graph, captured.outputs.values())
     return captured
+
+
+def _is_parameter(spec: Any) -> bool:
+    return bool(spec.kind == InputKind.PARAMETER)
 
 
 def _is_hollow(model: nn.Module) -> bool:

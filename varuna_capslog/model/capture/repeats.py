@@ -2,7 +2,8 @@
 part of the graph is copied for the others.
 
 Used for models without memory for their weights, which are planned and not trained. Blocks are the children of lists of
-modules; they are equal if their modules, plain attributes and shapes are. An attribute with a block's number in its
+modules; they are equal if their modules, plain attributes and shapes are. The parameters of the other blocks are
+hidden from torch, which takes about a millisecond for each. An attribute with a block's number in its
 list, such as `layer_idx`, or with its module's own name may differ as long as the first block's code does not read it,
 or only passes the number on.
 """
@@ -50,7 +51,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class NotEqual(Exception):
-    """Part of a graph that cannot be copied for another block."""
+    """Part of a graph that cannot be copied for another block, or code that needs its parameters."""
 
 
 @dataclass
@@ -72,31 +73,84 @@ class _First:
 
 @dataclass
 class EqualBlocks:
-    """Blocks of one model during one export. calls: path of the block and its first equal, by number of the call."""
+    """Blocks of one model during one export.
+
+    hides: whether torch does not know the parameters of blocks that come after an equal one.
+    calls: path of the block and its first equal, by number of the call.
+    hidden_are_needed: True once code has read hidden parameters; the export is wrong then.
+    """
 
     model: nn.Module
+    hides: bool = True
     calls: dict[int, tuple[str, _First]] = field(default_factory=dict)
+    hidden_are_needed: bool = False
     _first: dict[object, _First] = field(default_factory=dict)
     _called: set[str] = field(default_factory=set)
+    _hidden: dict[str, str] = field(default_factory=dict)
+    """Qualified name of a hidden parameter -> that of the first block's."""
+    _behind: set[str] = field(default_factory=set)
+    """Blocks with hidden parameters."""
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Let the first of equal blocks be exported, and the others be one operation each."""
+    def open(self) -> Iterator[Sequence[object]]:
+        """Let the first of equal blocks be exported, and the others be one operation each. Yields the tables in place
+        of those of hidden parameters.
+        """
         kinds: dict[nn.Module, Any] = {}
+        groups = _groups(self.model)
+        tables = self._hide(groups) if self.hides else []
         try:
-            for path, (block, group) in _groups(self.model).items():
+            for path, (block, group) in groups.items():
                 for name, part in block.named_modules():
                     watched = [attribute for place, attribute in group.numbered if place == name]
                     if watched or part is block:
                         kinds[part] = type(part)
                         forward = functools.partial(self._call, path, block, group) if part is block else None
                         part.__class__ = _kind(type(part), watched, group, forward)
-            yield
+            yield [part._parameters for part, _ in tables]
         finally:
             for part, kind in kinds.items():
                 part.__class__ = kind
+            for part, table in tables:
+                vars(part)["_parameters"] = table
             for first in self._first.values():
                 del _MADE[first.number]
+
+    def _hide(self, groups: Mapping[str, tuple[nn.Module, _Group]]) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """Hide the parameters of equal blocks but the first two, since only the first one's inputs may have no
+        gradient; return the modules and their tables.
+        """
+        tables: list[tuple[nn.Module, dict[str, Any]]] = []
+        leaders: dict[int, list[str]] = {}
+        for path, (block, group) in groups.items():
+            leader, *more = leaders.setdefault(id(group), [])[:2] or [path]
+            if not more:
+                leaders[id(group)].append(path)
+                continue
+            self._behind.add(path)
+            for name, part in block.named_modules():
+                if part._parameters:
+                    tables.append((part, part._parameters))
+                    inner = name and f"{name}."
+                    held = [key for key, parameter in part._parameters.items() if parameter is not None]
+                    self._hidden |= {f"{path}.{inner}{key}": f"{leader}.{inner}{key}" for key in held}
+                    vars(part)["_parameters"] = _Hidden(part._parameters, self._need_hidden)
+        return tables
+
+    def _need_hidden(self) -> None:
+        self.hidden_are_needed = True
+        raise NotEqual
+
+    def with_hidden(self, parameters: Mapping[str, fx.Node]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name of each parameter of the model, hidden or not, and the value that its node gets.
+
+        parameters: those that torch knows, by name.
+        """
+        for name, _ in self.model.named_parameters():
+            if name in self._hidden:
+                yield name, {"val": parameters[self._hidden[name]].meta.get("val"), "storage": -next(_NUMBERS)}
+            elif name in parameters:
+                yield name, {"val": parameters[name].meta.get("val")}
 
     def _call(
         self, path: str, block: nn.Module, group: _Group, run: Callable[..., Any], *args: Any, **kwargs: Any
@@ -105,6 +159,8 @@ class EqualBlocks:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
         if not plain or path in self._called or not tensors or not _is_exporting():
+            if path in self._behind:
+                self._need_hidden()
             return run(*args, **kwargs)
         self._called.add(path)
         now = tuple(_attributes(part, name, group.numbered) for name, part in block.named_modules())
@@ -114,6 +170,8 @@ class EqualBlocks:
         if first is not None:
             self.calls[number] = path, first
             return pytree.tree_unflatten(torch.ops.capslog.equal_block(tensors, first.number, number), first.tree)
+        if path in self._behind:
+            self._need_hidden()
         versions = [tensor._version for tensor in tensors]
         torch.ops.capslog.block_border(tensors, number)
         output = run(*args, **kwargs)
@@ -195,6 +253,25 @@ def _nodes(operation: fx.Node) -> Sequence[fx.Node]:
     """Return the tensors that an operation of ours takes."""
     tensors: Any = operation.args[0]
     return tuple(tensors)
+
+
+class _Hidden(dict[str, Any]):
+    """Empty table in place of a module's parameters; it calls `asked` where the code of the model reads it."""
+
+    def __init__(self, table: Mapping[str, Any], asked: Callable[[], None]) -> None:
+        super().__init__()
+        self._names, self._asked = frozenset(table), asked
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._names and _is_exporting():
+            self._asked()
+        return False
+
+    def items(self) -> Any:
+        """Return no parameters."""
+        if _is_exporting():
+            self._asked()
+        return super().items()
 
 
 def _is_exporting() -> bool:

@@ -183,7 +183,7 @@ def split_graph(
         if node in layer_of:
             parts[layer_of[node]].append(node)
     last_use = {node: max((layer_of[user] for user in node.users if user in layer_of), default=-1) for node in layer_of}
-    layers = []
+    layers, model_parts = [], {id(submodule) for submodule in model.modules()}
     for index, part in enumerate(parts):
         reads: list[fx.Node] = []
         for node in part:
@@ -199,10 +199,9 @@ def split_graph(
                     writes.append((output, node))
                     if layer_of.get(node) != index and node not in reads:
                         reads.append(node)
-        read_names = [value_names[node] for node in reads]
-        module = _layer_module(
-            captured, model, names[index], part, reads, read_names, [n for _, n in writes], train_only
-        )
+        read_names = {value_names[node]: node for node in reads}
+        guard = _guard_of(captured, names[index], read_names, train_only)
+        module = _layer_module(captured, model, part, reads, [n for _, n in writes], guard, model_parts)
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
     changes = captured.watch.changes if captured.watch is not None and captured.watch.keeps else []
     left_behind = [(change.put, values) for change, values in zip(changes, captured.left or (), strict=True)]
@@ -378,21 +377,23 @@ def _name_values(
     return names
 
 
+def _guard_of(captured: Captured, layer: str, reads: Mapping[str, fx.Node], train_only: str | None) -> Guard:
+    shapes = [sizes_of(node, captured.bounds) for node in reads.values()]
+    dtypes = [node.meta["val"].dtype for node in reads.values()]
+    return Guard(layer, list(reads), shapes, train_only, captured.conditions, dtypes)
+
+
 def _layer_module(
     captured: Captured,
     model: nn.Module,
-    name: str,
     part: Sequence[fx.Node],
     reads: Sequence[fx.Node],
-    read_names: Sequence[str],
     writes: Sequence[fx.Node],
-    train_only: str | None,
+    guard: Guard,
+    model_parts: Collection[int],
 ) -> nn.Module:
     graph = fx.Graph()
     env = {node: graph.placeholder(f"value_{index}") for index, node in enumerate(reads)}
-    shapes = [sizes_of(node, captured.bounds) for node in reads]
-    dtypes = [node.meta["val"].dtype for node in reads]
-    guard = Guard(name, read_names, shapes, train_only, captured.conditions, dtypes)
     extra = {**captured.extra, "guard": guard}
     graph.call_module("guard", tuple(env.values()))
 
@@ -411,12 +412,19 @@ def _layer_module(
     for node in graph.nodes:
         node.meta = {}
     paths = tuple(dict.fromkeys(path for node in part if (path := module_path(node))))
-    return layer_module(graph, extra, model, paths)
+    return layer_module(graph, extra, model, paths, model_parts)
 
 
-def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, paths: Sequence[str]) -> CapturedGraph:
+def layer_module(
+    graph: fx.Graph,
+    extra: Mapping[str, Any],
+    model: nn.Module,
+    paths: Sequence[str],
+    model_parts: Collection[int] | None = None,
+) -> CapturedGraph:
     """Make the module of a layer: its graph on the model's parameters and modules, and on objects that the model lacks
-    (`extra`, by attribute name). `paths`: qualified names of the model's modules that the layer runs.
+    (`extra`, by attribute name). `paths`: qualified names of the model's modules that the layer runs. `model_parts`:
+    identities of the model's modules, where they are known.
     """
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     held = {target: extra[target] if target in extra else operator.attrgetter(target)(model) for target in targets}
@@ -425,7 +433,8 @@ def layer_module(graph: fx.Graph, extra: Mapping[str, Any], model: nn.Module, pa
         if isinstance(part, Whole):
             module.add_submodule(part.path, part.module)
     _keep_persistence(module, model)
-    model_parts = {id(submodule) for submodule in model.modules()}
+    if model_parts is None:
+        model_parts = {id(submodule) for submodule in model.modules()}
     for submodule in module.modules():
         if id(submodule) not in model_parts:
             submodule.training = model.training

@@ -470,6 +470,7 @@ class Watch:
         self._model, self._by_module, self.keeps = model, by_module, keeps
         self._calls: dict[int, bool] = {}
         self._state: PythonState | None = None
+        self._apart: list[object] = [self]
         self._hooks: list[tuple[dict[int, Any], set[int]]] = []
         self._draws: RandomStates | None = None
         self.running: list[tuple[str, str]] = []
@@ -484,8 +485,9 @@ class Watch:
         return {key for key, simple in self._calls.items() if simple}
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Observe the model while this is open."""
+    def open(self, apart: Sequence[object] = ()) -> Iterator[None]:
+        """Observe the model while this is open. apart: tables of its modules that are not looked into."""
+        self._apart = [self, *apart]
         state = self._now()  # an export puts copies of lists and the like in their places
         handles = [self._model.register_forward_pre_hook(self._begin, prepend=True)]
         for path, module in self._model.named_modules():
@@ -500,7 +502,7 @@ class Watch:
             state.put_back()
 
     def _now(self) -> PythonState:
-        return PythonState(dict(self._model.named_modules()), files=True, apart=[self])
+        return PythonState(dict(self._model.named_modules()), files=True, apart=self._apart)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._state = self._now()

@@ -310,10 +310,12 @@ class StagesPlayed:
         self.frame, self._intervals, self._may_share = frame, intervals, may_share
         self.best: PlayedPlan | None = None
 
-    def beat(self, plan: Plan) -> None:
-        """Accept only plans that are faster than this one, if it has a step."""
-        if plan.step_seconds is not None:
-            self.best = PlayedPlan(0, plan.step_seconds, plan)
+    def beat(self, plan: Plan, longest: float | None = None) -> None:
+        """Accept only plans that are faster than this one, if it has a step, and as fast as `longest` (seconds)."""
+        steps = [] if plan.step_seconds is None else [plan.step_seconds]
+        steps += [] if longest is None else [longest * (1 + 4 * SAME)]  # as fast: not yet the same
+        if steps:
+            self.best = PlayedPlan(0, min(steps), plan)
 
     def bound(self, stages: Sequence[ReplicatedStage], routes: str = "direct") -> float:
         """Lower bound in seconds of the stages' step: the work of a device, and one microbatch's way there and back."""

@@ -70,7 +70,7 @@ def faster_plan(problem: Problem, line: Plan, until: float | None = None) -> Pla
     routes = "direct" if planner in NEEDS_TENSORS and not line_of_layers else "relay"
     frame = frame_of(problem, shape, BUDGET, routes)
     search = StagesPlayed(profile, shape, problem.link, frame, costs, intervals, not problem.members_change)
-    search.beat(line)
+    search.beat(line, problem.longest)
     for stages in _answers(costs, planner):
         if until is not None and time.perf_counter() >= until:
             break
