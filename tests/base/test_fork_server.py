@@ -347,28 +347,6 @@ def test_closing_does_not_wait_for_imports(tmp_path, told):
     assert not alive(server.pid)
 
 
-def test_a_call_does_not_wait_for_torchs_compiler_and_a_worker_does(tmp_path, told):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(
-        "import types\naccelerator = types.SimpleNamespace(current_accelerator=lambda: None)\n"
-        "get_num_threads, set_num_threads = (lambda: 1), (lambda number: None)\n"
-    )
-    made, imported = tmp_path / "made", tmp_path / "imported"
-    (tmp_path / "torch" / "_dynamo.py").write_text(
-        f"import os, time\nuntil = time.monotonic() + 10\n"
-        f"while not os.path.isdir({str(made)!r}):\n    assert time.monotonic() < until\n    time.sleep(0.01)\n"
-        f"os.mkdir({str(imported)!r})\n"
-    )
-    modules = "torch._dynamo", "torch"
-    with fork_server_of(tmp_path, told, *modules, PYTHONPATH=f"{tmp_path}{os.pathsep}{ENTRIES}") as server:
-        server.fork(order(tmp_path, "worker", "end"))
-        assert server.call("os:mkdir", str(made)) is None
-        assert set(told.next()) == {"ready", "pid"}  # before the worker
-        assert set(told.next()) == {"member", "pid"}
-        assert imported.exists(), (tmp_path / "fork-server.log").read_text()
-        assert server.call("gc:isenabled")
-
-
 def test_a_call_ends_also_where_the_fork_server_is_gone(tmp_path, fork_server, told):
     os.kill(told.next("ready")["pid"], signal.SIGKILL)
     told.next("gone")

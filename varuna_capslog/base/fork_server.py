@@ -56,10 +56,6 @@ __all__ = ["PRELOADED", "ForkServer", "NoAnswer", "answer", "main", "may_fork", 
 PRELOADED = ("torch",)
 """Modules that all workers need and that take long to import; a workload's package names more (its `PRELOADED`)."""
 
-_LAST = "torch._dynamo"
-"""Module that is imported after all others: it takes a second, and most calls, such as a plan from a cached profile,
-need nothing of it."""
-
 Order = dict[str, Any]
 """{"member", "environment", "log", "arguments"}: the name, variables on top of the fork server's own, the file for
 standard output and errors, and what the entry is called with (any JSON value). Where given, "output" and "errors" are
@@ -89,11 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # imported objects stay: collecting garbage during imports took a sixth of the time
     add_current_folder()
-    imports = _preload(entry, modules)
-    next(imports)
+    _preload(entry, modules)
+    gc.freeze()  # so that a worker's collector does not touch, hence copy, the shared memory
+    gc.enable()
+    _report(reports, pid=os.getpid(), ready=True)
     children: dict[int, str] = {}
     try:
-        for order in _orders(orders, wakes, reports, children, imports):
+        for order in _orders(orders, wakes, reports, children):
             if "server_log" in order:
                 _write_errors_to(order["server_log"])
                 continue
@@ -127,33 +125,23 @@ def renew_threads() -> None:
         torch.set_num_threads(torch.get_num_threads())
 
 
-def _preload(entry: str, modules: Sequence[str]) -> Iterator[None]:
-    """Import the modules in two parts: all but `_LAST`, and the rest."""
-    names = [*(name for name in modules if name != _LAST), entry.partition(":")[0]]
-    _import(names)
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
-    yield
-    _import([name for name in modules if name == _LAST])
-
-
-def _import(names: list[str]) -> None:
+def _preload(entry: str, modules: Sequence[str]) -> None:
+    names = [*modules, entry.partition(":")[0]]
     for name in names:
         try:
             module = importlib.import_module(name)
             names += [module_name for module_name in getattr(module, "PRELOADED", ()) if module_name not in names]
         except (Exception, SystemExit):  # a worker that needs the module fails with the same error
             traceback.print_exc()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
-def _orders(
-    orders: int, wakes: int, reports: int, children: dict[int, str], imports: Iterator[None]
-) -> Iterator[Order]:
-    """Yield orders as they come, calls even before the rest of the imports; between them, report ends of workers."""
-    buffered, waiting, importing = b"", list[Order](), True
+def _orders(orders: int, wakes: int, reports: int, children: dict[int, str]) -> Iterator[Order]:
+    """Yield orders as they come; between them, report ends of workers."""
+    buffered = b""
     while True:
-        pipes = [orders, wakes]
-        ready, _, _ = select.select(pipes, [], [], 0) if importing else select.select(pipes, [], [])
+        ready, _, _ = select.select([orders, wakes], [], [])
         if wakes in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakes, 4096)
@@ -163,19 +151,9 @@ def _orders(
             if not data:
                 return
             *lines, buffered = (buffered + data).split(b"\n")
-            for order in map(json.loads, lines):
-                if importing and "entry" not in order:
-                    waiting.append(order)
-                else:
-                    yield order
+            for line in lines:
+                yield json.loads(line)
             _reap(reports, children)  # a worker may have ended before its fork was reported
-        elif importing:
-            importing = False
-            next(imports, None)
-            gc.freeze()  # so that a worker's collector does not touch, hence copy, the shared memory
-            gc.enable()
-            _report(reports, pid=os.getpid(), ready=True)
-            yield from waiting
 
 
 def _reap(reports: int, children: dict[int, str]) -> None:
@@ -233,9 +211,6 @@ def _become(
     try:
         if prepare is not None:
             prepare()
-        if not gc.isenabled():  # the fork server still imports
-            gc.freeze()
-            gc.enable()
         renew_threads()
         _settle(order, private)
         module, _, function = order.get("entry", entry).partition(":")
@@ -471,7 +446,7 @@ class ForkServer:
                 report = json.loads(line)
             except ValueError:  # it was not written whole when the process ended
                 continue
-            self._ready |= "ready" in report
+            self._ready = True
             call = self._calls.get(report.get("member", ""))
             (self._tell if call is None else call.put)(report)
         self._end()
