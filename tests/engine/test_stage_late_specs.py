@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import datetime
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,3 +138,16 @@ def test_its_process_does_not_import_torchs_compiler() -> None:
         "t.train_step(engine, 1, t.minibatch(), t.load); sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_engine_that_is_dropped_is_gone_without_a_collection() -> None:
+    """Its specs held it by the function that traces, and every generation left its groups' threads behind."""
+    engine, _ = engine_of(plain())
+    train_step(engine, 1, minibatch(), load)
+    gone = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert gone() is None
+    finally:
+        gc.enable()

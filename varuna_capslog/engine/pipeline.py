@@ -207,8 +207,9 @@ class PipelineEngine:
         key = tuple(sorted(inputs.items()))
         cached = self._specs.get(key)
         if cached is None:
-            trace = lambda: specs_of_values(self.chain, self.table.boundaries(inputs))  # noqa: E731
-            specs = LateSpecs(inputs, trace)
+            # without the engine, which would live, with its threads, until garbage is collected
+            chain, table = self.chain, self.table
+            specs = LateSpecs(inputs, lambda: specs_of_values(chain, table.boundaries(inputs)))
             if self._graph.edges:
                 specs.settle()  # all ranks refuse inputs that do not fit, before any message
             cached = self._specs[key] = specs, Reach(self.chain, specs)
