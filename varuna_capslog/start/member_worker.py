@@ -100,10 +100,9 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     check_room(device, least_bytes(run.plan), f"member {start.me}, in the smallest place of the run's first plan,")
     work = equipment.work(start, run, device, file.write_stage, equipment.observer)
     newest = store.read()
-    if newest.number:
+    if newest.number:  # the others train already: slow first calls are made before they wait for this member
         work.loop.run_began = time.monotonic() - run_age(store, start.host)
-    if newest.number and start.me not in newest.members:
-        work.warm_up()  # the others train already: slow first calls are made before they wait for this member
+        work.warm_up()
     capacity = capacity_of(config.pipeline.capacity, local_rank())
     work.placer.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES, capacity)
     gc.collect()
