@@ -145,6 +145,16 @@ def _marked(mark: str) -> list[int]:
     return pids
 
 
+def _processor_seconds(mark: str) -> float:
+    """Return the processor seconds of a run's living processes, and of those that they waited for."""
+    ticks = 0
+    for pid in _marked(mark):
+        with contextlib.suppress(OSError):
+            fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _end(mark: str) -> None:
     """Kill a machine, or with the folder alone all processes of a run."""
     while pids := [pid for pid in _marked(mark) if _alive(pid)]:
@@ -280,6 +290,7 @@ def _run(contender: Contender, setting: Setting, victims: list[int], steps: list
     began, load, returns = time.time(), os.getloadavg()[0], []
     machines, progress, due = Machines(contender, folder, setting), Progress(folder), list(setting.faults)
     killed: list[float] = []
+    worked: list[tuple[int, float]] = []  # (newest step, processor seconds), before a machine is lost
     requeued = 0
     try:
         for slot in range(WORKERS):
@@ -290,7 +301,11 @@ def _run(contender: Contender, setting: Setting, victims: list[int], steps: list
                 returns.clear()
                 for slot in range(WORKERS):
                     machines.start(slot)
+            if progress.step and not worked:
+                worked.append((progress.step, _processor_seconds(f"{folder}:")))
             if due and progress.step >= due[0]:
+                if not killed:
+                    worked.append((progress.step, _processor_seconds(f"{folder}:")))
                 slot = victims[len(killed)]
                 due.pop(0)
                 machines.kill(slot)
@@ -300,6 +315,8 @@ def _run(contender: Contender, setting: Setting, victims: list[int], steps: list
                 machines.start(returns.pop(0)[1])
             time.sleep(0.02)
         done = progress.step >= setting.steps
+        if not killed:
+            worked.append((progress.step, _processor_seconds(f"{folder}:")))
         until = time.time() + 15  # for the final weights
         while done and time.time() < until and not _settled(folder):
             time.sleep(0.1)
@@ -320,6 +337,7 @@ def _run(contender: Contender, setting: Setting, victims: list[int], steps: list
         "crashes": len(killed),
         "requeued": requeued,
         "victims": victims[: len(killed)],
+        "processor_seconds": worked,
         "stalls": [round(_stall(lines, when), 2) for when in killed],
         "steps": verdict.steps,
         "repeated": verdict.repeated,

@@ -304,23 +304,36 @@ def ports_of(chain: Chain, layers: Sequence[int], direct: bool = False) -> Ports
 class Reach:
     """Values over which gradients come back: the loss can be reached from them through layers that carry one.
 
-    specs: of all values; they say which carry a gradient. pairs: (value, layer with a gradient for it), L for the loss.
+    specs: of all values; they say which carry a gradient.
     """
 
     def __init__(self, chain: Chain, specs: Mapping[Value, TensorSpec]) -> None:
-        self._last: dict[Value, int] = {}
+        self._chain, self._specs = chain, specs
+
+    @cached_property
+    def _reached(self) -> tuple[dict[Value, int], frozenset[tuple[Value, int]]]:
+        """Value -> the last layer with a gradient for it; `pairs`. Sought when asked for, as it may trace the chain."""
+        chain, last = self._chain, dict[Value, int]()
         pairs: set[tuple[Value, int]] = set()
         for reader in reversed(range(len(chain) + 1)):
-            if reader == len(chain) or any(value in self._last for value in chain.written(reader)):
+            if reader == len(chain) or any(value in last for value in chain.written(reader)):
                 for value in chain.reads[reader]:
-                    if specs[value].requires_grad:
+                    if self._specs[value].requires_grad:
                         pairs.add((value, reader))
-                        self._last.setdefault(value, reader)
-        self.pairs = frozenset(pairs)
+                        last.setdefault(value, reader)
+        return last, frozenset(pairs)
+
+    @property
+    def pairs(self) -> frozenset[tuple[Value, int]]:
+        """(value, layer with a gradient for it), L for the loss."""
+        return self._reached[1]
 
     def has(self, key: GradientKey, cut: int) -> bool:
         """True where this gradient comes from the layers behind a cut."""
-        return key in self.pairs if key[1] is not None else self._last.get(key[0], -1) >= cut
+        if not self._specs[key[0]].requires_grad:
+            return False
+        last, pairs = self._reached
+        return key in pairs if key[1] is not None else last.get(key[0], -1) >= cut
 
 
 class Routes:

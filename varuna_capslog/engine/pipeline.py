@@ -28,9 +28,9 @@ from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.pair_groups import opener_of
 from varuna_capslog.engine.recipe import EngineOptions
 from varuna_capslog.engine.replicated import GradientBook, SharedUpdates, check_shared_updates
-from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import LateSpecs, LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import Poll, check_minibatch
-from varuna_capslog.model.chain import Chain, TensorSpec, Value
+from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.plans.parts import with_memory
@@ -141,8 +141,7 @@ class PipelineEngine:
         self._compiler = None if ready.device_type else self._made_compiler()
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
-        # by the identity of the table's row, which is kept here
-        self._specs: dict[int, tuple[object, dict[Value, TensorSpec], Reach]] = {}
+        self._specs: dict[object, tuple[LateSpecs, Reach]] = {}
         self._poll = Poll(chain, communicator, options, ready.part_names)
 
     @property
@@ -203,14 +202,18 @@ class PipelineEngine:
 
         return context
 
-    def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> tuple[dict[Value, TensorSpec], Reach]:
+    def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> tuple[LateSpecs, Reach]:
         """Specs of all values for these inputs, and the gradients that come back."""
-        cuts = self.table.boundaries(inputs)
-        cached = self._specs.get(id(cuts))
-        if cached is None or cached[0] is not cuts:
-            specs = specs_of_values(self.chain, cuts)
-            cached = self._specs[id(cuts)] = cuts, specs, Reach(self.chain, specs)
-        return cached[1:]
+        key = tuple(sorted(inputs.items()))
+        cached = self._specs.get(key)
+        if cached is None:
+            # without the engine, which would live, with its threads, until garbage is collected
+            chain, table = self.chain, self.table
+            specs = LateSpecs(inputs, lambda: specs_of_values(chain, table.boundaries(inputs)))
+            if self._graph.edges:
+                specs.settle()  # all ranks refuse inputs that do not fit, before any message
+            cached = self._specs[key] = specs, Reach(self.chain, specs)
+        return cached
 
     def _executor_of(self, lowered: Lowered, joining: Joining | None = None) -> Executor:
         return Executor(self.communicator, lowered, self.stages, self._routes, self._observer, joining)
@@ -333,6 +336,9 @@ class PipelineEngine:
         """Raise PeerLost after an abort: tensors that arrive then are worthless, and so are errors about them."""
         if isinstance(error, Exception) and not isinstance(error, PeerLost):
             self.communicator.check_open(doing)
+            if not isinstance(error, (CapslogError, MemoryError, torch.OutOfMemoryError)):
+                for specs, _ in self._specs.values():
+                    specs.settle()  # a layer that fails on the sizes of its inputs is refused in one sentence
 
     def forget(self) -> None:
         """Drop all traces of a broken-off step."""

@@ -29,6 +29,16 @@ if TYPE_CHECKING:
 
 __all__ = ["AVERAGE", "AdamW8bit", "EngineOptions", "LearningRate", "LossScale", "Muon", "Recipe", "in_parts"]
 
+
+class _AdamW(torch.optim.AdamW):
+    """torch's AdamW without the marks for torch's compiler: they import it at their first call, for a second, to keep
+    it from these two methods.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 # -- Optimizers that a run names by a short word and `torch.optim` does not have as they are: `muon` and `adamw8bit`.
 
 
@@ -334,7 +344,8 @@ class Recipe:
             for (factor, decay, is_complex), group in shared.items()
         ]
         try:
-            built: torch.optim.Optimizer = self.kind(groups, **arguments)
+            kind = _AdamW if self.is_plain_adamw else self.kind
+            built: torch.optim.Optimizer = kind(groups, **arguments)
         except Exception as error:
             shown = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
             raise ConfigError(
@@ -526,8 +537,9 @@ def _kept(
     """`Recipe.kept`, from a step on a fake parameter; equal shapes are tried once."""
     ema = 0.0 if averaged else None
     recipe = Recipe(optimizer=optimizer, arguments=dict(arguments), ema=ema, moments=moments)
-    with FakeTensorMode():
-        kept = recipe.fresh(torch.empty(shape, dtype=dtype))
+    device = "meta" if recipe.is_plain_adamw else "cpu"  # a fake tensor would import torch's compiler
+    with contextlib.nullcontext() if recipe.is_plain_adamw else FakeTensorMode():
+        kept = recipe.fresh(torch.empty(shape, dtype=dtype, device=device))
         return tuple((key, value.nbytes) for key, value in kept.items() if isinstance(value, Tensor))
 
 

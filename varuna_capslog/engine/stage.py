@@ -6,7 +6,7 @@ microbatch between a forward and its backward: see `StageSegment`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -59,6 +59,46 @@ class MicrobatchContext:
         return self.microbatches[0]
 
 
+class LateSpecs(Mapping[Value, TensorSpec]):
+    """Specs of all values, traced when something is asked that the inputs do not tell.
+
+    On a rank with all layers of a plain chain nothing is, so that its process never imports what fake tensors need: its
+    tensors themselves say what carries a gradient.
+
+    Args:
+        inputs: specs of the chain's inputs, by name.
+        trace: called once; returns the specs of all values.
+    """
+
+    def __init__(self, inputs: Mapping[str, TensorSpec], trace: Callable[[], Mapping[Value, TensorSpec]]) -> None:
+        self._inputs, self._trace = dict(inputs), trace
+        self._traced: Mapping[Value, TensorSpec] | None = None
+
+    def settle(self) -> Mapping[Value, TensorSpec]:
+        """Trace unless that was done; return all specs. Raises CapslogError as `ShapeTable.boundaries`."""
+        if self._traced is None:
+            self._traced = self._trace()
+        return self._traced
+
+    @property
+    def untold(self) -> bool:
+        """True as long as nothing was traced."""
+        return self._traced is None
+
+    def __getitem__(self, value: Value) -> TensorSpec:
+        return self._inputs[value.name] if value.writer < 0 else self.settle()[value]
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self.settle())
+
+    def __len__(self) -> int:
+        return len(self.settle())
+
+
+def _untold(specs: Mapping[Value, TensorSpec]) -> bool:
+    return isinstance(specs, LateSpecs) and specs.untold
+
+
 @dataclass
 class SegmentState:
     """State kept of one microbatch: the graphs, or the inputs from which they are built again."""
@@ -108,7 +148,7 @@ class StageSegment:
         available = {*enters, *(value for values in written for value in values)}
         self._outputs = tuple(value for value in sorted(alive[-1]) if value in available)
         self._works: list[_Work] = []
-        self._decided: tuple[Mapping[Value, TensorSpec], list[bool]] = {}, []
+        self._decided: tuple[Mapping[Value, TensorSpec], dict[int, bool]] = {}, {}
         for place, layer in enumerate(layers):
             before, after = alive[place], alive[place + 1]
             # a graph ends where the segment ends
@@ -158,7 +198,7 @@ class StageSegment:
         open_graph: LayerGraph | None = None
         seeds, specs = mixed(*context.key, context.index), context.specs
         with torch.set_grad_enabled(graph):
-            for (layer, read, writes, handed_on, _, dead), ends in zip(self._works, self._ends(specs), strict=True):
+            for place, (layer, read, writes, handed_on, _, dead) in enumerate(self._works):
                 if graph and open_graph is None:
                     open_graph = LayerGraph(layer.index)
                     reads = self._enter(open_graph, read, context, live, call)
@@ -177,7 +217,7 @@ class StageSegment:
                 written = {writes[name]: tensor for name, tensor in outputs.items()}
                 del outputs
                 if open_graph is not None:
-                    if ends:
+                    if self._ends(place, written, specs):
                         written = open_graph.close(written)
                         state.graphs.append(open_graph)
                         open_graph = None
@@ -191,11 +231,16 @@ class StageSegment:
                     live.pop(value, None)
         return live
 
-    def _ends(self, specs: Mapping[Value, TensorSpec]) -> list[bool]:
-        """True for each layer behind which a graph ends, as another value alive there wants a gradient, too."""
+    def _ends(self, place: int, written: Mapping[Value, Tensor], specs: Mapping[Value, TensorSpec]) -> bool:
+        """True where the graph ends behind a layer, as another value alive there wants a gradient, too."""
         if self._decided[0] is not specs:
-            self._decided = specs, [any(specs[value].requires_grad for value in work.beside) for work in self._works]
-        return self._decided[1]
+            self._decided = specs, {}
+        decided = self._decided[1]
+        if place not in decided:
+            beside = self._works[place].beside
+            carries = _untold(specs) and any(value in written and written[value].requires_grad for value in beside)
+            decided[place] = carries or any(specs[value].requires_grad for value in beside)
+        return decided[place]
 
     def _enter(
         self,
@@ -395,10 +440,11 @@ class Stage:
             self._evaluate_loss(context, values, held)
 
     def _evaluate_loss(self, context: MicrobatchContext, live: Mapping[Value, Tensor], held: _Held) -> None:
-        leaves = {}
+        leaves, specs = {}, context.specs
+        carried = {value for graph in held.states[-1].graphs for value in graph.edges} if _untold(specs) else ()
         for value in self._outputs:
-            leaf = live[value].detach()
-            leaves[value.name] = leaf.requires_grad_() if context.specs[value].requires_grad else leaf
+            leaf, wants = live[value].detach(), value in carried or specs[value].requires_grad
+            leaves[value.name] = leaf.requires_grad_() if wants else leaf
         total: Tensor | None = None
         for place, microbatch in enumerate(context.microbatches):
             part = self._loss_of(microbatch, self._samples(leaves, place, context), context.targets[place], context)

@@ -59,10 +59,23 @@ SCRIPT_MODULES = (
 """Modules of a script's run."""
 
 
+def _may_need_compiler(config: Config) -> bool:
+    """False for a run whose workers can make their first step without torch's compiler: each holds all layers of a
+    chain that the workload builds itself, so that no layer need be traced, and steps them by plain AdamW. Where the
+    chain or a later generation needs it all the same, each worker imports it then.
+    """
+    train, pipeline = config.train, config.pipeline
+    one_stage = pipeline.devices == 1 and pipeline.plan is None
+    plain = train.optimizer.lower() == "adamw" and not train.optimizer_args and train.compile is None
+    captures = config.workload.startswith("varuna_capslog.")
+    return captures or not (one_stage and plain)
+
+
 def training_modules(config: Config) -> tuple[str, ...]:
     """Return the modules of a run that a config describes."""
     loggers = ["torch.utils.tensorboard"] if "tensorboard" in config.train.loggers else []
-    return *SCRIPT_MODULES, *loggers, "rich.progress", config.workload.partition(":")[0]
+    modules = SCRIPT_MODULES if _may_need_compiler(config) else PRELOADED
+    return *modules, *loggers, "rich.progress", config.workload.partition(":")[0]
 
 
 # -- Finds where a run continues, before its workers start. torch is imported only where there is something to read.
@@ -97,7 +110,9 @@ def newest_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
 # -- A machine's part of an elastic run
 
 
-_LOOK_SECONDS = 0.5
+_ANSWER_SECONDS = 0.5
+_LOOK_SECONDS = 0.1
+"""Between two looks for the store. A look takes a millisecond; the run's first step waits for the last one."""
 _SCRIPT_CALL = "script.json"
 """The file in the folder of a script's run that holds the arguments of its workers."""
 
@@ -291,7 +306,7 @@ def wait_for_store(run_dir: Path, store: str, seconds: float, say: Callable[[str
         try:
             client = open_store(store, run_secret(run_dir))
             try:
-                if client.get("first-plan", wait_seconds=_LOOK_SECONDS) is None:
+                if client.get("first-plan", wait_seconds=_ANSWER_SECONDS) is None:
                     why = "it does not say with which plan the run begins"
                 else:
                     before, now = signs.get(client.identity), client.signs()
