@@ -60,6 +60,7 @@ WAITS = {
     "engine/executor.py _Transfers._release": "`Pending.wait`",
     "engine/offload.py OffloadedCall.taking_what_is_saved.unpack": "no wait",
     "engine/pair_groups.py PairGroups.wait": "is done",
+    "varuna_plugin/executor.py grads_receiver": "the configured timeout",
     "engine/pair_groups.py PairGroups._meet": "`Progress`",
     "engine/stage.py Stage._run_again": "no wait",
     # loader processes: the thread answers every batch, and ends all of them where it fails itself

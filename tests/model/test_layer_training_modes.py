@@ -126,7 +126,7 @@ def test_what_is_frozen_stays_frozen_in_every_door(case: Any, tmp_path: Any) -> 
     first = Chain.from_module(model, None, (X,), kept=kept, evaluates=False)
     assert [part.training for part in model.modules()] == modes
     for chain in (first, Chain.from_module(model, None, (X,), kept=kept, evaluates=False)):
-        assert norms_in_eval(layer.module for layer in ShapeTable(chain)._chain.layers) == frozen
+        assert norms_in_eval(layer.module for layer in ShapeTable(chain)._layers) == frozen
         chain = copy.deepcopy(chain)
         layers = take_layers(chain, range(len(chain)), torch.device("cpu"))
         for _ in range(2):  # also after an evaluation
@@ -139,7 +139,7 @@ def test_what_is_frozen_stays_frozen_in_every_door(case: Any, tmp_path: Any) -> 
 def test_a_layer_of_ones_own_that_is_frozen() -> None:
     layers = [Layer("first", nn.Linear(8, 8)), Layer("norm", nn.BatchNorm1d(8).eval())]
     chain = Chain(layers)
-    assert norms_in_eval([nn.ModuleDict({"norm": ShapeTable(chain)._chain.layers[1].module})]) == ["norm"]
+    assert norms_in_eval([nn.ModuleDict({"norm": ShapeTable(chain)._layers[1].module})]) == ["norm"]
     taken = take_layers(chain, [0, 1], torch.device("cpu"))
     assert [layer.layer.module.training for layer in taken] == [True, False]
     for layer in taken:

@@ -14,7 +14,6 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.offload import laid_out
-from varuna_capslog.memory.fold import bundles
 from varuna_capslog.model.chain import Chain, TensorSpec
 
 __all__ = ["GradientBook", "SharedUpdates", "Slices", "check_shared_updates", "norm_in_pieces", "norm_of", "piece_of"]
@@ -57,7 +56,7 @@ def _(gradient: Tensor) -> Tensor:
     return gradient.new_empty((), dtype=torch.float64)
 
 
-# -- The gradients of some layers as one flat tensor, of which each rank that holds the layers adds one slice.
+# -- The gradients of one layer as one flat tensor, of which each rank that holds the layer adds one slice.
 
 
 def gradient_type(parameter: nn.Parameter) -> torch.dtype:
@@ -83,7 +82,6 @@ class Slices:
         self._dtype = gradient_type(next(iter(parameters.values())))
         self._size = sum(parameter.numel() for parameter in parameters.values())
         self._width = math.ceil(self._size / count)
-        self._strides = {name: _dense(parameter) for name, parameter in parameters.items()}
 
     def pack(self, blocks: dict[int, dict[str, Tensor]]) -> Tensor:
         """Return [slices, blocks, row], of blocks in rising order; empties `blocks`."""
@@ -122,7 +120,7 @@ class Slices:
         gradients, at = {}, 0
         for name, parameter in self._parameters.items():
             if name in present:
-                gradients[name] = flat.as_strided(parameter.shape, self._strides[name], at)
+                gradients[name] = flat.as_strided(parameter.shape, _dense(parameter), at)
             at += parameter.numel()
         return gradients
 
@@ -130,7 +128,7 @@ class Slices:
         parts = []
         for name, parameter in self._parameters.items():
             if name in gradients:
-                gradient = laid_out(gradients[name], self._strides[name])
+                gradient = laid_out(gradients[name], _dense(parameter))
                 parts.append(gradient.as_strided((gradient.numel(),), (1,)))
             else:
                 parts.append(parameter.new_zeros(parameter.numel(), dtype=self._dtype))
@@ -185,7 +183,6 @@ class GradientBook:
             index: {rank: layout.blocks_of(rank, index) for rank in layout.holders(index)} for index in self._by_index
         }
         self._shared = list(self._shared_here(chain, layout))
-        self._bundles = self._made_bundles()
         # several holders: every block is kept until all are added in order; one holder: they are added as they end
         self._blocks: dict[int, dict[int, dict[str, Tensor]]] = {layer.index: {} for layer in layers}
 
@@ -206,12 +203,13 @@ class GradientBook:
     def finish(self) -> None:
         """Leave the minibatch's gradient in `.grad` of each trainable parameter (shared: of its first local leaf)."""
         for layer in self._layers:
-            if len(self._owned[layer.index]) == 1:
-                blocks, self._blocks[layer.index] = self._blocks[layer.index], {}
-                for name, gradient in next(iter(blocks.values()), {}).items():
-                    layer.parameters[name].grad = gradient
-        for bundle in self._bundles:
-            self._add_by_all([self._by_index[index] for index in bundle])
+            blocks, self._blocks[layer.index] = self._blocks[layer.index], {}
+            if len(self._owned[layer.index]) > 1:
+                total = self._added_by_all(layer, blocks)
+            else:
+                total = next(iter(blocks.values()), {})
+            for name, gradient in total.items():
+                layer.parameters[name].grad = gradient
         self._add_uses()
 
     def squared_norms(self, layers: Sequence[int]) -> dict[int, Tensor]:
@@ -235,28 +233,19 @@ class GradientBook:
         for blocks in self._blocks.values():
             blocks.clear()
 
-    def _made_bundles(self) -> list[list[int]]:
-        """Layers that several ranks hold, in bundles; those of one dtype travel together."""
-        sizes: dict[str, dict[int, int]] = {}
-        for layer in self._layers:
-            trained = _trained([layer])
-            if trained and len(self._owned[layer.index]) > 1:
-                dtypes = " ".join(sorted({str(gradient_type(parameter)) for parameter in trained.values()}))
-                size = sum(parameter.numel() * gradient_type(parameter).itemsize for parameter in trained.values())
-                sizes.setdefault(dtypes, {})[layer.index] = size
-        return sorted(bundle for alike in sizes.values() for bundle in bundles(alike, self._owned))
-
-    def _add_by_all(self, layers: Sequence[EngineLayer]) -> None:
-        """Leave the sum of all blocks of layers that the same ranks hold in `.grad` of their parameters."""
-        trained, first = _trained(layers), layers[0]
-        owned, rank = self._owned[first.index], self._communicator.rank
+    def _added_by_all(self, layer: EngineLayer, blocks: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Sum of all blocks of a layer that several ranks hold; empties `blocks`, which are this rank's."""
+        trainable = {name: p for name, p in layer.parameters.items() if p.requires_grad}
+        if not trainable:
+            return {}
+        owned, rank = self._owned[layer.index], self._communicator.rank
         ranks = sorted(owned)
         place, peers = ranks.index(rank), [peer for peer in ranks if peer != rank]
-        sliced = Slices(trained, len(ranks))
-        mine = sliced.pack(self._taken(layers))
+        sliced = Slices(trainable, len(ranks))
+        mine = sliced.pack(blocks)
         outgoing = {peer: mine[ranks.index(peer)] for peer in peers}
         wanted = {peer: TensorSpec((len(owned[peer]), *mine.shape[2:]), mine.dtype) for peer in peers}
-        arrived = self._communicator.exchange(outgoing, wanted, _BLOCK_TAG + first.index, first.device)
+        arrived = self._communicator.exchange(outgoing, wanted, _BLOCK_TAG + layer.index, layer.device)
         del outgoing
         arrived[rank] = mine[place]
         rows = {block: row for peer, slices in arrived.items() for block, row in zip(owned[peer], slices, strict=True)}
@@ -264,21 +253,9 @@ class GradientBook:
         part, present = sliced.add([rows[block] for block in sorted(rows)], place)
         del rows
         specs = dict.fromkeys(peers, TensorSpec(tuple(part.shape), part.dtype))
-        parts = self._communicator.exchange(dict.fromkeys(peers, part), specs, _SUM_TAG + first.index, first.device)
+        parts = self._communicator.exchange(dict.fromkeys(peers, part), specs, _SUM_TAG + layer.index, layer.device)
         parts[rank] = part
-        for name, gradient in sliced.unpack(torch.cat([parts[holder] for holder in ranks]), present).items():
-            trained[name].grad = gradient
-
-    def _taken(self, layers: Sequence[EngineLayer]) -> dict[int, dict[str, Tensor]]:
-        """Take the gradients of these layers by block, under the names of `_trained`."""
-        blocks: dict[int, dict[str, Tensor]] = {}
-        for layer in layers:
-            kept, self._blocks[layer.index] = self._blocks[layer.index], {}
-            for block, gradients in kept.items():
-                blocks.setdefault(block, {}).update(
-                    {f"{layer.index}/{name}": gradient for name, gradient in gradients.items()}
-                )
-        return blocks
+        return sliced.unpack(torch.cat([parts[holder] for holder in ranks]), present)
 
     def _add_uses(self) -> None:
         """Add all uses of each shared parameter in layer order; every owner does so."""
@@ -332,16 +309,6 @@ class GradientBook:
                 for peer in set(sources.values())
             }
             yield _SharedUses(number, tuple(shared.layers), leaves, sources, held, receivers)
-
-
-def _trained(layers: Sequence[EngineLayer]) -> dict[str, nn.Parameter]:
-    """Trainable parameters of these layers, by layer and name."""
-    return {
-        f"{layer.index}/{name}": parameter
-        for layer in layers
-        for name, parameter in layer.parameters.items()
-        if parameter.requires_grad
-    }
 
 
 def _add_block(total: dict[str, Tensor], block: dict[str, Tensor]) -> None:

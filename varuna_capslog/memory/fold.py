@@ -56,28 +56,6 @@ Holders = dict[int, dict[int, Sequence[int]]]
 """layer -> its ranks -> the blocks that each of them serves, rising."""
 
 
-BUNDLE_BYTES = 1 << 20
-"""Gradients of layers up to this size travel together: messages of small layers cost more time than their bytes."""
-
-
-def bundles(sizes: Mapping[int, int], holders: Mapping[int, Mapping[int, Sequence[int]]]) -> list[list[int]]:
-    """Return the layers whose gradients several ranks exchange in one message, in the order of their first layers: up
-    to `BUNDLE_BYTES` of layers with the same holders, so that all of these find the same bundles.
-
-    sizes: gradient bytes of the exchanged layers that this rank holds, by layer. holders: as `Holders`.
-    """
-    made: list[list[int]] = []
-    last: dict[object, list[int]] = {}
-    for layer in sorted(sizes):
-        key = tuple((rank, tuple(blocks)) for rank, blocks in sorted(holders[layer].items()))
-        bundle = last.get(key)
-        if bundle is None or sum(sizes[member] for member in bundle) + sizes[layer] > BUNDLE_BYTES:
-            bundle = last[key] = []
-            made.append(bundle)
-        bundle.append(layer)
-    return made
-
-
 def exchange(ranges: RangeBytes, rank: int, holders: Holders) -> int:
     """Return the peak bytes of gradients on a rank from its last backward to the vote."""
     layers = sorted(layer for layer, ranks in holders.items() if rank in ranks)
@@ -85,15 +63,14 @@ def exchange(ranges: RangeBytes, rank: int, holders: Holders) -> int:
     several = [layer for layer in layers if len(holders[layer]) > 1]
     kept = {layer: len(holders[layer][rank]) if layer in several else 1 for layer in layers}
     most = waiting = sum(kept[layer] * size[layer] for layer in layers)
-    for bundle in bundles({layer: size[layer] for layer in several if size[layer]}, holders):
-        together = sum(size[layer] for layer in bundle)
-        most = max(most, waiting + _beside(holders[bundle[0]], rank, together))
-        waiting -= (kept[bundle[0]] - 1) * together
+    for layer in several:
+        most = max(most, waiting + _beside(holders[layer], rank, size[layer]))
+        waiting -= (kept[layer] - 1) * size[layer]
     return max([most, *(waiting + more for more in _uses(ranges, rank, holders))])
 
 
 def _beside(ranks: Mapping[int, Sequence[int]], rank: int, size: int) -> int:
-    """Return the peak bytes beside this rank's blocks of a bundle of `size` bytes while its holders add their slices:
+    """Return the peak bytes beside this rank's blocks of a layer of `size` bytes while its holders add their slices:
     each block is copied and packed, then the packed blocks replace the originals.
     """
     own_blocks, blocks = len(ranks[rank]), sum(map(len, ranks.values()))

@@ -139,6 +139,8 @@ def test_layers_that_change_between_own_and_copy_keep_their_memory(
     apart = {0, behind + 1}  # these come from another member, although this one holds them as well
     assert not apart & shared
     written: list[int] = []
+    assert work._writer is not None
+    work._writer.join()
     monkeypatch.setattr(work, "_placed", lambda number, stages: (time.sleep(0.2), written.append(number)))
     again = opened(3, plan_of(0), states | {index: layer_state.cloned(states[index]) for index in apart})
     assert all(set(again[index]).isdisjoint(lay.pop(index)) for index in apart)
