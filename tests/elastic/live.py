@@ -22,7 +22,6 @@ import torch
 
 from tests.engine import cases
 from tests.equality import assert_same
-from tests.forks import servers_as_forks
 from tests.rig.drawing import PLANS, draw_for
 from tests.rig.faults import VARIABLE, Fault
 from varuna_capslog.base import files
@@ -111,8 +110,8 @@ class Cradle:
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._count = 0
         self.open: list[Live] = []
-        with servers_as_forks():
-            self._fork_server = ForkServer(_ENTRY, self._hear, folder / "fork-server.log", (*_MODULES, *more))
+        # no fork of the tests' process: members, forks of forks then, join too late for runs of 12 steps
+        self._fork_server = ForkServer(_ENTRY, self._hear, folder / "fork-server.log", (*_MODULES, *more))
 
     def _hear(self, message: dict[str, Any]) -> None:
         listener = self._listeners.get(str(message.get("member")))
