@@ -248,7 +248,8 @@ def host_bytes(count: int) -> Tensor:
 
 def _empty(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     size = max(_ALIGNED, math.prod(shape) * dtype.itemsize)  # numpy's memory without bytes has no view of a dtype
-    return host_bytes(size).view(dtype).as_strided(shape, stride)
+    # no view, which code behind a cut could not change in place
+    return torch.empty(0, dtype=dtype).set_(host_bytes(size).untyped_storage(), 0, shape, stride)
 
 
 def _aligned(place: int) -> int:
