@@ -125,6 +125,9 @@ def test_a_latency_of_seconds_needs_its_unit() -> None:
     assert [parse_latency(text, "latency") for text in ("20ms", "1s", 0.001, "0")] == [0.02, 1.0, 1e-3, 0.0]
     with pytest.raises(CapslogError, match=r"latency is 20, which means seconds; write the unit: 20us, 20ms or 20s"):
         parse_latency("20", "latency")
+    with pytest.raises(CapslogError, match="latency is 1, which"):
+        parse_latency(1, "latency")
+    assert parse_latency(parse_latency("2s", "latency"), "latency") == 2.0, "as the workers of a run read it"
 
 
 @pytest.mark.parametrize(("share", "written"), [(0.0312, "3.1 %"), (1.029, "103 %"), (0.0997, "10 %"), (0, "0 %")])

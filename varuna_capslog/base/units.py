@@ -129,9 +129,11 @@ def parse_seconds(value: str | int | float, name: str = "duration") -> float:
 
 
 def parse_latency(value: str | int | float, name: str) -> float:
-    """Return the seconds of a message's latency, as `parse_seconds`; 1 or more without a unit is a forgotten unit."""
+    """Return the seconds of a message's latency, as `parse_seconds`. A whole number without a unit is a forgotten unit;
+    a float, as the files of a run have it, means seconds.
+    """
     seconds = parse_seconds(value, name)
-    if seconds >= 1 and not str(value).strip()[-1].isalpha():
+    if seconds >= 1 and str(value).strip().isdigit():
         raise CapslogError(f"{name} is {value}, which means seconds; write the unit: {value}us, {value}ms or {value}s")
     return seconds
 

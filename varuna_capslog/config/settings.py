@@ -391,7 +391,7 @@ def _seconds(value: Any, info: ValidationInfo) -> float:
 
 
 def _latency(value: Any, info: ValidationInfo) -> float:
-    """Convert `20us` or a number below 1 to seconds."""
+    """Convert `20us` or a number to seconds."""
     return units.parse_latency(value, f"pipeline.{info.field_name}")
 
 
