@@ -134,18 +134,11 @@ def start_command(
         return Fork(f"{__name__}:_command", (list(arguments),), environment, descriptors, folder)
 
 
-@contextlib.contextmanager
-def servers_as_forks() -> Iterator[None]:
-    """Start fork servers of this process as forks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
-        yield
-
-
 @pytest.fixture(scope="module")
 def forked_servers() -> Iterator[None]:
     """Fork servers of commands that run in this process are forks themselves."""
-    with servers_as_forks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "subprocess", _with_popen(_fork_server_of))
         yield
 
 

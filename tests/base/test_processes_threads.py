@@ -60,7 +60,6 @@ WAITS = {
     "engine/executor.py _Transfers._release": "`Pending.wait`",
     "engine/offload.py OffloadedCall.taking_what_is_saved.unpack": "no wait",
     "engine/pair_groups.py PairGroups.wait": "is done",
-    "varuna_plugin/executor.py grads_receiver": "the configured timeout",
     "engine/pair_groups.py PairGroups._meet": "`Progress`",
     "engine/stage.py Stage._run_again": "no wait",
     # loader processes: the thread answers every batch, and ends all of them where it fails itself
@@ -78,6 +77,7 @@ WAITS = {
     "profiling/worker.py follow_client.follow": "the client, whose end is waited for",
     "training/feed.py Feed._take": "a pool whose future takes what is raised, or a batch of `Loader`",
     "training/checkpoint_writer.py CheckpointWriter._written": "its pool's future takes what is raised; it writes",
+    "varuna_plugin/executor.py grads_receiver": "the configured timeout",
     "varuna_plugin/install.py forward_only": "a queue that raises after Varuna's timeout",
     "varuna_plugin/launch.py _end": "killed before",
 }

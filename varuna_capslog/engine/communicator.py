@@ -447,7 +447,9 @@ class Communicator:
             return [value]
         assert self._group is not None
         raw = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
-        sizes = self.sum_numbers([raw.numel() * (rank == self.rank) for rank in range(self.world_size)])
+        sizes = [0.0] * self.world_size
+        sizes[self.rank] = raw.numel()
+        sizes = self.sum_numbers(sizes)
         longest = int(max(sizes))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: raw.numel()] = raw
@@ -472,15 +474,16 @@ class Communicator:
             while True:
                 wait([future], pause)
                 pause = min(1.0, 2 * pause)
-                mine = [future.done(), future.done() and future.exception() is not None]
-                here = [rank == self.rank for rank in range(self.world_size)]
-                sums = self.sum_numbers([float(flag and is_here) for flag in mine for is_here in here])
-                done, failed = sums[: self.world_size], [r for r in range(self.world_size) if sums[self.world_size + r]]
+                flags = [0.0] * (2 * self.world_size)  # of each rank: done, failed
+                flags[2 * self.rank] = float(future.done())
+                flags[2 * self.rank + 1] = float(future.done() and future.exception() is not None)
+                sums = self.sum_numbers(flags)
+                failed = [rank for rank, count in enumerate(sums[1::2]) if count]
                 if failed:
                     if future.done():
                         future.result()  # our own failure, if it is one
                     raise PeerLost(f"{self._name(self.rank)} gave up because {self._name(failed[0])} failed", failed[0])
-                if all(done):
+                if all(sums[::2]):
                     return future.result()
 
     def exchange(

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory import MEMORY_MODELS, NEVER, StageCosts
 from varuna_capslog.memory.costs import raised
-from varuna_capslog.memory.inflight import InflightCosts
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.profiles.record import Profile
@@ -323,7 +322,6 @@ class Pipelines:
         self._parameter_bytes: NDArray[np.int64] = np.concatenate([[0], np.cumsum(weights)])
         lies = np.asarray(beside if beside is not None else np.zeros_like(weights), dtype=np.int64)
         self.beside_bytes: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lies)])
-        self._of_one = MEMORY_MODELS[memory].stage_costs(profile, self._of_blocks(1))
         self._of_share: dict[int, _Templates] = {}
         self._columns: dict[tuple[int, int], Column | None] = {}
         self._wide: set[tuple[int, int]] = set()
@@ -335,11 +333,7 @@ class Pipelines:
         """Return the bytes of every stage of a pipeline with `share` blocks, with the gradients of waiting blocks."""
         held = waiting_blocks(self._profile, share, self.blocks) * self._parameter_bytes + self.beside_bytes
         ranges = held[None, :] - held[:-1, None]
-        run = self._of_blocks(share)
-        if isinstance(self._of_one, InflightCosts):  # whose tables do not depend on the number of blocks
-            costs: StageCosts = replace(self._of_one, run=run)
-        else:
-            costs = MEMORY_MODELS[self._memory].stage_costs(self._profile, run)
+        costs = MEMORY_MODELS[self._memory].stage_costs(self._profile, self._of_blocks(share))
         return raised(costs, np.asarray(np.maximum(ranges, 0), dtype=np.int64))
 
     def _exchange_seconds(self, share: int, stage_parameters: float) -> float:

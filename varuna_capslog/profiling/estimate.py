@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.engine.grains import joined_inputs, layers_of_one_microbatch, specs_of_values
 from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.signature import Signatures, run_signature
+from varuna_capslog.model.signature import Signatures
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.conditions import ONE_MICROBATCH, PART_SECONDS, UPDATE_RATE
@@ -471,7 +471,7 @@ def key_of_range(
     first: int,
     end: int,
     specs: Sequence[Mapping[str, TensorSpec]],
-    signatures: Signatures | None = None,
+    signatures: Signatures,
 ) -> object:
     """Return a key that is equal for ranges of layers that do the same work on tensors with equal specs.
 
@@ -479,8 +479,7 @@ def key_of_range(
     dtype, stride, requires_grad); the parameters that are shared, within the range and with layers elsewhere. A
     tensor's name counts by its place among the sorted names of the range, since tensors cross cuts in that order.
 
-    specs: of the tensors across the cuts first .. end. signatures: of the chain's layers; keys with and without them
-    are never equal.
+    specs: of the tensors across the cuts first .. end. signatures: of the chain's layers.
     """
     layers = chain.layers[first:end]
     inside = set(range(first, end))
@@ -497,7 +496,7 @@ def key_of_range(
     names = {name for cut in specs for name in cut}.union(*((*layer.reads, *layer.writes) for layer in layers))
     place = {name: number for number, name in enumerate(sorted(names))}
     return (
-        run_signature(layers) if signatures is None else signatures.run(first, end),
+        signatures.run(first, end),
         tuple((tuple(map(place.get, layer.reads)), tuple(map(place.get, layer.writes))) for layer in layers),
         tuple(tuple((place[name], spec) for name, spec in sorted(cut.items())) for cut in specs),
         ties,

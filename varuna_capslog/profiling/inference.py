@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.inference_model import InferenceModel
+from varuna_capslog.model.signature import Signatures
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.profiles.conditions import CACHE_BYTES, DECODE_SECONDS, PURPOSE
 from varuna_capslog.profiles.record import Profile
@@ -122,11 +123,11 @@ def _forwards(
 ) -> list[ForwardRun]:
     """Return the forward of each run of layers, once for all that are alike."""
     # a forward without graphs makes no tensor that takes a gradient
-    recipes, mode = Recipes(), FakeTensorMode(allow_non_fake_inputs=True)
+    recipes, mode, signatures = Recipes(), FakeTensorMode(allow_non_fake_inputs=True), Signatures(chain.layers)
     run_of_key: dict[object, ForwardRun] = {}
     forwards = []
     for first, end in runs:
-        key = key_of_range(chain, first, end, specs[first : end + 1])
+        key = key_of_range(chain, first, end, specs[first : end + 1], signatures)
         if key not in run_of_key:
             fresh = Quirks(served.device, served.gpu)
             run_of_key[key] = run_forward(mode, chain, (first, end), specs[first], fresh, speed, recipes)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layers import CompiledForward
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.signature import layer_signature
+from varuna_capslog.model.signature import Signatures, layer_signature
 from varuna_capslog.model.trace import ShapeTable, call_on, fake_operands
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.conditions import JOINED
@@ -322,7 +322,8 @@ class VariantRun:
 
     def work(self, specs: Sequence[Mapping[str, TensorSpec]]) -> object:
         """Return a key that is equal for runs that do the same work, done once. specs: across the cuts 0 .. L."""
-        key = key_of_range(self.chain, self.first, self.end, specs[self.first : self.end + 1])
+        signatures = Signatures(self.chain.layers)
+        key = key_of_range(self.chain, self.first, self.end, specs[self.first : self.end + 1], signatures)
         return key, self.first > 0, self.end < len(self.chain)
 
 

@@ -53,7 +53,6 @@ __all__ = ["VarunaPart", "VarunaWork"]
 # group, which Varuna needs, and the groups that Varuna makes.
 
 
-_THREADS = ("acts_receive_thread", "grads_receive_thread", "acts_send_thread", "grads_send_thread")
 _JOIN_SECONDS = 10.0
 
 
@@ -194,7 +193,7 @@ class VarunaPart:
         """End the generation, also one that could not be built; the next one may begin at once."""
         self._leave()
         if self.trainer is not None:
-            _join_threads(self.trainer)
+            _join_thread(self.trainer)
             # modules refer to each other in circles; their tensors must not wait for a collection
             for module in self.trainer.partitioned_model.module.modules():
                 module._parameters.clear()
@@ -222,15 +221,15 @@ def _abort(groups: list[Any]) -> None:
         Communicator(group.rank(), group.size(), "varuna", datetime.timedelta(seconds=1), group).abort()
 
 
-def _join_threads(trainer: Any) -> None:
-    """Join Varuna's message threads of an interrupted step: they use the default group, soon the next generation's."""
-    pipeline = getattr(trainer, "pipeline", None)
-    for name in _THREADS:
-        thread = getattr(pipeline, name, None)
-        if thread is not None:
-            thread.join(_JOIN_SECONDS)
-            if thread.is_alive():
-                raise CapslogError(f"Varuna's {name} did not end {_JOIN_SECONDS:g} s after its generation had")
+def _join_thread(trainer: Any) -> None:
+    """Join the thread of an interrupted step: it uses the default group, soon the next generation's."""
+    thread = getattr(getattr(trainer, "pipeline", None), "grads_receive_thread", None)
+    if thread is not None:
+        thread.join(_JOIN_SECONDS)
+        if thread.is_alive():
+            raise CapslogError(
+                f"the thread that receives gradients did not end {_JOIN_SECONDS:g} s after its generation had"
+            )
 
 
 # -- A training on Varuna as the `Work` of an elastic run

@@ -40,7 +40,7 @@ from varuna_capslog.varuna_plugin.install import install, installed_patches, sil
 from varuna_capslog.varuna_plugin.options import configure, current
 from varuna_capslog.varuna_plugin.stages import kept_names
 from varuna_capslog.varuna_plugin.tracing import Partition, Trace, tie_groups, trace_model
-from varuna_capslog.varuna_plugin.wire import Bundle, host_bytes
+from varuna_capslog.varuna_plugin.wire import Bundle, host_tensor
 
 __all__ = ["STEPS", "observe", "profile"]
 
@@ -223,7 +223,7 @@ class _OffDevice(Bundle):
         if tensor.device.type != "cpu":
             return tensor.cpu()
         spec = TensorSpec.of(tensor)
-        return host_bytes(spec.num_bytes).view(spec.dtype).as_strided(spec.shape, spec.stride).copy_(tensor)
+        return host_tensor(spec.dtype, spec.shape, spec.stride).copy_(tensor)
 
 
 class _MeasuredStage:

@@ -24,17 +24,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost, why_lost
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = [
-    "Bundle",
-    "Expected",
-    "Room",
-    "Sending",
-    "host_bytes",
-    "named_loss",
-    "pack",
-    "send",
-    "unpack",
-]
+__all__ = ["Bundle", "Expected", "Room", "Sending", "host_tensor", "named_loss", "pack", "send", "unpack"]
 
 MAX_DIMS = 8
 """Most dimensions of a tensor on the wire."""
@@ -118,8 +108,8 @@ class Form(NamedTuple):
         ]
 
     def empty(self) -> list[Tensor | None]:
-        """Return new tensors without values, in memory as `host_bytes`."""
-        return [None if kind is None else _empty(*kind) for kind in self.kinds]
+        """Return new tensors without values, as by `host_tensor`."""
+        return [None if kind is None else host_tensor(*kind) for kind in self.kinds]
 
     def write(self, frame: Tensor, microbatch: int, inside: bool) -> None:
         """Write the header of this microbatch's message. inside: the payload lies behind it."""
@@ -189,9 +179,9 @@ def pack(tensors: Sequence[Tensor | None], microbatch: int, frame_bytes: int) ->
     """
     dense = [None if tensor is None else _dense(tensor) for tensor in tensors]
     kinds = (None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride()) for tensor in dense)
-    form, header = form_of(tuple(kinds)), _header_bytes(len(dense))
-    inside = header < form.frame_bytes <= frame_bytes
-    frame = host_bytes(max(header, frame_bytes))
+    form = form_of(tuple(kinds))
+    inside = form.header.nbytes < form.frame_bytes <= frame_bytes
+    frame = _host_bytes(max(form.header.nbytes, frame_bytes))
     form.write(frame, microbatch, inside)
     if not inside:
         return Message(dense, frame, _bytes(dense), form.frame_bytes)
@@ -241,15 +231,16 @@ def _dense(tensor: Tensor) -> Tensor:
     return dense
 
 
-def host_bytes(count: int) -> Tensor:
-    """Bytes, uint8 [count], that counters of torch's memory do not see: on a CPU they would be the device's."""
+def host_tensor(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Return a tensor without values, in memory that counters of torch's do not see: on a CPU it would be the device's.
+    It is no view, so that code behind a cut may change it in place.
+    """
+    storage = _host_bytes(math.prod(shape) * dtype.itemsize).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
+
+
+def _host_bytes(count: int) -> Tensor:
     return torch.from_numpy(np.empty(count, np.uint8))
-
-
-def _empty(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    size = max(_ALIGNED, math.prod(shape) * dtype.itemsize)  # numpy's memory without bytes has no view of a dtype
-    # no view, which code behind a cut could not change in place
-    return torch.empty(0, dtype=dtype).set_(host_bytes(size).untyped_storage(), 0, shape, stride)
 
 
 def _aligned(place: int) -> int:
@@ -319,7 +310,7 @@ class Expected:
     def __init__(self, count: int, peer: int, gradients: bool, room: Room) -> None:
         self._count, self._peer, self._gradients, self._room = count, peer, gradients, room
         self._tag = _GRADIENTS if gradients else _ACTIVATIONS
-        self._frame = host_bytes(max(_header_bytes(count), room.num_bytes))
+        self._frame = _host_bytes(max(_header_bytes(count), room.num_bytes))
         with named_loss(f"waiting for rank {peer}", peer):
             self._work: Any = dist.irecv(self._frame, peer, tag=self._tag)
 

@@ -32,7 +32,7 @@ from varuna_capslog.model.capture.repeats import storage_key, value_of
 from varuna_capslog.model.capture.runtime import CapturedGraph, Guard, OfTheModel, Region, Sizes
 from varuna_capslog.model.layer import Layer, freeze_layers
 
-__all__ = ["layer_module", "localise_sizes", "open_regions", "split_graph"]
+__all__ = ["layer_module", "localise_sizes", "open_regions", "part_identities", "split_graph"]
 
 
 # -- Makes every operation of a captured graph take sizes that may change from a tensor near it.
@@ -183,7 +183,7 @@ def split_graph(
         if node in layer_of:
             parts[layer_of[node]].append(node)
     last_use = {node: max((layer_of[user] for user in node.users if user in layer_of), default=-1) for node in layer_of}
-    layers, model_parts = [], {id(submodule) for submodule in model.modules()}
+    layers, model_parts = [], part_identities(model)
     for index, part in enumerate(parts):
         reads: list[fx.Node] = []
         for node in part:
@@ -415,16 +415,21 @@ def _layer_module(
     return layer_module(graph, extra, model, paths, model_parts)
 
 
+def part_identities(model: nn.Module) -> set[int]:
+    """Return the identities of a model's modules."""
+    return {id(part) for part in model.modules()}
+
+
 def layer_module(
     graph: fx.Graph,
     extra: Mapping[str, Any],
     model: nn.Module,
     paths: Sequence[str],
-    model_parts: Collection[int] | None = None,
+    model_parts: Collection[int],
 ) -> CapturedGraph:
     """Make the module of a layer: its graph on the model's parameters and modules, and on objects that the model lacks
     (`extra`, by attribute name). `paths`: qualified names of the model's modules that the layer runs. `model_parts`:
-    identities of the model's modules, where they are known.
+    of `part_identities`, asked once for all layers of a model.
     """
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     held = {target: extra[target] if target in extra else operator.attrgetter(target)(model) for target in targets}
@@ -433,8 +438,6 @@ def layer_module(
         if isinstance(part, Whole):
             module.add_submodule(part.path, part.module)
     _keep_persistence(module, model)
-    if model_parts is None:
-        model_parts = {id(submodule) for submodule in model.modules()}
     for submodule in module.modules():
         if id(submodule) not in model_parts:
             submodule.training = model.training

@@ -49,7 +49,7 @@ from varuna_capslog.model.capture.runtime import (
     Varying,
     hold,
 )
-from varuna_capslog.model.capture.split import layer_module
+from varuna_capslog.model.capture.split import layer_module, part_identities
 from varuna_capslog.model.layer import Layer, freeze_layers
 from varuna_capslog.model.sources import class_name, code_digest, module_settings
 from varuna_capslog.model.state_file import load_tensors
@@ -106,14 +106,14 @@ def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, 
 def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> CapturedLayers:
     """Return the captured model that `to_text` described, on the parameters and modules of `model`."""
     read = json.loads(text)
-    layers = []
+    layers, model_parts = [], part_identities(model)
     for number, described in enumerate(read["layers"]):
         module: CapturedGraph | WholeModel
         if "call" in described:
             module = WholeModel(model, _call_shape(described["call"]), described["outputs"], "")
         else:
             graph, extra = _graph_from(described, f"{number}.", tensors, model)
-            module = layer_module(graph, extra, model, described["paths"])
+            module = layer_module(graph, extra, model, described["paths"], model_parts)
         layers.append(Layer(described["name"], module, tuple(described["reads"]), tuple(described["writes"])))
     layers[-1].module.meta |= read["told"]
     freeze_layers(layers, model)

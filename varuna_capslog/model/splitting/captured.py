@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.runtime import ByMode, CapturedGraph, Guard, Region
-from varuna_capslog.model.capture.split import layer_module
+from varuna_capslog.model.capture.split import layer_module, part_identities
 from varuna_capslog.model.splitting.division import (
     ATTENTIONS,
     VIEWS,
@@ -424,7 +424,7 @@ class _OnePart:
         self._held["guard"] = Guard(guard.layer, names, shapes, guard.train_only, guard.conditions, dtypes)
         results = tuple(writes.values())
         self._graph.output(results[0] if len(results) == 1 else results)
-        module = layer_module(self._graph, self._held, self._parts.module, ())
+        module = layer_module(self._graph, self._held, self._parts.module, (), part_identities(self._parts.module))
         module.freeze_as(self._parts.module)
         module.meta.update(self._parts.module.meta)
         into.add(self._name, module, list(self.reads), list(writes))
