@@ -15,6 +15,7 @@ from tests.planning.asking import plan
 from tests.sweeps import some
 from varuna_capslog import cli
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.madpipe import WEIGHED
 from varuna_capslog.planners.madpipe.allocation import Allocation, ChainCosts
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import compare
@@ -59,6 +60,23 @@ def test_a_rank_comes_back_where_no_cuts_are_even() -> None:
     even = simulate_plan(UNEVEN, plan(UNEVEN, 3, "throughput", run=RUN, link=LINK), link=LINK, run=RUN).step_seconds
     assert 24 * 5 < step < 0.85 * even  # any cuts leave 7 s to a device
     assert Plan.from_json(json.loads(json.dumps(answer.to_json()))) == answer
+
+
+def test_memory_that_limits_no_plan_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start of a small run solved 21 linear programs for ever more bytes, of devices that had room for all."""
+    programs, pattern = list[object](), periodic.periodic_pattern
+
+    def record(costs, *arguments):
+        programs.append(costs.usable)
+        return pattern(costs, *arguments)
+
+    monkeypatch.setattr(periodic, "periodic_pattern", record)
+    slow = timed([2.0, 4.0, 1.0, 1.0, 5.0])  # no pattern has the period that the loads of ranks and links allow
+    run, link = RunShape(2, "1f1b", False), Link(10**4)
+    answer = periodic.periodic_plan(Problem.of(slow, 2, 10**12, run, link))
+    assert len(programs) <= 2 * len(WEIGHED)
+    unlimited = periodic.periodic_plan(Problem.of(slow, 2, None, run, link))
+    assert (answer.stages, answer.actions) == (unlimited.stages, unlimited.actions)
 
 
 def test_its_search_ends_by_its_time_with_a_plan_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

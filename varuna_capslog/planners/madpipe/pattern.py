@@ -60,6 +60,10 @@ class Pattern:
     shifts: tuple[int, ...]
     proven: bool
 
+    def step_seconds(self, microbatches: int) -> float:
+        """Return the seconds from a step's first start of an operation to its last start."""
+        return self.period * (microbatches - 1 + self.shifts[-1]) + self.starts[-1]
+
     def ranks(self, microbatches: int) -> list[list[str]]:
         """Return the action list of every rank, in a plan's notation, of a step that fills and drains the pattern."""
         rows: dict[int, list[tuple[float, int, str]]] = {}

@@ -19,6 +19,7 @@ from varuna_capslog.planners.madpipe import (
     WEIGHED,
     Allocation,
     ChainCosts,
+    Pattern,
     best_allocation,
     periodic_pattern,
     shortest_pattern,
@@ -141,23 +142,33 @@ class _Periodic:
         for _ in range(_ATTEMPTS):
             if self.is_over:
                 return
-            most, least = _PROGRAM_SECONDS
-            limit = max(least, min(most, self.ends - time.perf_counter()))
-            calls = self.run.microbatches
+            calls, limit = self.run.microbatches, self._program_seconds()
             pattern = None if allocation is None else periodic_pattern(costs, allocation, calls, limit)
-            if (
-                allocation is not None
-                and pattern is not None
-                and (lack := self._add(allocation, pattern.ranks(self.run.microbatches)))
-            ):
+            if allocation is not None and pattern is not None and (lack := self._add(allocation, pattern.ranks(calls))):
                 high, less = costs.usable or 0.0, max(2 * less, lack)
             elif costs.usable is None or (pattern is not None and pattern.period <= self.free * (1 + CLOSE)):
                 return
             else:
+                if math.isinf(high) and allocation and pattern and self._is_free(costs, counting, allocation, pattern):
+                    return
                 low = costs.usable
             between = (low + high) / 2 if low else max(high - less, high / 2)
             costs = dataclasses.replace(costs, usable=_MORE * low if math.isinf(high) else between)
             allocation = best_allocation(costs, counting)
+
+    def _is_free(self, costs: ChainCosts, counting: str, allocation: Allocation, pattern: Pattern) -> bool:
+        """True if allocation and pattern are as good as those without a limit of memory: more bytes change nothing."""
+        unlimited = dataclasses.replace(costs, usable=None)
+        best = best_allocation(unlimited, counting)
+        if best is None or best.stages != allocation.stages:
+            return False
+        calls = self.run.microbatches
+        free = periodic_pattern(unlimited, allocation, calls, self._program_seconds())
+        return free is not None and pattern.step_seconds(calls) <= free.step_seconds(calls) * (1 + CLOSE)
+
+    def _program_seconds(self) -> float:
+        most, least = _PROGRAM_SECONDS
+        return max(least, min(most, self.ends - time.perf_counter()))
 
     def weigh_smallest(self, costs: ChainCosts) -> None:
         """Play the plans of one microbatch after the other, which hold the least, for fewer and fewer bytes of the
