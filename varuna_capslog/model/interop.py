@@ -1,7 +1,7 @@
 """Makes the stages of a rank for torch.distributed.pipelining from our cut lists.
 
-It never runs a step, and refuses beforehand problems that torch would only report in the middle of a run. Formats
-without modules are `planning/export`'s.
+It never runs a step. It refuses in advance problems that torch reports only in the middle of a run. `planning/export`
+writes formats that hold no modules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["StageModule", "pipeline_stages"]
 class StageModule(nn.Module):
     """Layers `first .. end-1` of a chain as one module: tensors in by position, a tensor or a tuple out.
 
-    A tensor that only passes through is passed on. The chain's modules are used, not copied.
+    A tensor that no layer here changes is passed on. The chain's modules are used, not copied.
 
     Attributes:
         reads: names of the tensors that it takes: those that cross the cut before `first`.
@@ -74,7 +74,7 @@ def pipeline_stages(
     Args:
         chain: its layers of this rank are moved to `device`.
         cuts: first layer of each stage, beginning with 0 (a plan's `cuts`).
-        rank: of this process within `group`.
+        rank: rank of this process within `group`.
         inputs: specs of one microbatch's inputs, or one such mapping per microbatch.
         num_ranks: processes in the pipeline; default: one per stage.
         group: passed on to torch; default: the world.
