@@ -83,7 +83,7 @@ _PARTS = ("self_attention_cache", "cross_attention_cache")
 
 
 class _Kept(NamedTuple):
-    """Bytes that a layer keeps after a prefill. window: the most tokens that it attends to, with the next token."""
+    """Bytes that a layer keeps after a prefill. window: the most tokens that it attends to; None: no limit."""
 
     size: int
     window: int | None

@@ -136,7 +136,7 @@ class Evaluator(Protocol):
         """Return plain (picklable, JSON-able) results of one microbatch."""
 
     def summarize(self, results: list[Any]) -> dict[str, Any]:
-        """Return scores of the whole set, such as {"AP": 0.42, ...}; `best` has the highest value of the first score."""
+        """Return scores of the whole set, as {"AP": 0.42, ...}; the first key decides which is `best` (higher wins)."""
 
 
 class Workload(ABC):
