@@ -135,7 +135,7 @@ _HIGHEST = 0x12DD9BB3
 _DEPTH = 6
 """Depth to which containers and objects are followed from a module's attribute."""
 _MOST = 1000
-"""Most entries of a container whose contents are compared; a larger container is compared by identity."""
+"""Most entries of a container that is compared by its contents; larger containers are compared by identity."""
 _IN_CLOSURES = 2
 """Depth, as `_DEPTH`, from variables that a function among the attributes closes over."""
 _ALL = 100_000

@@ -39,7 +39,7 @@ def wanted_split(text: str, where: str) -> tuple[str, int]:
 
 
 def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
-    """Return (first, end) of a part's share of `count` entries, named `what`. Raises CapslogError for unequal shares."""
+    """Return (first, end) of a part's share of `count` entries (`what`). Raises CapslogError for unequal shares."""
     if count % degree:
         raise CapslogError(
             f"its {count} {what} cannot be shared out equally among {degree} parts; take a "
