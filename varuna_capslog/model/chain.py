@@ -121,7 +121,7 @@ class Chain:
         factories: build the layers, whose modules are hollow until then; see `from_factories`.
 
     Raises:
-        CapslogError: no layers; two layers of one name; a tensor that a layer or the loss reads is not written before.
+        CapslogError: no layers, or two of one name; a layer or the loss reads a tensor that does not exist there.
     """
 
     def __init__(

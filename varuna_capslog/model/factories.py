@@ -1,7 +1,7 @@
 """Factories of a chain's layers, so that a process builds only the layers that it needs.
 
 A layer that is not built has a hollow module of the same code, with its names, shapes and buffers. Weights depend on
-the seed and the layer's index alone, not on which layers are built or in which order; torch's generator does not move.
+the seed and the layer's index alone, not on which layers are built or in which order; torch's generator is restored.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Silence torch's traceback of an operator that refuses fake tensors; the error that follows says enough."""
+    """Silence torch's traceback of an operator that refuses fake tensors; the error that follows has the reason."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:

@@ -163,7 +163,7 @@ def _add_adapters(model: nn.Module, rank: int, base: str | None) -> None:
 def folder_of(name: str) -> str:
     """Return the folder of a model with config.json, given as a folder or by its name on the Hugging Face hub.
 
-    Raises CapslogError where it is neither, or the hub cannot be asked.
+    Raises CapslogError where it is neither, or the hub cannot be reached.
     """
     if Path(name).is_dir() or not _NAME.fullmatch(name):
         return name  # `model` reports what is missing in the folder

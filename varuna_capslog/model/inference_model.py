@@ -1,4 +1,4 @@
-"""An ordinary model as it is served: in its own dtype, in eval mode, without a loss; and the caches of its layers."""
+"""Ordinary model as it is served: in its own dtype, in eval mode, without a loss; and the caches of its layers."""
 
 from __future__ import annotations
 

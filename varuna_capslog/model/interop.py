@@ -25,7 +25,7 @@ __all__ = ["StageModule", "pipeline_stages"]
 
 
 class StageModule(nn.Module):
-    """Layers `first .. end-1` of a chain as one module: tensors in by position, a tensor or a tuple out.
+    """Layers `first .. end-1` of a chain as one module: takes tensors by position, returns a tensor or a tuple.
 
     A tensor that no layer here changes is passed on. The chain's modules are used, not copied.
 
@@ -66,7 +66,7 @@ def pipeline_stages(
     num_ranks: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[PipelineStage]:
-    """Return this rank's stages of a cut list, ready for torch's schedules: stage s lives on rank s % num_ranks.
+    """Return this rank's stages of a cut list, ready for torch's schedules: stage s runs on rank s % num_ranks.
 
     `Schedule1F1B(stages[0], n_microbatches, loss_fn).step(...)` takes the chain's inputs by position in the order of
     `chain.inputs`; `loss_fn` gets its outputs (one tensor, or a tuple in the order of `chain.outputs`).

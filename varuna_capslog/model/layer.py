@@ -314,8 +314,8 @@ def put_in_training(layers: Iterable[nn.Module], chain: Sequence[nn.Module] | No
     """Put layers into training mode, except for frozen modules.
 
     Frozen modules are of three kinds: frozen at the capture; modules of captured layers that are in eval mode now but
-    were not at the capture; and modules of other layers in eval mode. If all modules of captured layers, or of other
-    layers, are in eval mode now, the user has evaluated the model, and no module of that kind is frozen.
+    were not at the capture; and modules of other layers in eval mode. If all modules of one of the last two kinds of
+    layers are in eval mode now, the user has evaluated the model, and the rule for this kind freezes no module.
 
     chain: the modules of all layers of the chain, where `layers` are only some of them, or copies; None: `layers`.
     """

@@ -1,4 +1,4 @@
-"""Records the state that a model's Python code may keep and change beside its tensors: attributes and their contents.
+"""Records the state, other than tensors, that a model's Python code may keep and change: attributes and their contents.
 
 A capture runs that code once, on tensors without values; this module finds the changes and undoes them. `fit` does so
 for a layer that runs again, and a captured model is checked for the attributes of its capture.
@@ -106,7 +106,7 @@ def seed_generators(generators: Mapping[str, Any], seed: int) -> None:
 
 @contextmanager
 def crafted_draws(high: bool) -> Iterator[None]:
-    """Make the next numbers of `random` and of numpy's global generator the lowest, or the highest, for a while.
+    """Make the next numbers of `random` and of numpy's global generator the lowest, or the highest, in the block.
 
     A decision that compares a draw with a probability goes one way with the lowest and the other way with the highest
     numbers, and a value computed from a draw differs between the two.

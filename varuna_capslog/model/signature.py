@@ -1,4 +1,4 @@
-"""Decides when two layers, or two runs of layers, do the same work on other parameters, so that profilers do it once.
+"""Decides when two layers, or two ranges of layers, do the same work on other parameters, so it is measured once.
 
 `ShapeTable` and the estimator run layers of one signature once. A signature holds all that a result can depend on; a
 value that cannot be compared is equal to itself only, so that in doubt the work is done again. It leaves out names,

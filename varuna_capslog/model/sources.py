@@ -1,4 +1,4 @@
-"""Collects the facts that a module's work depends on beside its weights: classes, settings, shapes, source code.
+"""Collects the facts, other than weights, on which a module's work depends: classes, settings, shapes, source code.
 
 A stored profile or capture is valid for a model with the same digest.
 """

@@ -27,8 +27,8 @@ def load_tensors(path: Path | str, mapped: bool = False) -> Any:
     mapped: leave the tensors in the file until they are read.
 
     Raises:
-        OSError: it cannot be read.
-        CapslogError: it is no such file, it holds other objects, or it is larger unpacked than on the disk.
+        OSError: the file cannot be read.
+        CapslogError: torch.save did not write it, it holds other objects, or it is larger unpacked than on the disk.
     """
     size = _size_of(path)
     try:

@@ -270,7 +270,7 @@ class Workload(ABC):
         return None
 
     def costs_depend_on(self) -> Sequence[str]:
-        """Return functions, as `package.module:function`, that the model's costs depend on beside its modules."""
+        """Return further functions, as `package.module:function`, on which the costs of the model depend."""
         return ()
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:

@@ -103,7 +103,7 @@ class Exporter:
         path = self._covering(error.path)
         if path in self._made:
             path = path.rpartition(".")[0]
-            while type(self._model.get_submodule(path)).forward is nn.Module.forward:  # a list: its owner calls them
+            while type(self._model.get_submodule(path)).forward is nn.Module.forward:  # such as a list
                 path = path.rpartition(".")[0]
         arguments, keywords = self._bare()
         modules = {path: self._model.get_submodule(path)} if path else {}
@@ -212,7 +212,7 @@ class Exporter:
         return {path: why for path, why in reasons.items() if self._covering(path) not in self.whole}
 
     def _leaving(self, captured: Captured) -> dict[str, str]:
-        """Map each module whose change would be another in the next call, or cannot be replayed -> the reason."""
+        """Map each module whose change would differ in the next call, or cannot be replayed -> the reason."""
         if not self._keeps:
             return {}
         assert captured.watch is not None
@@ -342,7 +342,7 @@ def _other_numbers(counters: Sequence[StateChange]) -> Iterator[list[Any]]:
 
 
 def _with_generators(captured: Captured) -> Iterator[str]:
-    """Yield the modules whose graph draws from a generator that is an object of theirs."""
+    """Yield the modules whose graph draws from a generator object of their own."""
     for node in captured.graph.find_nodes(op="get_attr"):
         if isinstance(captured.extra.get(str(node.target)), torch.Generator):
             yield from dict.fromkeys(module_path(user) for user in node.users)

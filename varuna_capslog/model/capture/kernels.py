@@ -116,7 +116,7 @@ class _Swapped(NamedTuple):
 
 
 def _swapped(function: Any) -> _Swapped | None:
-    """Return what `use_kernel_func_from_hub_with_fallback` replaces; None for other functions and kernels."""
+    """Describe a function decorated by `use_kernel_func_from_hub_with_fallback`; None for others, or other kernels."""
     code = getattr(function, "__code__", None)
     names = ("func_name", "package", "torch_function", "applicable_params")
     if code is None or not set(names) <= set(code.co_freevars):

@@ -51,8 +51,7 @@ class CallShape:
     spec, constants: structure and leaves of (args, kwargs), with None in the places (`slots`) of tensors.
     given: shapes of the tensors among the arguments.
     result_spec, result_constants, made: spec, constants and slots of the result. tensors: its tensors.
-    passed: (number of a tensor in the result, number of the tensor argument that it is); another call may make a new
-        tensor.
+    passed: (number of a result's tensor, number of the tensor argument that it is); other calls may make a new tensor.
     """
 
     spec: pytree.TreeSpec

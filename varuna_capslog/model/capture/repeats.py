@@ -87,7 +87,7 @@ class EqualBlocks:
     _first: dict[object, _First] = field(default_factory=dict)
     _called: set[str] = field(default_factory=set)
     _hidden: dict[str, str] = field(default_factory=dict)
-    """Qualified name of a hidden parameter -> that of the first block's."""
+    """Qualified name of a hidden parameter -> qualified name of the first block's parameter."""
     _behind: set[str] = field(default_factory=set)
     """Blocks with hidden parameters."""
 

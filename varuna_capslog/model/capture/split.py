@@ -465,7 +465,7 @@ def _keep_persistence(module: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """True where a node stays although nothing reads its result. Random operators decide what later ones draw."""
+    """True where a node stays although nothing reads its result. Random operators advance the generator of others."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op in ("placeholder", "output", "call_module") or bool(mutated_arguments(node)) or is_random
 

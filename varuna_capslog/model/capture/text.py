@@ -380,8 +380,8 @@ class Kept:
         self.writes = False
 
     def read(self, request: CaptureRequest) -> CapturedLayers | None:
-        """Return the capture that was kept for this request, on the modules of its model; None if there is none. Raises
-        FixedSize where it is known that the request cannot be captured.
+        """Return the stored capture for this request, on the modules of its model; None if there is none. Raises
+        FixedSize where a file says that the request cannot be captured.
         """
         if not self._folder.is_dir():
             return None
@@ -411,7 +411,7 @@ class Kept:
             write_text(self._path(replace(request, evaluates=evaluates)).with_suffix(_REFUSAL), str(error))
 
     def write(self, request: CaptureRequest, captured: CapturedLayers) -> None:
-        """Keep a capture; where it has no text form the log says so, and every process captures the model itself."""
+        """Store a capture; if it has no text form, the log says so, and every process captures the model itself."""
         try:
             text, tensors = to_text(captured, request.model)
         except NotText as error:
@@ -448,8 +448,8 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 class OneOf:
     """Example inputs of several shapes, for each of which a model is captured.
 
-    examples: as for one capture: each a mapping of keyword arguments, or positional arguments. The first decides where
-        the model is cut.
+    examples: each as for one capture, a mapping of keyword arguments or positional arguments. The first example decides
+        where the model is cut.
     """
 
     def __init__(self, examples: Sequence[Mapping[str, Any] | Sequence[Any]]) -> None:

@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 
-# -- Keeps the large tensors of a model's step while it is tried or compared: in memory, or where they do not fit
-#    there in files, which are removed with them.
+# -- Keeps the large tensors of a model's step while it is tried or compared: in memory or, if they do not fit there,
+#    in files, each of which is removed with its tensor.
 #
 # Weights, one operator and its tensors have to fit. This is checked before each operator that may be large, so that
 # the system never kills the process for lack of memory; `comparison` and `trial` report what was not done.
@@ -364,7 +364,7 @@ def _file_system(folder: str) -> str:
     return ""
 
 
-# -- Calls a model once on its example, and keeps the large tensors of such a step in memory or on disk.
+# -- Calls a model once on its example.
 #
 # Where the model's weights have values, it is a real call; a model without memory for its weights is called on
 # tensors without values.

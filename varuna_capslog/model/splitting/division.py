@@ -172,7 +172,7 @@ def _matrices(call: SharedCall, _: int) -> Result:
 
 
 def _view(call: SharedCall, degree: int) -> Result:
-    """Divide a view, in which heads or columns must be the outermost dimension of each of as many blocks as before."""
+    """Divide a view along the dimension in which heads or columns are outermost, with as many blocks as before."""
     old_sizes, sizes = call.size, call.sizes[call.node]
     if len(set(call.one.blocks)) > 1:
         raise call.unknown(f"it takes blocks of the sizes {call.one.blocks} together")

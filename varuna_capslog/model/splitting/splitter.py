@@ -1,8 +1,8 @@
 """Splits one layer of a chain into parts, which are layers of the chain themselves.
 
 A part holds some heads of an attention, some columns of a feed-forward, or some of the positions. A last part joins the
-results in the order of the parts, so that the sum does not depend on the ranks: the parts run on one rank, one after
-the other, or in parallel on several. Code for chains handles split layers like any others.
+results in the order of the parts, so that the joined result does not depend on the ranks: the parts run on one rank,
+one after the other, or in parallel on several. Code for chains handles split layers like any others.
 
 A module can be split if it has a method `split(splitter)`, which adds the parts, or if `torch_layers` knows how.
 """
