@@ -297,7 +297,7 @@ _TOWERS = ("vision_config", "backbone_config")
 
 
 def _frames(config: Any) -> int:
-    """Return the frames of a spectrum, twice the encoder's positions; 0 where the config has no number of positions."""
+    """Return the frames of a spectrum, which the first layers halve to the encoder's positions; 0 where unknown."""
     return 2 * (getattr(config, "max_source_positions", None) or 0)
 
 

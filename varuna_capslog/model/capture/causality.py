@@ -212,7 +212,7 @@ def _rows(queries: int, elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _allowed(mask: Tensor) -> Tensor:
-    """Return a mask as bool. Raises _NotKnown for a mask that adds numbers other than 0 and the dtype's least."""
+    """Return a mask as bool. Raises _NotKnown for a mask that adds numbers other than 0, the dtype's least and -inf."""
     if mask.dtype == torch.bool:
         return mask
     allowed = mask == 0
