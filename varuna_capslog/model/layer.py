@@ -190,7 +190,7 @@ class Layer:
 
 
 def dense_gradient(gradient: Tensor) -> Tensor:
-    """Return the gradient as a dense tensor: an embedding's may be sparse, but gradients are added and sent dense."""
+    """Return a gradient as a dense tensor: an embedding's may be sparse; gradients are added, normed and sent dense."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 

@@ -137,7 +137,7 @@ _DEPTH = 6
 _MOST = 1000
 """Most entries of a container that is compared by its contents; larger containers are compared by identity."""
 _IN_CLOSURES = 2
-"""Depth, as `_DEPTH`, from variables that a function among the attributes closes over."""
+"""Depth, as `_DEPTH`, from variables that a function among the attributes closes over: a loop's state is close."""
 _ALL = 100_000
 """Most values that are followed in total."""
 _TABLES = ("_parameters", "_buffers", "_modules")
