@@ -1,6 +1,6 @@
 """A model as an ordered list of layers, and the tensors that cross each cut between them.
 
-It knows names and parameters; shapes come from `varuna_capslog.model.trace`.
+A chain holds names and parameters; shapes come from `varuna_capslog.model.trace`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "Value", "is_dense"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Description of a tensor that a receiver needs before the tensor arrives.
+    """Shape, dtype and memory layout of a tensor, which a receiver needs before the tensor arrives.
 
     `stride` keeps the memory format (channels_last sent as contiguous changes results); default: contiguous.
     `requires_grad`: a gradient of the same shape comes back.
@@ -94,9 +94,9 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """Parameter used by several layers: one value, the sum of all its gradients (engine rule 3).
+    """Parameter that several layers share; its gradients from all layers are added (engine rule 3).
 
-    name: its address, `<first layer>.<parameter>`.
+    name: address `<first layer>.<parameter>`.
     uses: (layer index, name inside that layer's module), in layer order.
     num_bytes: bytes of one copy.
     """
@@ -116,12 +116,12 @@ class Chain:
 
     Args:
         layers: in a topological order of the model's graph.
-        inputs: names of the tensors that enter before layer 0 (they travel on as far as a layer reads them).
+        inputs: names of the tensors that enter before layer 0; each crosses the cuts up to its last reader.
         outputs: names of the tensors that leave after layer L-1; the loss reads them.
-        factories: of the layers, whose modules are hollow; see `from_factories`.
+        factories: build the layers, whose modules are hollow until then; see `from_factories`.
 
     Raises:
-        CapslogError: two layers of one name; a layer reads, or an output names, a tensor that no layer wrote.
+        CapslogError: no layers, or two of one name; a layer or the loss reads a tensor that does not exist there.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Chain:
 
     @property
     def kept_whole(self) -> list[str]:
-        """Parts of a captured model that run as a whole, and joined layers, with the reason: one sentence each."""
+        """Sentences with the reason why a part of a captured model runs as a whole, or why layers are joined."""
         properties = getattr(self.layers[-1].module, "meta", {})
         kept_modules = properties.get("whole", {}).items()
         return [f"{path or 'the model'} runs as a whole, as Python: {why}" for path, why in kept_modules] + [
@@ -193,12 +193,12 @@ class Chain:
 
     @property
     def joined_parts(self) -> dict[str, list[str]]:
-        """Names of layers that hold several parts -> the others of these, which no cut may part."""
+        """Name of each layer that joins several parts of the model -> its other parts; no cut may separate them."""
         parts: dict[str, list[str]] = getattr(self.layers[-1].module, "meta", {}).get("parts", {})
         return parts
 
     def check_unchanged(self) -> None:
-        """Raise CapslogError where the captured model has other attributes or submodules now, unknown to its layers."""
+        """Raise CapslogError if attributes, submodules or ties of the model have changed since the capture."""
         state = self._captured.value
         for change in [] if state is None else state.changes():
             raise CapslogError(
@@ -224,17 +224,17 @@ class Chain:
     ) -> Chain:
         """Make a chain whose layers are built only where they are needed: an engine builds its own layers, `run` all.
 
-        Until then a layer's module has parameters without memory and real buffers. Its weights depend on (seed, layer
-        index) alone.
+        Until then, a layer's module has parameters without memory, and real buffers. The initial weights depend on
+        (seed, layer index) alone.
 
         Args:
             tied: groups of addresses `<layer>.<name inside the layer>` of shared parameters, or of modules with
                 parameters; the factory of a group's first layer gives their values.
-            seed: None: torch's last seed (`torch.initial_seed`), as before `build_chain`.
+            seed: None: `torch.initial_seed()`, which the caller of `build_chain` has set.
 
         Raises:
-            CapslogError: as for a chain; a factory returns no module, or one with another layer's parameter; `tied`
-                names no parameter, or parameters of different shapes.
+            CapslogError: as for a chain; a factory returns no module, or a module with another layer's parameter;
+                `tied` names no parameter, or parameters of different shapes.
         """
         factories = Factories(layers, torch.initial_seed() if seed is None else seed)
         return cls(factories.hollow_layers(tied), inputs, outputs, name, factories)
@@ -257,7 +257,7 @@ class Chain:
 
     @cached_property
     def reads(self) -> tuple[tuple[Value, ...], ...]:
-        """layer -> the values that it reads, in the order of its `reads`; the last tuple: those that the loss reads."""
+        """Values that each layer reads, in the order of its `reads`; the last tuple holds what the loss reads."""
         writer, reads = dict.fromkeys(self.inputs, -1), []
         for index, layer in enumerate(self.layers):
             reads.append(tuple(Value(name, writer[name]) for name in layer.reads))
@@ -286,13 +286,13 @@ class Chain:
         )
 
     def values_at(self, cut: int) -> tuple[Value, ...]:
-        """Return `crossing`, as values."""
+        """Return the tensors of `crossing` as values."""
         return self._values_at[cut]
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """(layer that writes a value, layer that reads it), each pair once, ascending; inputs have no writer. The loss
-        counts as the last layer, where it is computed.
+        """Pairs (layer that writes a value, later layer that reads it), each once, ascending; inputs are left out. The
+        loss counts as part of the last layer.
         """
         last = len(self) - 1
         pairs = {(value.writer, min(reader, last)) for value, row in self.readers.items() for reader in row}
@@ -334,7 +334,7 @@ class Chain:
         return tensors
 
     def fill(self, indices: Iterable[int] | None = None) -> None:
-        """Build layers of factories (default: all) with their initial values; other layers stay as they are.
+        """Build layers from their factories (default: all) with initial values; layers that are built already stay.
 
         With a layer of tied parameters, the layer whose factory gives their values is built as well.
         """
@@ -347,18 +347,18 @@ class Chain:
                 present, built = old.module.get_parameter(name), module.get_parameter(name)
                 if first == index:
                     replace_parameters((layer.module for layer in self.layers), {present: built})
-                else:  # its first layer is built, and has put the value here
+                else:  # the parameter's first layer is built already, and `old` holds its value
                     replace_parameters([module], {built: present})
             new = Layer(old.name, module, old.reads, old.writes)
             self.layers = (*self.layers[:index], new, *self.layers[index + 1 :])
             self._unbuilt.discard(index)
 
     def release(self, kept: Iterable[nn.Parameter]) -> None:
-        """Free the memory of all other parameters; parameters of the same shapes without values replace them.
+        """Free the memory of all parameters except `kept`; parameters of the same shapes without values replace them.
 
         Shared parameters stay shared. Buffers stay: some are not part of a layer's state.
         """
-        self._captured = OfTheModel()  # it knows parameters of the model
+        self._captured = OfTheModel()  # the recorded state holds parameters that are freed here
         alive = set(kept)
         freed = {
             parameter: hollow_parameter(parameter)

@@ -1,8 +1,7 @@
 """Factories of a chain's layers, so that a process builds only the layers that it needs.
 
-A layer that was never built has names, shapes and buffers from a hollow module of the same code. Weights depend on the
-seed and the layer's index alone: not on the layers that are built, their order, or torch's generator, which stays as it
-was.
+A layer that is not built has a hollow module of the same code, with its names, shapes and buffers. Weights depend on
+the seed and the layer's index alone, not on which layers are built or in which order; torch's generator is restored.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class LayerFactory:
     """Layer that is built where it is needed.
 
     name, reads, writes: as in `Layer`.
-    make: makes a new module at every call, on the CPU, by torch's random numbers only.
+    make: makes a new module at every call, on the CPU, with random numbers of torch only.
     """
 
     name: str
@@ -48,7 +47,7 @@ class Factories:
         self.values: dict[str, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Factories:
-        return self  # a copied chain is built alike
+        return self  # a copied chain uses the same factories
 
     def build(self, index: int) -> nn.Module:
         """Build the module of one layer with its initial values; its tied parameters are not shared yet."""
@@ -91,7 +90,7 @@ class Factories:
 
 
 def _tie(layers: Sequence[Layer], group: Sequence[str]) -> None:
-    """Make parameters of the same name under all these addresses one parameter."""
+    """Make all parameters of one name under these addresses the same parameter."""
     modules = [_parameters_under(layers, address) for address in group]
     shapes = [
         {
@@ -109,7 +108,7 @@ def _tie(layers: Sequence[Layer], group: Sequence[str]) -> None:
 
 
 def _parameters_under(layers: Sequence[Layer], address: str) -> Mapping[str, nn.Parameter]:
-    """Return the parameter at an address, or those of the module there, by their names in it."""
+    """Return the parameter at an address, or all parameters of the module there, by their names inside the module."""
     for layer in sorted(layers, key=lambda layer: -len(layer.name)):
         if f"{address}.".startswith(f"{layer.name}."):
             inner = address[len(layer.name) + 1 :]

@@ -1,7 +1,7 @@
 """Modules without memory: real buffers, and parameters that have shapes only.
 
 Profiles are made of such modules, and a chain of factories keeps one for every layer that is not built. A module is
-built by its own code; each parameter leaves memory as soon as it is registered.
+built by its own code; each parameter is freed as soon as it is registered.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ __all__ = [
 ]
 
 
-# -- Shapes of operators that torch's kernels run and its fake tensors refuse, made known here.
+# -- Registers shapes for operators that torch's kernels run but its fake tensors refuse.
 #
 # `torch._grouped_mm`, the product of experts, runs in float32 on processors and on CUDA devices, one product per
 # expert; its shape function takes 16-bit matrices only.
 
 
-_ROW_BYTES = 16  # every row of the product begins at a multiple
+_ROW_BYTES = 16  # every row of the product begins at a multiple of this
 
 
 def _grouped_mm(mode: FakeTensorMode, operator: Any, first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def _grouped_mm(mode: FakeTensorMode, operator: Any, first: Tensor, second: Tens
     if first.dtype != torch.float32 or second.dtype != torch.float32:
         return NotImplemented
     rows, columns = first.shape[-2], second.shape[-1]
-    if first.dim() == second.dim():  # of all groups one matrix: the gradient of weights, or a batch
+    if first.dim() == second.dim():  # one matrix per group: the gradient of weights, or a batch
         batch = groups.shape[0] if first.dim() == 2 else first.shape[0]
         sizes = [batch, rows, columns]
     else:
@@ -79,7 +79,7 @@ if torch.ops.aten._grouped_mm.default not in op_implementations_dict:  # a later
 
 _Built = TypeVar("_Built")
 Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
-"""Parameter of shape only that stands for a parameter, by the latter's identity."""
+"""id of a parameter -> the parameter, and its replacement on the meta device."""
 
 
 def built_hollow(
@@ -87,13 +87,13 @@ def built_hollow(
 ) -> tuple[_Built, list[nn.Module]]:
     """Return the result of `build`, and its modules with real buffers but all parameters on the meta device.
 
-    A parameter moves there as soon as a module registers it, so that a model larger than the host can be built; a model
-    that needs its weights then is built whole and stripped afterwards. Buffers that `build` itself puts on the meta
-    device have no values: they become zeros.
+    A parameter moves there as soon as a module registers it, so that a model larger than the host's memory can be
+    built. A model whose constructor reads its weights is built with them, and they are replaced afterwards. Buffers
+    that `build` itself puts on the meta device have no values: they become zeros.
 
     Args:
         modules: returns the modules of the result, which are not changed.
-        stripped: from earlier calls, so that a parameter of an earlier build is the same parameter here.
+        stripped: replacements from earlier calls, so that a parameter of an earlier build has the same one here.
     """
     stripped = {} if stripped is None else stripped
     try:
@@ -103,7 +103,7 @@ def built_hollow(
         valueless = any(buffer.is_meta for module in parts for buffer in module.buffers())
         needs_weights = valueless and not made_on_meta
     except Exception:
-        needs_weights = True  # whatever went wrong: if it was not for the missing weights, this raises it again
+        needs_weights = True  # if the missing weights were not the cause, the second build raises the error again
     if needs_weights:
         built = build()
         parts = modules(built)
@@ -141,10 +141,10 @@ def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parame
 
 @contextmanager
 def on_host(model: nn.Module) -> Iterator[None]:
-    """Give tensors of `model` on the meta device host memory for a while, for code that asks for devices.
+    """Replace the model's meta tensors by tensors on the CPU inside the block, for code that reads devices.
 
-    Nothing is written there: all of them have the same addresses, as many as the largest needs, and the values are
-    undefined. Tied parameters stay tied.
+    They take no memory and nothing is written to them: all share one range of addresses, as long as the largest needs,
+    and the values are undefined. Tied parameters stay tied.
     """
     hollow = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_meta]
     addresses = _addresses(max(map(_extent, hollow), default=0))
@@ -160,7 +160,7 @@ def on_host(model: nn.Module) -> Iterator[None]:
 
 
 def _addresses(size: int) -> mmap.mmap:
-    """Return addresses without memory, which no limit of the machine's memory counts before something is written."""
+    """Return a range of addresses that takes no memory, and counts for no memory limit, until something is written."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NOT_COUNTED
     return mmap.mmap(-1, max(1, size), flags=kind)
 
@@ -175,7 +175,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _placed(tensor: Tensor, addresses: mmap.mmap) -> Any:
-    """Return a tensor of the same kind at these addresses, on a storage of its own."""
+    """Return a tensor of the same shape, dtype and kind at these addresses, with a storage object of its own."""
     storage = torch.frombuffer(addresses, dtype=torch.uint8, count=max(1, _extent(tensor))).untyped_storage()
     placed = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
     return nn.Parameter(placed, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else placed
@@ -204,9 +204,8 @@ def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, 
 
 
 def kept_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
-    """Return a memo for deep copies of modules with tensors as attributes that torch cannot copy: a tensor with a
-    gradient, such as the weight that `weight_norm` computes, is replaced by its values, a tensor without memory by
-    itself.
+    """Return a memo for deep copies of modules that keep, as attributes, tensors that torch cannot copy: a computed
+    tensor, such as the weight of `weight_norm`, is replaced by its values; a meta tensor is not copied.
     """
     return {
         id(tensor): tensor.detach() for tensor in attribute_tensors(modules) if tensor.is_meta or not tensor.is_leaf
@@ -228,8 +227,8 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def _parameters_on_meta(stripped: Stripped) -> Iterator[list[nn.Parameter]]:
-    """Strip parameters of modules that are built meanwhile, by torch's hook for it. Yields a list: the first parameter
-    that the building code itself made on the meta device, if any.
+    """Replace the parameters of modules that are built in the block, by torch's registration hook. Yields a list, with
+    the first parameter that the building code itself made on the meta device, if any.
     """
     ours: set[nn.Parameter] = set()
     theirs: list[nn.Parameter] = []
@@ -243,7 +242,7 @@ def _parameters_on_meta(stripped: Stripped) -> Iterator[list[nn.Parameter]]:
         ours.add(hollow)
         return hollow
 
-    # what the hook returns takes the parameter's place; torch's annotation knows only None
+    # the hook's result replaces the parameter; torch's annotation allows only None
     handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]
     try:
         yield theirs
@@ -256,7 +255,7 @@ def _on_meta(parameter: nn.Parameter, stripped: Stripped) -> nn.Parameter:
     if parameter.is_meta:
         return parameter
     stored = stripped.get(id(parameter))
-    # weakly: weights that the model has dropped must leave memory, and their id may be used again
+    # a weak reference: weights that the model drops must be freed, and another object may get their id
     if stored is None or stored[0]() is not parameter:
         hollow = hollow_parameter(parameter)
         stored = stripped[id(parameter)] = (weakref.ref(parameter), hollow)
@@ -273,12 +272,12 @@ class ReadNumbers(TorchDispatchMode):
 
 
 VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors that fake tensors raise where values decide something."""
+"""Errors that fake tensors raise where the result or its shape depends on values."""
 
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Silence torch's traceback of an operator that refuses fake tensors; the error that follows says enough."""
+    """Silence torch's traceback of an operator that refuses fake tensors; the error that follows has the reason."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:

@@ -1,7 +1,7 @@
 """Builds Hugging Face models from a local folder, for `--hf PATH`: from config.json alone, on the meta device.
 
-No code of the folder runs, no weights are read. transformers is imported when a model is built. Only `folder_of` asks
-the hub, for a config.json.
+No code of the folder runs, no weights are read. transformers is imported when a model is built. Only `folder_of`
+contacts the hub, for a config.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["FACTORY", "folder_of", "keep_no_cache", "model", "most_tokens"]
 
 FACTORY = f"{__name__}:model"
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""Of a model on the hub."""
+"""Pattern of a model's name on the hub."""
 
 _CLASSES = (
     "AutoModelForCausalLM",
@@ -48,7 +48,7 @@ _CLASSES = (
     "AutoModel",
 )
 _TOKENS = 1024
-"""Tokens of a sequence where nothing else is said, or as many as the model takes."""
+"""Default number of tokens of a sequence, for models that take as many."""
 
 
 def model(
@@ -66,13 +66,13 @@ def model(
 
     Args:
         sequence: tokens of a sequence; None: 1024, or as many as the model takes.
-        dtype: of its weights; None: that of the config, or float32.
-        trains: whether labels are among the inputs; else logits are asked for the last token alone, as in `generate`.
-        example: False: the caller has other inputs.
-        lora: rank of peft's adapters of all linear layers, which are trained in place of the weights; None: none.
-        base: form of the frozen weights below adapters, of `quantised.BASES`; None: as they are.
-        predicts: whether the layers for multi-token prediction are added that the config counts, for plans
-            (`model/prediction`); not below adapters.
+        dtype: dtype of the weights; None: the config's, or float32.
+        trains: True: labels are among the inputs; False: logits of the last token only, as in `generate`.
+        example: False: return no example inputs, since the caller has its own.
+        lora: rank of peft's adapters of all linear layers, which are trained instead of the weights; None: no adapters.
+        base: storage format of the frozen weights below adapters, one of `quantised.BASES`; None: the weights' dtype.
+        predicts: True: add the config's layers for multi-token prediction, for plans (`model/prediction`); ignored with
+            adapters, or where `trains` is False.
         changes: keys of the config that are replaced, such as `num_hidden_layers=4`.
 
     Raises:
@@ -112,7 +112,7 @@ def model(
 
 
 def keep_no_cache(model: nn.Module) -> None:
-    """Switch the key-value caches of a model and of the models inside it off."""
+    """Switch off the key-value caches of a model and of the models inside it."""
     for part in model.modules():
         config: Any = getattr(part, "config", None)
         if getattr(config, "use_cache", False):
@@ -120,9 +120,9 @@ def keep_no_cache(model: nn.Module) -> None:
 
 
 def _not_parted(model: nn.Module) -> dict[str, str]:
-    """Map modules that every system which splits such models keeps with the part before them -> why, by rules of the
-    config: decoder blocks that attend to places which the block before has chosen (`indexer_types`), those whose router
-    reads the token ids (`mlp_layer_types`), and the first ones, and the tower, where a tower adds its features to them.
+    """Map each module that no cut may separate from the part before it -> the reason. By the config, these are decoder
+    blocks that attend to positions chosen by an earlier block (`indexer_types`), blocks up to the last whose router
+    reads token ids (`mlp_layer_types`), and a tower with the first blocks, if it adds its features to these.
     """
     config: Any = model.config
     text, tower = config.get_text_config(), getattr(config, "vision_config", None)
@@ -163,10 +163,10 @@ def _add_adapters(model: nn.Module, rank: int, base: str | None) -> None:
 def folder_of(name: str) -> str:
     """Return the folder of a model with config.json, given as a folder or by its name on the Hugging Face hub.
 
-    Raises CapslogError where it is neither, or the hub cannot be asked.
+    Raises CapslogError where it is neither, or the hub cannot be reached.
     """
     if Path(name).is_dir() or not _NAME.fullmatch(name):
-        return name  # what its folder lacks is said when it is read
+        return name  # `model` reports what is missing in the folder
     with needed("a model of the Hugging Face hub"):
         from transformers.utils import cached_file
     online = _hub_has_an_address()
@@ -182,7 +182,7 @@ def folder_of(name: str) -> str:
 
 
 def _hub_has_an_address() -> bool:
-    """False where the hub would be asked in vain, which takes half a minute."""
+    """False where the hub cannot be reached; a request would fail only after half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -216,7 +216,7 @@ def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
             raise CapslogError(f"--model-arg {key}: config.json of a {config.model_type} has no such key")
         try:
             setattr(config, key, value)
-        except Exception as error:  # of the checks that a config makes itself
+        except Exception as error:  # the config's own checks raise it
             raise CapslogError(
                 f"--model-arg {key}={value!r}: transformers refuses it ({_first_line(error)})"
             ) from error
@@ -224,7 +224,7 @@ def _config(transformers: Any, folder: Path, changes: dict[str, Any]) -> Any:
 
 
 def _class(transformers: Any, config: Any) -> Any:
-    """Return the Auto class of the architecture that the config names; without one, the first that knows the type."""
+    """Return the Auto class of the config's architecture; without architecture, the first for the config's type."""
     wanted = (getattr(config, "architectures", None) or [None])[0]
     others = [name for name in dir(transformers.models.auto.modeling_auto) if name.startswith("Auto")]
     classes = [getattr(transformers.models.auto.modeling_auto, name) for name in dict.fromkeys([*_CLASSES, *others])]
@@ -280,14 +280,14 @@ def _names(made: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def _pictures_that_run(made: nn.Module, inputs: dict[str, Tensor], pictures: Tensor) -> dict[str, Tensor]:
-    """Return pictures beside tokens, batch first or as several of one sample; {} where the model takes neither, or
-    chooses among them by their values."""
+    """Return the pictures as input, with the shape that the model takes beside tokens: [1, C, H, W] or [1, 1, C, H, W].
+    Return {} where the model takes neither, or selects pictures by their values."""
     for tried in (pictures, pictures[:, None]):
         try:
             try_model(made, (), {**inputs, "pixel_values": tried}, OpaqueCalls({}))
         except DataDependentOutputException:
-            pass  # code asks how many places for pictures the tokens have, but not while it is captured
-        except Exception:  # whatever code says to another shape
+            pass  # the model's code counts the picture tokens here, but not during a capture
+        except Exception:  # any error of the model's code for a wrong shape
             continue
         return {"pixel_values": tried}
     return {}
@@ -297,7 +297,7 @@ _TOWERS = ("vision_config", "backbone_config")
 
 
 def _frames(config: Any) -> int:
-    """Return the frames of a spectrum that the first layers halve to the encoder's positions; 0 where not known."""
+    """Return the frames of a spectrum, which the first layers halve to the encoder's positions; 0 where unknown."""
     return 2 * (getattr(config, "max_source_positions", None) or 0)
 
 
@@ -314,7 +314,7 @@ def _picture_configs(config: Any) -> list[Any]:
 
 
 def _tokens(path: str, made: nn.Module, sequence: int | None, told: bool = True) -> Tensor:
-    """Return one sequence. told: False: of a part that is no longer than it can be, whatever is asked for."""
+    """Return token ids of one sequence. told: True: refuse a `sequence` that is too long; False: shorten it."""
     most = _most_tokens(made.config)
     if sequence is not None and most is not None and sequence > most and told:
         raise CapslogError(

@@ -1,4 +1,4 @@
-"""An ordinary model as it is served: in its own dtype, in eval mode, without a loss; and the caches of its layers."""
+"""Ordinary model as it is served: in its own dtype, in eval mode, without a loss; and the caches of its layers."""
 
 from __future__ import annotations
 
@@ -25,31 +25,30 @@ from varuna_capslog.model.model_workload import ModelSection, ModelWorkload
 __all__ = ["InferenceModel", "cache_of_layers", "layer_caches"]
 
 
-# -- What the layers of a Hugging Face model cache for one sequence, from prefills of the model itself.
+# -- Computes the bytes that layers of a Hugging Face model cache for one sequence, from prefills of the model itself.
 #
-# Two short prefills on tensors without values fill transformers' own cache. A layer keeps a part that is the same in
-# both (recurrent states), and a part for each token, which a window limits: a cache keeps one
-# token less than its window, since the next token takes that place. A decoder behind an encoder is filled once, by the
-# inputs themselves: it keeps its own tokens, and keys and values of all that the encoder returns. Nothing here imports
-# transformers.
+# Two short prefills on tensors without values fill transformers' own cache. The bytes of a layer have a constant part
+# (recurrent states) and a part per token, up to the window: a cache keeps one token less than its window, since the
+# next token takes that place. An encoder-decoder is prefilled with the inputs themselves: its decoder caches keys and
+# values of its own tokens, and of all that the encoder returns. Nothing here imports transformers.
 
 
 _SHORT = (8, 12)
 """Tokens of the two prefills."""
 _CACHES = ("cache", "past_key_values", "cache_params")
-"""Names that transformers' models give the cache in their result."""
+"""Names of the cache in the results of transformers' models."""
 
 
 def layer_caches(
     model: nn.Module, tokens: int | None, inputs: Mapping[str, Tensor] | None = None
 ) -> dict[str, int] | None:
-    """Qualified name of each module that caches -> bytes for one sequence.
+    """Return the bytes that each caching module keeps for one sequence, by the module's qualified name.
 
     None: not a model of transformers. {}: a model of transformers that caches nothing (BERT, ViT).
 
     Args:
-        tokens: of a sequence; None where the model's inputs have none.
-        inputs: of one sequence, for an encoder-decoder.
+        tokens: number of tokens of a sequence; None where the model's inputs have no tokens.
+        inputs: tensors of one sequence, for an encoder-decoder.
 
     Raises:
         CapslogError: its prefill cannot run on tensors without values.
@@ -67,13 +66,13 @@ def layer_caches(
             filled = [_prefilled(model, inputs or {}, part) for part in _PARTS]
         else:
             filled = [_prefilled(model, {"input_ids": torch.zeros(1, count, dtype=torch.int64)}) for count in _SHORT]
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # the model's own code raises it
         _refuse(config, f"its prefill fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
     caches = dict.fromkeys(places, 0)
     for number, kept in enumerate(filled if decodes else filled[:1]):
         for place, layer in enumerate(kept):
             paths = [path for path in places if places[path] == place]
-            if paths:  # of a decoder's layer the first attends to its own tokens, the last to the encoder
+            if paths:  # a decoder layer's first module attends to its own tokens, the last to the encoder's result
                 bytes_kept = layer.size if decodes else _bytes_of(layer, filled[1][place], tokens)
                 caches[paths[min(number, len(paths) - 1)]] += bytes_kept
     return {path: size for path, size in caches.items() if size}
@@ -84,14 +83,14 @@ _PARTS = ("self_attention_cache", "cross_attention_cache")
 
 
 class _Kept(NamedTuple):
-    """Bytes that a layer keeps after a prefill. window: tokens that its cache is limited to, with the next one."""
+    """Bytes that a layer keeps after a prefill. window: the most tokens that it attends to; None: no limit."""
 
     size: int
     window: int | None
 
 
 def _bytes_of(few: _Kept, more: _Kept, tokens: int) -> int:
-    """Return the bytes that a layer keeps for `tokens`, by those for the two short prefills."""
+    """Return the bytes that a layer keeps for `tokens`, extrapolated from the two short prefills."""
     lengths = [count if few.window is None else min(count, few.window - 1) for count in (*_SHORT, tokens)]
     grown = lengths[1] - lengths[0]
     each = (more.size - few.size) // grown if grown else few.size // max(1, lengths[0])
@@ -99,7 +98,7 @@ def _bytes_of(few: _Kept, more: _Kept, tokens: int) -> int:
 
 
 def _prefilled(model: nn.Module, inputs: Mapping[str, Tensor], part: str = "") -> list[_Kept]:
-    """Return what each layer of the cache, or of a part of it, keeps after a prefill with these inputs."""
+    """Return the bytes of each layer of the cache, or of one part of the cache, after a prefill with these inputs."""
     with on_host(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         device = next(model.parameters()).device
         made = model(**{name: mode.from_tensor(x).to(device) for name, x in inputs.items()}, use_cache=True)
@@ -114,7 +113,7 @@ def _kept_by(layer: Any) -> _Kept:
 
 
 def cache_of_layers(caches: Mapping[str, int], layers: Iterable[Layer]) -> list[int]:
-    """Bytes that each layer of a captured chain caches: those of the attention modules that it is the first to run."""
+    """Return the bytes that each layer of a captured chain caches: each attention module counts in its first layer."""
     layer_bytes, waiting = [], dict(caches)
     for layer in layers:
         paths = [
@@ -127,9 +126,9 @@ def cache_of_layers(caches: Mapping[str, int], layers: Iterable[Layer]) -> list[
 
 
 def _places(model: nn.Module, below: str) -> dict[str, int]:
-    """Map the innermost module with each position (`layer_idx`) to it, of several the first.
+    """Map the path of the innermost module with each `layer_idx` -> this index; the first of several modules counts.
 
-    below: name of a module, such as a decoder, within which all of them count; "": the model.
+    below: name of a module, such as a decoder: all modules inside it count, and no others; "": the whole model.
     """
     places: dict[str, int] = {}
     for path, module in model.named_modules():
@@ -160,12 +159,12 @@ class InferenceModel(ModelWorkload):
     Args:
         settings: the config's `model` section.
         microbatch_size: samples of one forward.
-        dtype: of weights, caches and floating-point inputs, a name in DTYPES; None: that of most of the parameters.
-        sequence: tokens of a sequence: the second size of the inputs of whole numbers; None: as the inputs say.
+        dtype: dtype of weights, caches and floating-point inputs, a key of DTYPES; None: that of most parameters.
+        sequence: number of tokens of a sequence, the second size of integer inputs; None: as in the input specs.
 
     Attributes:
-        tokens: of a sequence; None where no input has tokens. Set by the first chain that is built, as is
-            `cache_bytes`.
+        tokens: number of tokens of a sequence; None where no input has tokens. Set by the first chain that is built,
+            as is `cache_bytes`.
         cache_bytes: bytes that each layer caches for one sequence; None where they are unknown.
 
     Raises:

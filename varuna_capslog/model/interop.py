@@ -1,7 +1,7 @@
 """Makes the stages of a rank for torch.distributed.pipelining from our cut lists.
 
-It never runs a step, and refuses beforehand problems that torch would only report in the middle of a run. Formats
-without modules are `planning/export`'s.
+It never runs a step. It refuses in advance problems that torch reports only in the middle of a run. `planning/export`
+writes formats that hold no modules.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["StageModule", "pipeline_stages"]
 
 
 class StageModule(nn.Module):
-    """Layers `first .. end-1` of a chain as one module: tensors in by position, a tensor or a tuple out.
+    """Layers `first .. end-1` of a chain as one module: takes tensors by position, returns a tensor or a tuple.
 
-    A tensor that only passes through is passed on. The chain's modules are used, not copied.
+    A tensor that no layer here changes is passed on. The chain's modules are used, not copied.
 
     Attributes:
         reads: names of the tensors that it takes: those that cross the cut before `first`.
@@ -66,7 +66,7 @@ def pipeline_stages(
     num_ranks: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[PipelineStage]:
-    """Return this rank's stages of a cut list, ready for torch's schedules: stage s lives on rank s % num_ranks.
+    """Return this rank's stages of a cut list, ready for torch's schedules: stage s runs on rank s % num_ranks.
 
     `Schedule1F1B(stages[0], n_microbatches, loss_fn).step(...)` takes the chain's inputs by position in the order of
     `chain.inputs`; `loss_fn` gets its outputs (one tensor, or a tuple in the order of `chain.outputs`).
@@ -74,7 +74,7 @@ def pipeline_stages(
     Args:
         chain: its layers of this rank are moved to `device`.
         cuts: first layer of each stage, beginning with 0 (a plan's `cuts`).
-        rank: of this process within `group`.
+        rank: rank of this process within `group`.
         inputs: specs of one microbatch's inputs, or one such mapping per microbatch.
         num_ranks: processes in the pipeline; default: one per stage.
         group: passed on to torch; default: the world.

@@ -1,4 +1,4 @@
-"""A layer of a chain: a module with the names of the tensors that it reads and writes; its parameters' gradients."""
+"""Defines a layer of a chain: a module and the tensors that it reads and writes; its parts, dtypes and modes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 # -- Describes which elements of a whole layer's tensors the parts of a split layer hold, and joins them again.
 #
-# Checkpoints and files of weights rest on this: tensors written under one split are read under any other, or none.
+# Checkpoints and weight files depend on it: tensors written under one split can be read under any other, or none.
 
 
 SplitTable = dict[str, dict[str, dict[str, list[Any]]]]
@@ -43,11 +43,11 @@ SplitTable = dict[str, dict[str, dict[str, list[Any]]]]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """Elements of one tensor of a whole layer, in order.
+    """Elements of one tensor of a whole layer that a part of the layer holds.
 
-    name: of the tensor inside the whole layer.
-    dim, size: the dimension that is cut, and its size.
-    ranges: (first, end) of its indices, in order; () for all of them.
+    name: name of the tensor inside the whole layer.
+    dim, size: the dimension that is cut, and its size in the whole tensor.
+    ranges: (first, end) of the indices along `dim`, in order; () for all elements.
     """
 
     name: str
@@ -56,16 +56,14 @@ class TensorPiece:
     ranges: tuple[tuple[int, int], ...] = ()
 
     def of(self, full: Any) -> Any:
-        """Return these elements of the full tensor, or of a tensor of its shape (an optimizer's moment); numbers
-        unchanged.
-        """
+        """Return these elements of the full tensor, or of an optimizer moment of its shape; numbers unchanged."""
         if not self._cuts(full):
             return full
         self._check(full, self.size)
         return torch.cat([full.narrow(self.dim, first, end - first) for first, end in self.ranges], self.dim)
 
     def put(self, part: Any, full: Any) -> Any:
-        """Copy a part into the full tensor, and return it; full: None where no part has been copied yet."""
+        """Copy a part into the full tensor, and return the full tensor. full: None before the first part."""
         if not self._cuts(part):
             return part if full is None else full
         self._check(part, sum(end - first for first, end in self.ranges))
@@ -87,7 +85,7 @@ class TensorPiece:
             )
 
     def _cuts(self, value: Any) -> bool:
-        """True where a part has only some elements of such a value."""
+        """True where a part holds only some elements of `value`."""
         return bool(self.ranges) and isinstance(value, Tensor) and value.dim() > 0
 
     def to_json(self) -> list[Any]:
@@ -103,14 +101,14 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class PartOf:
-    """Whole layer that a layer of the chain is a part of. pieces: tensor's name in the part -> its elements."""
+    """Name of the whole layer that a layer is a part of. pieces: name of the part's tensor -> its elements."""
 
     layer: str
     pieces: Mapping[str, TensorPiece]
 
 
 def split_table(layers: Iterable[Layer]) -> SplitTable:
-    """Return a manifest's table of the layers of a chain that are parts; {} where none is."""
+    """Return the table of split layers for a checkpoint's manifest; {} where no layer is a part."""
     table: SplitTable = {}
     for layer in layers:
         if layer.part is not None:
@@ -120,7 +118,7 @@ def split_table(layers: Iterable[Layer]) -> SplitTable:
 
 
 def parts_from_json(rows: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, dict[str, TensorPiece]]:
-    """Return the parts of one whole layer of a `split_table`."""
+    """Return the parts of one whole layer, from its rows in a `split_table`."""
     return {
         part: {name: TensorPiece.from_json(value) for name, value in pieces.items()} for part, pieces in rows.items()
     }
@@ -140,7 +138,7 @@ def put_together(parts: Iterable[tuple[Mapping[str, TensorPiece], Mapping[str, A
 
 
 def of_parts(weights: Mapping[str, Tensor], layers: Iterable[Layer]) -> dict[str, Tensor]:
-    """Return the weights by their addresses `<layer>.<name>`, those of whole layers divided among the parts."""
+    """Return the weights by address `<layer>.<name>`; weights of whole layers are divided among the parts."""
     parts, divided = {}, set()
     for layer in layers:
         if layer.part is None:
@@ -164,8 +162,8 @@ class Layer:
         name: unique in the chain; checkpoints and profiles address the layer by it.
         module: called as `module(*[tensor for name in reads])`; returns a tensor, or a tuple in the order of `writes`.
         reads: names of the tensors that it takes.
-        writes: names of the tensors that it returns; a name that existed before is replaced.
-        part: the layer that it is a part of, where one was split (`splitting.splitter`).
+        writes: names of the tensors that it returns; an earlier tensor of the same name is replaced.
+        part: the whole layer, where this layer is a part of a split one (`splitting.splitter`).
     """
 
     name: str
@@ -175,7 +173,7 @@ class Layer:
     part: PartOf | None = None
 
     def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the layer on its part of `values`; return the tensors that it writes."""
+        """Run the layer on the tensors of `values` that it reads; return the tensors that it writes."""
         return self.run(values)
 
     def run(self, values: Mapping[str, Tensor], instead: Callable[..., Any] | None = None) -> dict[str, Tensor]:
@@ -192,7 +190,7 @@ class Layer:
 
 
 def dense_gradient(gradient: Tensor) -> Tensor:
-    """Return a dense gradient: an embedding's may be sparse, and gradients are added, normed and sent dense."""
+    """Return a gradient as a dense tensor: an embedding's may be sparse; gradients are added, normed and sent dense."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
@@ -203,17 +201,16 @@ def gradient_hooks(parameter: nn.Parameter) -> list[Any]:
     return [hook for hook in hooks if hook is not dense_gradient]
 
 
-# -- Says which parameters of a layer are kept in 16 bits for forward and backward, where `train.weights` asks for
-#    it.
+# -- Chooses the parameters of a layer that are kept in 16 bits for forward and backward (`train.weights`).
 #
-# Tracing of shapes, counting of bytes and the engine's layers all use this answer. The engine keeps the float32
-# master of a parameter that is trained.
+# Shape tracing, byte counts and the engine's layers all use this choice. The engine keeps a float32 master of each
+# trained parameter.
 
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _WIDE = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
-"""Their kernels take activations of 16 or 32 bits beside parameters of 32 bits, and refuse other mixtures; under
-autocast both kinds of activations come. Running statistics are 32 bits, and parameters beside them must be so."""
+"""Normalisations whose parameters stay in 32 bits. With these, the kernels take activations of 16 or 32 bits, both of
+which autocast passes; they refuse other mixtures, such as 16-bit parameters beside 32-bit running statistics."""
 
 
 def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.dtype]:
@@ -232,7 +229,7 @@ def low_parameters(module: nn.Module, weights: str) -> dict[nn.Parameter, torch.
 
 
 def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
-    """Return (bytes of 16-bit parameters beside their float32 masters, bytes saved by frozen ones, without one)."""
+    """Return (bytes that 16-bit parameters add to float32 masters, bytes saved by frozen ones, which have none)."""
     low = low_parameters(module, weights).items()
     beside = sum(parameter.numel() * dtype.itemsize for parameter, dtype in low if parameter.requires_grad)
     less = sum(
@@ -243,15 +240,15 @@ def low_bytes(module: nn.Module, weights: str) -> tuple[int, int]:
     return beside, less
 
 
-# -- Keeps modules in eval mode while a model trains: those that its user froze, such as a BatchNorm.
+# -- Keeps modules that a user froze, such as a BatchNorm, in eval mode while the model trains.
 #
-# Everything that trains, recomputes or estimates layers puts them into training mode here, never by `train()` alone,
-# which would unfreeze them. A captured layer records which of its modules were frozen when it was captured
-# (`Frozen`); the modes that its modules have when training begins count as well.
+# All code that trains, recomputes or estimates layers calls `put_in_training`, never `train()` alone, which would
+# unfreeze them. A captured layer records which of its modules were frozen at the capture (`Frozen`); the modes at
+# the beginning of the training count as well.
 
 
 class Frozen(nn.Module):
-    """Layer in which the modules of the names `frozen` stay in eval mode when it is put into training mode."""
+    """Layer whose modules named in `frozen` stay in eval mode when the layer is put into training mode."""
 
     frozen: tuple[str, ...] = ()
     _trained: tuple[str, ...] = ()
@@ -264,9 +261,7 @@ class Frozen(nn.Module):
         return self
 
     def freeze(self, frozen: Collection[int], trained: Collection[int]) -> None:
-        """Record which of its modules are frozen, and which were in training mode when they were captured; both are
-        told by their identities.
-        """
+        """Record which modules are frozen and which are in training mode at the capture, by their ids."""
         held = [(name, id(part)) for name, part in self.named_modules(remove_duplicate=False) if name]
         names = tuple(name for name, key in held if key in frozen)
         if names:
@@ -274,7 +269,7 @@ class Frozen(nn.Module):
         self._trained = tuple(name for name, key in held if key in trained)
 
     def freeze_as(self, layer: Frozen) -> None:
-        """Record the frozen modules of a layer that holds modules of the same names."""
+        """Record the same modules as `layer`, by name, as far as this layer holds modules of these names."""
         names = {name for name, _ in self.named_modules(remove_duplicate=False)}
         if frozen := tuple(name for name in layer.frozen if name in names):
             self.frozen = frozen
@@ -282,16 +277,16 @@ class Frozen(nn.Module):
 
     @property
     def trained(self) -> list[nn.Module]:
-        """Modules that were in training mode when they were captured."""
+        """Modules that were in training mode at the capture."""
         return [self.get_submodule(name) for name in self._trained]
 
 
 @contextmanager
 def in_training(model: nn.Module) -> Iterator[None]:
-    """Put the model into the mode that it trains in; at the end, into the mode that it was in before.
+    """Put the model into its training mode; at the end, restore the modes of all modules.
 
-    Where the model itself is in training mode, its parts that are not are frozen; else its own `train` decides. Parts
-    that a `train` of the model's classes leaves in eval mode are frozen in any case.
+    If the model itself is in training mode before, its parts in eval mode count as frozen and stay so. In any case,
+    parts that the `train` method of one of the model's classes leaves in eval mode stay in eval mode.
     """
     before = [(part, part.training) for part in model.modules()]
     trains = model.training
@@ -318,11 +313,11 @@ def freeze_layers(layers: Iterable[Layer], model: nn.Module) -> None:
 def put_in_training(layers: Iterable[nn.Module], chain: Sequence[nn.Module] | None = None) -> None:
     """Put layers into training mode, except for frozen modules.
 
-    Frozen are: modules that were frozen when a model was captured; modules of captured layers that are in eval mode now
-    and were not then; and modules of other layers that are in eval mode. If all modules of one of the last two kinds
-    are in eval mode, their user has evaluated the model, and none of that kind is frozen.
+    Frozen modules are of three kinds: frozen at the capture; modules of captured layers that are in eval mode now but
+    were not at the capture; and modules of other layers in eval mode. If all modules of one of the last two kinds of
+    layers are in eval mode now, the user has evaluated the model, and the rule for this kind freezes no module.
 
-    chain: the modules of all layers, where `layers` are only some of them, or copies; None: they are all.
+    chain: the modules of all layers of the chain, where `layers` are only some of them, or copies; None: `layers`.
     """
     layers = list(layers)
     trains = {isinstance(module, Frozen) for module in chain or layers if any(part.training for part in _parts(module))}
@@ -335,7 +330,7 @@ def put_in_training(layers: Iterable[nn.Module], chain: Sequence[nn.Module] | No
 
 
 def frozen_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the parts of a module in training that are in eval mode."""
+    """Return the parts in eval mode of a module that is in training mode."""
     return [part for part in module.modules() if not part.training]
 
 
@@ -347,12 +342,12 @@ def _parts(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def warning_of_one_sample(modules: Iterable[tuple[str, nn.Module]], where: str, remedy: str) -> str | None:
-    """Return a sentence on the first batch norm that trains; None where there is none, or all are frozen.
+    """Return a warning about the first batch norm that trains; None where no batch norm trains.
 
     Args:
-        modules: with their names, in the mode in which they train.
+        modules: (name, module), in their training modes.
         where: what has one sample, such as "a microbatch (train.microbatch_size=1)".
-        remedy: how to give it more, such as "choose train.microbatch_size=2 or more".
+        remedy: how to get more samples, such as "choose train.microbatch_size=2 or more".
     """
     norms = [(name, part) for name, part in modules if _trains(part)]
     if not norms:

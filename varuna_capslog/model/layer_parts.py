@@ -1,9 +1,9 @@
 """Finds the parts of a captured layer by what its operations do: attention, feed-forward, norms, experts.
 
 A memory interval may name parts (`plans.parts.LAYER_PARTS`) that the engine runs again in the backward. The graph of
-the layer runs once without values, and what every node does there says what it is; names of modules or of the model say
-nothing. A module that holds a part beside other work is replaced by the operations of its own code first. docs/plans.md
-defines the parts.
+the layer runs once without values, and each node is classified by the operators that it runs, never by names of
+modules. A module that holds a part beside other operations is first replaced by the operations of its code.
+docs/plans.md defines the parts.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = ["LayerPart", "parts_of_layer"]
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback", "convolution"}
 _FUSED = "_scaled_dot_product"
-"""Beginning of the names of fused attentions."""
+"""Prefix of the names of fused attention operators."""
 _NORMS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
 _MEANS = {"mean", "var", "var_mean", "std", "linalg_vector_norm"}
 _ROOTS = {"rsqrt", "sqrt", "std", "linalg_vector_norm"}
 _SOFTMAX = {"_softmax", "_safe_softmax"}
 _PLAIN = {"_to_copy", "clone", "empty_like", "detach", "_unsafe_view", "split", "split_with_sizes", "cat", "glu"}
-"""Beside pointwise operators and views."""
+"""Operators that count as plain (`_Work.plain`), as do pointwise operators and views."""
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """Operations of a layer that run again together. part: its name. target: the module of the graph that stands for
-    them. body: that module; it takes what enters them and returns what leaves them. draws: they draw random numbers.
+    """Operations of a layer that are recomputed together. part: name of the part. target: name of the module that
+    replaces the operations in the layer's graph. body: this module. draws: True if it draws random numbers.
     """
 
     part: str
@@ -52,11 +52,10 @@ class LayerPart:
 
 
 def parts_of_layer(layer: Layer, parts: Sequence[str]) -> tuple[fx.GraphModule, list[LayerPart]]:
-    """Return a module that does what the layer's does, on its parameters and modules, with one module for each run of
-    operations of the `parts`; and these.
+    """Return a module that computes the same as the layer's, on the same parameters, in which each run of operations of
+    the `parts` is a module; and the list of these modules.
 
-    Raises CapslogError for a layer that is no captured graph, a part that it has none of, and operations that are no
-    single run.
+    Raises CapslogError if the layer is no captured graph or has no such part, or operations are no single run.
     """
     instead = 'recompute whole layers there ([first, end, "recompute"])'
     where, module = f"layer {layer.name!r}", layer.module
@@ -91,12 +90,12 @@ _LACKS = {
 
 @dataclass
 class _Work:
-    """Operators that a node has run. names: of them; calls: with their overloads, in order.
+    """Operators that a node has run. names: their names; calls: their names with overloads, in order.
 
-    weights: products with a parameter; dimensions: the most of such a parameter, convolutions left out. activations:
-        products without one.
-    draws: random numbers. changes: the nodes that made the tensors that it writes into, if they were there before.
-    plain: it has pointwise operators, views and copies alone. active: one of these is neither a copy nor of dropout.
+    weights: number of products with a parameter; dimensions: the most dimensions of such a parameter, except in
+        convolutions. activations: number of products without a parameter.
+    draws: True for random numbers. changes: nodes that made the tensors, present before, that this node writes into.
+    plain: True if all are pointwise, views, copies or random. active: one is pointwise, but no copy, sum or product.
     """
 
     names: set[str] = field(default_factory=set)
@@ -140,20 +139,20 @@ class _Work:
 
     @property
     def is_mlp(self) -> bool:
-        """True for a feed-forward in one node."""
+        """True for a node that is a whole feed-forward."""
         alone = not (self.activations or self.softmax or self.normalises or self.has_experts)
         return self.weights >= 2 and self.active and alone and "convolution" not in self.names
 
     @property
     def whole(self) -> bool:
-        """True for a node that holds no part beside other work."""
+        """True for a node that holds no part beside other operations."""
         nothing = not (self.weights or self.activations or self.softmax or self.normalises)
         return nothing or self.is_norm or self.is_linear or self.is_mlp
 
 
 class _Watched(TorchDispatchMode):
-    """Adds what operators do to `work`. weights: address of each parameter's storage -> its dimensions. makers: address
-    of a storage -> the node that made it.
+    """Mode that records operators in `work`. weights: address of each parameter's storage -> number of the parameter's
+    dimensions. makers: address of a storage -> the node that made it.
     """
 
     def __init__(self, weights: Mapping[int, int], makers: Mapping[int, fx.Node]) -> None:
@@ -163,7 +162,7 @@ class _Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # asks where a tensor is
+        if func.namespace == "prim":  # a query, such as for a tensor's device
             return result
         name, work = func.overloadpacket.__name__, self.work
         work.names.add(name)
@@ -175,7 +174,7 @@ class _Watched(TorchDispatchMode):
             work.weights += bool(large)
             work.activations += not large
             work.dimensions = max([work.dimensions, *(large if name != "convolution" else ())])
-        # a fused attention of the CPU has no dropout; others of its calls show theirs
+        # a fused attention on the CPU has no dropout; with dropout, its steps run as separate operators
         random = torch.Tag.nondeterministic_seeded in func.tags and not name.startswith(_FUSED)
         work.draws |= random
         if func._schema.is_mutable and tensors and (maker := self._makers.get(_address(tensors[0]))) is not None:
@@ -196,8 +195,8 @@ def _address(tensor: Tensor) -> int:
 
 
 class _Run(fx.Interpreter):
-    """Runs a graph on tensors without values, all of which stay. works: what each node did. made_by: the nodes that
-    made the storages of each node's values.
+    """Runs a graph on tensors without values and keeps all values. works: operators of each node. made_by: the nodes
+    that made the storages of each node's values.
     """
 
     def __init__(self, module: fx.GraphModule, graph: fx.Graph) -> None:
@@ -217,13 +216,13 @@ class _Run(fx.Interpreter):
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same form, a parameter for a parameter; without values in a FakeTensorMode."""
+    """Return a tensor of the same shape, strides and kind (parameter or not); in a FakeTensorMode without values."""
     bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
 class _Structure:
-    """Graph of a layer, in which modules that hold a part beside other work are open. closed: why others are not."""
+    """Graph of a layer; modules that hold a part beside other operations are opened: replaced by their operations."""
 
     def __init__(self, where: str, module: CapturedGraph, instead: str) -> None:
         self._where, self._module, self._instead = where, module, instead
@@ -262,7 +261,7 @@ class _Structure:
         return node.op == "call_module" and node.name not in self._closed and not self._works[node].whole
 
     def _open(self, node: fx.Node) -> None:
-        """Replace the call of a module by its operations, if these are certainly the same; else note why not."""
+        """Replace the call of a module by its operations, if they certainly do the same; else note why in `_closed`."""
         held = self._module.get_submodule(str(node.target))
         hooks = held._forward_hooks or held._forward_pre_hooks or held._backward_hooks or held._backward_pre_hooks
         if isinstance(held, (PythonCall, Region)) or not any(held.children()) or hooks:
@@ -288,10 +287,10 @@ class _Structure:
     # -- the operations of each part
 
     def runs(self, part: str) -> list[list[fx.Node]]:
-        """Return the runs of operations of a part, without those of parts that were asked for before."""
+        """Return the runs of operations of a part, except operations that earlier calls returned for other parts."""
         find: Callable[[], Iterable[set[fx.Node]]] = getattr(self, f"_{part}")
         runs = [run for run in find() if self._claimed.isdisjoint(run)]
-        # norms in a module that cannot be opened are not reached alone, nor is an attention beside them
+        # the norms of a closed module cannot be recomputed alone, nor can an attention beside them
         for node in self._graph.nodes if part in ("norms", "attention") else ():
             hides = node.name in self._closed and self._works[node].normalises and node not in self._claimed
             if hides and (part == "norms" or self._works[node].attends):
@@ -303,7 +302,7 @@ class _Structure:
         return [[node for node in self._graph.nodes if node in run] for run in runs]
 
     def lacks(self, part: str) -> str:
-        """Say, as the end of a sentence, that the layer has no such part, or where it may be."""
+        """Return the end of a sentence: the layer has no such part, or where the part may be."""
         closed = [node for node in self._graph.nodes if node.name in self._closed]
         if not closed:
             return f"has no {part}: {_LACKS[part]}"
@@ -311,7 +310,7 @@ class _Structure:
         return f"shows no {part} outside {self._described(largest)}"
 
     def _described(self, node: fx.Node) -> str:
-        """Name a module that cannot be opened, and say why."""
+        """Return the name of a closed module, with the reason."""
         kind = type(self._module.get_submodule(str(node.target))).__name__
         return f"module {node.target!r} ({kind}), which cannot be divided ({self._closed[node.name]})"
 
@@ -335,7 +334,7 @@ class _Structure:
                     yield core
 
     def _nearest(self, start: Sequence[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-        """Return the first products of activations that are reached; no path leads through other products or norms."""
+        """Return the first products of activations on all paths from `start` that pass no other product and no norm."""
         reached, waiting, products = set(start), list(start), set()
         while waiting:
             for node in following(waiting.pop()):
@@ -350,7 +349,7 @@ class _Structure:
         return products
 
     def _between(self, first: set[fx.Node], last: set[fx.Node]) -> set[fx.Node]:
-        """Return the nodes on all paths from the first to the last ones, these included."""
+        """Return the nodes on all paths from nodes of `first` to nodes of `last`, both ends included."""
         behind, before = set(first), set(last)
         for node in self._graph.nodes:
             if not behind.isdisjoint(node.all_input_nodes):
@@ -372,8 +371,8 @@ class _Structure:
         yield from joined
 
     def _feeding(self, last: fx.Node, linear: Collection[fx.Node]) -> set[fx.Node]:
-        """Return the linear maps that alone make what a linear map reads, through an activation, and all nodes between;
-        nothing where it reads anything else.
+        """Return `last`, the linear maps that feed it through an activation, and the nodes between them; an empty set
+        if anything else feeds it.
         """
         run, waiting, active = {last}, [last], False
         while waiting:
@@ -397,7 +396,7 @@ class _Structure:
     # -- the layer with modules in the place of the parts
 
     def divided(self, chosen: Sequence[tuple[str, Sequence[fx.Node]]]) -> tuple[fx.GraphModule, list[LayerPart]]:
-        """Return the module, and the parts in its graph."""
+        """Return the module with these runs as modules, and the list of parts."""
         parts, held = [], dict[str, Any]()
         for number, (part, run) in enumerate(chosen):
             draws = any(self._works[node].draws for node in run)
@@ -411,7 +410,7 @@ class _Structure:
         return fx.GraphModule(held, self._graph, class_name="PartedLayer"), parts
 
     def _gather(self, part: str, run: Sequence[fx.Node]) -> None:
-        """Make the nodes of a run consecutive, without a change of the order of what draws or changes something."""
+        """Make the nodes of a run consecutive; keep the order of nodes that draw random numbers or change tensors."""
         for node in run:
             held = self._module.get_submodule(str(node.target)) if node.op == "call_module" else None
             if isinstance(held, PythonCall):
@@ -451,7 +450,7 @@ class _Structure:
         )
 
     def _put(self, target: str, run: Sequence[fx.Node]) -> fx.GraphModule:
-        """Replace a run of nodes by the call of a module, and return that."""
+        """Replace a run of nodes by the call of a module, and return the module."""
         inside, body = set(run), fx.Graph()
         sources = dict.fromkeys(
             source

@@ -1,7 +1,7 @@
 """Makes a workload of an ordinary model, for `capslog plan --model package.module:function` and configs without code.
 
-It captures the model as a chain, makes up data of the right shapes from a fixed seed, and takes a loss, so that
-profiling, planning and a trial training need nothing else. To train on real data, write a `Workload`.
+It captures the model as a chain, makes up data of the right shapes from a fixed seed, and chooses a loss: enough for
+profiling, planning and a trial of training. To train on real data, write a `Workload`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class InputSpec:
     Made-up values are normally distributed for floating types, whole numbers from 0 below `high` for integers (default
     2, valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead. A size
     LOW..HIGH changes from microbatch to microbatch: `shape` has its greatest value and `least` the smallest, by
-    dimension. So does a size A/B/C, which has only these values (`choices`, ascending): the first values of all sizes
-    of a model go together, and so on.
+    dimension. A size A/B/C changes among these values only (`choices`, ascending): the first values of all such sizes
+    of a model go together, then the second values, and so on.
     """
 
     name: str
@@ -81,7 +81,7 @@ class InputSpec:
     choices: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def sized(self, part: float) -> tuple[int, ...]:
-        """Return the shape with each changing size at this part of its range or values: 0 its least, 1 its greatest."""
+        """Return the shape with each changing size at position `part` of its range or choices: 0 least, 1 greatest."""
         sizes = list(self.shape)
         for dimension, low in self.least.items():
             sizes[dimension] = low + round(part * (self.shape[dimension] - low))
@@ -90,7 +90,7 @@ class InputSpec:
         return tuple(sizes)
 
     def make(self, shape: Sequence[int], seed: int) -> Tensor:
-        """Make a tensor of that shape; equal seeds give equal values."""
+        """Make a tensor; equal seeds give equal values."""
         if self.value is not None:
             return torch.full(shape, self.value, dtype=self.dtype)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {self.name} {seed}".encode()))
@@ -149,7 +149,7 @@ _BUCKETS = 4
 
 
 class ModelSection(Section):
-    """Keys under `model.` of an ordinary model, whether its data is made up or one's own."""
+    """Keys under `model.` of an ordinary model, with made-up data or the user's own."""
 
     factory: str = Field(pattern=f"^{FUNCTION}$")
     """`package.module:function`; the function takes `arguments` and returns an nn.Module, a Chain, or a pair of an
@@ -257,7 +257,7 @@ class ModelWorkload(Workload):
         return self._captured(evaluates=True)
 
     def build_training_chain(self) -> Chain:
-        """As `build_chain`, but for training only, in half the time."""
+        """Capture the model as `build_chain` does, but for training only, in half the time."""
         return self._captured(evaluates=False)
 
     def build_model(self) -> nn.Module | None:
@@ -277,7 +277,7 @@ class ModelWorkload(Workload):
         return replace(spec, dtype=self._floats)
 
     def _cast_model(self, model: nn.Module | Chain) -> None:
-        """Cast all weights, as `Module.to` does; a model that mixes types knows better, and is left as it is."""
+        """Cast all weights, as `Module.to` does; a model with some weights of this dtype already stays as it is."""
         parameters = model.named_parameters().values() if isinstance(model, Chain) else model.parameters()
         if self._floats is None or any(parameter.dtype == self._floats for parameter in parameters):
             return
@@ -289,7 +289,7 @@ class ModelWorkload(Workload):
         model.to(self._floats)
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
-        """Map address -> the model's own name: the address without the layer's name at its beginning."""
+        """Map each address to the weight's name in the model: the address without the layer's name at its beginning."""
         model = self.build_model()
         if model is None:
             return super().own_names(chain)
@@ -328,7 +328,7 @@ class ModelWorkload(Workload):
         else:
             self._check_names(made)
             chain = self._from_module(made, evaluates)
-        if len(chain.inputs) == len(self._specs) == 1:  # one input needs no name: that of an nn.Sequential is ours
+        if len(chain.inputs) == len(self._specs) == 1:  # a single input may have any name: capture names it
             self._specs = (dataclasses.replace(self._specs[0], name=chain.inputs[0]),)
         names = [spec.name for spec in self._specs]
         if set(chain.inputs) != set(names):
@@ -336,8 +336,8 @@ class ModelWorkload(Workload):
         return self._finished(chain)
 
     def _from_module(self, model: nn.Module, evaluates: bool | None) -> Chain:
-        """Capture the model, for any batch where calls may take several microbatches. Raises CapslogError where its
-        code fixes the batch then.
+        """Capture the model; for any batch if calls may take several microbatches. Raises CapslogError if the model's
+        code fixes the batch in that case.
         """
         try:
             return self._from_module_in_sizes(model, evaluates)
@@ -352,7 +352,7 @@ class ModelWorkload(Workload):
             ) from error
 
     def _from_module_in_sizes(self, model: nn.Module, evaluates: bool | None) -> Chain:
-        """Capture once for all sizes where torch can leave the changing ones open, else once for each size."""
+        """Capture once, with the changing sizes open, where torch can do so; else once for each size."""
         capture = functools.partial(
             Chain.from_module,
             model,
@@ -382,7 +382,7 @@ class ModelWorkload(Workload):
         return capture(OneOf([example for part in reversed(parts) for example in self._examples_of_calls(part)]))
 
     def _examples_of_calls(self, part: float, varying: bool = False) -> list[dict[str, Any]]:
-        """Return the examples for calls of all sizes; others as for `_examples`."""
+        """Return example inputs for calls with every number of microbatches; arguments as in `_examples`."""
         if not self._grains:
             return [self._examples(part, varying)]
         if self._size > 1:
@@ -391,8 +391,8 @@ class ModelWorkload(Workload):
         return [self._examples(part, varying, max(self._grains)), self._examples(part, varying)]
 
     def _examples(self, part: float, varying: bool = False, open_batch: int | None = None) -> dict[str, Any]:
-        """Return example inputs with the changing sizes at a part of their ranges, or varying. open_batch: size of the
-        batch, which is left open; None: that of a microbatch.
+        """Return example inputs with the changing sizes at position `part` of their ranges. varying: leave these sizes
+        open. open_batch: size of a batch that is left open, too; None: the fixed batch of a microbatch.
         """
         batch, made, changing = open_batch or self._size, dict[str, Any](), dict[str, set[int]]()
         for spec in self._specs:
@@ -434,12 +434,12 @@ class ModelWorkload(Workload):
         return {"loss": value / normalisers["microbatches"]}
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
-        """Return the specs of one microbatch, with the greatest value of each changing size: plans are for these.
+        """Return the specs of one microbatch with the greatest value of each changing size, for which plans are made.
 
         Raises CapslogError where the chain was captured for another microbatch size.
         """
         if not self._specs:
-            self.build_chain()  # the shapes are the factory's
+            self.build_chain()  # takes the shapes from the factory's example inputs
         if self._captured_size not in (None, microbatch_size):
             raise CapslogError(
                 f"{self.name} was captured for microbatches of {self._captured_size}, asked for {microbatch_size}; "
@@ -448,12 +448,12 @@ class ModelWorkload(Workload):
         return self._input_specs(microbatch_size)
 
     def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
-        """Return specs for each length of the made-up data, which are equally frequent; one if no size changes."""
+        """Return one entry of specs for each size of the made-up data; all sizes are equally frequent."""
         self.profile_inputs(microbatch_size)
         return [self._input_specs(microbatch_size, part) for part in self._bucket_parts()]
 
     def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
-        """No targets: labels are inputs of the model."""
+        """Return no targets, since labels are inputs of the model."""
         return None, {"microbatches": 1.0}
 
     def train_data(self) -> DataSource:
@@ -463,11 +463,11 @@ class ModelWorkload(Workload):
         return self
 
     def read_samples(self) -> Mapping[str, int]:
-        """Return nothing: the samples are made up."""
+        """Return {}: the samples are made up."""
         return {}
 
     def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
-        """Describe microbatches that all look the same; the recipe of each is its samples."""
+        """Describe microbatches whose first sample decides their changing sizes; the recipe of each is its samples."""
         samples = [list(group) for group in groups]
         return Minibatch(
             inputs=[self._input_specs(len(group), self._part(group)) for group in groups],
@@ -478,7 +478,7 @@ class ModelWorkload(Workload):
         )
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """Make the samples up."""
+        """Make up the samples of a microbatch."""
         made, samples = {}, minibatch.recipes[microbatch]
         for spec in self._specs:
             shape = spec.sized(self._part(samples))
@@ -573,7 +573,7 @@ class ModelWorkload(Workload):
 
 
 def _with_tensors(name: str, value: Any, tensors: Mapping[str, Tensor | Varying]) -> Any:
-    """Replace an argument's tensors by others; those without a replacement stay."""
+    """Replace the tensors inside an argument by those of the same name in `tensors`; others stay."""
     places = iter(input_tensors(name, value).items())
 
     def other(tensor: Tensor) -> Any:
@@ -583,25 +583,24 @@ def _with_tensors(name: str, value: Any, tensors: Mapping[str, Tensor | Varying]
 
 
 def _above(value: Tensor) -> int:
-    """Return one more than the largest of the example's whole numbers, at least 2."""
+    """Return the least bound above all whole numbers of an example, at least 2."""
     is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.is_meta)
     return max(2, int(value.max()) + 1) if is_integer and value.numel() else 2
 
 
 def _endings(address: str) -> Iterator[str]:
-    """Yield candidates for the model's own name: an address is <layer>.<own name>, and layer names may have dots."""
+    """Yield possible names in the model: an address is <layer>.<name in the model>, and layer names may have dots."""
     pieces = address.split(".")
     return (".".join(pieces[first:]) for first in range(1, len(pieces)))
 
 
-# -- Makes a workload around a model that a program has as an object, for `capslog.plan(model, sample)`.
+# -- Makes a workload of a model object, for `capslog.plan(model, sample)`.
 #
-# It is the workload of an ordinary model, whose factory copies the object without memory for its weights. Called by
-# `start.ordinary`.
+# It is a `ModelWorkload` whose factory copies the object without memory for its weights. Called by `start.ordinary`.
 
 
 def kind_of_model(model: Any) -> str:
-    """Return words for a value that is no model: its type, or that it is a class, for an error."""
+    """Describe, for an error, a value that is no model: its type, or that it is a class."""
     return (
         f"the class {model.__name__}, not an object of it" if isinstance(model, type) else f"a {type(model).__name__}"
     )
@@ -610,10 +609,10 @@ def kind_of_model(model: Any) -> str:
 def workload_of_model(
     model: nn.Module | Chain, sample: Any, cut_points: Sequence[str] | None = None
 ) -> tuple[ModelWorkload, int]:
-    """Return the workload around a model object, and its microbatch size: the batch size of the sample.
+    """Return the workload of a model object, and its microbatch size: the batch size of the sample.
 
-    The model is not changed: every chain is made of a copy whose parameters have shapes only, so that it can be planned
-    and estimated, but not trained.
+    A module is not changed: every chain is made of a copy whose parameters have shapes only, which can be planned and
+    estimated, but not trained. A Chain is used as it is.
 
     Args:
         model: on any device, also meta.

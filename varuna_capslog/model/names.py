@@ -1,7 +1,7 @@
 """Names of a chain's layers, and of the model's modules that they hold.
 
-`planning/export` writes these names in the formats of other systems. They are plain data, so that it needs no torch;
-only `names_of` reads a chain.
+`planning/export` writes these names in the formats of other systems. They are plain data, so that `planning/export`
+needs no torch; only `names_of` reads a chain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["PREDICTION", "LayerModules", "ModelNames", "hybrid_letters", "names_of"]
 
 PREDICTION = "prediction_"
-"""Beginning of the names of layers for multi-token prediction (`model/prediction`)."""
+"""Prefix of the names of layers for multi-token prediction (`model/prediction`)."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class LayerModules:
 
 @dataclass(frozen=True)
 class ModelNames:
-    """Names of a chain's layers. Those that begin with PREDICTION stand between the blocks and the head.
+    """Names of a chain's layers. Layers with the prefix PREDICTION stand between the blocks and the head.
 
     layers: in order.
     shared: (name of a parameter, indices of the layers that use it) for each that several layers use.
     held: modules and tensors of the model per layer; None where only the layers' names are known, as in a profile.
-    joined: layers that hold several parts -> the others of these, where `held` is None.
+    joined: name of a layer that joins several parts of the model -> its other parts, where `held` is None.
     lists: the ModuleLists and ModuleDicts of the model; other modules with numbers as names are Sequentials.
     copied: modules without parameters whose results several layers read, such as rotary position embeddings. Systems
         that split a model by its modules give each stage a copy.
-    tokens: False where no input of the model holds whole numbers, as token ids are; None where it is not known.
+    tokens: False where no input of the model holds whole numbers, such as token ids; None where this is not known.
     letters: what each layer of a hybrid model holds (`hybrid_letters`); () for other models.
     """
 
@@ -85,8 +85,8 @@ _FEED_FORWARD = ({"up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}, {"inpu
 
 def hybrid_letters(layers: Iterable[LayerModules]) -> tuple[str, ...]:
     """Return the letters of each layer: M (Mamba-2), G (gated delta net), * (attention), D and + (latent attention with
-    an index and without), - (feed-forward), E (experts); of a block first the letter of its mixer. ? stands for a block
-    that no letters describe. () for a model without state spaces and delta nets, which is no hybrid model.
+    an index and without), - (feed-forward), E (experts). In each block, the mixer's letter comes first. ? stands for a
+    block that no letters describe. () for a model without state spaces and delta nets, which is no hybrid model.
     """
     letters, recurrent = [], False
     for layer in layers:
@@ -100,10 +100,10 @@ def hybrid_letters(layers: Iterable[LayerModules]) -> tuple[str, ...]:
 
 
 def _letter(parameters: set[str]) -> str:
-    """Letter of a part of a block; "" for a norm."""
+    """Return the letter of a part of a block; "" for a norm."""
     modules = {name.split(".")[0] for name in parameters}
     if "A_log" in modules:
-        first_kind = modules & {"x_proj", "x_proj_weight"}  # of Mamba
+        first_kind = modules & {"x_proj", "x_proj_weight"}  # Mamba-1
         return "?" if first_kind or "dt_bias" not in modules else "M" if "D" in modules else "G"
     if "experts" in modules:
         return "E"
@@ -130,7 +130,7 @@ def names_of(chain: Chain) -> ModelNames:
         buffers = tuple(
             name
             for name, _ in layer.module.named_buffers(remove_duplicate=False)
-            if not name.startswith("constant_")  # of the model's code, made by the capture
+            if not name.startswith("constant_")  # the capture made it of a constant in the model's code
         )
         held.append(LayerModules(modules, parameters, buffers))
     shared = tuple((tie.uses[0][1], tie.layers) for tie in chain.shared)

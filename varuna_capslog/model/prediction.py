@@ -2,10 +2,10 @@
 build: for plans alone.
 
 Sources: DeepSeek-V3's report, Sec. 2.2, and Megatron-LM's `multi_token_prediction.py` of 2026. Layer k reads the state
-behind layer k - 1 (at first behind the model's last norm) and the embedding of the token k places ahead. Each goes
-through a norm of its own, a matrix brings both to the width of one, and a further decoder block and a norm follow. The
-model's head makes logits and a loss of the state behind every such layer too. Embedding and head are the model's own:
-on another stage they are a copy whose gradients are summed.
+behind layer k - 1 (layer 1: behind the model's last norm) and the embedding of the token k places ahead. Each goes
+through its own norm, a matrix projects both together to the width of one, and a decoder block and a norm follow. The
+model's head also computes logits and a loss from the state behind each of these layers. Embedding and head are the
+model's own: on another stage they are copies whose gradients are summed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from varuna_capslog.model.names import PREDICTION
 __all__ = ["PredictingModel", "with_predictions"]
 
 LOSS_PART = 0.1
-"""Weight of the mean of the layers' losses beside the model's own, as in Megatron."""
+"""Weight of the mean loss of these layers, which is added to the model's own loss, as in Megatron."""
 _IGNORED = -100
 """Label of a place without a target, as in transformers."""
 _log = logging.getLogger(__name__)
 
 
 def with_predictions(made: nn.Module) -> nn.Module:
-    """Return a causal language model of transformers with the layers that its config counts; the same model where there
-    are none. Where they are no further blocks of the last one's kind, they are left out, and a warning says so.
+    """Return a causal language model of transformers with the prediction layers that its config counts; the same model
+    where it counts none, or, with a warning, where they are not blocks of the last decoder block's kind.
     """
     config: Any = getattr(made, "config", None)
     text = None if config is None else config.get_text_config()
@@ -40,7 +40,7 @@ def with_predictions(made: nn.Module) -> nn.Module:
         return made
     base: Any = getattr(made, "model", None)
     parts = [getattr(base, name, None) for name in ("layers", "norm", "embed_tokens")]
-    # blocks of several streams (hc_mult), and kinds of prediction layers of their own
+    # blocks with several streams (hc_mult), or prediction layers with kinds of their own
     own_kind = getattr(text, "hc_mult", 1) > 1 or any(
         name.startswith("mtp_") and isinstance(kinds, list) for name, kinds in vars(text).items()
     )
@@ -56,11 +56,11 @@ def with_predictions(made: nn.Module) -> nn.Module:
 
 
 class PredictingModel(nn.Module):
-    """A causal language model of transformers with layers for multi-token prediction behind its last norm.
+    """Causal language model of transformers with layers for multi-token prediction behind its last norm.
 
     Args:
-        made: the model, on any device; its parts are taken over. count: of layers, which are named `prediction_0` and
-            so on.
+        made: the model, on any device; its parts are taken over.
+        count: number of layers, which are named `prediction_0` and so on.
     """
 
     def __init__(self, made: Any, count: int) -> None:
@@ -120,7 +120,7 @@ class _Head(nn.Module):
 
 
 class _Calls:
-    """Notes what a block is called with beside its state, such as masks and rotary positions."""
+    """Records a block's arguments other than its state, such as masks and rotary positions."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block

@@ -1,4 +1,4 @@
-"""Records the state that a model's Python code may keep and change beside its tensors: attributes and their contents.
+"""Records the state, other than tensors, that a model's Python code may keep and change: attributes and their contents.
 
 A capture runs that code once, on tensors without values; this module finds the changes and undoes them. `fit` does so
 for a layer that runs again, and a captured model is checked for the attributes of its capture.
@@ -28,7 +28,7 @@ from varuna_capslog.model.sources import cells_of, code_reads, is_users_file
 __all__ = ["GLOBAL", "PythonState", "RandomStates", "StateChange", "crafted_draws", "seed_generators"]
 
 
-# -- Saves and restores states of random generators beside torch's own: Python's, numpy's, and those of a model.
+# -- Saves and restores states of random generators: Python's, numpy's, and those that a model keeps.
 
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -45,7 +45,7 @@ class RandomStates:
         self._states = {name: _state_of(generator) for name, generator in self._generators.items()}
 
     def drawn(self) -> list[str]:
-        """Return the names of the generators that have given numbers since."""
+        """Return the names of the generators that code has drawn from since the states were saved."""
         return [
             name for name, generator in self._generators.items() if not _equal(_state_of(generator), self._states[name])
         ]
@@ -92,7 +92,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def seed_generators(generators: Mapping[str, Any], seed: int) -> None:
-    """Make generators begin anew from a seed."""
+    """Seed all these generators."""
     for generator in generators.values():
         if generator is random or isinstance(generator, random.Random):
             generator.seed(seed)
@@ -106,7 +106,7 @@ def seed_generators(generators: Mapping[str, Any], seed: int) -> None:
 
 @contextmanager
 def crafted_draws(high: bool) -> Iterator[None]:
-    """Make the next numbers of `random` and of numpy's global generator the lowest, or the highest, for a while.
+    """Make the next numbers of `random` and of numpy's global generator the lowest, or the highest, in the block.
 
     A decision that compares a draw with a probability goes one way with the lowest and the other way with the highest
     numbers, and a value computed from a draw differs between the two.
@@ -124,7 +124,7 @@ def crafted_draws(high: bool) -> Iterator[None]:
 
 
 _CRAFTED = 400
-"""Words of the generator's state that are chosen; behind them, code that waits for another number gets one."""
+"""Number of crafted words of the generator's state. Random words follow, so that rejection loops end."""
 _HIGHEST = 0x12DD9BB3
 """Word of a Mersenne Twister's state from which it makes 2^32 - 1 (MT19937, Matsumoto and Nishimura 1998)."""
 
@@ -133,13 +133,13 @@ _HIGHEST = 0x12DD9BB3
 
 
 _DEPTH = 6
-"""Number of containers and objects that are followed from a module's attribute."""
+"""Depth to which containers and objects are followed from a module's attribute."""
 _MOST = 1000
-"""Entries of a container beyond which it counts as data: only its identity is compared."""
+"""Most entries of a container that is compared by its contents; larger containers are compared by identity."""
 _IN_CLOSURES = 2
-"""The same, from variables that a function among the attributes closes over: a loop's state is close."""
+"""Depth, as `_DEPTH`, from variables that a function among the attributes closes over: a loop's state is close."""
 _ALL = 100_000
-"""Values that are looked into in total."""
+"""Most values that are followed in total."""
 _TABLES = ("_parameters", "_buffers", "_modules")
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -147,16 +147,16 @@ _CLOSED = (
     *(*_SCALARS, Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
-"""Values that are not looked into."""
+"""Types of values that are not followed."""
 
 
 @dataclass(frozen=True)
 class StateChange:
     """Attribute, entry of a container, parameter, buffer or submodule whose value has changed.
 
-    module: qualified name of the module that it is kept on; None for a class or a file.
-    name: of the attribute, such as `steps` or `losses[...]`.
-    kind: "attribute", "buffer", "parameter" or "submodule"; "iterator" for one that has advanced.
+    module: qualified name of the module that holds the value; None for a class or a file.
+    name: name of the attribute, such as `steps` or `losses[...]`.
+    kind: "attribute", "buffer", "parameter" or "submodule"; "iterator" for an iterator that has advanced.
     before, after: the values; None where there was none.
     put: sets another value; None where that is impossible.
     """
@@ -180,7 +180,7 @@ class StateChange:
 
 
 class _Place:
-    """A table that code may write to, with its original contents."""
+    """Container that code may write to, with its original contents."""
 
     def __init__(self, module: str | None, name: str, table: Any, kind: str = "attribute") -> None:
         self.module, self.name, self.table, self.kind = module, name, table, kind
@@ -246,7 +246,7 @@ class _Place:
 
 
 def _same(a: Any, b: Any, depth: int = _DEPTH) -> bool:
-    """True where two values are one object, or equal plain values, which are often made anew."""
+    """True where two values are one object, or equal plain values, which code often creates again."""
     if a is b:
         return True
     if type(a) is not type(b) or not depth:
@@ -260,14 +260,14 @@ def _same(a: Any, b: Any, depth: int = _DEPTH) -> bool:
 
 
 class PythonState:
-    """Attributes of modules when the state is taken.
+    """Record of the attributes of modules, and of the values inside these.
 
     Args:
         modules: by qualified name.
         files: include values that the modules' classes and the user's own files keep.
         modes: include which modules are in training mode.
         reads: as `files`, but only values that the modules' code reads by name.
-        apart: objects and tables of modules that are not looked into.
+        apart: objects and tables of modules that are left out.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class PythonState:
         return [change for place in self._places for change in place.changes()]
 
     def put_back(self) -> None:
-        """Restore everything, but of tensors only their identity, not their values."""
+        """Restore everything except the values of tensors: of these, only which tensor is held."""
         for place in self._places:
             place.put_back()
 
@@ -401,7 +401,7 @@ class _Attributes(_Place):
 
 
 class _Owned(_Place):
-    """Values kept by something other than a container."""
+    """Values held by an object that is no container."""
 
     def put_back(self) -> None:
         now = self._content()
@@ -411,7 +411,7 @@ class _Owned(_Place):
 
 
 class _Files(_Owned):
-    """Plain values that a class or a file of Python keeps: those of `names`; None: all."""
+    """Plain values that a class or a Python file holds under these names; None: under any name."""
 
     def __init__(self, name: str, owner: Any, names: Collection[str] | None = None) -> None:
         self._names = names
@@ -462,7 +462,7 @@ class _Cell(_Owned):
 
 
 class _Iterating(_Place):
-    """Iterator, which cannot be put back."""
+    """Iterator, whose position cannot be restored."""
 
     def _content(self) -> Any:
         return _progress(self.table)
@@ -486,7 +486,7 @@ def _progress(value: Any) -> Any:
     if not isinstance(value, Iterator):
         return value if isinstance(value, _SCALARS) else len(value) if isinstance(value, (list, dict)) else id(value)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # itertools' own way to tell, before Python 3.14
+        warnings.simplefilter("ignore", DeprecationWarning)  # itertools deprecates `__reduce__`
         try:
             reduced = value.__reduce__()
         except Exception:
@@ -509,7 +509,7 @@ class _Cache(_Place):
 
 
 def _values_of(owner: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield its plain values; with `names`, all values of these names except classes and functions."""
+    """Yield an owner's plain values; with `names`, all values of these names except classes and functions."""
     for key, value in list(vars(owner).items()):
         if key.startswith("__") or (names is not None and key not in names):
             continue
@@ -527,7 +527,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _files_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield the classes of modules that are not torch's, and the user's files that define them, by name."""
+    """Yield (name, class) of the modules' classes except torch's, and (name, file) of the user's files with them."""
     kinds = {base for module in modules for base in type(module).__mro__}
     names = set()
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):

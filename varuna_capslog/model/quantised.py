@@ -1,9 +1,8 @@
-"""Frozen linear layers whose weights are held in 4 or 8 bits, as bitsandbytes holds them: for estimates of QLoRA.
+"""Frozen linear layers whose weights are stored in 4 or 8 bits, as by bitsandbytes: for estimates of QLoRA.
 
-`hugging_face` puts them below the adapters of peft, and copies without memory have them in place of bitsandbytes' own
-(`hollow`). They have sizes and no values, so they train nothing. Bytes by the
-source of bitsandbytes 0.50.2, `functional.py` (quantize_4bit) and `autograd/_functions.py`: 4 bits have a scale for
-each block of 64 numbers, 8 bits one for each row.
+`hugging_face` puts them below the adapters of peft, and `hollow` copies have them in place of bitsandbytes' own layers.
+They have sizes but no values, so they cannot train. The bytes follow bitsandbytes 0.50.2, `functional.py`
+(quantize_4bit) and `autograd/_functions.py`: 4 bits have a scale for each block of 64 numbers, 8 bits for each row.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch import Tensor, nn
 __all__ = ["BASES", "QuantisedLinear", "base_of"]
 
 BASES = ("4bit", "4bit-double", "8bit")
-"""Forms of a frozen weight: nf4 with float32 scales, the same with scales in 8 bits (QLoRA, Sec. 3), and int8."""
+"""Storage formats of a frozen weight: nf4 with float32 scales, nf4 with 8-bit scales (QLoRA, Sec. 3), and int8."""
 _BLOCK, _SCALES_BLOCK = 64, 256
-"""Numbers with one scale, and scales with one scale of their own."""
+"""Count of numbers that share one scale, and of scales that share one second-level scale."""
 _TABLE_BYTES, _OFFSET_BYTES = 16 * 4, 4
-"""The 16 values of nf4, and the mean of the scales, of every layer."""
+"""Bytes of the 16 values of nf4, and of the mean of the scales, for each layer."""
 
 
-# -- Operators without values: what a layer allocates, and what its backward keeps.
+# -- Operators on tensors without values: they allocate, and keep for the backward, the bytes that bitsandbytes does.
 
 _LIBRARY = torch.library.Library("capslog", "FRAGMENT")
 _LIBRARY.define("dequantised(Tensor codes, Tensor scales, int rows, int columns, ScalarType dtype) -> Tensor")
@@ -69,9 +68,9 @@ torch.library.register_autograd("capslog::frozen_product", _backward, setup_cont
 
 
 class QuantisedLinear(nn.Module):
-    """Linear layer of a frozen weight in few bits, on the device of `linear`.
+    """Linear layer with a frozen weight in 4 or 8 bits, on the device of `linear`.
 
-    base: of `BASES`. The weight's numbers are `codes`, and all else that its form keeps is `scales`, in bytes.
+    base: one of `BASES`. `codes` holds the weight's numbers; `scales`, as bytes, all else that the format stores.
     """
 
     def __init__(self, linear: nn.Linear, base: str) -> None:
@@ -91,7 +90,7 @@ class QuantisedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [..., in] times the weight: [..., out] of the type of x. Without values, on fake tensors alone."""
+        """Return x [..., in] times the weight, plus the bias: [..., out] of the dtype of x; on fake tensors only."""
         rows, in_8_bits = x.reshape(-1, self.in_features), None
         if self._base == "8bit":
             in_8_bits, transposed = _OPERATORS.rows_in_8_bits(rows.to(torch.float16)), self.codes.t()
@@ -104,7 +103,7 @@ class QuantisedLinear(nn.Module):
 
 
 def base_of(module: nn.Module) -> str | None:
-    """Return the form of `BASES` in which a linear layer of bitsandbytes holds its weight; None for other modules."""
+    """Return the format in `BASES` of the weight of a linear layer of bitsandbytes; None for other modules."""
     names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.partition(".")[0] == "bitsandbytes"}
     if "Linear8bitLt" in names:
         return "8bit"

@@ -1,9 +1,9 @@
-"""Decides when two layers, or two runs of layers, do the same work on other parameters, so that profilers do it once.
+"""Decides when two layers, or two ranges of layers, do the same work on other parameters, so it is measured once.
 
-`ShapeTable` traces, and the estimator costs, layers of one signature once. A signature holds all that a result can
-depend on; what it cannot compare is equal to itself only, so that in doubt work is done again. Names, and with them
-the place of a layer in its model, are no part of it, nor are strings with the qualified name of the module that holds
-them (peft's adapters).
+`ShapeTable` and the estimator run layers of one signature once. A signature holds all that a result can depend on; a
+value that cannot be compared is equal to itself only, so that in doubt the work is done again. It leaves out names,
+and with them a layer's place in its model, and strings with the qualified name of the module that holds them (peft's
+adapters).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _THEMSELVES = (type, types.FunctionType, types.BuiltinFunctionType, OpOverload)
-"""Types compared by identity, as everything else that is not plain; these are often the same object in every block."""
+"""Types whose values are compared by identity; often they are the same object in every block."""
 
 _RATES = {
     "torchvision.ops.stochastic_depth.StochasticDepth": "p",
     "timm.layers.drop.DropPath": "drop_prob",
 }
-"""Probabilities that grow from block to block and decide nothing of the work, other than whether they are 0 or 1."""
+"""Probabilities that grow from block to block. Only the values 0 and 1 change the work."""
 
 _NAMES: Mapping[type, Sequence[str]] = {Frozen: ("meta", "frozen", "_trained"), Whole: ("path",)}
 """Attributes that are names in the model, or follow from them."""
@@ -45,7 +45,7 @@ _HOOKS = tuple(sorted(name for name in _OWN_OF_MODULES if name.endswith("_hooks"
 
 
 def layer_signature(layer: Layer) -> tuple[object, ...]:
-    """Return `run_signature` of a layer alone."""
+    """Return `run_signature` of one layer."""
     return run_signature([layer])
 
 
@@ -54,7 +54,7 @@ def run_signature(layers: Sequence[Layer]) -> tuple[object, ...]:
 
     It holds: the classes of all modules, their attributes (dilation, stride, eps, dropout rates), hooks and modes; the
     operations of captured graphs with their constants; shape, strides, dtype and `requires_grad` of every parameter and
-    buffer; which of them, and which modules, are identical; how many tensors each layer reads and writes.
+    buffer; which of these tensors and modules are the same object; how many tensors each layer reads and writes.
     """
     description = _Description()
     return tuple(_of_layer(layer, description) for layer in layers)
@@ -65,9 +65,9 @@ def _of_layer(layer: Layer, description: _Description) -> object:
 
 
 class Signatures:
-    """`run_signature` of the runs of these layers, each of which is described once.
+    """Keys of runs of consecutive layers, as by `run_signature`; each layer is described once.
 
-    A run whose layers share no module and no tensor does the same work as one of equal layers.
+    If the layers of a run share no module and no tensor, the keys of the single layers decide.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -103,7 +103,7 @@ class _Same:
 
 
 class _Description:
-    """Describes modules and tensors by their properties; repeated ones by the number of their first mention."""
+    """Describes modules and tensors by their properties; repeated ones by the number of the first description."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -125,7 +125,7 @@ class _Description:
         ]
         hooks = [(name, self.value(list(vars(module)[name].values()))) for name in _HOOKS if vars(module)[name]]
         if isinstance(module, fx.GraphModule) and type(module).__mro__[1] in (fx.GraphModule, CapturedGraph, ByShape):
-            # the names of what it holds are those of the whole model
+            # it holds modules under their names in the whole model
             parts = [self.module(part, name) for name, part in module._modules.items() if part is not None]
             graphs = module.graphs if isinstance(module, ByShape) else (module.graph,)
             operations = tuple(operation for graph in graphs for operation in self._graph(module, graph))
@@ -136,7 +136,7 @@ class _Description:
                 for name, part in module._modules.items()
             ]
             if isinstance(module, SequentialSlice) or type(module) is nn.Module:
-                # made by a capture, under the names that the whole model has for its parts
+                # the capture made it, with children under their names in the whole model
                 children = [("", described) for _, described in children]
             content = (type(module), tuple(held), tuple(children), tuple(self._attributes(module, path)))
         frozen: tuple[int, ...] = ()

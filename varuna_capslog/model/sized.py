@@ -1,4 +1,4 @@
-"""One model at many sizes: captured once with a size left open where its code allows that, else once for each size."""
+"""Captures a model for many sizes: once with a size left open where its code allows that, else once for each size."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _EXAMPLE_BATCH = 4
 
 
 class SizedWorkload(ModelWorkload):
-    """Ordinary model that keeps its captured training chains, for estimates at many sizes, and shares them with what
-    `at` returns.
+    """Ordinary model that keeps its captured training chains, for estimates at many sizes. Copies made by `at` share
+    the chains.
     """
 
     _chains: dict[object, tuple[Chain, int | None] | None]
@@ -32,7 +32,7 @@ class SizedWorkload(ModelWorkload):
 
     @classmethod
     def of_config(cls, config: Config, opens: Literal["batch", "length"] | None = None) -> Self:
-        """Return the ordinary model of a config, with chains to keep. opens: the size that will change, where known."""
+        """Return the ordinary model of a config, without chains yet. opens: the size that will change, where known."""
         workload, sized = load_workload(config), cls.__new__(cls)
         assert isinstance(workload, ModelWorkload), "only ordinary models have sizes"
         vars(sized).update(vars(workload), _chains={}, _opens=opens, _varies=False)
@@ -77,7 +77,7 @@ class SizedWorkload(ModelWorkload):
         return chain
 
     def _open_chain(self) -> tuple[Chain, int | None] | None:
-        """Return the chain with the size that changes left open; None where none changes, or the model fixes it."""
+        """Return the chain with the changing size left open; None where no size changes, or the model fixes it."""
         if self._opens is None or (self._settings.inputs and self._opens == "length"):
             return None
         if self._opens == "batch" and self._size < 2:  # torch takes a size of 1 for a constant

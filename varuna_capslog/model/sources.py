@@ -1,6 +1,6 @@
-"""Collects the facts that a module's work depends on beside its weights: classes, settings, shapes, source code.
+"""Collects the facts, other than weights, on which a module's work depends: classes, settings, shapes, source code.
 
-Kept profiles and kept captures belong to a model with the same digest.
+A stored profile or capture is valid for a model with the same digest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 def module_settings(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield a module's plain attributes as text; an address in the text is removed."""
     for key, value in sorted(vars(module).items()):
-        if key == "meta" and isinstance(value, dict):  # in which classes outputs are returned is no work
+        if key == "meta" and isinstance(value, dict):  # these entries do not change what the module computes
             left_out = ("result", "whole", "joined", "parts", "left", "python")
             value = {name: setting for name, setting in value.items() if name not in left_out}
         if not key.startswith("_") and not isinstance(value, nn.Module | Tensor):
@@ -52,7 +52,7 @@ def class_name(kind: type) -> str:
 
 
 def source_file(kind: type) -> Path | None:
-    """Return the file that defines a class, or None; torch's classes have none: its version is a separate condition."""
+    """Return the file that defines a class, or None. None for torch's classes: its version is a separate condition."""
     if kind.__module__.partition(".")[0] == "torch":
         return None
     try:
@@ -105,10 +105,10 @@ def cells_of(kind: Any) -> tuple[tuple[str, CellType], ...]:
 
 
 def code_digest(kinds: Iterable[type], modules: Iterable[str]) -> str:
-    """SHA-256 of the code that these classes, their bases, and these Python modules run.
+    """Return the SHA-256 of the code of these classes, their bases, and these Python modules.
 
-    Installed packages count by their version and the file of each class; a user's own files also by those that they
-    import, except inside functions. Torch counts by its version alone.
+    For installed packages, the version and the file of each class count; for a user's own files, also the files that
+    they import, except inside functions. Torch does not count: its version is a separate condition.
     """
     bases = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _APART}
     names = {base.__module__ for base in bases} | {name for name in modules if name.partition(".")[0] not in _APART}
@@ -150,8 +150,8 @@ _NOT_FORWARD = {"__init__", "__new__", "__repr__", "extra_repr", "train", "__ini
 
 
 def code_reads(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any, set[str], set[str]]]:
-    """Yield the user's classes and files whose values the modules' methods read: (name, class or file, names that are
-    read there, names that are read of any object). The user's functions that a method calls by name count, too.
+    """Yield each of the user's classes and Python files whose values the modules' methods read: (name, class or file,
+    names read there, attribute names read of any object). The user's functions that methods call by name count, too.
     """
     kinds = {base for module in modules for base in type(module).__mro__}
     kinds = {kind for kind in kinds if is_users_file(_file_of(sys.modules.get(kind.__module__)))}

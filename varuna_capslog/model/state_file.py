@@ -27,15 +27,15 @@ def load_tensors(path: Path | str, mapped: bool = False) -> Any:
     mapped: leave the tensors in the file until they are read.
 
     Raises:
-        OSError: it cannot be read.
-        CapslogError: it is no such file, it holds other objects, or it is larger unpacked than on the disk.
+        OSError: the file cannot be read.
+        CapslogError: torch.save did not write it, it holds other objects, or it is larger unpacked than on the disk.
     """
     size = _size_of(path)
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(member.file_size for member in archive.infolist())
-            # torch compresses nothing, so that more bytes than the file has are packed, or listed twice
+            # torch does not compress: if members exceed the file, they are compressed or listed twice
             if unpacked > size:
                 raise CapslogError(
                     f"it unpacks to {format_bytes(unpacked)} from {format_bytes(size)}, but torch.save does "
@@ -44,7 +44,7 @@ def load_tensors(path: Path | str, mapped: bool = False) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, CapslogError):
         raise
-    except Exception as error:  # the unpickler trips over foreign bytes in many ways
+    except Exception as error:  # the unpickler raises many kinds of errors on foreign bytes
         text = str(error).partition("\n")[0]
         raise CapslogError(f"torch cannot read it, {type(error).__name__}{f': {text}' if text else ''}") from error
 

@@ -1,6 +1,6 @@
 """Finds the tensors that cross every cut for a given input size, by one run on fake tensors: no memory, no messages.
 
-The run works on a copy of the chain whose parameters have shapes only, never on real parameters.
+The run uses a copy of the chain whose parameters have shapes only, never real parameters.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
-    """Return the context that a layer runs under: autocast for "bfloat16" and "float16", else none, since the types of
-    the weights decide.
+    """Return the context that a layer runs under: autocast for "bfloat16" and "float16"; else an empty context, since
+    the dtypes of the weights decide.
     """
     if precision in ("float32", BF16_WEIGHTS):
         return nullcontext()
@@ -51,8 +51,8 @@ class ShapeTable:
     Args:
         chain: real or on the meta device; it is not changed and not kept.
         device_type: of the run, such as "cuda"; without such a device the trace runs on fake CPU tensors.
-        precision: as of `autocast_context` (autocast changes the dtypes of sent tensors).
-        weights: as of `low_parameters`; an embedding of 16 bits writes 16 bits.
+        precision: as in `autocast_context` (autocast changes the dtypes of sent tensors).
+        weights: as in `low_parameters`; an embedding with 16-bit weights writes 16 bits.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ShapeTable:
         self._device = device_type if device_type == accelerator.auto_type() else "cpu"
         self._precision = precision
         self._signatures = [layer_signature(layer) for layer in chain.layers]
-        # of equal layers one is copied, with shapes in place of parameters and buffers
+        # equal layers share one copy, which has meta tensors as parameters and buffers
         originals = {signature: layer.module for signature, layer in zip(self._signatures, chain.layers, strict=True)}
         memo: dict[int, Any] = kept_tensors(originals.values())
         for module in originals.values():
@@ -86,7 +86,7 @@ class ShapeTable:
             if isinstance(part, (Whole, WholeModel)):
                 part.from_memory = True
         self._generators: dict[object, Mapping[str, Any]] = {}
-        """Signature -> the generators that a layer's Python code draws from, beside torch's."""
+        """Signature -> the generators, other than torch's, that a layer's Python code draws from."""
         self._traced: dict[object, tuple[TensorSpec, ...]] = {}
         self._cache: dict[object, list[dict[str, TensorSpec]]] = {}
 
@@ -128,7 +128,7 @@ class ShapeTable:
             draws.put_back()
         if not generators:
             return written
-        # with other random numbers, another tensor may carry a gradient
+        # with other random numbers, other tensors may carry a gradient
         carries = any(spec.requires_grad for spec in read) or any(
             parameter.requires_grad for parameter in layer.module.parameters()
         )
@@ -160,8 +160,8 @@ class ShapeTable:
 
 
 class _Operators(TorchDispatchMode):
-    """Mode that refuses products of matrices of two dtypes, as every device does and fake tensors do not, and returns
-    at once the result of an operator for which fake tensors would run a hundred others.
+    """Mode that refuses products of matrices of two dtypes, as devices do but fake tensors do not, and computes the
+    shape of `grid_sampler_2d` itself, for which fake tensors would run a hundred operators.
     """
 
     def __torch_dispatch__(

@@ -43,29 +43,28 @@ __all__ = [
 
 
 COUNTED = "counted"
-"""Entry of a microbatch's loss with the number of targets that its mean is over, in whatever unit; see
-`Workload.loss`."""
+"""Key of a loss part: the number of targets that a microbatch's loss is a mean of, in any unit; see `Workload.loss`."""
 
 
 @dataclass(frozen=True)
 class LateTargets:
     """Targets of one microbatch that are read with its samples, so that a minibatch's description cannot hold them.
 
-    read: returns them, where the loss is computed; raises StepRefused where they cannot be read.
+    read: returns the targets; called where the loss is computed. Raises StepRefused if they cannot be read.
     """
 
     read: Callable[[], Any]
 
 
 class HostTargets(dict[str, Any]):
-    """Targets whose tensors stay on the CPU, for a loss that reads them there, as a matching does."""
+    """Targets whose tensors stay on the CPU, for a loss that reads them there, as bipartite matching does."""
 
 
 def known_targets(targets: Any, device: torch.device) -> Any:
-    """Return the targets for the loss: read now, if they are late, and on the device where it is computed.
+    """Return the targets on the device where the loss is computed; `LateTargets` are read now.
 
-    Tensors in lists, tuples and dicts of any depth are moved, as are objects with a method `to`, such as a batch of
-    transformers'; `HostTargets` and all else stay as they are.
+    Moves tensors in lists, tuples and dicts of any depth, and objects with a method `to`, such as a batch of
+    transformers; `HostTargets` and other objects stay as they are.
     """
     resolved = targets.read() if isinstance(targets, LateTargets) else targets
     if device.type == "cpu":
@@ -82,12 +81,12 @@ class Minibatch:
 
     Attributes:
         inputs: per microbatch (global index), the spec of every chain input.
-        targets: per microbatch, the targets that the loss takes; small, on the CPU (the loss gets them on its own
-            device, but for `HostTargets`). Or `LateTargets`, where they are not available before the samples are read.
-        normalisers: of the *whole* minibatch (e.g. the number of boxes): the sum over microbatches of the loss with
-            these is the unsplit minibatch's loss.
+        targets: per microbatch, the targets of the loss: small, on the CPU, and moved to the loss's device unless they
+            are `HostTargets`. `LateTargets`, if they are known only after the samples are read.
+        normalisers: of the *whole* minibatch, such as the number of boxes: with these divisors, the losses of the
+            microbatches add up to the unsplit minibatch's loss.
         sample_ids: per microbatch, the ids that an error message names (image ids, file names).
-        recipes: per microbatch, private to the data source: its input to `load`.
+        recipes: per microbatch, private data of the data source, which its `load` reads.
     """
 
     inputs: list[dict[str, TensorSpec]]
@@ -114,14 +113,14 @@ class Reading(Protocol):
     """Microbatch that is being read."""
 
     def result(self) -> tuple[dict[str, Tensor], Any]:
-        """Wait for its inputs and its targets and return them. Raises CapslogError where it cannot be read."""
+        """Wait for the microbatch; return its inputs and targets. Raises CapslogError if it cannot be read."""
 
 
 @runtime_checkable
 class ReadingSource(Protocol):
     """`DataSource` whose targets are read together with the inputs, and that reads ahead by itself.
 
-    ahead: number of microbatches that are worth beginning before they are needed.
+    ahead: number of microbatches that should be read before they are needed.
     """
 
     ahead: int
@@ -131,17 +130,17 @@ class ReadingSource(Protocol):
 
 
 class Evaluator(Protocol):
-    """Turns outputs into scores. `collect` runs where the last layer lives; `summarize` runs once, on all results."""
+    """Turns outputs into scores. `collect` runs where the last layer is; `summarize` runs once, on all results."""
 
     def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[Any]:
         """Return plain (picklable, JSON-able) results of one microbatch."""
 
     def summarize(self, results: list[Any]) -> dict[str, Any]:
-        """Return scores of the whole set, e.g. {"AP": 0.42, ...}; `best` is chosen by the first key (higher wins)."""
+        """Return scores of the whole set, as {"AP": 0.42, ...}; the first key decides which is `best` (higher wins)."""
 
 
 class Workload(ABC):
-    """Workload made by the config's function from the resolved config. Making it must not open the data set."""
+    """Chain, data, loss and evaluation of a run. The config's function makes it, and must not open the data set."""
 
     name: str = "model"
     variants: Mapping[str, str] = MappingProxyType({})
@@ -152,11 +151,11 @@ class Workload(ABC):
     """The weakest numerical class that those variants and splits may have."""
 
     def chosen_chain(self, evaluates: bool = True) -> Chain:
-        """Return the chain that a run trains: that of `build_chain`, or of `build_training_chain` where it never
-        evaluates, with its layers split as in `splits` and computed as in `variants`.
+        """Return the chain that a run trains, with its layers split by `splits` and computed by `variants`. A run that
+        never evaluates gets the chain of `build_training_chain`, other runs that of `build_chain`.
 
         Raises:
-            CapslogError: a split or variant that is unknown, not allowed or without a layer; as the builder raises.
+            CapslogError: a split or variant is unknown, not allowed or matches no layer; or the builder raises it.
         """
         chain = self.build_chain() if evaluates else self.build_training_chain()
         if self.splits:
@@ -178,13 +177,11 @@ class Workload(ABC):
         """Make a freshly initialised chain on the CPU; the caller has seeded torch. Equal seeds give equal weights."""
 
     def build_training_chain(self) -> Chain:
-        """As `build_chain`, for layers that only run in training mode, as for a profile; a model need not be captured
-        in eval mode then.
-        """
+        """Make a chain whose layers run only in training mode, for a profile: no capture in eval mode is needed."""
         return self.build_chain()
 
     def hold_bfloat16(self) -> None:
-        """Make models whose weights and floating-point inputs are bfloat16 from now on (`train.precision`).
+        """Make all later chains with weights and floating-point inputs in bfloat16 (`train.precision`).
 
         Raises:
             CapslogError: the workload makes its chain itself.
@@ -197,13 +194,13 @@ class Workload(ABC):
     def check(self) -> Iterable[RunFinding]:
         """Return findings on data and weights that the user should know, or that would stop or spoil the run.
 
-        Called once before the workers of a run start. A CapslogError that it raises is such a finding, too.
+        Called once before the workers of a run start. A CapslogError raised here counts as a finding, too.
         """
         return ()
 
     def read_samples(self) -> Mapping[str, int]:
-        """Read the first sample, or some, of each source; return their numbers of samples by name. `capslog check`
-        calls it, in a process of its own. Raises CapslogError: a source or its first sample cannot be read.
+        """Read at least the first sample of each data source; return each source's number of samples, by its name.
+        `capslog check` calls it in a separate process. Raises CapslogError: a source or sample cannot be read.
         """
         sources = {"training": self.train_data(), "validation": self.val_data()}
         read = {name: source for name, source in sources.items() if source is not None and len(source)}
@@ -228,17 +225,17 @@ class Workload(ABC):
         """Return scalar parts of one microbatch's share of the minibatch loss. `"loss"` is differentiated; all are
         summed over microbatches and logged. Outputs and targets (see `known_targets`) lie on one device.
 
-        Where targets are available only once they are read, so that no normaliser can count them before, an entry
-        `COUNTED` is this microbatch's weight: the step is divided by the mean of these weights over the microbatches.
+        If targets are known only after they are read, no normaliser can count them. Then the entry `COUNTED` is this
+        microbatch's weight, and the step is divided by the mean of these weights over the microbatches.
         """
 
     @abstractmethod
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
-        """Return specs of the largest inputs that a run can meet (or `profile.image_size`), for profiles and plans."""
+        """Return specs of the largest inputs of a run, or of `profile.image_size`, for profiles and plans."""
 
     def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
-        """Return specs of one microbatch from each of `count` random training minibatches: usual sizes, where
-        `profile_inputs` is the largest. Decodes nothing. Default: one entry, as where all are alike.
+        """Return specs of one microbatch from each of `count` random training minibatches: usual sizes, whereas
+        `profile_inputs` has the largest. Decodes nothing. Default: one entry, for data of one size.
         """
         return [self.profile_inputs(microbatch_size)]
 
@@ -247,9 +244,8 @@ class Workload(ABC):
         return None, {}
 
     def loss_key(self) -> object:
-        """Return a key that is equal for two workloads whose losses, on equal outputs, take the same operators and
-        shapes with their profile targets, so that estimates of several models share them. Default: unique to the
-        workload.
+        """Return a key by which models share the estimate of their loss: it is equal for two workloads if, on equal
+        outputs and with the profile targets, both losses run the same operators on the same shapes. Default: unique.
         """
         return id(self)
 
@@ -270,19 +266,19 @@ class Workload(ABC):
         return []
 
     def sample_text(self, trained: Callable[[], Chain]) -> str | None:
-        """Return a text that the whole trained chain makes, for the report; None where there is none."""
+        """Return text that the trained chain generates, for the report; None if it generates no text."""
         return None
 
     def costs_depend_on(self) -> Sequence[str]:
-        """Return functions, as `package.module:function`, that the model's costs depend on beside its modules."""
+        """Return further functions, as `package.module:function`, on which the costs of the model depend."""
         return ()
 
     def own_names(self, chain: Chain) -> Mapping[str, str]:
-        """Map address -> the name by which other programs know that weight; default: the address itself."""
+        """Map each weight's address to its name in other programs; default: the address itself."""
         return {address: address for address in chain.named_tensors()}
 
     def build_model(self) -> nn.Module | None:
-        """Return the model as it was before it became a chain, with fresh weights; None where there was none."""
+        """Return the module from which the chain is made, with fresh weights; None if there is no such module."""
         return None
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -298,7 +294,7 @@ class Workload(ABC):
 
 
 def load_workload(config: Config) -> Workload:
-    """Import `config.workload` and call it with the config; return the object itself where the config was given one.
+    """Import `config.workload` and call it with the config, or return the workload object that the config holds.
 
     Raises ConfigError: as `call_function`, or the function returned no Workload.
     """

@@ -77,20 +77,20 @@ def capture_layers(
         model: stays as it is; the chain's layers hold its own parameters and submodules.
         cut_points: qualified names of submodules (`"layer3.0"`, `"model.layers.2"`); a cut lies *before* each. The
             layer that begins there has that name; the first layer has the name of the first module that runs. One layer
-            waits for another only where the model's own modules do (`assign`). None takes `automatic_cut_points`, less
-            those that never run, the modules after the last block (norm and head), and modules outside the blocks that
-            read one tensor side by side, such as the branches of an Inception block (`collapse`).
+            depends on another only where the model's own modules do (`assign`). None: cut before `automatic_cut_points`
+            that run, before the modules after the last block (norm and head), and before modules outside the blocks
+            that read the same tensor in parallel, such as the branches of an Inception block (`collapse`).
         example_inputs: a tensor, a dict of keyword arguments or a tuple of positional ones. Entries that are no tensors
-            (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open. For
-            `OneOf` several examples the model is captured once for the shapes of each.
+            (`use_cache=False`) are fixed in the captured model. A `Varying` tensor leaves some of its sizes open. With
+            `OneOf`, the model is captured once for the shapes of each example.
         evaluates: False captures training mode only; the layers then refuse to run in eval mode. None captures eval
-            mode only, of a model that is served.
-        kept: where captures of the same model may lie, and are to be kept if it `writes`: then that of training mode
-            only too.
-        compares: whether to compare a step with the model's own, where the model has weights and nothing was kept.
-        keeps: whether `leave_behind` is to be called after each run; nothing is kept in files then.
-        outputs: which of the model's output tensors leave the chain (default: all). They are named by their place in
-            the model's result: `logits`, `loss`, `0.1`; a single bare tensor is named `output`.
+            mode only, for a model that is served.
+        kept: store of captures: a capture of this model is read from it or, if it `writes`, added to it, together with
+            one for training mode only.
+        compares: True: compare a training step with the model's own, if the model has weights and no capture was read.
+        keeps: True: the caller calls `leave_behind` after each run; such captures are not stored.
+        outputs: names of the model's output tensors that leave the chain (default: all). A name is the tensor's place
+            in the model's result: `logits`, `loss`, `0.1`; a single bare tensor is named `output`.
 
     Raises:
         FixedSize: the model's code fixes a size that an example leaves open.
@@ -158,7 +158,7 @@ def capture_layers(
 
 
 def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
-    """Give the last layer the parameters that no layer uses, so that states, weights and memory are the model's."""
+    """Give the last layer the parameters that no layer uses, so that they count in states, weights and memory."""
     last = captured[0][-1].module
     held = {id(parameter) for layer in captured[0] for parameter in layer.module.parameters()}
     idle = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in held}
@@ -180,13 +180,13 @@ def _holding_all(model: nn.Module, captured: CapturedLayers) -> CapturedLayers:
 
 _log = logging.getLogger(__name__)
 _LARGE_IDLE_PART = 0.02
-"""Part of the parameters that is worth a warning, such as a tower; not a pooler that training leaves out."""
+"""Fraction of unused parameters that causes a warning: a tower does, a pooler that training leaves out does not."""
 
 
 def _arguments_of(
     example: Mapping[str, Any] | Sequence[Any] | Tensor | Varying,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments."""
+    """Return positional and keyword arguments."""
     if isinstance(example, (Tensor, Varying)):
         return (example,), {}
     return ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
@@ -202,7 +202,7 @@ def _takes_use_cache(model: nn.Module) -> bool:
 def _exported(
     request: CaptureRequest, cut_points: Sequence[str], both: bool, keeps: bool
 ) -> dict[bool | None, CapturedLayers]:
-    """Map `evaluates` of the request -> the captured model; with `both` also False -> that of training mode only."""
+    """Map `evaluates` of the request -> the captured model; with `both`, also False -> a capture of training mode."""
     model, requested = request.model, request.cut_points
     exporter = Exporter(model, *request.example, keeps)
     alone: Captured | None = None
@@ -246,8 +246,8 @@ def automatic_cut_points(model: nn.Module) -> list[str]:
     """Return a cut point for every repeated block that is visible without an example: the children of the model's
     outermost ModuleLists and Sequentials.
 
-    A child that is itself a list of modules of one class (`layer1` of a ResNet within `features`) gives its own
-    children; a model that is an nn.Sequential gives its direct children only, which needs no capture.
+    A child that is itself a list of modules of one class (`layer1` of a ResNet within `features`) is replaced by its
+    children. A model that is an nn.Sequential is cut before its direct children only, which needs no capture.
 
     Raises CapslogError where the model has no such list.
     """
@@ -284,7 +284,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def source_modules(layer: Layer) -> tuple[str, ...] | None:
-    """Qualified names of the modules that a captured layer runs (innermost ones, by first use); None for others."""
+    """Return the qualified names of the innermost modules that a captured layer runs, by first use; else None."""
     names = getattr(layer.module, "meta", {}).get("source_modules")
     return None if names is None else tuple(names)
 
@@ -292,15 +292,15 @@ def source_modules(layer: Layer) -> tuple[str, ...] | None:
 def captured_result(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> Any:
     """Return the captured model's result, built by its own code from the tensors that leave its chain, by name.
 
-    All else that the model returned with its example (None, numbers) is in its place as it was.
+    Other values that the model returned with its example (None, numbers) stay in their places.
     """
     result = getattr(layers[-1].module, "meta", {}).get("result", OutputName("x"))
     return pytree.tree_map(lambda leaf: outputs[leaf] if isinstance(leaf, OutputName) else leaf, result)
 
 
 def open_state(model: nn.Module, layers: Sequence[Layer], modes: bool) -> PythonState:
-    """Record what a captured model depended on when it was captured: the attributes of those of its modules whose code
-    does not run in its layers, and other values of their files that this code names.
+    """Record what a capture depends on: attributes of the model's modules whose code does not run in the layers, and
+    other values in these modules' files that the code reads by name.
 
     modes: whether the modules' training modes count.
     """
@@ -327,15 +327,15 @@ def runs_python(layers: Sequence[Layer]) -> bool:
 
 
 def leave_behind(layers: Sequence[Layer], outputs: Mapping[str, Any]) -> None:
-    """Leave on the modules of a model that was captured with `keeps` what its code would have left there. `outputs`:
-    the tensors that leave its chain, by name.
+    """Set on the modules of a model captured with `keeps` the values that its own code would have set there. outputs:
+    the tensors that leave the chain, by name.
     """
     for put, values in getattr(layers[-1].module, "meta", {}).get("left", OfTheModel()).value or ():
         put(pytree.tree_map(lambda leaf: outputs[leaf] if isinstance(leaf, OutputName) else leaf, values))
 
 
 def source_lists(layer: Layer) -> tuple[str, ...]:
-    """Qualified names of the model's ModuleLists and ModuleDicts that hold modules of a captured layer."""
+    """Return the qualified names of the model's ModuleLists and ModuleDicts that hold modules of a captured layer."""
     return tuple(layer.module.meta["source_lists"])  # type: ignore[index]
 
 
@@ -353,8 +353,8 @@ def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Refuse hooks on parameters: a layer that another rank or a joining worker makes has parameters without them. A
-    model without weights is planned, with a warning.
+    """Refuse hooks on parameters: layers made on another rank or by a joining worker lack them. For a model without
+    weights, which is only planned, warn instead.
     """
     for name, parameter in model.named_parameters():
         if gradient_hooks(parameter):

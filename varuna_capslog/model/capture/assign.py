@@ -1,10 +1,10 @@
 """Assigns every operation of a captured graph to a layer, so that parallel branches stay parallel.
 
-Operations in a cut point's module belong to that cut point's layer. For every other operation two facts count: which
-cut points it waits for, and after which of them it was executed. It goes into the layer of the latter if that layer
-already waits for all that the operation waits for, and if everything that needs the operation already waits for that
-layer; in a plain chain this always holds. Other operations form layers of their own. Therefore a cut point never waits
-for one that it does not need, and the layers have a topological order.
+Operations in a cut point's module belong to that cut point's layer. For every other operation two facts count: the cut
+points that it waits for, and the last cut point that was executed before it. It joins the layer of this last cut point
+if the layer already waits for everything that the operation waits for, and if everything that needs the operation
+already waits for the layer; in a plain chain this always holds. Other operations form layers of their own. Therefore
+a cut point never waits for one that it does not need, and the layers have a topological order.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def joined(count: int, ranges: Iterable[tuple[int, int]]) -> list[int]:
 class _Cut:
     """Cut point: the graph is cut before it.
 
-    name: of the module, and of the layer.
-    position: of the first operation, in the order of execution.
-    end: end of those operations of the module that belong to its layer in any case.
-    rest_of: number of the cut point whose module it follows, where it is only the rest behind that module.
+    name: name of the module, and of the layer.
+    position: place of the first operation in the order of execution.
+    end: place behind the module's last operation before the next cut point.
+    rest_of: for the operations behind a cut point's module, the number of that cut point; None for a module.
     behind: the cut points that its layer waits for, itself included.
     """
 
@@ -64,7 +64,7 @@ class _Unit:
 
     Sets of cut points are integers, with one bit for each.
 
-    position: of its first operation.
+    position: place of the first operation.
     cut: the last cut point before it, -1 for none. own: True where the unit is that cut point's module.
     behind: the cut points that it waits for, its own included. ahead: the cut points that wait for it.
     """
@@ -81,7 +81,7 @@ class _Unit:
 
 @dataclass(eq=False)
 class _Layer:
-    """Layer. rest: True where it follows a cut point's module and automatic cut points end with their modules."""
+    """Layer. rest: True for the operations behind a cut point's module, with automatic cut points."""
 
     units: list[_Unit]
     name: str = ""
@@ -169,7 +169,7 @@ def _find_cuts(nodes: Sequence[fx.Node], model: nn.Module, cut_points: Sequence[
 
 
 def _first_places(nodes: Sequence[fx.Node]) -> dict[str, int]:
-    """Map qualified name of a module -> place of the first operation that runs in it, itself or in a module inside."""
+    """Map qualified name of a module -> place of the first operation that runs in it or in a module inside it."""
     firsts: dict[str, int] = {}
     for at, node in enumerate(nodes):
         for path in () if _unpacks(node) else set(module_calls(node).values()):
@@ -180,7 +180,7 @@ def _first_places(nodes: Sequence[fx.Node]) -> dict[str, int]:
 
 
 def _make_units(nodes: Sequence[fx.Node], cuts: Sequence[_Cut]) -> list[_Unit]:
-    """Return the units in the order of execution, with the units that each waits for and that wait for it."""
+    """Return the units in the order of execution, each with the units that it waits for and that wait for it."""
     unit_of: dict[fx.Node, _Unit] = {}
     units: list[_Unit] = []
     begins = {cut.position: number for number, cut in enumerate(cuts)}
@@ -257,8 +257,8 @@ def _find_dependences(units: Sequence[_Unit], cuts: Sequence[_Cut]) -> None:
 def _apart(group: Sequence[_Unit], model: nn.Module) -> list[list[_Unit]]:
     """Split operations that wait for the same cut points into parts without an edge between them.
 
-    Parts with weights stay apart if different cut points wait for them. A part without weights joins one with weights
-    if all that waits for the first waits for the second.
+    Parts with weights stay apart if different cut points wait for them. A part without weights joins a part with
+    weights if every cut point that waits for the part without weights also waits for the other part.
     """
     part_of: dict[_Unit, list[_Unit]] = {}
     for unit in group:
@@ -288,8 +288,8 @@ def _apart(group: Sequence[_Unit], model: nn.Module) -> list[list[_Unit]]:
 
 
 def _name_layers(layers: Sequence[_Layer], nodes: Sequence[fx.Node], model: nn.Module) -> None:
-    """Name the layers that no cut point began: the first one, and those behind a cut point's module, after the first
-    module that runs there; others after the innermost module around all their weights.
+    """Name the layers that begin with no cut point's module. The first layer and layers behind such a module are named
+    after the first module that runs in them; others after the innermost module around all their weights.
     """
     taken = {layer.name for layer in layers}
     for layer in layers:
@@ -332,7 +332,7 @@ def _join_readers(weightless: Sequence[_Layer], layers: list[_Layer]) -> None:
 
 
 def _topological(layers: Sequence[_Layer]) -> list[_Layer]:
-    """Sort the layers behind all that they wait for, otherwise in the order of execution."""
+    """Sort the layers so that each follows all layers that it waits for, otherwise in the order of execution."""
     layer_of = {unit: layer for layer in layers for unit in layer.units}
     sources = {
         layer: {layer_of[source] for unit in layer.units for source in unit.sources} - {layer} for layer in layers

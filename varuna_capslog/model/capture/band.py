@@ -1,7 +1,7 @@
 """The operator of captured graphs for fused attention under a band around the diagonal, such as a sliding window.
 
-Such a mask follows from two numbers, so it is made where it is read, and made again for the backward: it is never
-saved, sent, nor part of a graph.
+Such a mask follows from two numbers, so it is made where it is read, and made again for the backward. It is never
+saved, sent or part of a graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LIBRARY.define(
     "float? scale=None, bool enable_gqa=False) -> Tensor"
 )
 _ALIGNMENT = 16
-"""Rows of a mask begin at multiples of so many numbers; kernels of CUDA copy others (aligned_tensor, attention.cpp)."""
+"""Rows of a mask begin at multiples of this; CUDA kernels would copy other masks (aligned_tensor, attention.cpp)."""
 
 
 class _Form(NamedTuple):
@@ -53,7 +53,7 @@ def _attend(
     sizes = query.shape[-2], key.shape[-2], before, after
     mask = _mask(*sizes, dtype, device)
     of_mask = mask.untyped_storage()._cdata
-    # of nested hooks torch calls the innermost alone, so these call those around them (offload, meters) for all else
+    # torch calls only the innermost of nested hooks, so ours call the next (offload, meters) for other tensors
     around = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(tensor: Tensor) -> Any:

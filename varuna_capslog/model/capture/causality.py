@@ -1,8 +1,8 @@
-"""Replaces masks of attention that follow from sizes alone by what they say: causality, a window, or nothing masked.
+"""Replaces attention masks that follow from sizes alone by their meaning: causality, a window, or nothing masked.
 
-Code that is captured cannot ask for the values of a mask, so libraries build it for every pair of positions, where the
-same code passes `is_causal` when it runs. Such a mask is as large as sequence x sequence, is kept for the backward,
-crosses every cut, and keeps flash kernels and grouped heads out.
+Captured code cannot read the values of a mask, so libraries build it for every pair of positions, whereas the same code
+passes `is_causal` in a plain run. Such a mask has sequence x sequence elements, is saved for the backward, crosses
+every cut, and rules out flash kernels and grouped heads.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ __all__ = ["attend_causally", "makers_of"]
 
 _attention = torch.ops.aten.scaled_dot_product_attention.default
 _PART = 1 << 24
-"""Elements of a mask that are looked at at once."""
+"""Elements of a mask that are compared at once."""
 _ALL_ROWS = 1 << 28
-"""Elements of a mask up to which all of it is looked at; of a larger one, rows at equal distances."""
+"""Most elements of a mask that is compared whole; of a larger mask, rows at equal distances are compared."""
 _SOME_ROWS = 256
-"""Number of these rows. Their distance is odd, so that they are not all alike in a mask with a period."""
+"""Number of these rows. Their distance is odd, so that in a periodic mask not all of them are equal."""
 _WIDEST_HEAD = 256
-"""Numbers of a head up to which fused kernels of 16-bit types share keys and values among heads. No fused kernel of
-CUDA does so for float32 (check_batch_size_and_num_heads_dense, sdp_utils.cpp), so there they are repeated."""
+"""Largest width of a head for which fused kernels of 16-bit types share keys and values among heads. No fused kernel of
+CUDA does so for float32 (check_batch_size_and_num_heads_dense, sdp_utils.cpp), so these are repeated."""
 
 
 _BY_ELEMENT = {"to", "clone", "contiguous", "alias", "where", "zeros_like", "ones_like", "__and__", "__or__", "__xor__"}
-"""Operators without torch's tag for those that go element by element, though they do."""
+"""Elementwise operators that lack torch's tag `pointwise`."""
 
 
 class _NotKnown(Exception):
-    """The values of a mask depend on more than sizes, or take an operator that is not followed."""
+    """Raised where the values of a mask depend on more than sizes, or need an operator that is not handled here."""
 
 
 def attend_causally(graph: fx.Graph, kept: Collection[fx.Node]) -> None:
-    """Pass `is_causal`, no mask or the width of a band where that says the same as a mask. Without a mask, pass keys
-    and values as they are before each is repeated for a group of heads; the function stays the same, but another kernel
-    may round otherwise. Other masks are made in each module that reads them. `kept`: nodes that are read outside.
+    """Replace masks by `is_causal`, no mask or the width of a band where these mean the same. Attention without a mask
+    then reads keys and values before their repetition for groups of heads; its kernel may round in another way. Other
+    masks are made in each module that reads them. kept: nodes that are read outside the graph.
     """
     bands: dict[fx.Node, _Band | None] = {}
     replaced: set[fx.Node] = set()
@@ -98,7 +98,7 @@ def _make_where_read(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_mask(node: fx.Node) -> bool:
-    """True for what is made of sizes alone, says for pairs whether one reads the other, and is never written into."""
+    """True for a mask over pairs of positions that no operation writes into. node: a value made of sizes alone."""
     shape: Sequence[int] = getattr(_fake(node), "shape", ())
     if len(shape) < 2 or not all(isinstance(size, int) and size > 1 for size in shape[-2:]):
         return False
@@ -112,7 +112,7 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _share_heads(arguments: dict[str, Any]) -> None:
-    """Change keys and values of an attention to those before each was repeated for a group of heads."""
+    """Replace keys and values of an attention by the tensors before their repetition for groups of heads."""
     key, value = arguments["key"], arguments["value"]
     grouped = _before_groups(key), _before_groups(value)
     if all(grouped) and _fake(key).itemsize == 2 and _fake(key).shape[-1] == _fake(value).shape[-1] <= _WIDEST_HEAD:
@@ -120,7 +120,7 @@ def _share_heads(arguments: dict[str, Any]) -> None:
 
 
 def _drop_unread(graph: fx.Graph, masks: Collection[fx.Node], kept: Collection[fx.Node]) -> None:
-    """Remove masks that nothing reads any more, and what was made for them alone."""
+    """Remove masks that nothing reads any more, and nodes that were computed for them alone."""
     made_for = makers_of(masks)
     for node in reversed(graph.nodes):
         if node in made_for and not node.users and node not in kept:
@@ -128,7 +128,7 @@ def _drop_unread(graph: fx.Graph, masks: Collection[fx.Node], kept: Collection[f
 
 
 def makers_of(nodes: Collection[fx.Node], ends: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
-    """Return the nodes with all that they are computed from. ends: True for those whose own makers do not matter."""
+    """Return the nodes and all nodes from which they are computed. ends: True for a node where the search stops."""
     waiting, seen = list(nodes), set(nodes)
     while waiting:
         node = waiting.pop()
@@ -139,7 +139,7 @@ def makers_of(nodes: Collection[fx.Node], ends: Callable[[fx.Node], bool] = lamb
 
 
 def _before_groups(node: Any) -> fx.Node | None:
-    """Return keys or values before each head was repeated for a group: batch x heads x sequence x width, or None."""
+    """Return keys or values before their repetition for groups of heads, [batch, heads, sequence, width], or None."""
     if not isinstance(node, fx.Node) or _name(node) not in ("reshape", "view", "_unsafe_view"):
         return None
     expanded: Any = node.args[0]
@@ -170,8 +170,8 @@ class _Band(NamedTuple):
 
 
 def _band(mask: fx.Node) -> _Band | None:
-    """Return the band that a mask allows: its ends say how wide it is, and then all rows are compared. None for a mask
-    of another form, and for one between queries and keys of unequal number that masks any.
+    """Return the band that a mask allows: the last and the first row give its width, then rows are compared with it.
+    None for a mask of another form, or a mask other than full for unequal numbers of queries and keys.
     """
     shape = _fake(mask).shape
     if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or not _follows_from_sizes(mask):
@@ -196,12 +196,12 @@ def _band(mask: fx.Node) -> _Band | None:
 
 
 def _allowed_row(mask: fx.Node, row: int, small: dict[fx.Node, Any]) -> Tensor:
-    """Return one row of the first sequence and head; `small` as in `_part`."""
+    """Return one row of the mask, for the first sequence and head. small: as in `_part`."""
     return _allowed(_part(mask, row, row + 1, {}, small)).flatten()[: _fake(mask).shape[-1]]
 
 
 def _rows(queries: int, elements: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows to look at, last ones first."""
+    """Yield the ranges of rows to compare."""
     step = max(1, _PART * queries // elements)
     if elements <= _ALL_ROWS:
         yield from ((first, min(first + step, queries)) for first in reversed(range(0, queries, step)))
@@ -212,7 +212,7 @@ def _rows(queries: int, elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _allowed(mask: Tensor) -> Tensor:
-    """Return a mask as bool. Raises _NotKnown for one that adds other numbers than nothing and the least."""
+    """Return a mask as bool. Raises _NotKnown for a mask that adds numbers other than 0, the dtype's least and -inf."""
     if mask.dtype == torch.bool:
         return mask
     allowed = mask == 0
@@ -222,7 +222,7 @@ def _allowed(mask: Tensor) -> Tensor:
 
 
 def _follows_from_sizes(node: fx.Node) -> bool:
-    """True where no input, weight, buffer or random number has a part in a value."""
+    """True where a value depends on no input, weight, buffer or random number."""
     return all(map(_is_plain, makers_of([node])))
 
 
@@ -248,8 +248,8 @@ def _name(node: fx.Node) -> str:
 
 
 def _part(node: fx.Node, first: int, end: int, made: dict[fx.Node, Tensor], small: dict[fx.Node, Any]) -> Any:
-    """Return rows [first, end) of the last but one dimension, of one that has rows, without making the whole. `made`:
-    the values for these rows so far; `small`: whole small tensors, for all rows.
+    """Return rows [first, end), in the last but one dimension, of a node's value, without computing the other rows.
+    made: values for these rows so far; small: small tensors, computed whole.
     """
     if node in made:
         return made[node]

@@ -1,6 +1,6 @@
-"""Replaces parts of a captured graph by the model's own submodules, the largest ones that keep their meaning.
+"""Replaces parts of a captured graph by calls of the model's own submodules, the largest that compute the same.
 
-An export unrolls every module into tensor operations. Running the module itself keeps what the unrolled form loses:
+An export unrolls every module into tensor operations. A call of the module itself keeps what the operations lose:
 dropout and batch norm follow train() and eval(), the engine can hook BatchNorm's running statistics, autocast and dtype
 rules stay Python. A module replaces its part only when calling it as `module(x)` is certainly the same.
 """
@@ -26,8 +26,8 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
 
     A call is replaced when neither a cut point nor a module that is kept whole lies inside the module, every call of it
     in this model had one tensor as its only argument and returned one tensor, and its operations form one run of nodes
-    that take one value from outside (beside the module's own parameters and buffers) and leave one value. An embedding
-    of sparse gradients is left as an operation, with dense ones.
+    that take one value from outside (except the module's own parameters and buffers) and leave one value. An embedding
+    with sparse gradients stays an operation, which makes dense gradients.
 
     Raises CapslogError for a module, other than a batch norm, that changes a buffer or a parameter in its forward.
     """
@@ -48,7 +48,7 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
         if done & set(indices) or any(cut.startswith(path + ".") for cut in cut_points):
             continue
         if any(f"{kept_path}.".startswith(f"{path}.") for kept_path in captured.whole):
-            continue  # its own call of Python knows what it makes
+            continue  # a module that is kept whole is, or lies in, this module, and has a call of its own
         module = model.get_submodule(path)
         if id(module) not in captured.simple or indices[-1] - indices[0] + 1 != len(indices):
             continue
@@ -132,7 +132,7 @@ def _single_ends(
             if source in inside or source in sources:
                 continue
             if source.op == "get_attr":
-                # a constant made by the code is not the module's to keep; leave such a part as operations
+                # a constant that the code made does not belong to the module, so the part stays operations
                 if (
                     source.target in captured.extra
                     or id(operator.attrgetter(str(source.target))(model)) not in tensor_ids
@@ -167,7 +167,7 @@ def _refuse_state(captured: Captured, model: nn.Module) -> None:
                 )
 
 
-# -- Finds where a model's own modules run side by side: the automatic cut points of its branches.
+# -- Finds where a model's own modules run in parallel: the automatic cut points of its branches.
 #
 # Called by `capture_layers` before a captured graph is changed. The repeated blocks of a model, which are its other
 # automatic cut points, stay whole: within them every attention and every gated network has a fork.

@@ -1,8 +1,7 @@
 """Compares one step of a captured model with the model's own on its example: outputs, gradients and buffers.
 
 It notices differences that other checks missed, before a model with weights trains. The captured layers may run other
-operators than the model, equal up to rounding; a lost backward, or Python code that was not run, makes a different
-step.
+operators than the model, equal up to rounding; a lost backward, or skipped Python code, makes a different step.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _TOLERANCE = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-3, 
 """Fraction of its largest value by which a tensor may differ; for dtypes of fewer bits: _COARSE."""
 _COARSE = 0.05
 _LEAST = 1e-3
-"""A gradient far below the model's largest one is compared by this part of the latter (rule 1 of the engine)."""
+"""Fraction of the model's largest gradient: smaller gradients are compared on this scale (rule 1 of the engine)."""
 
 
 @dataclass
@@ -55,7 +54,7 @@ class _OneStep:
 
 
 class _Names(NamedTuple):
-    """Names of the tensors that enter and leave captured layers; ours: True where we named the model's only output."""
+    """Names of the tensors that enter and leave captured layers. ours: True where the capture named the only output."""
 
     inputs: Sequence[str]
     outputs: Sequence[str]
@@ -102,12 +101,12 @@ def _fill(func: Any, drawn: Tensor) -> Tensor:
 def compare_steps(
     model: nn.Module, captured: CapturedLayers, example: tuple[tuple[Any, ...], Mapping[str, Any]]
 ) -> str | None:
-    """Say how a step of the captured layers differs from one of the model; None where it does not. `example`:
-    positional and keyword arguments.
+    """Return how a step of the captured layers differs from a step of the model, or None. example: positional and
+    keyword arguments.
 
-    Where the model's own step fails there is nothing to compare: training will fail with the model's own error. Where
-    two steps do not fit into memory, their large tensors become files; where that does not help either, the log says
-    that nothing was compared.
+    Where the model's own step fails, nothing is compared: training will fail with the model's own error. Where two
+    steps do not fit into memory, their large tensors become files; where that does not help either, the log says that
+    nothing was compared.
 
     Raises CapslogError where the model's code changed something in the first step that makes its next step different.
     """
@@ -134,7 +133,7 @@ def _compare(
     names = _Names(inputs, outputs, runs_its_children(model))
     arguments = bare(example[0]), {name: bare(value) for name, value in example[1].items()}
 
-    needed = [set(outputs)]  # by the later layers and at the end
+    needed = [set(outputs)]  # tensors that later layers read, or that leave the chain
     for layer in reversed(layers[1:]):
         needed.append((needed[-1] - {*layer.writes}) | {*layer.reads})
 
@@ -206,7 +205,7 @@ def _refuse_changes(
             )
         raise CapslogError(state_sentence(model, [change for change, _ in state]))
     if made := [change for change in changes if isinstance(change.after, Tensor)]:
-        # what was made of one batch, such as a first scale, changes nothing for that batch
+        # a value computed from a batch, such as an initial scale, changes nothing for that batch
         others = _another_batch(arguments)
         try:
             fresh, later = (_plain_step(model, others, names, memory, state)[0] for state in ([], states[0]))
@@ -252,8 +251,8 @@ def _step(
 ) -> tuple[_OneStep, list[StateChange]]:
     """Run a forward and a backward; return also the changes by the model's code, which are undone.
 
-    Code that refuses all but a whole backward, as torch's old checkpointing does, gets one, unless hooks wait for it
-    that may change weights. `state`: changes of an earlier step, made before this one.
+    Code that accepts only a whole backward, such as torch's old checkpointing, gets a whole backward, unless parameters
+    have post-accumulate hooks, which may change weights. state: changes of an earlier step, made before this step.
     """
     try:
         return _one_step(model, run, memory, state, whole=False)
@@ -302,7 +301,7 @@ def _one_step(
 
 
 def _changed_parameters(model: nn.Module, values: Mapping[str, KeptTensor]) -> Iterator[StateChange]:
-    """Yield the parameters that the model's own forward has written into; values: before the forward, by name."""
+    """Yield the parameters that the model's own forward has written into. values: their values before it, by name."""
     for name, kept in values.items():
         parameter, before = model.get_parameter(name), kept()
         if not same_bits(parameter, before):
@@ -327,7 +326,7 @@ def _gradients_kept(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
 
 
 def _direction(tensor: Tensor) -> Tensor:
-    """Random numbers as the gradient of an output: they tell apart what a sum would not."""
+    """Return random numbers as the gradient of an output: they show differences that a sum would hide."""
     generator = torch.Generator().manual_seed(tensor.numel())
     values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
     return values.to(device=tensor.device, dtype=tensor.dtype)
@@ -335,7 +334,7 @@ def _direction(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[PythonState]:
-    """Seed the generators beside torch's; at the end restore them and the attributes."""
+    """Seed the generators other than torch's; at the end, restore them and the model's attributes."""
     state = PythonState(dict(model.named_modules()), files=True)
     draws = RandomStates(state.generators)
     seed_generators(state.generators, 0)
@@ -352,7 +351,7 @@ def _difference(expected: _OneStep, actual: _OneStep, exact: bool = False) -> st
     )
     pairs: list[tuple[str, KeptTensor | None, KeptTensor | None, float]] = []
     for name, tensor in expected.outputs.items():
-        # among whole numbers, such as the position of a largest entry, rounding may choose others
+        # whole numbers, such as the index of a largest entry, may differ by rounding
         if exact or tensor().is_floating_point() or tensor().is_complex():
             pairs.append((f"the output {name!r}", tensor, actual.outputs[name], 0.0))
     for name, gradient in expected.gradients.items():
@@ -367,7 +366,7 @@ def _difference(expected: _OneStep, actual: _OneStep, exact: bool = False) -> st
 
 
 def _tensors_differ(expected: Tensor | None, actual: Tensor | None, least: float, exact: bool) -> str | None:
-    """Describe how tensors differ; a missing one counts as zeros. `least`: smallest scale of the differences."""
+    """Describe how tensors differ; a missing tensor counts as zeros. least: smallest scale of the differences."""
     present = expected if expected is not None else actual
     if present is None:
         return None

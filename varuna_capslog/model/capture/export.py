@@ -1,6 +1,6 @@
 """Exports a module's forward to one flat graph by `torch.export`, and replaces torch's private constructs by ours.
 
-The graph has one node per tensor operation, each knowing the modules it ran in; parameters and buffers are `get_attr`
+The graph has one node per tensor operation, with the modules that it ran in; parameters and buffers are `get_attr`
 nodes with their own qualified names.
 """
 
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-# -- Names the tensors in what a model takes and returns by their places there; and modules in slices of lists.
+# -- Names tensors in a model's arguments and result by their places there, and modules in slices of lists.
 
 
 def input_tensors(name: str, value: Any) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def input_tensors(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def named_leaves(tree: Any, taken: Collection[str] = ()) -> list[tuple[str, Any]]:
-    """Return every leaf of a model's result, named by its place: `logits`, `loss`, `0.1`; a bare one is `output`. No
+    """Return every leaf of a model's result, named by its place: `logits`, `loss`, `0.1`; a bare tensor is `output`. No
     leaf gets a name in `taken`.
     """
     leaves: dict[str, Any] = {}
@@ -81,8 +81,8 @@ def named_leaves(tree: Any, taken: Collection[str] = ()) -> list[tuple[str, Any]
 def paths_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every leaf with the keys, numbers or attributes that lead to it, in torch's order.
 
-    In a class that was registered without a way to name its parts (as those of diffusers are), the names of its entries
-    or attributes are used.
+    For a class that was registered without key paths, such as those of diffusers, the names of its entries or
+    attributes are used.
     """
     if pytree.tree_is_leaf(tree):
         yield path, tree
@@ -141,9 +141,9 @@ class Captured:
     extra: modules and tensors that the graph refers to and the model lacks, by attribute name.
     simple: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
     bounds: least and greatest value of every size that may change, by its name in torch's shapes.
-    conditions: further demands of the model's code on these sizes, as comparisons of their names.
-    result: the model's result, with the names of its tensors in their places.
-    left: likewise, what its code leaves on its modules, one for each of the watch's changes.
+    conditions: comparisons of these sizes, by name, that the model's code requires.
+    result: the model's result, with names in the places of its tensors.
+    left: for each of the watch's changes, what the code leaves on a module, with names in the places of tensors.
     watch: observations of the model's code.
     whole: why a module is kept whole, by its qualified name.
     """
@@ -161,7 +161,7 @@ class Captured:
     whole: dict[str, str] = field(default_factory=dict)
 
     def copy(self) -> Captured:
-        """Copy with a graph of its own."""
+        """Return a copy with a graph of its own."""
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             made[node] = graph.node_copy(node, made.__getitem__)
@@ -181,7 +181,7 @@ class OutputName(str):
 
 
 class NotCaptured(CapslogError):
-    """torch cannot capture a model. path: qualified name of the module that was running. why: in short."""
+    """torch cannot capture a model. path: qualified name of the module that was running. why: the reason in short."""
 
     def __init__(self, path: str, why: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -198,11 +198,11 @@ def export_model(
     once: bool = True,
     hides: bool = True,
 ) -> Captured:
-    """Capture `model` in its present mode on these arguments' shapes; a `Varying` one leaves some of its sizes open.
+    """Capture `model` in its present mode on these arguments' shapes; `Varying` arguments leave some sizes open.
 
-    All state that the model's code keeps is as before afterwards. `opaque` knows what of the model is kept whole; None:
-    nothing. `by_module`, `keeps`: as for `Watch`. `once`: of equal blocks of a model without weights only one.
-    `hides`: as for `EqualBlocks`.
+    State that the model's code changes is restored. opaque: holds the modules that are kept whole; None: no modules.
+    by_module, keeps: as in `Watch`. once: export only one of equal blocks, if the model has no weights. hides: as in
+    `EqualBlocks`.
 
     Raises NotCaptured, which names the module that was running and torch's reason.
     """
@@ -212,7 +212,7 @@ def export_model(
         varies = {name: _open_sizes(value) for name, value in varies.items()}
         bare = lambda value: value.tensor if isinstance(value, Varying) else value  # noqa: E731
         arguments, keywords = tuple(map(bare, arguments)), {name: bare(value) for name, value in keywords.items()}
-    # torch takes one tensor given under two names for one input, so every input is a tensor of its own
+    # torch would make one input of a tensor that is passed under two names, so every input is cloned
     arguments, keywords = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (arguments, dict(keywords)))
     watch, opaque = Watch(model, by_module, keeps), opaque or OpaqueCalls({})
     plainly = not (by_module or keeps or opaque.keeps_modules)
@@ -233,7 +233,7 @@ def export_model(
         except Exception as error:
             if blocks is None:
                 raise _explained(model, watch.running, error) from error
-            program = None  # code may read what a block leaves behind
+            program = None  # code may read what a skipped block would have left behind
     if blocks is not None and blocks.hidden_are_needed:
         return export_model(model, *asked, hides=False)
     if program is None:
@@ -284,7 +284,7 @@ def export_model(
     bounds = {
         str(name): (int(limits.lower), _finite(limits.upper))
         for name, limits in program.range_constraints.items()
-        if limits.lower > -(2**62)  # not a number of any size, as `item` reads them
+        if limits.lower > -(2**62)  # else it is an unbounded number, such as from `item`
     }
     captured = Captured(graph, inputs, {}, extra, simple, bounds, watch=watch)
     captured.conditions = _conditions(program, inputs) if bounds else ()
@@ -303,7 +303,7 @@ def _is_hollow(model: nn.Module) -> bool:
 
 
 def _open_sizes(value: Any) -> Any:
-    """torch's dynamic-shape specification for the sizes of an argument that are left open where possible."""
+    """Return torch's dynamic-shape specification that leaves an argument's varying sizes open where possible."""
     return dict.fromkeys(value.dimensions, torch.export.Dim.AUTO) if isinstance(value, Varying) else None
 
 
@@ -320,7 +320,7 @@ def _check_open(program: Any, varies: Mapping[str, Any]) -> None:
 
 
 def _check_functions(model: nn.Module, root: fx.GraphModule) -> None:
-    """Raise NotCaptured where the code calls a function of torch's that is in the graph as an object, without an
+    """Raise NotCaptured where the code calls a function of torch that the graph holds as an object, since it has no
     operator, such as indexing under `torch.vmap`.
     """
     for node in root.graph.find_nodes(op="get_attr"):
@@ -359,7 +359,7 @@ _SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 
 
 def is_open(size: Any) -> bool:
-    """True where torch left a size open; a size by which the model's code decides is a number."""
+    """True where torch left a size open; a size that the model's code fixes is a number."""
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
@@ -403,8 +403,8 @@ def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Nod
 
 
 def _named(captured: Captured, tree: Any, result: Sequence[Any], env: Mapping[fx.Node, fx.Node], before: str) -> Any:
-    """Return a part of the model's result with names in the places of its tensors, which become outputs. `tree`: the
-    places of its leaves in `result`.
+    """Return a part of the model's result with names in the places of its tensors, which become outputs. tree: this
+    part, with each leaf's index in `result`.
     """
     names: dict[int, Any] = {}
     for place, index in named_leaves(tree, captured.inputs):
@@ -418,8 +418,8 @@ def _named(captured: Captured, tree: Any, result: Sequence[Any], env: Mapping[fx
 def _bypass_copies_of_nothing(captured: Captured) -> None:
     """Let readers in other modules read the value itself where a module's `x.to(x.dtype)` returned it unchanged.
 
-    The tracer knows a tensor by the last operation that returned it, so a residual connection seems to come out of the
-    middle of the norm that followed. Inside the module the conversion stays: autocast may need it.
+    The tracer identifies a tensor by the last operation that returned it, so a residual connection seems to begin
+    inside the norm behind it. Inside the module the conversion stays: autocast may need it.
     """
     for node in list(captured.graph.nodes):
         if node.op != "call_function" or not str(node.target).startswith(
@@ -445,7 +445,7 @@ _UNTRACED = "do_not_emit_stack_traces"
 def _quiet() -> Iterator[None]:
     """Silence torch.export, which logs and prints whole graphs before it raises; our own error says what a user needs.
 
-    Also keep it, where torch can (not 2.11), from recording the Python line of each operation: a sixth of its time.
+    Where torch can (not 2.11), also stop it from recording each operation's Python line, a sixth of its time.
     """
     before, traced = logging.root.manager.disable, getattr(fx.config, _UNTRACED, None)
     logging.disable(logging.CRITICAL)
@@ -463,9 +463,9 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _answering(question: str) -> Iterator[None]:
-    """Let a function of `torch.compiler` be true for torch alone, so that a model's code goes the way it goes when it
-    runs. Other ways are for graphs that serve other sizes or systems: masks of sequence x sequence in place of
-    causality, which fused attention need not read, or loops in place of a solver. Our graphs refuse other sizes.
+    """Let a function of `torch.compiler` return True to torch alone, so that a model's code takes the branch of an
+    ordinary run. Its other branch makes graphs for all sizes or other systems, with masks of sequence x sequence
+    instead of `is_causal`, or loops instead of a solver. Our graphs refuse other sizes.
     """
     answer = getattr(torch.compiler, question)
 
@@ -481,7 +481,7 @@ def _answering(question: str) -> Iterator[None]:
 
 
 def _maps(root: fx.GraphModule) -> bool:
-    """True where code for compilers ran a scan or a map, of whose parts the graph holds functions without operators."""
+    """True where code for compilers ran a scan or a map, for which the graph holds functions that are no operators."""
     return any(getattr(node.target, "__name__", "") == "_add_batch_dim" for node in root.graph.nodes)
 
 
@@ -520,7 +520,7 @@ def _copy_operations(
     root: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, fx.Node], extra: dict[str, Any], calls: Calls
 ) -> None:
     """Copy torch's operations from `root` into our graph. A region under its own gradient or autocast mode becomes a
-    `Region`; a call that was not followed (`calls`) becomes its module.
+    `Region`; a call that the export did not follow (`calls`) becomes a module.
 
     env: torch's node -> our copy; holds the inputs already. extra: receives the regions by attribute name.
     """
@@ -555,7 +555,7 @@ def _region(node: fx.Node, root: fx.GraphModule, calls: Calls) -> Region | None:
     if kind == "wrap_with_set_grad_enabled":
         return Region(_cleaned_body(root, node.args[1], calls), torch.set_grad_enabled, node.args[:1])
     if kind == "wrap_with_autocast":
-        # where the model's code says nothing, a trace notes that autocast keeps no copies of weights; running, it does
+        # by default a trace records that autocast caches no copies of weights; when the model runs, it caches them
         return Region(_cleaned_body(root, node.args[4], calls), torch.autocast, (*node.args[:3], True))
     return None
 
@@ -574,7 +574,7 @@ def _cleaned_body(root: fx.GraphModule, attribute: Any, calls: Calls) -> fx.Grap
 
 
 def follow_device(graph: fx.Graph, tensor: fx.Node | None) -> None:
-    """Replace every fixed device in the graph by the device of `tensor`, so that a moved layer works where it is."""
+    """Replace every fixed device in the graph by the device of `tensor`, so that a layer can be moved."""
     users = [
         node
         for node in graph.nodes

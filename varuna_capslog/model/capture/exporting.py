@@ -1,8 +1,8 @@
-"""Exports one model until an export does what the model does; decides which modules have to stay Python, and why.
+"""Exports a model until the graph does what the model does; decides which modules have to stay Python, and why.
 
 A module whose code cannot be exported, or whose random numbers an export would take for constants, is kept whole: its
 Python runs at every step. Where this applies to the model's own outermost code, the whole model is kept. A model that
-keeps a state from one forward to the next is refused: a pipeline runs forwards again, and on several ranks.
+keeps a state from one forward to the next is refused: a pipeline repeats forwards, and runs them on several ranks.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _TRIES = 30
 
 
 class KeptWhole(Exception):
-    """The whole model has to stay Python; says why."""
+    """Raised where the whole model has to stay Python, with the reason."""
 
 
 class Exporter:
     """Exports of a model with an example.
 
-    keeps: whether the graphs leave on the model's modules what its code does.
+    keeps: True: the graphs also return what the model's code leaves on its modules.
 
     Attributes:
         whole: why a module is kept whole, by its qualified name.
@@ -99,11 +99,11 @@ class Exporter:
     # -- failing modules -----------------------------------------------------------------------------------------------
 
     def _keep_failing(self, error: NotCaptured) -> None:
-        """Keep the module whole that failed in an export, or the module around it where it is whole already."""
+        """Keep the module whole that failed in an export; if it is whole already, keep the module around it."""
         path = self._covering(error.path)
         if path in self._made:
             path = path.rpartition(".")[0]
-            while type(self._model.get_submodule(path)).forward is nn.Module.forward:  # a list: its owner calls them
+            while type(self._model.get_submodule(path)).forward is nn.Module.forward:  # such as a list
                 path = path.rpartition(".")[0]
         arguments, keywords = self._bare()
         modules = {path: self._model.get_submodule(path)} if path else {}
@@ -141,7 +141,7 @@ class Exporter:
     # -- random numbers ------------------------------------------------------------------------------------------------
 
     def _drawing(self, captured: Captured) -> dict[str, str]:
-        """Modules whose export would be wrong, since their code decides by random numbers -> reason."""
+        """Map each module whose export would be wrong, since its code decides by random numbers -> the reason."""
         reasons = dict.fromkeys(_with_generators(captured), "it draws from a generator of its own")
         assert captured.watch is not None
         if not captured.watch.drawn or (self.whole and not self._uncovered(captured.watch.drawers)):
@@ -171,7 +171,7 @@ class Exporter:
     # -- further things that no graph has ------------------------------------------------------------------------------
 
     def _hooked(self, captured: Captured) -> dict[str, str]:
-        """Modules with a hook on their backward that are not called as a graph calls modules -> reason."""
+        """Map each module with a backward hook that is not always called as `module(one tensor)` -> the reason."""
         return {
             path: "it has a hook on its backward"
             for path, module in self._model.named_modules()
@@ -181,7 +181,7 @@ class Exporter:
         }
 
     def _sized(self, captured: Captured) -> dict[str, str]:
-        """Modules with a tensor whose size depends on the values of another, so it has no known bounds -> reason."""
+        """Map each module with a tensor whose size depends on values, so that it has no known bounds -> the reason."""
         reasons: dict[str, str] = {}
         for node in captured.graph.nodes:
             leaves = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if _may_be_open(leaf)]
@@ -201,7 +201,7 @@ class Exporter:
         return reasons
 
     def _normed(self, captured: Captured) -> dict[str, str]:
-        """Modules with a batch norm in a `Region` -> reason: its statistics are counted by its own call alone."""
+        """Map each module with a batch norm in a `Region` -> the reason: only a call of the norm counts statistics."""
         reasons: dict[str, str] = {}
         for node in captured.graph.find_nodes(op="call_module"):
             region = captured.extra.get(str(node.target))
@@ -212,7 +212,7 @@ class Exporter:
         return {path: why for path, why in reasons.items() if self._covering(path) not in self.whole}
 
     def _leaving(self, captured: Captured) -> dict[str, str]:
-        """Modules that would leave something else in the next call, or whose change cannot be replayed -> reason."""
+        """Map each module whose change would differ in the next call, or cannot be replayed -> the reason."""
         if not self._keeps:
             return {}
         assert captured.watch is not None
@@ -260,7 +260,7 @@ class Exporter:
 
     @contextmanager
     def _with_values(self, changes: Sequence[StateChange], values: Sequence[Any]) -> Iterator[None]:
-        """Set what was changed to these values; put everything back at the end."""
+        """Set the changed attributes to these values; restore all state at the end."""
         state = PythonState(dict(self._model.named_modules()), files=True)
         try:
             for change, value in zip(changes, values, strict=True):
@@ -287,14 +287,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def bare(value: Any) -> Any:
-    """Return an example input without its `Varying` wrapper; of a tuple, all entries."""
+    """Return an example input without its `Varying` wrapper, also inside tuples."""
     if isinstance(value, tuple):
         return tuple(map(bare, value))
     return value.tensor if isinstance(value, Varying) else value
 
 
 def state_sentence(model: nn.Module, changes: Sequence[StateChange]) -> str:
-    """Sentence that refuses a model whose forward changes these, and depends on them."""
+    """Return the sentence that refuses a model whose forward makes these changes and depends on them."""
     change = changes[0]
     owner = "the model itself" if not change.module else f"module {change.module!r}"
     kind_of_owner = type(model.get_submodule(change.module or ""))
@@ -308,7 +308,7 @@ def state_sentence(model: nn.Module, changes: Sequence[StateChange]) -> str:
 
 
 def graph_text(captured: Captured) -> str:
-    """Text of a graph's computation: equal for graphs that do the same."""
+    """Return the text of a graph's computation, equal for graphs that compute the same."""
     lines = [f"{node.op} {node.target} {node.args} {node.kwargs}" for node in captured.graph.nodes]
     for name, held in sorted(captured.extra.items()):
         if isinstance(held, Tensor):
@@ -342,7 +342,7 @@ def _other_numbers(counters: Sequence[StateChange]) -> Iterator[list[Any]]:
 
 
 def _with_generators(captured: Captured) -> Iterator[str]:
-    """Yield the modules whose graph draws from a generator that is an object of theirs."""
+    """Yield the modules whose graph draws from a generator object of their own."""
     for node in captured.graph.find_nodes(op="get_attr"):
         if isinstance(captured.extra.get(str(node.target)), torch.Generator):
             yield from dict.fromkeys(module_path(user) for user in node.users)
@@ -350,17 +350,17 @@ def _with_generators(captured: Captured) -> Iterator[str]:
 
 # -- Merges the training and the eval capture of a model into one graph that is right in both modes.
 #
-# Most differences are gone once modules have their parts back (`collapse`). The others are functions called with
-# `training=self.training` or a probability chosen by it: the same node with other constants.
+# Most differences disappear when modules replace their parts of the graph (`collapse`). The others are functions called
+# with `training=self.training`, or with a probability that depends on the mode: the same node with other constants.
 
 
 def merge_modes(training: Captured, evaluation: Captured, model: nn.Module) -> str | None:
-    """Merge the eval capture into the training one, in place; return None, or why they differ further. The training
-    graph is then unchanged in meaning and must not be run in eval mode.
+    """Merge the eval capture into the training capture, in place. Return None, or the reason why that is impossible:
+    then the training graph computes the same as before, and must not run in eval mode.
 
-    The two lists of nodes are walked side by side. A node may differ in its constants (it becomes a `ByMode`), and a
-    module that did nothing in eval mode (dropout, stochastic depth) may be missing there, as may a `contiguous()` of a
-    tensor that is contiguous in eval mode already.
+    The two lists of nodes are compared in order. A node may differ in its constants (it becomes a `ByMode`). A module
+    that did nothing in eval mode (dropout, stochastic depth) may be missing there, as may a `contiguous()` of a tensor
+    that is contiguous in eval mode already.
     """
     if _shapes(training) != _shapes(evaluation):
         return "it fixes other sizes of its inputs in eval mode"
@@ -377,7 +377,7 @@ def merge_modes(training: Captured, evaluation: Captured, model: nn.Module) -> s
                 return f"module {_where(next(iter(node.users)), model)} reads a table of other values in eval mode"
             same[node] = held[node.op, node.target]
     active_in_eval = {node.target for node in theirs if node.op == "call_module"}
-    # a training node that eval mode skips stands for its input there
+    # training node that is missing in eval mode -> its input, which replaces it there
     skipped: dict[fx.Node, fx.Node] = {}
     by_mode: list[tuple[fx.Node, fx.Node]] = []
     eval_nodes = iter(theirs)
@@ -420,7 +420,7 @@ def _leaves(node: fx.Node) -> tuple[list[Any], pytree.TreeSpec]:
     args, kwargs = list(node.args), dict(node.kwargs)
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
-        # an argument left out is its default: one mode often names what the other leaves out
+        # fill in the defaults: one mode often states an argument that the other leaves out
         for argument in schema.arguments[len(args) :]:
             if not argument.kwarg_only and argument.name in kwargs:
                 args.append(kwargs.pop(argument.name))
@@ -459,7 +459,7 @@ def _equal_leaves(node: fx.Node, counterpart: fx.Node) -> bool:
 
 
 def _equal_constants(mine: Tensor, yours: Any) -> bool:
-    """True where two tensors that the code made without its inputs are equal: torch numbers them in each mode anew."""
+    """True where two constants that the model's code made are equal: torch names them independently in each mode."""
     return mine is yours or (mine.dtype == yours.dtype and mine.shape == yours.shape and same_bits(mine, yours))
 
 
@@ -483,7 +483,7 @@ def _where(node: fx.Node, model: nn.Module) -> str:
     return repr(path or type(model).__name__)
 
 
-# -- Makes a model that no graph can stand for one layer: its own Python runs at every step.
+# -- Makes one layer of a model that no graph can replace: its own Python runs at every step.
 
 
 def whole_layer(
@@ -496,11 +496,11 @@ def whole_layer(
     """Return the model as one layer, and the names of the tensors that enter and leave it, as a capture names them.
 
     example: positional and keyword arguments.
-    outputs, cut_points: as for `capture_layers`.
-    why: no graph can replace it.
+    outputs, cut_points: as in `capture_layers`.
+    why: the reason why no graph can replace the model.
 
-    Raises CapslogError: cut points, of which it has none; an unknown output; a result of a class that torch does not
-    know.
+    Raises CapslogError: cut points, which one layer cannot have; an unknown output; a result of a class that torch does
+    not know.
     """
     if cut_points:
         raise CapslogError(
@@ -551,7 +551,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum)
 
 
 def _input_names(model: nn.Module, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> list[str]:
-    """Return the names of the tensors that the model takes, in order, as torch's export makes them."""
+    """Return the names of the tensors that the model takes, in order, as torch's export names them."""
     positional, keywords = arguments
     parameters = inspect.signature(model.forward).parameters
     fixed = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]

@@ -1,8 +1,8 @@
 """Calls of fused kernels for recurrences (linear attention, state spaces) as single operators of captured graphs.
 
 transformers swaps such a function for a kernel of another package where that is installed, and else loops over the
-sequence in Python. A graph holds the call, whatever the length of the loop; running, it makes the module's own call.
-An estimate for a device that has the kernel makes an operator with the kernel's bytes and FLOPs instead (`as_fused`).
+sequence in Python. A graph holds the call, for any length of the loop. A run of the graph makes the module's own call;
+an estimate for a device that has the kernel runs an operator with the kernel's bytes and FLOPs instead (`as_fused`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _LIBRARY.define(
 _CHUNK = 64
 """Positions that the kernels of flash-linear-attention handle as matrices."""
 _BACKWARD = 3.0
-"""FLOPs of a backward by those of the forward: two products for each, and most of the forward again."""
+"""FLOPs of a backward per FLOP of the forward: two products for each product, and most of the forward again."""
 _log = logging.getLogger(__name__)
 _open: list[str] = []
-"""The contexts of this module that are open: "shapes" where nothing else is asked for, "fused" in an estimate."""
+"""Open contexts of this module: "shapes" where only shapes are needed, "fused" in an estimate."""
 
 
 class _Cost(NamedTuple):
-    """Work of a kernel. size: of its result. saved: names of arguments that its backward reads. saves_result: so is
-    the result. kept_bytes: of what else is kept for the backward; passing_bytes: of what is held while it runs.
+    """Cost of a kernel. size: sizes of the result. saved: names of arguments that the backward reads. saves_result:
+    True if it reads the result. kept_bytes: other bytes kept for it; passing_bytes: bytes held during the call.
     """
 
     size: Sequence[int]
@@ -57,8 +57,8 @@ class _Cost(NamedTuple):
 
 
 def _delta_rule(tensors: Mapping[str, Tensor], constants: Mapping[str, Any], matrices: int = 1) -> _Cost:
-    """Return the work of a gated delta rule by chunks (arXiv 2412.06464, section 3.3): two triangular products of
-    `_CHUNK` keys, a state of keys x values for each chunk. The backward makes the states again.
+    """Return the cost of a gated delta rule by chunks (arXiv 2412.06464, section 3.3): two triangular products of
+    `_CHUNK` keys, a state of keys x values for each chunk. The backward recomputes the states.
     """
     query, key, value = tensors["query"], tensors["key"], tensors["value"]
     (batch, tokens, _, keys), (heads, values) = key.shape, value.shape[-2:]
@@ -76,7 +76,7 @@ def _delta_rule(tensors: Mapping[str, Tensor], constants: Mapping[str, Any], mat
 
 
 def _state_space(tensors: Mapping[str, Tensor], constants: Mapping[str, Any]) -> _Cost:
-    """Return the work of a state space by chunks (arXiv 2405.21060, section 6)."""
+    """Return the cost of a state space model by chunks (arXiv 2405.21060, section 6)."""
     x = tensors["hidden_states"]
     (batch, tokens, heads, width), (groups, state) = x.shape, tensors["B"].shape[-2:]
     chunk = int(constants["chunk_size"])
@@ -87,8 +87,8 @@ def _state_space(tensors: Mapping[str, Tensor], constants: Mapping[str, Any]) ->
 
 
 class _Kernel(NamedTuple):
-    """cost: of a call. pair: whether it returns its last state beside the result. widens: the result's type in Python
-    code; None: that of the first argument.
+    """Fused kernel. cost: computes the cost of a call. pair: True if it returns (result, last state). widens: dtype of
+    the result of transformers' Python code; None: the first argument's.
     """
 
     cost: Callable[[Mapping[str, Tensor], Mapping[str, Any]], _Cost]
@@ -101,12 +101,12 @@ _KERNELS = {
     "chunk_kda": _Kernel(functools.partial(_delta_rule, matrices=2), True),
     "mamba_chunk_scan_combined": _Kernel(_state_space, False, torch.float32),
 }
-"""By the names of their packages' functions: of flash-linear-attention and mamba-ssm."""
+"""Kernels by the names of their functions in flash-linear-attention and mamba-ssm."""
 
 
 class _Swapped(NamedTuple):
-    """Function that transformers' decorator swaps for a kernel, as it knows it: the kernel's name and package, the
-    function in Python, the arguments that it passes on.
+    """Function that transformers' decorator replaces by a kernel. kernel, package: the kernel's name and package.
+    plain: the function in Python. takes: names of the arguments that the decorator passes on.
     """
 
     kernel: str
@@ -116,7 +116,7 @@ class _Swapped(NamedTuple):
 
 
 def _swapped(function: Any) -> _Swapped | None:
-    """Return what `use_kernel_func_from_hub_with_fallback` holds; None for other functions and kernels."""
+    """Describe a function decorated by `use_kernel_func_from_hub_with_fallback`; None for others, or other kernels."""
     code = getattr(function, "__code__", None)
     names = ("func_name", "package", "torch_function", "applicable_params")
     if code is None or not set(names) <= set(code.co_freevars):
@@ -128,7 +128,7 @@ def _swapped(function: Any) -> _Swapped | None:
 
 @contextmanager
 def kernels_stay_calls(model: nn.Module) -> Iterator[None]:
-    """Let an export in the block put calls of fused kernels by the model's code into its graph as they are."""
+    """Let an export in the block put the model's calls of fused kernels into its graph as single operators."""
     replaced = []
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = vars(sys.modules[name]) if name in sys.modules else {}
@@ -145,12 +145,12 @@ def kernels_stay_calls(model: nn.Module) -> Iterator[None]:
 
 
 def as_shapes() -> AbstractContextManager[None]:
-    """Let calls in the block, on tensors without values, have a result of the shape and type of the Python code."""
+    """Let kernel calls in the block, on tensors without values, return the shape and dtype of the Python code."""
     return _opened("shapes")
 
 
 def as_fused() -> AbstractContextManager[None]:
-    """Let calls in the block, on tensors without values, have the bytes and FLOPs of the fused kernels."""
+    """Let kernel calls in the block, on tensors without values, have the bytes and FLOPs of the fused kernels."""
     return _opened("fused")
 
 
@@ -186,7 +186,7 @@ def _stand_in(name: str, function: Callable[..., Any], swapped: _Swapped, *args:
 
 
 def _call(tensors: list[Tensor], function: str, call: str) -> Tensor:
-    """Make a call of a kernel. function: "module:name"; call: its arguments as JSON."""
+    """Call a kernel; return its result. function: "module:name"; call: the arguments as JSON."""
 
     def argument_of(text: Any) -> Any:
         if isinstance(text, dict):
@@ -212,7 +212,7 @@ def _call(tensors: list[Tensor], function: str, call: str) -> Tensor:
 
 
 def _function(name: str) -> tuple[Callable[..., Any], _Swapped]:
-    """Return a function of a model's code that this process has imported. Raises CapslogError for any other."""
+    """Return a kernel's function in a model's code that this process has imported. Raises CapslogError for others."""
     module, _, key = name.partition(":")
     function: Any = getattr(sys.modules.get(module), key, None)
     if isinstance(function, functools.partial):  # in an export
@@ -239,7 +239,7 @@ class _FusedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, cost: _Cost, saved: Sequence[int], *tensors: Tensor) -> Tensor:
-        """Return the result, with what a backward reads kept."""
+        """Return the result; save the tensors that the backward reads."""
         result, kept, _ = torch.ops.capslog.fused_scan(
             list(tensors), list(cost.size), cost.kept_bytes, cost.passing_bytes, cost.flops
         )

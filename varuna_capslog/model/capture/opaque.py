@@ -1,9 +1,9 @@
 """Turns calls that must stay Python into single operations of an exported graph, with their real backward.
 
-torch's export follows the forward of an autograd Function and knows nothing of its backward, nor of hooks that code
-gives a tensor; and it takes what Python decides by random numbers for a constant. Here calls of Functions, hooks, and
-calls of chosen modules are not followed: each is an operation of our own in the graph, which later becomes a module
-that makes the call (`python_calls`).
+torch's export follows the forward of an autograd Function, and loses its backward and the hooks that code gives a
+tensor; and it makes constants of Python's random decisions. Here the export does not follow calls of Functions, hooks,
+and calls of chosen modules: each is an operation of our own in the graph, which later becomes a module that makes the
+call (`python_calls`).
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ __all__ = ["Calls", "MadeCall", "NeedsPython", "OpaqueCalls", "put_in_calls"]
 # -- Captures models that ask whether a tensor is finite, as Hugging Face's DETR family does in training.
 #
 # `if not torch.isfinite(x).all(): x = torch.clamp(x, ...)` is a branch on values, which a graph cannot hold. `export`
-# captures such a model on the path of finite values. Only such questions are answered here; any other branch on
-# values is refused.
+# captures such a model on the path of finite values. Any other branch on values is refused.
 
 
 _ANSWERS = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
-"""Answer to each question, for every value."""
+"""Function that tests values -> its result for finite values."""
 _KEPT = ("all", "any", "logical_or", "logical_and", "__or__", "__and__")
-"""Operations on tensors of one answer that give a tensor of this answer."""
+"""Operations that keep the result of a test, if it is the same for all tensors that they read."""
 _ASKED = ("__bool__", "item")
 
 
 class FiniteValues(TorchFunctionMode):
-    """Mode in which Python code that asks whether values are finite is told that they are.
+    """Mode in which code that tests whether values are finite finds that they are.
 
-    An engine refuses a step whose loss or gradients are not finite anyway: a model that would have clamped an infinite
-    value ends with that refusal.
+    The engine refuses a step whose loss or gradients are not finite, so a model that would have clamped an infinite
+    value gets this refusal.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # holds the tensors as well, so that an id is not used again
+        # also holds the tensors, so that no other tensor gets an id
         self._known: dict[int, tuple[Tensor, bool]] = {}
 
     def __torch_function__(
@@ -93,14 +92,14 @@ _HOOKED = torch.ops.capslog.hooked.default
 
 
 class NeedsPython(CapslogError):
-    """A module's own code does what no graph does; the sentence says what, without the module."""
+    """Raised where a module's code does what no graph can do; the text says what, without the module."""
 
 
 class MadeCall(NamedTuple):
     """Call of Python code that was made once.
 
-    changes: whether it writes into a tensor among its arguments.
-    beyond: what it does to its caller, for which a graph has no operation; None: nothing.
+    changes: True if it writes into a tensor among its arguments.
+    beyond: other effects on its caller, for which a graph has no operation; None: no effects.
     """
 
     call: PythonCall
@@ -109,15 +108,15 @@ class MadeCall(NamedTuple):
 
 
 Calls = Sequence["MadeCall | Hooked"]
-"""Calls that our operations in an exported graph stand for, by number."""
+"""Calls that our operations in an exported graph replace, by number."""
 
 
 class OpaqueCalls(FiniteValues):
-    """Mode in which the model's code is being exported or, with `records`, run plainly.
+    """Mode for an export of the model's code or, with `records`, for a plain run.
 
     Args:
         modules: the modules that are kept whole, by qualified name.
-        made: calls of these modules, in order, that a plain run has made: they are not made again.
+        made: calls of these modules in a plain run, in order, which the export does not make again.
         records: record the calls of `modules` in `made` instead.
 
     Attributes:
@@ -186,7 +185,7 @@ class OpaqueCalls(FiniteValues):
 
     def _stand_in(self, path: str) -> None:
         module = self._whole[path]
-        for name in _HOOKS:  # they run within the call
+        for name in _HOOKS:  # the hooks run inside the call
             hooks = self._hooks[path][name]
             vars(module)[name] = type(hooks)() if hooks is not None else None
         vars(module)["forward"] = functools.update_wrapper(functools.partial(self._called, path), module.forward)
@@ -236,8 +235,8 @@ class OpaqueCalls(FiniteValues):
         return called
 
     def _checkpointed(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Let an export follow code under torch's old checkpointing (`use_reentrant=True`), which would seem to run
-        without gradients. Whether to recompute is decided where the graph is run.
+        """Let an export follow code under torch's old checkpointing (`use_reentrant=True`), which would be traced
+        without gradients. The run, not the graph, decides what is recomputed.
         """
 
         def called(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -250,7 +249,7 @@ class OpaqueCalls(FiniteValues):
     def _make(
         self, arguments: Any, run: Callable[[], Any], call_of: Callable[[Any], PythonCall]
     ) -> tuple[MadeCall, Any]:
-        """Make a call, which no export follows; return it with its result."""
+        """Make a call that an export does not follow; return the call and its result."""
         tensors, (leaves, spec) = _tensors(arguments), pytree.tree_flatten(arguments)
         versions = [tensor._version for tensor in tensors]
         exports, self._busy = self._follows(), True
@@ -298,7 +297,7 @@ _WATCHED = (Tensor.register_hook, Tensor.backward, torch.autograd.grad, torch.au
 
 
 def _functions() -> list[Any]:
-    """Return all autograd Functions but torch's own."""
+    """Return all autograd Functions except torch's own."""
     functions: list[Any] = []
     waiting = list(torch.autograd.Function.__subclasses__())
     while waiting:
@@ -310,7 +309,7 @@ def _functions() -> list[Any]:
 
 
 def _sets_context(kind: Any) -> bool:
-    """True where its forward gets no context, since another method sets it."""
+    """True where a Function's forward takes no context, since `setup_context` sets it."""
     return kind.setup_context is not torch.autograd.Function.setup_context
 
 
@@ -348,7 +347,7 @@ def _tensors(arguments: Any) -> list[Tensor]:
 
 
 def _kept_by(hook: Any) -> Iterator[Any]:
-    """Yield what a function holds beside its code."""
+    """Yield the values that a function holds: bound arguments, defaults and closure variables."""
     if isinstance(hook, functools.partial):
         yield from (*hook.args, *hook.keywords.values(), *_kept_by(hook.func))
     yield from getattr(hook, "__defaults__", None) or ()
@@ -358,11 +357,11 @@ def _kept_by(hook: Any) -> Iterator[Any]:
 
 
 def put_in_calls(graph: fx.Graph, calls: Calls, extra: dict[str, Any]) -> dict[fx.Node, fx.Node]:
-    """Replace our operations in an exported graph by modules, which `extra` receives by attribute name; return old node
-    -> the node that replaces it. `calls`: of the `OpaqueCalls`.
+    """Replace our operations in an exported graph by modules, which are added to `extra` by attribute name. Return old
+    node -> the node that replaces it. calls: `OpaqueCalls.calls`.
     """
     replaced: dict[fx.Node, fx.Node] = {}
-    for node in reversed(list(graph.nodes)):  # of two hooks of one tensor the first gets the gradient first
+    for node in reversed(list(graph.nodes)):  # so that a tensor's first hook gets the gradient first
         if node.target not in (_CALL, _HOOKED):
             continue
         number = node.args[-1]
@@ -381,7 +380,7 @@ def put_in_calls(graph: fx.Graph, calls: Calls, extra: dict[str, Any]) -> dict[f
                 new = graph.call_module(f"python_{number}", tuple(source))
             new.meta = {key: node.meta.get(key) for key in ("val", "nn_module_stack")}
             new.meta["mutates"] = call.changes
-            for result_place, argument_place in call.call.shape.passed:  # they share memory
+            for result_place, argument_place in call.call.shape.passed:  # both share memory
                 for user in node.users:
                     if user.args[1] == result_place:
                         user.meta["val"] = source[argument_place].meta.get("val")

@@ -23,7 +23,7 @@ __all__ = ["CallShape", "FunctionCall", "Hooked", "MadeTensor", "PythonCall", "W
 
 
 class MadeTensor(NamedTuple):
-    """Tensor that a call has made."""
+    """Description of a tensor in a call's result."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,12 +46,12 @@ class MadeTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class CallShape:
-    """Call of Python code without its tensors.
+    """Description of a call of Python code, without its tensors.
 
     spec, constants: structure and leaves of (args, kwargs), with None in the places (`slots`) of tensors.
-    given: the tensors' shapes.
-    result_spec, result_constants, made: likewise of its result. tensors: those that it made.
-    passed: number of a tensor that it made, and of the argument that it was; another call may make a new tensor.
+    given: shapes of the tensors among the arguments.
+    result_spec, result_constants, made: spec, constants and slots of the result. tensors: its tensors.
+    passed: (number of a result's tensor, number of the tensor argument that it is); other calls may make a new tensor.
     """
 
     spec: pytree.TreeSpec
@@ -87,19 +87,19 @@ class CallShape:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key that is equal for calls with the same arguments and results beside the values of tensors."""
+        """Key that is equal for calls with the same arguments and results, except for values of tensors."""
         structures = str(self.spec), str(self.result_spec)
         return *structures, self.constants, self.slots, self.result_constants, self.made, self.tensors, self.passed
 
     def leaves(self, made: Sequence[Any]) -> list[Any]:
-        """Return the result with these tensors, flattened."""
+        """Return the flattened result with these tensors in it."""
         leaves = list(self.result_constants)
         for at, tensor in zip(self.made, made, strict=True):
             leaves[at] = tensor
         return leaves
 
     def rebuilt(self, made: Sequence[Any]) -> Any:
-        """Return the result with these tensors."""
+        """Return the result with these tensors in it."""
         return pytree.tree_unflatten(self.leaves(made), self.result_spec)
 
 
@@ -108,10 +108,10 @@ def _without_tensors(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class PythonCall(nn.Module):
-    """Call of Python code, with tensors in the places where the captured call had some.
+    """Call of Python code, with the captured call's arguments except tensors, which are inputs.
 
-    from_memory: where shapes are asked for, give tensors without values like those of the captured call instead of
-        making it.
+    from_memory: True: for inputs of the captured shapes, return tensors without values, of the captured result's
+        shapes, instead of making the call.
     """
 
     def __init__(self, shape: CallShape) -> None:
@@ -120,15 +120,15 @@ class PythonCall(nn.Module):
 
     @property
     def key(self) -> object:
-        """Key that is equal for calls of the same code with the same arguments beside tensors."""
+        """Key that is equal for calls of the same code with the same arguments except tensors."""
         return self.describe(), self.shape.key
 
     def describe(self) -> str:
-        """Name the called code, for messages."""
+        """Return the name of the called code, for messages."""
         raise NotImplementedError
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the call itself."""
+        """Make the call; return its result."""
         raise NotImplementedError
 
     def held(self) -> Iterable[Tensor]:
@@ -141,7 +141,7 @@ class PythonCall(nn.Module):
         return tuple(leaves[at] for at in self.shape.made)
 
     def _leaves(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return its whole result, flattened; everything but the tensors must be as in the captured call."""
+        """Return the call's flattened result; everything except its tensors must be as in the captured call."""
         shape = self.shape
         if self.from_memory and tuple(tuple(tensor.shape) for tensor in tensors) == shape.given:
             return self._remembered(tensors)
@@ -159,7 +159,7 @@ class PythonCall(nn.Module):
         return list(actual)
 
     def _remembered(self, tensors: Sequence[Tensor]) -> list[Any]:
-        # with other random numbers, another tensor may carry a gradient
+        # with other random numbers, other tensors may carry a gradient
         carries = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *self.held()))
         made = [tensor.empty(tensors[0].device if tensors else None) for tensor in self.shape.tensors]
         for tensor in made:
@@ -180,13 +180,13 @@ def _told(leaves: Sequence[Any]) -> str:
 class Whole(PythonCall):
     """Module that is called as a whole, with any arguments and results.
 
-    path: its qualified name in the model, under which the layer holds it.
+    path: the module's qualified name in the model, under which the layer holds it.
     """
 
     def __init__(self, module: nn.Module, path: str, shape: CallShape) -> None:
         super().__init__(shape)
         self.path = path
-        self._module = (module,)  # in a tuple it is no submodule
+        self._module = (module,)  # in a tuple, the module does not become a submodule
 
     @property
     def module(self) -> nn.Module:
@@ -206,15 +206,15 @@ class Whole(PythonCall):
 class WholeModel(Frozen, PythonCall):
     """Model that is one layer, with its own parameters, buffers and submodules under their own names.
 
-    outputs: the part of its flat result that the layer writes, as indices. why: no graph can replace it.
+    outputs: indices, in the flattened result, of the tensors that the layer writes. why: why no graph can replace it.
     """
 
     def __init__(self, model: nn.Module, shape: CallShape, outputs: Sequence[int], why: str) -> None:
         PythonCall.__init__(self, shape)
-        # the model's own tables, so that whatever is moved, loaded or listed here is there too
+        # the model's own tables, so that the model has all that is moved, loaded or listed here
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
-        self._model = (model,)  # in a tuple it is no submodule
+        self._model = (model,)  # in a tuple, the model does not become a submodule
         self.outputs = tuple(outputs)
         parts, lists = [*model.named_modules()][1:], (nn.ModuleList, nn.ModuleDict)
         self.meta: dict[str, Any] = {

@@ -1,11 +1,11 @@
-"""Captures equal blocks once: of blocks that do the same on tensors of the same kind, the first is exported, and its
-part of the graph is copied for the others.
+"""Captures equal blocks once: the first of several blocks that compute the same on tensors of the same kind is
+exported, and its part of the graph is copied for the others.
 
 Used for models without memory for their weights, which are planned and not trained. Blocks are the children of lists of
 modules; they are equal if their modules, plain attributes and shapes are. The parameters of the other blocks are
-hidden from torch, which takes about a millisecond for each. An attribute with a block's number in its
-list, such as `layer_idx`, or with its module's own name may differ as long as the first block's code does not read it,
-or only passes the number on.
+hidden from torch, since each takes an export about a millisecond. An attribute that is the block's number in its list,
+such as `layer_idx`, or the name of its own module, may differ if the first block's code does not read it, or only
+passes the number on.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _LIBRARY.impl("block_border", lambda tensors, number: None, "CompositeExplicitAu
 _LIBRARY.define("equal_block(Tensor[] tensors, int first, int number) -> Tensor[]")
 _NUMBERS = itertools.count(1)
 _MADE: dict[int, list[tuple[Any, ...]]] = {}
-"""Shape, strides, dtype and device of each tensor that a first block returned, by number of the call; sizes may be
-open. During the export."""
+"""Shape, strides, dtype and device of each tensor that a first block returned, by number of the call, during the
+export; sizes may be open."""
 
 
 def _made(tensors: list[Tensor], first: int, number: int) -> list[Tensor]:
@@ -51,12 +51,12 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class NotEqual(Exception):
-    """Part of a graph that cannot be copied for another block, or code that needs its parameters."""
+    """Raised where a part of a graph cannot be copied for another block, or code reads that block's parameters."""
 
 
 @dataclass
 class _Group:
-    """Equal blocks. numbered: attributes with a block's number or name, by their module's qualified name in it."""
+    """Equal blocks. numbered: (module's name in the block, attribute) whose value is the block's number or name."""
 
     numbered: frozenset[tuple[str, str]]
     was_read: bool = False
@@ -64,7 +64,7 @@ class _Group:
 
 @dataclass
 class _First:
-    """First call of its kind. tree: of its result."""
+    """First of several equal calls. tree: structure of its result."""
 
     path: str
     number: int
@@ -75,8 +75,8 @@ class _First:
 class EqualBlocks:
     """Blocks of one model during one export.
 
-    hides: whether torch does not know the parameters of blocks that come after an equal one.
-    calls: path of the block and its first equal, by number of the call.
+    hides: True: hide the parameters of later equal blocks from torch.
+    calls: path of the block, and the first equal call, by number of the call.
     hidden_are_needed: True once code has read hidden parameters; the export is wrong then.
     """
 
@@ -87,14 +87,14 @@ class EqualBlocks:
     _first: dict[object, _First] = field(default_factory=dict)
     _called: set[str] = field(default_factory=set)
     _hidden: dict[str, str] = field(default_factory=dict)
-    """Qualified name of a hidden parameter -> that of the first block's."""
+    """Qualified name of a hidden parameter -> qualified name of the first block's parameter."""
     _behind: set[str] = field(default_factory=set)
     """Blocks with hidden parameters."""
 
     @contextmanager
     def open(self) -> Iterator[Sequence[object]]:
-        """Let the first of equal blocks be exported, and the others be one operation each. Yields the tables in place
-        of those of hidden parameters.
+        """Let the first of equal blocks be exported whole, and each other block as one operation. Yields the tables
+        that replace the tables of hidden parameters.
         """
         kinds: dict[nn.Module, Any] = {}
         groups = _groups(self.model)
@@ -117,8 +117,8 @@ class EqualBlocks:
                 del _MADE[first.number]
 
     def _hide(self, groups: Mapping[str, tuple[nn.Module, _Group]]) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """Hide the parameters of equal blocks but the first two, since only the first one's inputs may have no
-        gradient; return the modules and their tables.
+        """Hide the parameters of equal blocks except the first two; return the modules and their tables. The second
+        block may differ from the first, whose inputs may have no gradient.
         """
         tables: list[tuple[nn.Module, dict[str, Any]]] = []
         leaders: dict[int, list[str]] = {}
@@ -144,7 +144,7 @@ class EqualBlocks:
     def with_hidden(self, parameters: Mapping[str, fx.Node]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name of each parameter of the model, hidden or not, and the value that its node gets.
 
-        parameters: those that torch knows, by name.
+        parameters: parameters that are not hidden, by name.
         """
         for name, _ in self.model.named_parameters():
             if name in self._hidden:
@@ -183,7 +183,7 @@ class EqualBlocks:
         return output
 
     def with_equals(self, modules: set[int]) -> set[int]:
-        """Return ids of modules, and of the same modules of the blocks that equal theirs."""
+        """Return these ids of modules, and the ids of the same modules in equal blocks."""
         more = set()
         for path, first in self.calls.values():
             blocks = self.model.get_submodule(first.path), self.model.get_submodule(path)
@@ -234,8 +234,8 @@ class EqualBlocks:
 
 
 def storage_key(node: fx.Node) -> int | fx.Node:
-    """Return the number of the storage that a tensor is in; the node itself where its value is no tensor. A copy of a
-    node has the value of the first block's, in a storage with a number of its own.
+    """Return the number of a tensor's storage, or the node itself where its value is no tensor. A node copied for
+    another block has the value of the original, but a storage number of its own.
     """
     tensor = node.meta.get("val")
     if not isinstance(tensor, Tensor):
@@ -245,18 +245,18 @@ def storage_key(node: fx.Node) -> int | fx.Node:
 
 
 def value_of(node: fx.Node) -> dict[str, Any]:
-    """Return what a node's `meta` says of its value."""
+    """Return the entries of a node's `meta` that describe its value."""
     return {key: node.meta[key] for key in ("val", "storage") if key in node.meta}
 
 
 def _nodes(operation: fx.Node) -> Sequence[fx.Node]:
-    """Return the tensors that an operation of ours takes."""
+    """Return the tensors that a `block_border` or `equal_block` takes."""
     tensors: Any = operation.args[0]
     return tuple(tensors)
 
 
 class _Hidden(dict[str, Any]):
-    """Empty table in place of a module's parameters; it calls `asked` where the code of the model reads it."""
+    """Empty table in place of a module's parameters; it calls `asked` when the model's code reads it."""
 
     def __init__(self, table: Mapping[str, Any], asked: Callable[[], None]) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ def _kind(kind: Any, watched: Sequence[str], group: _Group, call: Any) -> Any:
 
 
 class _Number:
-    """A block's number that notes when code does more with it than pass it on."""
+    """Number of a block, which notes when code does more with it than pass it on."""
 
     def __init__(self, value: int, group: _Group) -> None:
         self._value, self._group = value, group
@@ -381,8 +381,8 @@ def _groups(model: nn.Module) -> dict[str, tuple[nn.Module, _Group]]:
 
 
 def _of_all(blocks: nn.ModuleList) -> set[tuple[str, str]]:
-    """Return the attributes, by the qualified name in the block, whose whole number is the same in all blocks: in one
-    of them it is that block's number by chance.
+    """Return (module's name in the block, attribute) of whole numbers that are the same in all blocks: in one block,
+    such a number may equal the block's number by chance.
     """
     numbers: dict[tuple[str, str], set[int]] = {}
     for block in blocks:
@@ -406,7 +406,7 @@ def _holds_name(value: Any, path: str) -> bool:
 
 
 def _signature(part: nn.Module, name: str, numbered: Collection[tuple[str, str]]) -> object:
-    """Return a key of all that decides what a module does, without its attributes in `numbered`."""
+    """Return a key of everything that decides what a module computes, except its attributes in `numbered`."""
     hooks = [(attribute, _of_value(vars(part)[attribute])) for attribute in vars(part) if attribute in _OF_EVERY_MODULE]
     tensors = [
         (key, None if tensor is None else _described(tensor))
@@ -417,7 +417,7 @@ def _signature(part: nn.Module, name: str, numbered: Collection[tuple[str, str]]
 
 
 def _attributes(part: nn.Module, name: str, numbered: Collection[tuple[str, str]]) -> object:
-    """Return a key of the attributes that a module's class and its model's code have given it."""
+    """Return a key of the attributes that a module has in addition to those of every module."""
     return part.training, tuple(
         (attribute, _of_value(value))
         for attribute, value in vars(part).items()
@@ -453,10 +453,10 @@ def _copy(
     operation: fx.Node,
     paths: tuple[str, str],
 ) -> None:
-    """Copy nodes before an operation.
+    """Copy the nodes of `part` to the place before an operation.
 
-    held: the parameters, buffers and constants, by name. copies: of the inputs; receives node -> copy.
-    paths: of the block that the nodes are of, and of the one that gets the copies.
+    held: nodes of parameters, buffers and constants, by name. copies: input -> its copy; node -> copy is added.
+    paths: path of the nodes' block, and of the block that gets the copies.
     """
     path, other = paths
     storages = {storage_key(old): storage_key(new) for old, new in copies.items()}
@@ -464,7 +464,7 @@ def _copy(
     def copy_of(node: fx.Node) -> fx.Node:
         if node in copies:
             return copies[node]
-        if isinstance(node.meta.get("val"), torch.SymInt):  # left open, or made of such sizes
+        if isinstance(node.meta.get("val"), torch.SymInt):  # an open size, or computed from open sizes
             return node
         if node.op != "get_attr":
             raise NotEqual
@@ -503,6 +503,6 @@ def _renamed(stack: Mapping[str, Any], path: str, other: str) -> dict[str, Any]:
 
 
 def _of_values(node: fx.Node) -> bool:
-    """True where the size of a node's tensor depends on values, which another block has others of."""
+    """True where the size of a node's tensor depends on values, which differ in another block."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(leaf, Tensor) and bool(free_unbacked_symbols(leaf)) for leaf in leaves)

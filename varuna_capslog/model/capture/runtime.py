@@ -1,6 +1,6 @@
-"""The few modules beside the model's own that a captured layer is made of.
+"""Modules, other than the model's own, of which captured layers are made.
 
-They hold no parameters (a layer's parameters keep the model's own names) and refuse what was not captured.
+They hold no parameters (a layer's parameters keep the model's names) and refuse inputs that were not captured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 Sizes = tuple[int | tuple[str, int, int | None], ...]
-"""Sizes of a tensor: numbers, and (name, least, most or None) of those that may change; equal names are equal sizes."""
+"""Sizes of a tensor: numbers, or (name, least, most or None) for sizes that may change; equal names are equal sizes."""
 
 
 class FixedSize(CapslogError):
@@ -45,7 +45,7 @@ class FixedSize(CapslogError):
 
 
 class Varying:
-    """Example input of which the sizes of some `dimensions` may change when the captured model runs.
+    """Example input whose sizes in some `dimensions` may change when the captured model runs.
 
     `tensor`: the example, of at least 2 in these dimensions.
     """
@@ -68,12 +68,12 @@ class OfTheModel:
 
 
 class CapturedGraph(Frozen, fx.GraphModule):
-    """Part of a captured model's graph. It never changes once it is made, so that copies share graph and code: a copy
-    of an `fx.GraphModule` copies the graph and compiles its code anew, which takes longer than estimating it.
+    """Part of a captured model's graph. It never changes, so copies share graph and code: a plain `fx.GraphModule`
+    would copy the graph and compile its code again, which takes longer than an estimate of the layer.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedGraph:
-        # not by GraphModule's constructor, which makes a class with code of its own for every module
+        # without GraphModule's constructor, which makes a class with compiled code for every module
         copied: CapturedGraph = object.__new__(type(self))
         memo[id(self)] = copied
         memo[id(self._graph)] = self._graph
@@ -99,11 +99,11 @@ def hold(layer: fx.GraphModule, name: str, value: Any) -> None:
 class Guard(nn.Module):
     """Refuses inputs of a shape that was not captured, and eval mode where only training was captured.
 
-    layer: the layer's name, for the message. names: of its inputs.
-    shapes: their captured shapes, with a name and bounds for each size that may change.
+    layer: the layer's name, for the message. names: names of its inputs.
+    shapes: captured shapes of the inputs, with a name and bounds for each size that may change.
     train_only: why the layer is right in training mode only, or None.
-    conditions: comparisons of the names of sizes that may change; the capture is right where they hold.
-    dtypes: of its inputs in the example; they are not checked. () where they are not needed.
+    conditions: comparisons of sizes that may change, by name; the capture is right only where all are true.
+    dtypes: dtypes of the inputs in the example, which are not checked; () where they are not needed.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Guard(nn.Module):
 
     @staticmethod
     def _takes(sizes: Sequence[int], captured: Sizes, changing: dict[str, int]) -> bool:
-        """True where these sizes are among those captured; `changing`: size of each name so far in this call."""
+        """True where these sizes were captured. changing: size of each name so far in this call; names are added."""
         if len(sizes) != len(captured):
             return False
         for size, expected in zip(sizes, captured, strict=True):
@@ -172,7 +172,7 @@ def _holds(condition: str, sizes: Mapping[str, int]) -> bool:
 
 @functools.cache
 def _compiled(condition: str) -> Any:
-    names_of(condition)  # nothing but arithmetic is ever run
+    names_of(condition)  # refuses everything except arithmetic
     return compile(condition, "<condition>", "eval")
 
 
@@ -207,14 +207,14 @@ class ByShape(CapturedGraph):
     _guards: tuple[str, ...]
 
     def take_graphs(self, graphs: Sequence[fx.Graph], guards: Sequence[str]) -> None:
-        """Give the layer its graphs, and the names of their guards; the code of the first graph is there already."""
+        """Set the graphs, and the names of their guards; the code of the first graph exists already."""
         others = [type(fx.GraphModule(self, graph)).forward for graph in graphs[1:]]
         self.graphs, self._guards = tuple(graphs), tuple(guards)
         self._codes = type(self).forward, *others
         type(self).forward = _run_chosen
 
     def chosen(self, shapes: Sequence[Sequence[int]]) -> Callable[..., Any]:
-        """Return the code captured for inputs of these shapes; where there is none the first, which refuses them."""
+        """Return the code captured for inputs of these shapes; if there is none, the first, which refuses them."""
         guards = [self.get_submodule(name) for name in self._guards]
         numbers = (number for number, guard in enumerate(guards) if isinstance(guard, Guard) and guard.takes(shapes))
         return self._codes[next(numbers, 0)]
@@ -285,7 +285,7 @@ class Region(nn.Module):
 
 
 def _no_leaf(value: Any) -> Any:
-    """Return a view of a crossing value: autocast would add gradients of its one copy of a leaf in low precision."""
+    """Return a view of a leaf that crossed a cut: autocast would cache one copy of it, and add gradients in 16 bits."""
     crossed = (
         isinstance(value, Tensor) and value.is_leaf and value.requires_grad and not isinstance(value, nn.Parameter)
     )
@@ -302,9 +302,9 @@ def runs_its_children(model: nn.Module) -> bool:
 class SequentialSlice(Frozen, nn.Sequential):
     """Consecutive children of an nn.Sequential, under their own names.
 
-    The first child may work in place (`nn.ReLU(inplace=True)`); its input has crossed a cut, where others read it and
-    gradients are taken of it, so it works on a copy. The copy is made for every slice that begins with such a module or
-    with one that may pass its input through (dropout in eval mode).
+    The slice's input has crossed a cut: other layers read it, and its gradient is taken. Where an in-place child
+    (`nn.ReLU(inplace=True)`) may change it, the slice copies it first: if the child is the first, or only children
+    that may return their input, such as dropout in eval mode, come before it.
     """
 
     def __init__(self, children: Sequence[tuple[str, nn.Module]]) -> None:

@@ -1,7 +1,7 @@
 """Cuts a captured graph into the layers of a chain.
 
 `assign` decides which layer each node belongs to; values that later layers need cross the cut under a readable name.
-In-place operations never reach a tensor that crossed a cut.
+In-place operations never change a tensor that crossed a cut.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from varuna_capslog.model.layer import Layer, freeze_layers
 __all__ = ["layer_module", "localise_sizes", "open_regions", "part_identities", "split_graph"]
 
 
-# -- Makes every operation of a captured graph take sizes that may change from a tensor near it.
+# -- Makes every operation of a captured graph read sizes that may change from a tensor near it.
 #
 # Called by `capture_layers` after an export with dynamic dimensions. The export reads a size once, from an input of
 # the model, and passes the number to every operation that needs it; but only tensors cross a cut, and a module that
-# replaces its part of the graph has one tensor for an input. Afterwards no number goes from one operation to
-# another's part.
+# replaces its part of the graph has one tensor as its input. Afterwards every operation reads or computes the numbers
+# that it needs directly before it.
 
 
 def localise_sizes(captured: Captured) -> None:
     """Change the graph in place; without dynamic dimensions nothing changes.
 
-    A size of an input is read from a tensor near the operation that has it for a size, else where the export reads it.
-    Other numbers are read from the operation's own operands, else computed as in the export.
+    An operation reads an input's size from a near tensor with the same size, else from the export's tensor. It reads
+    other numbers from its own operands, else computes them as the export does.
     """
     numbers = [node for node in captured.graph.nodes if _is_number(node)]
     if not numbers:
@@ -63,7 +63,7 @@ def localise_sizes(captured: Captured) -> None:
 
 
 def sizes_of(node: fx.Node, bounds: dict[str, tuple[int, int | None]]) -> Sizes:
-    """Return the sizes of a value: numbers, and (name, least, most or None) of those that may change."""
+    """Return the sizes of a value: numbers, and (name, least, most or None) for sizes that may change."""
     sizes: list[Any] = []
     for size in node.meta["val"].shape:
         name = str(size)
@@ -80,7 +80,7 @@ def _is_number(node: fx.Node) -> bool:
 def _near(
     graph: fx.Graph, number: fx.Node, user: fx.Node, position: dict[fx.Node, int], made: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Return a node just before `user` that gives the number."""
+    """Return a node just before `user` that reads or computes the number."""
     if number in made:
         return made[number]
     is_read = number.target is torch.ops.aten.sym_size.int
@@ -100,10 +100,10 @@ def _near(
 def _tensors_with(
     number: fx.Node, user: fx.Node, position: dict[fx.Node, int], everywhere: bool
 ) -> Iterator[tuple[fx.Node, int]]:
-    """Yield (tensor, dimension) with that size among the values from which `user` was computed, last first; then among
+    """Yield (tensor, dimension) with this size among the values from which `user` is computed, last first; then among
     the other operands of operations on its result, for operations without operands (the noise of a stochastic depth).
 
-    everywhere: False: search its operands only.
+    everywhere: False: search only the operands of `user`.
     """
     wanted = number.meta["val"].node.expr
 
@@ -163,8 +163,8 @@ def split_graph(
         cut_points: submodules to cut before.
         outputs: names of the wanted outputs, None for all.
         train_only: why the graph must not run in eval mode, or None.
-        lenient: pass over cut points that never run or begin where another one does, instead of refusing them, and cut
-            where weights that belong to no block follow a block (the final norm and head).
+        lenient: skip, instead of refusing, cut points that never run or begin where another does; also cut where
+            weights that belong to no block follow a block (the final norm and head).
 
     Raises:
         CapslogError: a cut point that never runs or begins where another one does, an unknown output, an in-place
@@ -192,7 +192,7 @@ def split_graph(
                     reads.append(source)
         writes = [(value_names[node], node) for node in part if last_use[node] > index or node in wanted.values()]
         if index == len(parts) - 1:
-            # a tensor returned under two names, or an input returned as it is, leaves once more under the other name
+            # a tensor returned under two names, or an unchanged input, is written again under the other name
             made = {written for written, _ in writes}
             for output, node in wanted.items():
                 if output not in made and value_names.get(node) != output:
@@ -222,8 +222,8 @@ def split_graph(
 
 @dataclass
 class _Joined:
-    """Layers that are joined. layer_of: of every node. names: of the layers. whys: which were joined, a sentence each.
-    parts: name of a layer -> the former names of the other layers that it holds.
+    """Layers after joining. layer_of: layer of every node. names: names of the layers. whys: a sentence for each range
+    that was joined. parts: name of a joined layer -> the former names of the other layers that it holds.
     """
 
     layer_of: dict[fx.Node, int]
@@ -240,10 +240,10 @@ def _with_joined_layers(
     model: nn.Module,
     lenient: bool,
 ) -> _Joined:
-    """Join all layers from the first to the last one that calls a module with running statistics, since these are added
-    in the order of its calls, in one place. With automatic cut points (lenient), join also layers that begin with a
-    module of the model's `not_parted` with the layer before, and the makers of several views with the layer that
-    changes their tensor in place (`changes`, as `_changes_behind` yields them).
+    """Join all layers from the first to the last that call one module with running statistics, since one rank must add
+    these in the order of the calls. With automatic cut points (lenient), also join layers that begin with a module of
+    the model's `not_parted` to the layer before, and the layers that make several views of a tensor to the layer that
+    changes the tensor in place (`changes`, as `_changes_behind` yields them).
     """
     ranges: dict[tuple[int, int], str] = {}
     for norm, layers in _statistics(layer_of, captured, model).items():
@@ -276,7 +276,7 @@ def _with_joined_layers(
 
 
 def _statistics(layer_of: Mapping[fx.Node, int], captured: Captured, model: nn.Module) -> dict[str, list[int]]:
-    """Return the layers that call each module with running statistics, by its name."""
+    """Return the layers that call each module with running statistics, by the module's name."""
     users: dict[int, list[int]] = {}
     norms: dict[int, str] = {}
     for node, layer in layer_of.items():
@@ -308,10 +308,10 @@ def _changes_behind(
     layer_of: Mapping[fx.Node, int],
     sharing: Mapping[int | fx.Node, Sequence[fx.Node]],
 ) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Yield each in-place operation on tensors of earlier layers, and the values on the changed storage that come from
-    these and are read from its layer on.
+    """Yield each in-place operation on tensors of earlier layers, and the values of these layers that share the changed
+    storage and are read in the operation's layer or later.
 
-    sharing: nodes by storage; as the caller changes it.
+    sharing: nodes by storage; the caller may add nodes between two results.
     """
     for node in list(captured.graph.nodes):
         if node not in layer_of:
@@ -428,8 +428,8 @@ def layer_module(
     model_parts: Collection[int],
 ) -> CapturedGraph:
     """Make the module of a layer: its graph on the model's parameters and modules, and on objects that the model lacks
-    (`extra`, by attribute name). `paths`: qualified names of the model's modules that the layer runs. `model_parts`:
-    of `part_identities`, asked once for all layers of a model.
+    (`extra`, by attribute name). paths: qualified names of the model's modules that the layer runs. model_parts: result
+    of `part_identities`, computed once for all layers.
     """
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
     held = {target: extra[target] if target in extra else operator.attrgetter(target)(model) for target in targets}
@@ -465,20 +465,20 @@ def _keep_persistence(module: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """True where a node stays although nothing reads its result. Random ones move the generator of later layers."""
+    """True where a node stays although nothing reads its result. Random operators advance the generator of others."""
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return node.op in ("placeholder", "output", "call_module") or bool(mutated_arguments(node)) or is_random
 
 
-# -- Cuts open the parts of a captured graph that run under the model's own autocast or no_grad blocks.
+# -- Divides the parts of a captured graph that run under the model's own autocast or no_grad blocks.
 #
 # An export returns such a part as one operation, in which no cut can lie. `capture_layers` calls this for each graph;
 # each piece is an operation in the same context, so that the results stay the same to the last bit.
 
 
 def open_regions(captured: Captured, cut_points: Collection[str]) -> None:
-    """Replace each region that runs several cut points' modules by one region for each of them and for the operations
-    between; changes the graph in place. A region whose pieces would change each other's tensors stays one.
+    """Replace each region that runs several cut points' modules by one region for each module and for the operations
+    between them; changes the graph in place. A region whose pieces would change each other's tensors stays whole.
     """
     for node in captured.graph.find_nodes(op="call_module"):
         region = captured.extra.get(str(node.target))
@@ -492,12 +492,12 @@ def open_regions(captured: Captured, cut_points: Collection[str]) -> None:
 
 
 def _pieces(node: fx.Node, region: Region, cut_points: Collection[str]) -> list[list[fx.Node]]:
-    """Return the operations of a region, divided where cut points ask."""
+    """Return the operations of a region, divided at cut points."""
     outer = module_calls(node).keys()
     pieces: list[list[fx.Node]] = []
     for (cut, inside), run in groupby(_operations(region), lambda operation: _place(operation, outer, cut_points)):
         if cut is None and not inside and pieces:
-            pieces[-1] += run  # operations of no module follow those before them
+            pieces[-1] += run  # operations outside modules belong to the piece before them
         else:
             pieces.append(list(run))
     made = {operation: number for number, piece in enumerate(pieces) for operation in piece}
@@ -513,13 +513,13 @@ def _operations(region: Region) -> list[fx.Node]:
 
 
 def _place(operation: fx.Node, outer: Collection[str], cut_points: Collection[str]) -> tuple[str | None, bool]:
-    """Return an operation's call of a cut point's module, and whether it lies in a module of the region."""
+    """Return the call of a cut point's module that runs an operation, and whether any module of the region runs it."""
     calls = {key: path for key, path in module_calls(operation).items() if key not in outer}
     return next((key for key, path in reversed(calls.items()) if path in cut_points), None), bool(calls)
 
 
 def _with_weights_together(node: fx.Node, region: Region, pieces: list[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Join all pieces from the first to the last that reads a weight, since autocast makes one copy of it."""
+    """Join all pieces from the first to the last that read the same weight, since autocast caches one copy of it."""
     number = {operation: at for at, piece in enumerate(pieces) for operation in piece}
     ranges = []
     for argument, source in zip(region.body.graph.find_nodes(op="placeholder"), node.args, strict=True):
@@ -534,7 +534,7 @@ def _with_weights_together(node: fx.Node, region: Region, pieces: list[list[fx.N
 
 
 def _put_pieces(captured: Captured, node: fx.Node, region: Region, pieces: Sequence[list[fx.Node]]) -> None:
-    """Replace one region by a region for each of the pieces, and its results by theirs."""
+    """Replace one region by a region for each of the pieces, and its results by the results of these."""
     body = region.body.graph
     values: dict[fx.Node, fx.Node] = dict(zip(body.find_nodes(op="placeholder"), node.args, strict=True))  # type: ignore[arg-type]
     (results,) = body.find_nodes(op="output")[0].args
@@ -567,7 +567,7 @@ def _put_pieces(captured: Captured, node: fx.Node, region: Region, pieces: Seque
 
 
 def _stack_of(piece: Sequence[fx.Node]) -> dict[str, Any]:
-    """Return the calls of modules that a piece runs in, without trailing operations of no module."""
+    """Return the module calls that all operations of a piece share; operations outside modules do not count."""
     stacks = [
         stack
         for operation in piece

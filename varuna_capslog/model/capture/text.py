@@ -1,8 +1,8 @@
-"""Writes a captured model as text and reads it: a process that has captured passes it to others that have not.
+"""Writes a captured model as text and reads it: the process that captures a model passes it to other processes.
 
 The text holds the graphs of the layers, and objects that the model lacks; the parameters, buffers and modules that the
-graphs name are those of the model that the reader has built itself. It is data, not code: the only functions that it
-names are operators on tensors and a few functions of Python and torch.
+graphs name are those of the model that the reading process has built. The text is data, not code: the only functions
+that it names are operators on tensors and a few functions of Python and torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _TYPES = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class NotText(Exception):
-    """A capture holds something that has no text form; says what."""
+    """Raised where a capture holds an object that has no text form, which the message names."""
 
 
 def to_text(captured: CapturedLayers, model: nn.Module) -> tuple[str, dict[str, Tensor]]:
@@ -121,7 +121,7 @@ def from_text(text: str, tensors: Mapping[str, Tensor], model: nn.Module) -> Cap
 
 
 def _graph_of(module: fx.GraphModule, model: nn.Module | None, place: str, tensors: dict[str, Tensor]) -> Any:
-    """Describe a graph's nodes, and objects of theirs that are not the model's; `place` begins its tensors' names."""
+    """Describe a graph's nodes, and objects that they name and the model lacks. place: prefix of the tensors' names."""
     nodes, extra = [], {}
     for node in module.graph.nodes:
         target: Any = node.target
@@ -200,7 +200,7 @@ def _held(described: Mapping[str, Any], place: str, tensors: Mapping[str, Tensor
 
 
 def _call_text(call: PythonCall) -> Any:
-    """Describe a call's arguments and result beside tensors."""
+    """Describe a call's arguments and result, without the values of tensors."""
     shape = call.shape
     try:
         specs = pytree.treespec_dumps(shape.spec), pytree.treespec_dumps(shape.result_spec)
@@ -303,9 +303,9 @@ def _value(described: Any, made: Mapping[str, fx.Node]) -> Any:
 # -- Keeps captures for every process of a run: files in the run's folder, each with one captured model.
 #
 # `capture_layers` reads here first. A file belongs to the model's code, structure, inputs and cut points and to the
-# version of torch; where anything differs, or the file is damaged, the model is captured anew, which is never wrong.
-# It holds the layers, but not the classes of its own in which the model returns their outputs (`captured_result`),
-# which no run needs.
+# version of torch; where anything differs, or the file is damaged, the model is captured again, which is always right.
+# A file holds the layers, but not the objects in which the model returns its outputs (`captured_result`), which no run
+# needs.
 
 
 _DAMAGED = (
@@ -317,7 +317,7 @@ _DAMAGED = (
     AttributeError,
     NotText,
 )
-"""Errors that reading a file raises that is not the one that was written."""
+"""Errors from reading a file whose contents differ from those that were written."""
 
 _REFUSAL = ".txt"
 """Suffix of a file that says why a request cannot be captured."""
@@ -339,7 +339,7 @@ class CaptureRequest:
     evaluates: bool | None
 
     def digest(self, code: Sequence[str] = ()) -> str:
-        """SHA-256 of all that decides what is captured, without weights. `code`: modules beside the model's classes."""
+        """Return the SHA-256 of all that decides a capture, without weights. code: Python modules that also count."""
         digest = hashlib.sha256(repr((torch.__version__, self.cut_points, self.outputs, self.evaluates)).encode())
         leaves, spec = pytree.tree_flatten((self.example[0], dict(self.example[1])))
         digest.update(repr(([_described(leaf) for leaf in leaves], str(spec))).encode())
@@ -366,13 +366,13 @@ def _described(leaf: Any) -> object:
 
 
 class Kept:
-    """Captures of one run.
+    """Stored captures of one run.
 
-    folder: of the run's captures; it may be missing.
+    folder: folder of the run's captures, which may be missing.
     code: Python modules, beside those of the model's classes, whose code decides what is captured.
 
     Attributes:
-        writes: whether new captures are kept here.
+        writes: True: store new captures here.
     """
 
     def __init__(self, folder: Path, code: Sequence[str] = ()) -> None:
@@ -380,8 +380,8 @@ class Kept:
         self.writes = False
 
     def read(self, request: CaptureRequest) -> CapturedLayers | None:
-        """Return the capture that was kept for this request, on the modules of its model; None if there is none. Raises
-        FixedSize where it is known that the request cannot be captured.
+        """Return the stored capture for this request, on the modules of its model; None if there is none. Raises
+        FixedSize where a file says that the request cannot be captured.
         """
         if not self._folder.is_dir():
             return None
@@ -411,7 +411,7 @@ class Kept:
             write_text(self._path(replace(request, evaluates=evaluates)).with_suffix(_REFUSAL), str(error))
 
     def write(self, request: CaptureRequest, captured: CapturedLayers) -> None:
-        """Keep a capture; where it has no text form the log says so, and every process captures the model itself."""
+        """Store a capture; if it has no text form, the log says so, and every process captures the model itself."""
         try:
             text, tensors = to_text(captured, request.model)
         except NotText as error:
@@ -442,14 +442,14 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 #
 # All captures hold the model's own parameters and modules. A merged layer holds these with the graphs of all
 # captures, and runs the graph that was captured for the shapes of its inputs. Where these shapes do not decide (a
-# table of positions that is made from nothing), the layer also reads an input of the model.
+# table of positions that is made without inputs), the layer also reads an input of the model.
 
 
 class OneOf:
-    """Example inputs of several shapes, each captured by itself.
+    """Example inputs of several shapes, for each of which a model is captured.
 
-    examples: each as for one capture: a mapping of keyword arguments, or positional ones. The first decides where the
-        model is cut.
+    examples: each as for one capture, a mapping of keyword arguments or positional arguments. The first example decides
+        where the model is cut.
     """
 
     def __init__(self, examples: Sequence[Mapping[str, Any] | Sequence[Any]]) -> None:
@@ -457,8 +457,8 @@ class OneOf:
 
 
 def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
-    """Merge the layers of several captures; those of a single capture are returned as they are. `name`: the model's,
-    for messages. Raises FixedSize where for some sizes the model is cut into other layers or hands on other tensors.
+    """Merge the layers of several captures; return those of a single capture unchanged. name: the model's name, for
+    messages. Raises FixedSize where for some sizes the model has other layers, or its layers pass other tensors.
     """
     layers, inputs, outputs = captures[0]
     for others, other_inputs, other_outputs in captures[1:]:
@@ -478,7 +478,7 @@ def by_shape(captures: Sequence[CapturedLayers], name: str) -> CapturedLayers:
     merged_layers = []
     for number, layer in enumerate(layers):
         modules = [capture[0][number].module for capture in captures]
-        if not all(isinstance(module, fx.GraphModule) for module in modules):  # of an nn.Sequential, for any shape
+        if not all(isinstance(module, fx.GraphModule) for module in modules):  # a slice of an nn.Sequential: any shape
             merged_layers.append(layer)
             continue
         graphs = cast(list[fx.GraphModule], modules)
@@ -517,8 +517,8 @@ def _layer_text(layer: Layer) -> str:
 
 
 def _merged(modules: Sequence[fx.GraphModule], extra: Sequence[tuple[str, Sizes]]) -> nn.Module:
-    """Merge a layer's graphs for several shapes into one module. `extra`: for each module, name and shape of one more
-    input that selects the graph; empty where none is needed.
+    """Merge a layer's graphs for several shapes into one module. extra: for each module, name and shape of an added
+    input that selects the graph; empty where no such input is needed.
     """
     graphs: list[fx.Graph] = []
     guards: list[str] = []
@@ -560,7 +560,7 @@ def _attribute_of(module: nn.Module, target: str) -> Any:
 
 
 def _name(target: str, attribute: object, number: int, held: Mapping[str, object]) -> str:
-    """Name under which the merged module holds an attribute: its own, or a new one where another object has that."""
+    """Return the merged module's name for an attribute: its own name, or a new one if another object has that name."""
     present = held.get(target, attribute)
     return target if present is attribute or _equal(present, attribute) else f"shape{number}_{target.replace('.', '_')}"
 
@@ -573,7 +573,7 @@ def _equal(first: object, second: object) -> bool:
 
 
 def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
-    """Take over modes, persistence of buffers and the layer's place in its model from one of the captures."""
+    """Take over modes, persistence of buffers and `meta` from one of the captures."""
     kept_out = {
         id(value)
         for part in module.modules()
@@ -593,8 +593,8 @@ def _take_over(merged: ByShape, module: fx.GraphModule) -> None:
 
 
 def _told_apart_by(layer: str, modules: Sequence[fx.GraphModule], sizes: Sequence[Mapping[str, Sizes]]) -> str | None:
-    """Return the model's input that a layer must read as well: where its own tensors have the same shapes for two sizes
-    but it does not do the same with them. Else None.
+    """Return the model's input that a layer must also read, if for two of the sizes the layer gets tensors of the same
+    shapes but computes something else; else None.
     """
     unclear = [
         (first, second)
@@ -622,5 +622,5 @@ def _same_work(first: fx.GraphModule, second: fx.GraphModule) -> bool:
 
 
 def _tensors(module: fx.GraphModule) -> list[object]:
-    """Return what a graph reads beside its inputs, in order."""
+    """Return the tensors and objects that a graph reads in addition to its inputs, in order."""
     return [_attribute_of(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]

@@ -47,19 +47,19 @@ __all__ = [
 ]
 
 
-# -- Keeps the large tensors of a model's step while it is tried or compared: in memory, or where they do not fit
-#    there in files, which are removed with them.
+# -- Keeps the large tensors of a model's step while it is tried or compared: in memory or, if they do not fit there,
+#    in files, each of which is removed with its tensor.
 #
 # Weights, one operator and its tensors have to fit. This is checked before each operator that may be large, so that
 # the system never kills the process for lack of memory; `comparison` and `trial` report what was not done.
 
 
 KeptTensor = Callable[[], Tensor]
-"""Returns a kept tensor; one in a file is read anew in each call."""
+"""Function that returns a kept tensor; a tensor in a file is read again in each call."""
 _Answer = TypeVar("_Answer")
 
 _SPARE = 8
-"""Divisor of the free memory: an eighth of it is left alone, for what operators take beside their results."""
+"""Divisor of the free memory: an eighth stays free, for memory that operators take in addition to their results."""
 _SPARE_DISK = 1 << 28
 _SMALL = 1 << 14
 """Bytes below which a tensor stays in memory."""
@@ -67,7 +67,7 @@ _BLOWN_UP = 1 << 10
 """Factor by which an operator's result may exceed its operands before memory is checked."""
 
 _WIDEST = 16
-"""Bytes of a complex number, the widest."""
+"""Bytes of the widest number, a complex one."""
 
 
 def _in_memory(tensor: Tensor) -> KeptTensor:
@@ -75,7 +75,7 @@ def _in_memory(tensor: Tensor) -> KeptTensor:
 
 
 class NoRoom(BaseException):
-    """A step does not fit; says why. No Exception, so that no code of the model catches it."""
+    """Raised where a step does not fit, with the reason. No Exception, so that no code of the model catches it."""
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -86,7 +86,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def with_room(model: nn.Module, run: Callable[[StepMemory], _Answer]) -> _Answer:
-    """Return the result of `run` in memory or, where a step does not fit there, with files; else raises NoRoom."""
+    """Return the result of `run`, with all tensors in memory, else with large ones in files, else raise NoRoom."""
     memory = StepMemory(model)
     if memory.holds_weights():
         try:
@@ -94,7 +94,7 @@ def with_room(model: nn.Module, run: Callable[[StepMemory], _Answer]) -> _Answer
         except BaseException as error:
             if not lacks_memory(error):
                 raise
-        gc.collect()  # the step's tensors
+        gc.collect()  # frees the step's tensors
         _give_back_freed()
     with tempfile.TemporaryDirectory(prefix="capslog-step-", dir=_folder_on_disk()) as folder:
         memory = StepMemory(model, Path(folder))
@@ -111,7 +111,7 @@ def with_room(model: nn.Module, run: Callable[[StepMemory], _Answer]) -> _Answer
 
 
 class StepMemory:
-    """Keeps the tensors of a step. folder: of the large tensors' files; None: all stay in memory."""
+    """Keeps the tensors of a step. folder: for files of large tensors; None: all tensors stay in memory."""
 
     def __init__(self, model: nn.Module, folder: Path | None = None) -> None:
         self._model, self.folder = model, folder
@@ -119,7 +119,7 @@ class StepMemory:
         self._numbers = itertools.count()
 
     def holds_weights(self) -> bool:
-        """True where copies and the gradients of two steps fit into memory, whatever else a step takes."""
+        """True where a copy of the weights and the gradients of two steps fit into memory, without other tensors."""
         weights = [parameter for parameter in self._model.parameters() if parameter.device.type == "cpu"]
         return sum(_size(weight) * (3 if weight.requires_grad else 1) for weight in weights) <= self.room()
 
@@ -128,20 +128,20 @@ class StepMemory:
         return available_bytes() - self._spare
 
     def shortage(self) -> str:
-        """Say what is lacking where files do not help."""
+        """Return the reason why a step does not fit even with files."""
         return (
             f"its weights and its largest operator do not fit into the memory that is free "
             f"({format_bytes(available_bytes())} now), although its other large tensors were put on disk"
         )
 
     def keep(self, tensor: Tensor, changes: bool = False) -> KeptTensor:
-        """Keep a tensor as it is; changes: its values may change later."""
+        """Keep a tensor with its present values. changes: True: code may change the values later."""
         if self.folder is None or not _is_plain(tensor) or _size(tensor) < _SMALL:
             return _in_memory(tensor.clone() if changes else tensor)
         return _InFile(self.folder / str(next(self._numbers)), tensor)
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Context in which tensors that autograd saves for a backward are kept here, except the model's own."""
+        """Return a context that keeps the tensors that autograd saves for a backward, except parameters and buffers."""
         if self.folder is None:
             return contextlib.nullcontext()
         weights = [tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if _is_plain(tensor)]
@@ -187,7 +187,7 @@ class StepMemory:
             made = [*torch.autograd.grad(tensors, wanted, directions, allow_unused=True)]
         gradients: dict[str, KeptTensor | None] = {}
         for (name, parameter), first in zip(parameters.items(), made, strict=True):
-            # parts of a whole backward, or of one inside the model's own, as of reversible blocks
+            # parts of a whole backward, or of a backward inside the model's code, as in reversible blocks
             parts = [dense_gradient(part) for part in (first, parameter.grad) if part is not None]
             gradients[name] = _in_memory(functools.reduce(torch.add, parts)) if parts else None
         return gradients
@@ -199,7 +199,7 @@ class StepMemory:
         parameters: Mapping[str, nn.Parameter],
         full_backward: bool,
     ) -> dict[str, KeptTensor | None]:
-        """Do the same with files; the user's hooks that wait for a parameter's gradient do not run."""
+        """Do as `gradients`, with files; the user's post-accumulate hooks on parameters do not run."""
         parts: dict[str, list[KeptTensor]] = {name: [] for name in parameters}
         silent = [
             (hooks, dict(hooks))
@@ -213,7 +213,7 @@ class StepMemory:
             parameter.grad = None
 
         for name, parameter in parameters.items():
-            if parameter.grad is not None:  # of a backward inside the model's own forward
+            if parameter.grad is not None:  # from a backward inside the model's forward
                 take(name, parameter)
         for hooks, _ in silent:
             hooks.clear()
@@ -288,7 +288,7 @@ class MemoryGuard(TorchDispatchMode):
         if self._fake is None:
             self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # making it takes a millisecond
         try:
-            args, kwargs = pytree.tree_map_only(Tensor, self._fake.from_tensor, (args, kwargs))  # else it would run
+            args, kwargs = pytree.tree_map_only(Tensor, self._fake.from_tensor, (args, kwargs))  # real ones would run
             with self._fake:
                 size = _size(func(*args, **kwargs))
         except Exception:  # it reads values, or has no fake implementation
@@ -319,7 +319,7 @@ def _size(tensors: Any) -> int:
 
 
 def _asked(args: Any) -> int:
-    """Most bytes of a tensor that is made of numbers alone, such as its sizes."""
+    """Return the most bytes of a tensor that an operator may make from number arguments alone, such as sizes."""
     numbers = [
         math.prod(argument) if isinstance(argument, (list, tuple)) else argument**2
         for argument in args
@@ -333,19 +333,19 @@ def _is_number(argument: Any) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Return the number of elements of memory from its first to its last one."""
+    """Return the number of elements in memory from a tensor's first to its last element."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """True where a tensor is no more than numbers in memory."""
+    """True for a strided tensor or parameter with values, of no other subclass."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _folder_on_disk() -> str:
-    """Return the folder for temporary files, or that for large ones where the former lies in memory."""
+    """Return the folder for temporary files, or /var/tmp where that folder lies in memory. Raises NoRoom."""
     folders = [tempfile.gettempdir(), "/var/tmp"]
     for folder in folders:
         if os.access(folder, os.W_OK | os.X_OK) and _file_system(os.path.realpath(folder)) not in ("tmpfs", "ramfs"):
@@ -364,14 +364,14 @@ def _file_system(folder: str) -> str:
     return ""
 
 
-# -- Calls a model once on its example, and keeps the large tensors of such a step in memory or on disk.
+# -- Calls a model once on its example.
 #
 # Where the model's weights have values, it is a real call; a model without memory for its weights is called on
 # tensors without values.
 
 
 def has_weights(model: nn.Module) -> bool:
-    """True where all its parameters and buffers have values."""
+    """True where all parameters and buffers of a model have values."""
     return not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -410,7 +410,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 def try_model(
     model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any], calls: OpaqueCalls
 ) -> tuple[Watch, Any]:
-    """Call the model; return the observations, and its result. `calls` records what it is made to record.
+    """Call the model; return the observations, and the model's result. `calls` records the calls of its modules.
 
     Raises CapslogError where its weights and one operator do not fit into memory.
     """
@@ -457,11 +457,11 @@ class Watch:
 
     Args:
         by_module: find also which modules draw random numbers.
-        keeps: the model returns a pair: its own result, and the tensors that its code leaves on its modules.
+        keeps: let the model return a pair: its own result, and the values that its code leaves on its modules.
 
     Attributes:
-        running: (qualified name, class) of the modules that run now, or ran when something failed.
-        changes: made by the model's code.
+        running: (qualified name, class) of the modules that run now, or ran when an error was raised.
+        changes: changes of attributes, buffers and other state by the model's code.
         drawn: names of the generators that its code has drawn from.
         drawers: module's qualified name -> the generators that its own code draws from.
     """
@@ -486,9 +486,9 @@ class Watch:
 
     @contextmanager
     def open(self, apart: Sequence[object] = ()) -> Iterator[None]:
-        """Observe the model while this is open. apart: tables of its modules that are not looked into."""
+        """Observe the model in the block. apart: tables of its modules that are left out."""
         self._apart = [self, *apart]
-        state = self._now()  # an export puts copies of lists and the like in their places
+        state = self._now()  # an export replaces lists and other containers by copies
         handles = [self._model.register_forward_pre_hook(self._begin, prepend=True)]
         for path, module in self._model.named_modules():
             handles.append(module.register_forward_pre_hook(self._entering(path, module)))
@@ -519,7 +519,7 @@ class Watch:
         self._state.put_back()
         for hooks, before in self._hooks:
             for added in hooks.keys() - before:
-                del hooks[added]  # else its code, which forgets that it added one, adds it again
+                del hooks[added]  # the code's record of the hook is undone, so the code would add it again
         self._draws.put_back()
         self._state = None
         return (output, [change.after for change in self.changes]) if self.keeps else None

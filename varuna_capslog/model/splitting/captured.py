@@ -1,9 +1,9 @@
 """Splits the layers of captured models by tensor-N: attention by heads, feed-forwards by columns.
 
-Every linear map of a whole value is divided by its outputs; `division` follows the shares through the operators behind
-it, up to a linear map that reads them, of which every part has the same share of the inputs (Megatron-LM, Shoeybi et
-al. 2019, section 3). The results of its parts are added. The graph is cut there: operators before and after it on
-whole values form layers of their own, and so does each part.
+A linear map that reads a whole value is divided by its outputs; `division` follows the shares through later operators,
+up to the linear map that reads them, which is divided by its inputs into the same shares (Megatron-LM, Shoeybi et al.
+2019, section 3). The results of the parts are added. Each part becomes a layer, as do the operators on whole values
+before and behind the parts.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from varuna_capslog.model.splitting.splitter import Splitter
 __all__ = ["ENTRY_BY_ENTRY", "open_module", "some_shapes", "split_captured", "splits_captured"]
 
 
-# -- Finds what a split of a captured layer's graph needs: its linear maps, the inside of its modules, sizes.
+# -- Finds the linear maps, the operations inside modules, and the sizes that a split of a captured layer needs.
 
 
 def operator_name(target: Any) -> str:
-    """Return the name that an operator, function or method has in aten."""
+    """Return the aten name of an operator, function or method."""
     packet = getattr(target, "overloadpacket", target)
     name = packet if isinstance(packet, str) else getattr(packet, "__name__", str(packet))
     return {"truediv": "div", "float": "to", "type": "to"}.get(name, name)
@@ -50,7 +50,7 @@ def operator_name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear map in a graph: names of its parameters. into_columns: the weight has a column for each output."""
+    """Linear map in a graph: its input x, and names of its parameters. into_columns: weight columns are outputs."""
 
     x: fx.Node
     weight: str
@@ -59,7 +59,7 @@ class Linear:
 
 
 def linear_at(node: fx.Node, root: nn.Module) -> Linear | None:
-    """Return the linear map that a node is; None where it is something else."""
+    """Return the linear map that a node computes; None for other nodes."""
     read, names = node.all_input_nodes, []
     if node.op == "call_module" and _is_linear(held := root.get_submodule(str(node.target))):
         names = [f"{node.target}.{name}" for name in ("weight", "bias") if getattr(held, name) is not None]
@@ -71,13 +71,13 @@ def linear_at(node: fx.Node, root: nn.Module) -> Linear | None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """True for a linear map, also that of GPT-2, whose weight is transposed."""
+    """True for a linear map, also for GPT-2's `Conv1D`, whose weight is transposed."""
     class_name = f"{type(module).__module__}.{type(module).__qualname__}"
     return type(module) is nn.Linear or class_name == "transformers.pytorch_utils.Conv1D"
 
 
 def has_linear(module: nn.Module) -> bool:
-    """True where a module holds linear maps and does more with them."""
+    """True where a module contains linear maps but is not itself one."""
     return not _is_linear(module) and any(isinstance(part, nn.Linear) or _is_linear(part) for part in module.modules())
 
 
@@ -91,8 +91,8 @@ class _Tracer(fx.Tracer):
 
 
 def open_module(graph: fx.Graph, root: nn.Module, node: fx.Node, by_one: bool = False) -> None:
-    """Replace the call of a module by its operations, down to modules without linear maps inside, or, `by_one`, by the
-    calls of its children. Raises CapslogError where its code depends on values or mode.
+    """Replace the call of a module by its operations, down to modules that contain no linear maps. by_one: down to the
+    calls of its children. Raises CapslogError where the module's code depends on values or mode.
     """
     target = str(node.target)
     held = root.get_submodule(target)
@@ -150,13 +150,13 @@ class _SizesFound(fx.Interpreter):
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without memory; floating-point ones are float32, so that a layer may have been converted."""
+    """Return a meta tensor, float32 for any floating-point dtype: parameters may have been converted by `Module.to`."""
     bare = tensor.detach().to("meta")
     return bare.float() if bare.is_floating_point() else bare
 
 
 def some_shapes(guard: Guard) -> list[list[int]]:
-    """Return shapes of inputs that a layer was captured for; sizes that it leaves open differ where they can."""
+    """Return input shapes that a layer was captured for; where possible, open sizes differ from each other."""
     for start in range(3, 1000):
         chosen: dict[str, int] = {}
         shapes: list[list[int]] = [[] for _ in guard.shapes]
@@ -171,9 +171,9 @@ def some_shapes(guard: Guard) -> list[list[int]]:
 
 
 def whole_sizes(module: nn.Module, graph: fx.Graph, guard: Guard) -> dict[fx.Node, Any]:
-    """Return the sizes of every value of a layer's graph: a tuple for a tensor, None for other values.
+    """Return the sizes of every value of a layer's graph: a tuple for a tensor, tuples for several; None for others.
 
-    Sizes that may change have one of their values. Raises CapslogError where the graph does not run without values.
+    Open sizes get an arbitrary value. Raises CapslogError where the graph does not run without values.
     """
     memo: dict[int, Any] = {id(tensor): _bare(tensor) for tensor in (*module.parameters(), *module.buffers())}
     shapes = some_shapes(guard)
@@ -205,7 +205,7 @@ class _Closed(Exception):
 
 
 def splits_captured(module: nn.Module) -> bool:
-    """True where a module is a captured layer with linear maps one after the other."""
+    """True for a captured layer in which a linear map reads values computed from another linear map's result."""
     if not isinstance(module, CapturedGraph):
         return False
     derived: set[fx.Node] = set()  # values computed from the result of a linear map
@@ -220,8 +220,8 @@ def splits_captured(module: nn.Module) -> bool:
 
 
 def split_captured(module: CapturedGraph, into: Splitter) -> None:
-    """Add the parts of a captured layer. Raises CapslogError: an operator that is not known to keep heads or columns
-    separate, shares that are not equal, or a layer of several graphs.
+    """Add the parts of a captured layer to `into`. Raises CapslogError: an operator that is not known to keep heads or
+    columns separate, unequal shares, or a layer with several graphs.
     """
     if hasattr(module, "graphs"):
         raise CapslogError("it has a graph for each of several sizes; capture the model for one of them")
@@ -240,9 +240,9 @@ def split_captured(module: CapturedGraph, into: Splitter) -> None:
 class _Parts:
     """Analysis of a captured layer that is split.
 
-    divided: how each divided value is divided; `args`: arguments with which a part calls their operators.
-    linears: the linear maps. rows: those of them that read divided values.
-    phase: of every value: even for whole ones, odd for divided ones, not less than that of its operands.
+    divided: division of each divided value. args: arguments with which a part calls the operators of these values.
+    linears: the linear maps. rows: the linear maps that read divided values.
+    phase: phase of each value: even for whole values, odd for divided values, never less than an operand's phase.
     """
 
     def __init__(self, module: CapturedGraph, graph: fx.Graph, into: Splitter) -> None:
@@ -306,7 +306,7 @@ class _Parts:
         division.ranges(0, self.into.degree, f"columns of {name}")
 
     def _blocks(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the pieces into which readers cut the outputs of a linear map, such as queries and keys."""
+        """Return the sizes of the blocks into which readers cut a linear map's outputs, such as queries and keys."""
         *others, columns = self.sizes[node]
         bounds = {0, columns}
         for user in node.users:
@@ -325,7 +325,7 @@ class _Parts:
         return SharedCall(node, name, exact, args, kwargs, self.sizes, self.divided, self._origin.get(node, ""))
 
     def _result(self, node: fx.Node) -> tuple[Any, Any]:
-        """Return how the result of divided operands is divided, and the arguments in a part."""
+        """Return the division of an operator's result, and the arguments with which a part calls the operator."""
         if node.op != "call_module":
             return divided_result(self._call(node, node.args, node.kwargs), self.into.degree)
         held = self.module.get_submodule(str(node.target))
@@ -362,20 +362,20 @@ class _Parts:
         return f"{name}{count + 1}" if count else name
 
     def made_once(self, node: fx.Node) -> bool:
-        """True where a value is sent to other parts; each part makes views, dtypes and sizes itself."""
+        """True where a value is computed once and sent to the parts; each part computes views and sizes itself."""
         if not node.op.startswith("call") or self.sizes[node] is None:
             return False
         return operator_name(node.target) not in VIEWS or node in self.outputs
 
     def value(self, node: fx.Node, part: int | None) -> str:
-        """Return the name of a value that passes between parts; `part`: the part that makes it."""
+        """Return the name of a value that passes between parts. part: the part that computes it; None: not a share."""
         if part is None and node in self.outputs:
             return self.outputs[node]
         name = self.names[self.phase[node] - (part is not None and node in self.rows)]
         return self.into.value(f"{name}.{node.name}" if part is None else f"{name}.{part}.{node.name}")
 
     def used(self, target: str, divided: Divided | None) -> torch.Tensor:
-        """Return a tensor of the layer that parts use whole, or by their shares."""
+        """Return a tensor of the layer; refuse a tensor that parts use both whole and divided, or in two divisions."""
         tensor = operator.attrgetter(target)(self.module)
         if self._uses.setdefault(id(tensor), divided) != divided:
             raise CapslogError(f"it uses {target!r} twice, and shares it out in two ways; leave the layer whole")
@@ -391,7 +391,7 @@ class _Parts:
 
 
 class _OnePart:
-    """Layer that a captured layer is split into: the operators of one phase, with one share of divided values.
+    """Layer made of the operators of one phase of a captured layer, for one share of the divided values.
 
     reads: names of the values that it reads, in order.
     """
@@ -412,7 +412,7 @@ class _OnePart:
                 self._writes[parts.value(node, part)] = self._made[node] = self._emit(node)
 
     def finish(self, wanted: set[str]) -> None:
-        """Add the layer, if it makes values that are wanted."""
+        """Add the layer to the splitter, if it writes values in `wanted`."""
         writes = {name: node for name, node in self._writes.items() if name in wanted}
         if not writes:
             return
@@ -488,7 +488,7 @@ class _OnePart:
         return pieces[0] if len(pieces) == 1 else self._graph.call_function(_ATEN.cat.default, (pieces, dim))
 
     def _linear(self, node: fx.Node, bias: str | None) -> fx.Node:
-        """Apply a part's share of a linear map: of its outputs, or of its inputs and then without the bias."""
+        """Apply a part's share of a linear map: a share of the outputs, or a share of the inputs, without the bias."""
         parts, linear = self._parts, self._parts.linears[node]
         across = node in parts.rows
         blocks = parts.divided[linear.x if across else node].blocks
@@ -499,7 +499,7 @@ class _OnePart:
         return self._graph.call_function(_ATEN.linear.default, (self._get(linear.x), weight, *added))
 
     def _sum(self, node: fx.Node) -> fx.Node:
-        """Add the results of a linear map's parts, first part first, and its bias."""
+        """Add the results of a linear map's parts, in the order of the parts, and the bias."""
         parts, bias = self._parts, self._parts.linears[node].bias
         total, *others = (self._read(parts.value(node, part)) for part in range(parts.into.degree))
         for addend in (*others, *([] if bias is None else [self._hold(bias, None)])):

@@ -1,4 +1,4 @@
-"""Splits layers of a chain as a config states."""
+"""Splits layers of a chain by the patterns of a config's `splits`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same")
     """Return the chain with some layers split into parts; layers that no pattern of `splits` matches stay as they are.
 
     Args:
-        splits: pattern of layers' names -> kind and number of parts, such as tensor-2 or sequence-4. Where several
-            match a layer, the last one counts.
+        splits: pattern of layers' names -> kind and number of parts, such as tensor-2 or sequence-4. If several
+            patterns match a layer, the last pattern counts.
         numerics: the weakest numerical class that is allowed; parts add up in another order, so that results are
             `close` to those of the whole layer.
 
     Raises:
-        CapslogError: no such split, a pattern that matches no layer or none that can be split, a layer that cannot be
-            split in this way, layers of factories, or `numerics` allows no other bits.
+        CapslogError: no such split, a pattern that matches no layer or no layer that can be split, a layer that cannot
+            be split in this way, layers of factories, or `numerics` "same", which allows no rounding differences.
     """
     if chain.factories is not None:
         raise CapslogError(
@@ -64,7 +64,7 @@ def split_chain(chain: Chain, splits: Mapping[str, str], numerics: str = "same")
 
 
 def possible_splits(chain: Chain, degree: int) -> dict[str, str]:
-    """Return the `splits` by tensor-`degree` of all layers that can be split so, by their numbers (#3)."""
+    """Return `splits` of all layers that can be split by tensor-`degree`; their patterns are layer numbers (#3)."""
     splits = {}
     for index, layer in enumerate(() if chain.factories is not None else chain.layers):
         with contextlib.suppress(CapslogError):
@@ -74,7 +74,7 @@ def possible_splits(chain: Chain, degree: int) -> dict[str, str]:
 
 
 def part_number(layer: Layer) -> int:
-    """Return the number of the share that a part holds, the last word of its name; 0 for other parts and layers."""
+    """Return the number of a part's share, the last piece of its name; 0 for parts without one and for other layers."""
     last = layer.name.removeprefix(layer.part.layer).rpartition(".")[2] if layer.part else ""
     return int(last) if last.isdecimal() else 0
 
@@ -82,7 +82,7 @@ def part_number(layer: Layer) -> int:
 def _split_layer(layer: Layer, kind: str, degree: int, shared: Mapping[str, str]) -> list[Layer] | None:
     """Return the parts of a layer; None where its module cannot be split.
 
-    shared: name inside the layer -> address, of the parameters that other layers use too. They cannot be cut.
+    shared: name inside the layer -> address, of parameters that other layers use too, which cannot be cut.
     """
     split = splitting_of(layer.module)
     if split is None:

@@ -1,7 +1,7 @@
-"""Says which operators of a captured graph keep their operands divided, and with which arguments a part calls them.
+"""Decides which operators of a captured graph keep their operands divided, and with which arguments a part calls them.
 
-A value is whole, or divided along one dimension among the parts of a layer: heads of an attention, or columns. Sizes
-are those of the whole layer (the one-dimensional case of GSPMD's propagation, Xu et al. 2021, section 3.5).
+A value is whole, or divided along one dimension among the parts of a layer: heads of an attention, or columns. All
+sizes are sizes in the whole layer (the one-dimensional case of GSPMD's propagation, Xu et al. 2021, section 3.5).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["ATTENTIONS", "VIEWS", "Divided", "Share", "SharedCall", "divided_res
 
 @dataclass(frozen=True)
 class Divided:
-    """Division of a value along the dimension `dim`, from 0.
+    """Division of a value along the dimension `dim`, counted from 0.
 
-    blocks: sizes of the consecutive blocks in it; every part has an equal share of each. Queries, keys and values that
-        one linear map makes are three blocks.
+    blocks: sizes of the consecutive blocks along `dim`; every part has an equal share of each block. Queries, keys and
+        values that one linear map computes are three blocks.
     """
 
     dim: int
     blocks: tuple[int, ...]
 
     def ranges(self, part: int, degree: int, label: str = "entries") -> list[tuple[int, int]]:
-        """Return (first, end) of a part's share of each block. Raises CapslogError, with the entries' name `label`,
-        where a block has no equal shares.
+        """Return (first, end) of a part's share of each block. Raises CapslogError, which names the entries `label`,
+        where a block cannot be divided equally.
         """
         shares = [share_of(size, part, degree, label) for size in self.blocks]
         return [(at + first, at + end) for (at, _), (first, end) in zip(spans(self.blocks), shares, strict=True)]
@@ -46,7 +46,7 @@ def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Share:
-    """Replaces a whole operand of which every part reads its own share only."""
+    """Marks an argument: a whole value, of which each part reads only its share."""
 
     node: fx.Node
     divided: Divided
@@ -56,10 +56,10 @@ class Share:
 class SharedCall:
     """Call of an operator in a graph.
 
-    name: of the operator, as aten has it. exact: True where the arguments are those of an aten operator.
-    sizes: of every value, a tuple for a tensor. divided: divisions of divided values; a tuple where there are several
-        tensors.
-    origin: the linear map whose result was divided, for messages.
+    name: aten name of the operator. exact: True where the arguments are those of the aten operator.
+    sizes: sizes of each value, a tuple for a tensor. divided: `Divided` of each divided value; a tuple of these for
+        several tensors.
+    origin: name of the linear map whose result was divided, for messages.
     """
 
     node: fx.Node
@@ -85,7 +85,7 @@ class SharedCall:
         return division
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument by its place or its name."""
+        """Return the argument at a place, or with a name."""
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
     def dim(self, place: int = 1, default: int = 0, rank: int | None = None) -> int:
@@ -93,7 +93,7 @@ class SharedCall:
         return self.argument(place, "dim", default) % (rank or len(self.size))
 
     def unknown(self, why: str) -> CapslogError:
-        """Return the refusal of an operator."""
+        """Return the error that refuses the operator."""
         return CapslogError(
             f"its operator {self.name!r} ({self.node.name}) works on shares of what {self.origin} makes, but {why}; "
             "leave the layer whole"
@@ -105,8 +105,8 @@ Result = tuple[Any, tuple[Any, ...]]
 
 
 def divided_result(call: SharedCall, degree: int) -> Result:
-    """Return how an operator's result is divided, and its arguments in a part. Raises CapslogError for an operator that
-    does not keep its operands divided, or is not known.
+    """Return the division of an operator's result, and its arguments in a part. Raises CapslogError if the operator is
+    unknown or does not keep its operands divided.
     """
     if call.sizes[call.node] is None:
         return _number(call)
@@ -117,7 +117,7 @@ def divided_result(call: SharedCall, degree: int) -> Result:
 
 
 def _number(call: SharedCall) -> Result:
-    """Return the result for a dtype, a device or a size: the same in every part."""
+    """Return the result for an operator that reads a dtype, a device or a size, which is the same in every part."""
     of_one = call.name in ("sym_size", "size") and isinstance(dim := call.argument(1, "dim"), int)
     if not (call.args[1:] in (("dtype",), ("device",)) or (of_one and dim % len(call.size) != call.one.dim)):
         raise call.unknown("it reads the size of a share")
@@ -134,9 +134,9 @@ def _is_entrywise(name: str) -> bool:
 
 
 def _entrywise(call: SharedCall, inner: int = 0) -> Result:
-    """Divide the result of an elementwise operator, or of one on the matrices of the `inner` last dimensions.
+    """Divide the result of an elementwise operator, or of an operator on matrices in the `inner` last dimensions.
 
-    Operands are broadcast. Keys and values may have fewer heads than queries, with which they are divided.
+    Operands are broadcast. In attention, keys and values may have fewer heads than queries; they are divided together.
     """
     common: tuple[int, tuple[int, ...]] | None = None
     for node in call.node.all_input_nodes:
@@ -172,7 +172,7 @@ def _matrices(call: SharedCall, _: int) -> Result:
 
 
 def _view(call: SharedCall, degree: int) -> Result:
-    """Keep heads or columns outermost among entries contiguous in memory, after as many blocks as before."""
+    """Divide a view along the dimension in which heads or columns are outermost, with as many blocks as before."""
     old_sizes, sizes = call.size, call.sizes[call.node]
     if len(set(call.one.blocks)) > 1:
         raise call.unknown(f"it takes blocks of the sizes {call.one.blocks} together")
@@ -190,7 +190,7 @@ def _view(call: SharedCall, degree: int) -> Result:
 
 
 def _fewer(call: SharedCall, dim: int, degree: int, place: int = 1) -> tuple[Any, ...]:
-    """Return the arguments with a smaller size in the divided dimension (-1: computed). `place`: of the sizes."""
+    """Return the arguments with a smaller size in the divided dimension (-1 stays). place: the argument with sizes."""
     size = call.args[place][dim]
     if isinstance(size, fx.Node):
         raise call.unknown("their number is a size that may change")
@@ -225,7 +225,7 @@ def _select(call: SharedCall, _: int) -> Result:
 
 
 def _along(call: SharedCall, _: int) -> Result:
-    """Keep the division of an operator along dimensions that are not divided, which keeps their number."""
+    """Keep the division for an operator that works along other dimensions and keeps the number of dimensions."""
     dims = call.argument(1, "dim")
     dims = [dim % len(call.size) for dim in ([dims] if isinstance(dims, int) else dims or ())]
     if len(call.sizes[call.node]) != len(call.size) or not dims or call.one.dim in dims:
@@ -245,7 +245,7 @@ def _split(call: SharedCall, degree: int) -> Result:
 
 
 def _taken(call: SharedCall, first: int, end: int) -> Divided:
-    """Return the blocks between these two places of the divided dimension."""
+    """Return the division of a slice [first, end) of the divided dimension, which must consist of whole blocks."""
     bounds = [0, *(end for _, end in spans(call.one.blocks))]
     if first not in bounds or end not in bounds:
         raise call.unknown(f"it takes {first} to {end} of blocks of the sizes {call.one.blocks}")
@@ -287,7 +287,7 @@ def _cat(call: SharedCall, _: int) -> Result:
 ATTENTIONS = ("scaled_dot_product_attention", "attend_in_band")
 """Operators of fused attention."""
 VIEWS = ("view", "reshape", "expand", "transpose", "permute", "unsqueeze", "slice")
-"""Operators that only view their operand differently: every part makes such views itself."""
+"""Operators that only return a view: every part makes such views itself."""
 
 _OF_METHODS: dict[str, Callable[[SharedCall, int], Result]] = {
     "chunk": _split,
@@ -295,7 +295,7 @@ _OF_METHODS: dict[str, Callable[[SharedCall, int], Result]] = {
     "mean": _along,
     "softmax": _along,
 }
-"""Operators also as Python writes them; the others have an aten operator's arguments."""
+"""Rules for operators that graphs also hold as functions or methods of Python; other rules need aten's arguments."""
 _RULES: dict[str, Callable[[SharedCall, int], Result]] = {
     **_OF_METHODS,
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),

@@ -1,8 +1,8 @@
 """Splits one layer of a chain into parts, which are layers of the chain themselves.
 
-A part holds some heads of an attention, some columns of a feed-forward, or some of the positions; a last part joins the
-results, in the order of the parts, so that they do not depend on where the parts run: on one rank, one after the other,
-or side by side on several. Code for chains handles split layers as any others.
+A part holds some heads of an attention, some columns of a feed-forward, or some of the positions. A last part joins the
+results in the order of the parts, so that the joined result does not depend on the ranks: the parts run on one rank,
+one after the other, or in parallel on several. Code for chains handles split layers like any others.
 
 A module can be split if it has a method `split(splitter)`, which adds the parts, or if `torch_layers` knows how.
 """
@@ -29,7 +29,7 @@ KINDS = {"tensor": "heads and columns", "sequence": "positions"}
 
 
 def wanted_split(text: str, where: str) -> tuple[str, int]:
-    """Return kind and degree of a split such as tensor-4. Raises CapslogError, with its place `where`, for others."""
+    """Return kind and degree of a split such as tensor-4. Raises CapslogError, which names `where`, for other texts."""
     match = re.fullmatch(r"([a-z]+)-(\d+)", text)
     if match is None or match[1] not in KINDS or int(match[2]) < 2:
         raise CapslogError(
@@ -39,7 +39,7 @@ def wanted_split(text: str, where: str) -> tuple[str, int]:
 
 
 def share_of(count: int, part: int, degree: int, what: str) -> tuple[int, int]:
-    """Return (first, end) of one of equal shares. Raises CapslogError, with the name `what`, where they are not."""
+    """Return (first, end) of a part's share of `count` entries (`what`). Raises CapslogError for unequal shares."""
     if count % degree:
         raise CapslogError(
             f"its {count} {what} cannot be shared out equally among {degree} parts; take a "
@@ -55,7 +55,7 @@ class Splitter:
     shared: name inside the layer -> address, of the parameters that other layers use too.
 
     Attributes:
-        kind, degree: of the split, as in `tensor-4`.
+        kind, degree: kind of the split and number of its parts, as in `tensor-4`.
         reads, writes: names of the tensors that the whole layer reads and writes.
     """
 
@@ -74,7 +74,7 @@ class Splitter:
         return f"{self._layer.name}.{name}"
 
     def cut(self, parameter: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> nn.Parameter:
-        """Return a part's parameter: these ranges of one dimension of the layer's parameter; without ranges all of it.
+        """Return a part's parameter: ranges along one dimension of the layer's parameter; without ranges, all of it.
 
         Raises CapslogError for a parameter that other layers use whole.
         """
@@ -87,7 +87,7 @@ class Splitter:
         return self._known(piece.of(buffer.detach()), piece)
 
     def sharing(self, module: Module) -> Module:
-        """Copy the layer, or a module in it, with the parameters of the original, not copied, and its own buffers."""
+        """Return a copy of the layer, or of a module in it, which shares the parameters but has its own buffers."""
         share = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
         for buffer, copied in zip(module.buffers(), share.buffers(), strict=True):
             self._known(copied, self._pieces[id(buffer)])
@@ -112,7 +112,7 @@ class Splitter:
 
         name: unique among the parts.
         module: its parameters and buffers are those of the whole layer, or from `cut`, `cut_buffer` or `sharing`.
-        reads, writes: as of any layer; see `value`.
+        reads, writes: as in `Layer`; see `value`.
         """
         pieces = {}
         tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))

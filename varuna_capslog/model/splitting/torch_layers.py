@@ -18,11 +18,11 @@ from varuna_capslog.variants.attention import SdpaAttention
 __all__ = ["JoinedPositions", "PartsSum", "SumAndNorm", "linear_columns", "linear_rows", "splitting_of"]
 
 
-# -- Modules that parts of split layers often consist of.
+# -- Modules that many parts of split layers use.
 
 
 class PartsSum(nn.Module):
-    """Sum of the parts' results, first part first, and of the bias that they leave out."""
+    """Sum of the parts' results, in the order of the parts, and the bias, which the parts leave out."""
 
     def __init__(self, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class PartsSum(nn.Module):
 
 
 class SumAndNorm(nn.Module):
-    """x + dropout(sum of the parts + bias), normalised: joins the parts of one operation.
+    """norm(x + dropout(sum of the parts + bias)): joins the parts of one operation.
 
-    Called with x and the result of each part, of one shape; the first part is added first, whatever ranks they run on.
+    Called with x and the result of each part, all of one shape; they are added in the order of the parts, on any ranks.
 
-    bias: of the operation; the parts leave it out. norm: None: the sum is returned as it is.
+    bias: the operation's bias, which the parts leave out. norm: None: do not normalise the sum.
     """
 
     def __init__(self, bias: nn.Parameter | None, dropout: nn.Module, norm: nn.Module | None) -> None:
@@ -57,7 +57,7 @@ def _total(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
 
 
 class JoinedPositions(nn.Module):
-    """Positions of all parts, first part first, along one dimension."""
+    """Concatenation of the parts' positions along one dimension, in the order of the parts."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class JoinedPositions(nn.Module):
 
 
 def linear_rows(splitter: Splitter, linear: nn.Linear, part: int) -> nn.Linear:
-    """Return a linear map with an equal share of the outputs, with their biases."""
+    """Return a linear map with a part's equal share of the outputs, and with their biases."""
     ranges = [share_of(linear.out_features, part, splitter.degree, "columns")]
     share = nn.Linear(1, 1, bias=False, device="meta")
     share.in_features, share.out_features = linear.in_features, ranges[0][1] - ranges[0][0]
@@ -78,7 +78,7 @@ def linear_rows(splitter: Splitter, linear: nn.Linear, part: int) -> nn.Linear:
 
 
 def linear_columns(splitter: Splitter, linear: nn.Linear, part: int) -> nn.Linear:
-    """Return a linear map of an equal share of the inputs, without the bias, which counts once for all shares."""
+    """Return a linear map with a part's equal share of the inputs, without the bias, which is added once at the end."""
     ranges = [share_of(linear.in_features, part, splitter.degree, "columns")]
     share = nn.Linear(1, 1, bias=False, device="meta")
     share.in_features, share.out_features = ranges[0][1] - ranges[0][0], linear.out_features
@@ -90,7 +90,7 @@ def linear_columns(splitter: Splitter, linear: nn.Linear, part: int) -> nn.Linea
 
 
 def splitting_of(module: nn.Module) -> Callable[[Splitter], None] | None:
-    """Return a module's own method `split`, or a function of this file; None where it cannot be split."""
+    """Return the function that splits a module: its method `split`, or a function of this file; None if neither."""
     own_split: Any = getattr(module, "split", None)
     if own_split is not None:
         return own_split
@@ -108,7 +108,7 @@ def splitting_of(module: nn.Module) -> Callable[[Splitter], None] | None:
 
 
 def _widens(module: nn.Sequential) -> bool:
-    """True for a linear map, elementwise modules, and a linear map."""
+    """True for a sequence of a linear map, elementwise modules, and a linear map."""
     first, *between, last = module
     linear = type(first) is nn.Linear and type(last) is nn.Linear
     return linear and all(isinstance(inner, ENTRY_BY_ENTRY) for inner in between)
@@ -131,7 +131,7 @@ def _split_pair(module: nn.Sequential, into: Splitter) -> None:
 
 
 def _split_encoder(layer: nn.TransformerEncoderLayer, into: Splitter) -> None:
-    """Split an encoder layer that is called with src, and perhaps src_mask and src_key_padding_mask."""
+    """Split an encoder layer, called with src, and optionally src_mask and src_key_padding_mask."""
     x, *masks = _read(into, 3, "src, src_mask and src_key_padding_mask")
     middle = into.value("middle")
     _residual(into, layer, (x, middle), _attention(into, layer.self_attn, "attention", [], masks), 1)
@@ -139,7 +139,7 @@ def _split_encoder(layer: nn.TransformerEncoderLayer, into: Splitter) -> None:
 
 
 def _split_decoder(layer: nn.TransformerDecoderLayer, into: Splitter) -> None:
-    """Split a decoder layer, called with tgt, memory, and perhaps tgt_mask, memory_mask and then both padding masks."""
+    """Split a decoder layer, called with tgt, memory, and optionally tgt_mask, memory_mask, and both padding masks."""
     x, memory, *masks = _read(into, 6, "tgt, memory, and the masks and then the masks of padding of both")
     first, middle = into.value("first"), into.value("middle")
     own_masks, memory_masks = masks[0::2], masks[1::2]
@@ -165,9 +165,9 @@ def _read(into: Splitter, most: int, names: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class _Operation:
-    """Operation whose result is added to its input: parts, and a bias that counts once.
+    """Operation in a residual branch, as parts, and the bias that is added once.
 
-    add: adds the parts, which read the tensor of this name; returns the names of those that they write.
+    add: adds the parts, which read the tensor of the name given; returns the names of the tensors that they write.
     """
 
     add: Callable[[str], list[str]]
@@ -175,9 +175,9 @@ class _Operation:
 
 
 def _residual(into: Splitter, layer: Any, values: tuple[str, str], inner: _Operation, number: int) -> None:
-    """Add x + dropout(inner(x)), normalised before the inner operation or after the sum.
+    """Add parts for x + dropout(inner(x)), normalised before the inner operation or after the sum.
 
-    values: names of x and of the result. number: of the layer's norm and dropout.
+    values: names of x and of the result. number: number in the names of the layer's norm and dropout.
     """
     read, after = values
     norm, dropout = getattr(layer, f"norm{number}"), getattr(layer, f"dropout{number}")
@@ -207,7 +207,7 @@ def _feed_forward(into: Splitter, layer: Any) -> _Operation:
 def _attention(
     into: Splitter, attention: nn.MultiheadAttention, name: str, memory: list[str], masks: Sequence[str]
 ) -> _Operation:
-    """Make shares of the heads of an attention to the input itself, or to a memory."""
+    """Return an attention divided by heads, with keys and values of the input itself or of a memory."""
 
     def add(reads: str) -> list[str]:
         written = [into.value(f"{name}.{part}") for part in range(into.degree)]
@@ -254,7 +254,7 @@ class _Heads(nn.Module):
         return attended if self.batch_first else attended.transpose(0, 1)
 
     def _bias(self, masks: Sequence[Tensor], q: Tensor) -> Tensor:
-        """Return the masks' addition to the logits: [T, S] or [B * heads, T, S] of the mask, [B, S] of the padding."""
+        """Return the bias on the logits of a mask [T, S] or [B * heads, T, S] and, if any, a padding mask [B, S]."""
         mask, *padding = (_added(mask, q.dtype) for mask in masks)
         bias = mask.unflatten(0, (-1, self.heads))[:, slice(*self.own)] if mask.dim() == 3 else mask[None, None]
         return bias + padding[0][:, None, None] if padding else bias
