@@ -301,6 +301,7 @@ class Inbox:
         self._communicator: Communicator | None = None
         self._busy_until = 0.0
         self._closed = False
+        # with the store's identity: other runs may have the same secret
         key = start.secret.key(f"peers {store.identity}")
         self.peers = Peers(start.me, key, self._find, self._got, self._on_peer_lost, self._failed, start.address)
         store.put(f"address/{start.me}", self.peers.address)
