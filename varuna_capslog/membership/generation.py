@@ -67,8 +67,8 @@ class Generation:
         forgotten: generation of the newest lineage entry dropped because there were too many, 0 for none. States of
             generations before it count as void: it is unknown which of them were taken back.
         plan: chosen by the founder, ranks in the order of `members`; None: every member computes the same plan.
-        copies: in a small motion, the copies that each member already has, the only ones before the next step; None:
-            copies are placed as `redundancy` requires.
+        copies: in a small motion, the layers that each member held before and does not own now: the only copies before
+            the next step; None: copies are placed as `redundancy` requires.
         motion: the founder's comparison after a loss, for people (`small_motion.Weighed.told`).
     """
 

@@ -231,7 +231,7 @@ class Etcd:
         self.call("kv/put", {"key": b64(key), "value": b64(self._signatures.sign(key, value))})
 
     def create(self, key: str, value: str, condition: dict[str, str]) -> str | None:
-        """Write a missing key if `condition` holds; return its value then ("": an unsigned one; None: still missing)."""
+        """Write a missing key if `condition` holds; return its value then ("": an unsigned one; None: still none)."""
         answer = self.call(
             "kv/txn",
             {
