@@ -35,8 +35,8 @@ _BACKLOG = 1024
 def network_variables(store: str) -> dict[str, str]:
     """Return CAPSLOG_ADDRESS (where members listen for each other) and GLOO_SOCKET_IFNAME (for training data).
 
-    Over the loopback only the latter is returned, and not if it is set already: without it gloo would ask the name
-    server for the machine's name whenever a generation opens. store: the store's address, as other machines use it.
+    CAPSLOG_ADDRESS is left out over the loopback, GLOO_SOCKET_IFNAME where it is set already. Without an interface gloo
+    would resolve the machine's name whenever a generation opens. store: the store's address, as other machines use it.
     """
     address = os.environ.get("CAPSLOG_ADDRESS") or address_towards(store)
     if address is None:

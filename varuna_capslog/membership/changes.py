@@ -299,7 +299,7 @@ def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> St
 
 
 def broken(state: State) -> Step:
-    """Handle a fault of the generation: a loss, of a member not known yet, or damaged data."""
+    """Handle a fault of the generation: the loss of a member, which is not known yet, or damaged data."""
     if not state.votes or state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
         return state, ()
     if state.unseen is not None:

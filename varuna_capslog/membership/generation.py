@@ -47,7 +47,7 @@ INITIAL = Stamp(0, 0)
 """Boundary before step 1, and the checkpoint of a run that has written none: the seed gives its state on every rank."""
 
 Held = frozenset[tuple[int, Stamp]]
-"""Training state that one member can send, as (layer, boundary) pairs: of its own layers, copies and shadow copies."""
+"""Training state that one member can send: (layer, boundary) pairs of layers that it trains, has trained or copies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,7 @@ class LayoutCandidates:
         return round((seconds + self._after(replicas, float(weights))) / TICK)
 
     def _after(self, replicas: int, parameter_bytes: float) -> float:
-        """Seconds after a stage's last backward: the other pipelines' gradients come block by block, then the update."""
+        """Seconds after a stage's last backward: other pipelines' gradients come block by block, then the update."""
         blocks = self.run.num_blocks
         foreign = blocks - blocks // replicas
         exchange = foreign * self.link.seconds(round(parameter_bytes)) if foreign and parameter_bytes else 0.0
@@ -433,7 +433,7 @@ class Budgeted:
         link: Link,
         limit_seconds: float | None = None,
     ) -> Budgeted | None:
-        """Make it for a run; None where the run has another planner, or the profile lacks its seconds or bytes."""
+        """Return the plans of a run; None where it has another planner, or the profile lacks seconds or bytes."""
         profile, beside = candidates.profile, candidates.beside
         ours = candidates.planner == BUDGET and candidates.described and candidates.timed
         if not ours or profile is None:

@@ -327,8 +327,8 @@ class Compute(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Apply(GenerationEffect):
-    """The vote succeeded: apply the step to owned and followed layers, and keep their state at `before` as well. First
-    effect of its tally: without memory for it, the runtime takes the tally back and feeds Tightened.
+    """The vote succeeded: apply the step to owned layers and copies, and keep their state at `before` as well. This is
+    the first effect of a tally: where memory is lacking, the runtime takes the tally back and feeds Tightened.
     """
 
     step: int
@@ -353,7 +353,7 @@ class Send(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Load(GenerationEffect):
-    """Load a layer from the checkpoint of this boundary (INITIAL: initialise it from the seed)."""
+    """Load a layer from the checkpoint of this boundary (INITIAL: initialize it from the seed)."""
 
     layer: int
     stamp: Stamp
@@ -404,7 +404,7 @@ class Prepare(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class SaveAll(GenerationEffect):
-    """Write a checkpoint together with all members, before Compute. The change comes next, also where that fails."""
+    """Write a checkpoint together with all members, before Compute. The change follows the next vote in any case."""
 
 
 @dataclass(frozen=True, slots=True)

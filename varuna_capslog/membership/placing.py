@@ -55,7 +55,7 @@ class Fleets:
 
     @classmethod
     def of(cls, candidates: LayoutCandidates) -> Fleets | None:
-        """Make it for a run; None where the run has another planner, or the profile lacks its seconds or bytes."""
+        """Return the joint plans of a run; None where it has another planner, or the profile lacks seconds or bytes."""
         is_ours = candidates.planner in (BUDGET, JOINT) and candidates.described and candidates.timed
         return cls(candidates) if is_ours else None
 
@@ -215,8 +215,8 @@ class Placer:
         plan: Plan | None = None,
         edges: Sequence[Edge] = (),
     ) -> Placer:
-        """Return the placer of a run. A short `plan` is that of each of the config's replicas. Raises CapslogError as
-        `LayoutCandidates`.
+        """Return the placer of a run. A short `plan` is the plan of one of the config's replicas. Raises CapslogError
+        as `LayoutCandidates`.
         """
         pipeline = config.pipeline
         shape, sizes, link = RunShape.of_config(config), tuple(layer_bytes), Link.of_config(config)
@@ -592,7 +592,7 @@ class RunProtection:
         not fit. Copies without room are reported, not refused: the run trains without that protection.
 
         Args:
-            plan: of any form, with the bytes of its ranks. A short plan is that of each of the config's replicas.
+            plan: of any form, with the bytes of its ranks. A short plan is that of one of the config's replicas.
             find: see `planning.solve.Protection`.
         """
         return _with_reserves(self.config, self.profile, plan, find)

@@ -4,17 +4,17 @@ A pure function without I/O, clocks or randomness: the live runtime, the exhaust
 this same code. The runtime keeps one `State` per member, feeds it the events of `messages.py` one after the other and
 carries out the effects in the order given; time enters only as `Tick`, a lost peer only as `Broken` and `Suspects`.
 
-Whatever is lost, late, doubled or wrongly suspected (`tests/rig/search/world.py` checks it,
+This holds, whatever is lost, late, doubled or wrongly suspected (`tests/rig/search/world.py` checks it,
 `docs/membership-protocol.md` explains it):
 
-- Never do two groups train. A generation is founded only by compare-and-set on its predecessor, by a voter of the
+- Two groups never train. A generation is founded only by compare-and-set on its predecessor, by a voter of the
   predecessor that has stopped answering it for ever; a step needs the vote of every voter. So when g+1 exists, no
   step of g can get all its votes any more, unless all had voted before.
-- Never is a settled step lost. A vote that succeeded here proves nothing about what the others know, but it proves that
-  all of them hold the boundary *before* the step; that boundary is dropped only when the next vote has succeeded.
-- Never is a state that was taken back mixed with one that was not: states are named by `Stamp`, and the record of a
-  generation says which stamps lie on its past.
-- Never is a damaged copy used if a participant could notice it: copies made ahead are compared with their owners in
+- A settled step is never lost. A vote that succeeded here does not prove what the others know, but it proves that all
+  of them hold the boundary *before* the step; that boundary is dropped only when the next vote has succeeded.
+- A state that was taken back is never mixed with another: states are named by `Stamp`, and the record of a generation
+  says which stamps lie on its past.
+- A damaged copy is never used if a participant could notice it: copies made ahead are compared with their owners in
   the first round of a generation, and a layer that arrives damaged ends the generation (`Damaged`).
 """
 
@@ -56,7 +56,7 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
         case m.Damaged() | m.Broken():  # a damaged layer is not taken, and is sent again only after a change
             return changes.broken(state)
         case m.Tightened(voted=True) if state.phase is Phase.RUN and state.cast:
-            # as if the tally was lost; but it proves that all hold the boundary before the step, so older ones go
+            # like a lost tally; but it proves that all hold the boundary before the step: older ones are freed
             kept = replace(state, cast=False, held=_kept(state, state.at))
             return changes.tightened(kept, event.capacity)
         case m.Tightened(voted=False):

@@ -208,9 +208,9 @@ FOLLOW_STEPS = 3
 USUAL_GAP = 600.0
 """Assumed seconds between two changes, before a run has a history."""
 _PLAYED = 4
-"""Most small motions that fit of which a step is simulated; the others come later in the estimated order."""
+"""Most small motions that fit and whose step is simulated, the most promising ones (`_in_order`)."""
 _BUILT = 64
-"""Most ways to give a stage away of which plans are made, the first in the estimated order."""
+"""Most ways to give a stage away that become plans, the most promising ones (`_in_order`)."""
 
 
 @dataclass(frozen=True)
@@ -432,7 +432,7 @@ class SmallMotion:
         return dataclasses.replace(way, lost_seconds=lost)
 
     def _handed_out(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> Iterator[Plan]:
-        """Yield plans in which the remaining members train the lost members' stages, in the estimated order."""
+        """Yield plans in which the remaining members train the lost members' stages, the most promising first."""
         members, remaining = loss.members, set(loss.left)
         places = {rank: loss.left.index(member) for rank, member in enumerate(members) if member in remaining}
         bare_plan = bare(plan)

@@ -58,7 +58,7 @@ def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
 
 
 def outlook(devices: int, run_dir: Path | str) -> str:
-    """Return a sentence on the effect of a request for `devices` workers. Raises CapslogError for too many workers."""
+    """Return a sentence on the effect of a request for `devices` workers. Raises CapslogError if they cannot start."""
     with _store_of(run_dir) as store:
         roster, address = _roster_of(store), store.address
     if roster.finished is not None:

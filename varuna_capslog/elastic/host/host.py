@@ -1,8 +1,8 @@
 """Supervisor of one machine in an elastic run: starts and ends its workers, passes notices on, reports losses.
 
 A loss is a `DeadEntry` in the log: of a worker here whose process ended (`Host._on_worker_exit`), also after `workers`
-killed it as hung; or of each worker of another host that `store_link` found silent (`Host._host_silent`). This host
-writes only the first generation and that of a parked run, and never touches a tensor. No worker outlives it.
+killed it as hung; or of each worker of another host that `store_link` found silent (`Host._host_silent`). Of the
+membership it decides only the first generation and a parked one. It never touches a tensor. No worker outlives it.
 """
 
 from __future__ import annotations

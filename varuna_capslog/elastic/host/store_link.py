@@ -67,7 +67,7 @@ class HostStore:
     """Store as one host uses it. Called by the host's thread, once `connect` has returned.
 
     Args:
-        roster: content of the log so far; kept by the host.
+        roster: content of the log so far; updated by the host.
         logged: called in the host's thread with every entry of the log.
         silent: called in the host's thread with the name of a host without a sign of life, and the reason.
         later: queues a function for the host's thread; may be called in any thread.

@@ -125,7 +125,7 @@ def member_server(
 
 @dataclass
 class HostWorker:
-    """Worker process. slot: number of its device here. pid: None until the fork server has forked it.
+    """Worker process. slot: number of its device on this host. pid: None until the fork server has forked it.
 
     verdict: why this host killed it. cause: the kind of that reason, a key of `base/failures.CAUSES`. All times are of
     the monotonic clock. stopped_since: when it was first seen stopped. expelled_since: when the log declared it dead

@@ -168,10 +168,10 @@ class Effects:
         return frozenset(proofs)
 
     def _gathered(self, effect: m.Decided) -> None:
-        """Take the result of the first round; all participants decide the same."""
+        """Store the result of the first round, which is the same at all participants."""
         self._parts.probe("gathered")
         self._decided = effect
-        # the group may not be open yet: now all participants are certain to be loaded
+        # all participants are loaded now: the group can open, if that has not begun
         self._parts.path.begin(effect.generation, self._loop.state.record.members)
         if effect.distrusted:
             layers = sorted(effect.distrusted)

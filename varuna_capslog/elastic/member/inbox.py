@@ -1,7 +1,7 @@
 """Inbox of one member: messages of peers, entries of the store's log and ends of connections, from all threads.
 
-Detects lost peers first: when the connection to a member ends, `Inbox` aborts the collective that waits for it and
-gives `Runtime` the event "lost"; likewise when the log declares it dead. Otherwise the threads only collect
+Detects lost peers, before any host does: when the connection to a member ends, `Inbox` aborts the collective under way
+and gives `Runtime` the event "lost". A `DeadEntry` in the log aborts it, too. Otherwise the threads only collect
 events, and answer a `BrokenEntry` while the member computes.
 """
 

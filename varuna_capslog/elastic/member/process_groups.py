@@ -64,7 +64,7 @@ class ProcessGroups:
 
     def begin(self, generation: int, members: Sequence[Member], pairs: Pairs = ()) -> None:
         """Begin to open the group of these members, by rank, unless that has begun or this member is not among them.
-        pairs: ranks that also get a group of their own; empty where they are not known yet.
+        pairs: of ranks, each of which gets a group, too; empty where they are not known yet.
         """
         if self._me not in members:
             return

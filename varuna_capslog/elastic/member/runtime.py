@@ -171,7 +171,7 @@ class Runtime:
 
         Raises:
             StepRefused: a step was voted down; the held states are on disk.
-            DiskFailed: the run's folder takes no more; that ends the run for all.
+            DiskFailed: the run's folder cannot be written, which ends the run for all members.
             CapslogError: the store is lost at a change (all is on disk), or this member was declared lost or failed.
         """
         try:
@@ -199,7 +199,7 @@ class Runtime:
             self.parts.path.close()
 
     def look_at_deadline(self) -> None:
-        """Check before a step whether a deadline of this member has come too close for the planned change."""
+        """Check before a step if the deadline of this member is now too close to copy its layers ahead."""
         event = self._notices.watch(self.state)
         if event is not None:
             self.feed(event)

@@ -53,7 +53,7 @@ class Lack:
     why: str | None = None
 
     def told(self, member: str, step: int) -> str:
-        """Sentence without an end stop."""
+        """Sentence on the lack, without a period."""
         if self.why is not None:
             return f"{member} could not make step {step}, since {self.why}"
         return f"{member} lacked {format_bytes(self.bytes)} in step {step}"
@@ -85,7 +85,7 @@ class NotApplied(Exception):
 
 
 class Training:
-    """The part of a member that trains. Called by its one thread.
+    """Training steps of one member. Called by its one thread.
 
     Attributes:
         todo: the step that the protocol wants computed.
@@ -126,7 +126,7 @@ class Training:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Compute the step that is due, and tell the protocol, which votes once the step's copies are here."""
+        """Compute the step that is due and feed Computed; the protocol votes once the step's copies are here."""
         todo, self.todo = self.todo, None
         assert todo is not None
         parts, loop, generation, step = self._parts, self._loop, todo.generation, todo.step
@@ -321,7 +321,7 @@ class Training:
             parts.peers.send(member, "update", message, generation=generation, layers=about, step=step)
 
     def check_copies(self) -> None:
-        """Tell the protocol when the updates that the vote waits for are here."""
+        """Feed Copied once the updates that the vote waits for are here."""
         state, holdings = self._loop.state, self._parts.holdings
         if state.phase is not Phase.RUN or self._computing != state.round or state.copied == state.round:
             return
@@ -364,7 +364,7 @@ class Training:
         all_seated = seats.keys() >= set(stay)
         self._awaited = not all_seated or not parts.proposals.settle(state.record, [seats[member] for member in stay])
         if self._awaited:
-            return False  # Prepare is said again after the next step
+            return False  # Prepare comes again after the next step
         self._ahead = find_ahead(parts.me, state.record, state.roles.layout, changes, seats, place, sizes)
         self._ahead.hinted = hinted
         if before is not None:  # members with a shadow copy still get its updates: votes may wait for them
@@ -383,7 +383,7 @@ class Training:
                 parts.probe("shadow sent")
 
     def _check_ahead(self) -> bool:
-        """Tell the protocol when all layers of the change are here at this step's boundary; True if it was told now."""
+        """Feed Prepared once all layers of the change are here at this step's boundary; True if it was fed now."""
         parts, state, ahead = self._parts, self._loop.state, self._ahead
         if ahead is None or ahead.hinted or not ahead.began or state.wishes.prepared == ahead.changes or state.cast:
             return False

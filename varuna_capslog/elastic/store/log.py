@@ -47,7 +47,7 @@ class StoreRefuses(StoreGone):
 
 
 class MembershipStore(abc.ABC):
-    """Client of a run's store, for any thread. Every call raises `StoreGone` if the store is gone, hangs or is new."""
+    """Client of a run's store, for any thread. Every call raises `StoreGone` if it is gone, hangs or was restarted."""
 
     address: str
     """Address in a form that `open_store` takes."""
