@@ -1,4 +1,4 @@
-"""Choice after a loss: new cuts at once, or only the lost layers reassigned now and new cuts beside the training.
+"""Choice after a loss: new cuts at once, or the lost layers reassigned now and new cuts while training continues.
 
 With new cuts the members wait for the layers that change owner, and the first vote for the copies. In a small motion
 all members keep their layers: those with copies of the lost layers train them, no new copy is made, and often nothing

@@ -280,7 +280,7 @@ class HostWorkers:
                         self._kill(worker, f"did not answer within {within} and was killed")
 
     def _kill(self, worker: HostWorker, verdict: str, cause: str = "hung") -> None:
-        """Kill a worker. The log is told of the loss when the fork server reports that the process ended."""
+        """Kill a worker. Its loss goes into the log when the fork server reports that the process ended."""
         if worker.verdict is None and worker.pid is not None:
             worker.verdict, worker.cause = verdict, cause
             signal_group(worker.pid, signal.SIGKILL)

@@ -150,9 +150,9 @@ class Balance:
 
 
 class _PlanSearch(OwnedThread):
-    """Search for a plan that is worth a change, beside the training.
+    """Thread beside training that searches a plan that is worth a change.
 
-    plan: the present one; seats: of its members, with speeds. slowness: by member, work time divided by planned time.
+    plan: the present one. seats: of its members, with speeds. slowness: by member, busy seconds over planned seconds.
     found: set at the end; None: no plan is worth it.
     """
 
