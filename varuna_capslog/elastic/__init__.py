@@ -1,6 +1,6 @@
-"""Membership that changes while a run goes on: generations, the protocol that founds them, recovery and copies.
+"""Elastic runs: hosts, members, the store and notices, which carry out what `membership/` decides.
 
-Importing it imports no torch: decisions are functions on data. Only functions for a program's own code are exported.
+Importing this package imports no torch. It exports only the functions that a user's program may call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["on_notice", "request_morph"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a hook at its first use: most importers of this package need neither."""
+    """Import an exported function at its first use: most importers of this package need none."""
     if name == "on_notice":
         from varuna_capslog.elastic.notices.gather import on_notice
 

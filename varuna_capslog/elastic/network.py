@@ -1,7 +1,7 @@
-"""Addresses: how stores are named, and under which address the other machines reach this one.
+"""Addresses: parses those of stores, and finds the address under which other machines reach this one.
 
-A name server or /etc/hosts often gives the loopback for the machine's own name, which no other machine can use, so the
-interface that leads to the store counts. A host finds it once, for all its workers.
+For a machine's own name, a name server or /etc/hosts often gives the loopback, which no other machine can use. So the
+address of the network interface towards the store is taken. A host finds it once, for all its workers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _BACKLOG = 1024
 
 
 def network_variables(store: str) -> dict[str, str]:
-    """CAPSLOG_ADDRESS (where members listen for each other) and GLOO_SOCKET_IFNAME (for training data), if not set yet.
+    """Return CAPSLOG_ADDRESS (where members listen for each other) and GLOO_SOCKET_IFNAME (for training data).
 
-    Over the loopback only gloo's is set: without it gloo would ask the name server for the machine's name whenever a
-    generation opens. store: its address; on the machine that serves it, its own name or address as the others use it.
+    CAPSLOG_ADDRESS is left out over the loopback, GLOO_SOCKET_IFNAME where it is set already. Without an interface gloo
+    would resolve the machine's name whenever a generation opens. store: the store's address, as other machines use it.
     """
     address = os.environ.get("CAPSLOG_ADDRESS") or address_towards(store)
     if address is None:
@@ -51,7 +51,7 @@ def network_variables(store: str) -> dict[str, str]:
 def check_gloo_interfaces(environment: Mapping[str, str]) -> None:
     """Check that gloo finds the interfaces in GLOO_SOCKET_IFNAME (names with commas between); else raise CapslogError.
 
-    Gloo knows no signs of NCCL_SOCKET_IFNAME, and ignores a value of one character.
+    Gloo does not know the prefixes of NCCL_SOCKET_IFNAME ("=", "^"), and ignores a value of one character.
     """
     named, interfaces = environment.get("GLOO_SOCKET_IFNAME", ""), sorted(name for _, name in socket.if_nameindex())
     missing = [name for name in named.split(",") if name and name not in interfaces] if len(named) > 1 else []
@@ -63,7 +63,7 @@ def check_gloo_interfaces(environment: Mapping[str, str]) -> None:
 
 
 def address_towards(store: str) -> str | None:
-    """IPv4 address of this machine on the way to a store; None where there is no way."""
+    """Return the IPv4 address of this machine's interface towards a store; None where no network leads there."""
     host = parse_address(store)[0][0][0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -74,9 +74,9 @@ def address_towards(store: str) -> str | None:
 
 
 def parse_address(address: str) -> tuple[tuple[tuple[str, int], ...], str]:
-    """Endpoints and prefix of `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`; of `host:port` the prefix is empty.
+    """Return endpoints and prefix of `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`, or of `host:port` with an empty prefix.
 
-    Raises CapslogError for anything else.
+    Raises CapslogError for any other form.
     """
     etcd = "://" in address
     places, _, prefix = address.removeprefix(SCHEME).partition("/") if etcd else (address, "", "")
@@ -93,12 +93,12 @@ def parse_address(address: str) -> tuple[tuple[tuple[str, int], ...], str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has an IPv4 address; None where the system does not tell."""
+    """Return the name of the interface with this IPv4 address; None where the system names none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
@@ -106,9 +106,9 @@ def interface_of(address: str) -> str | None:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Listener at one address of this machine, IPv4. A name (not localhost) of the loopback means all addresses: a
-    machine's own /etc/hosts often gives the loopback, which no other machine reaches. Raises CapslogError where the
-    address is not this machine's, or the port is taken or invalid.
+    """Return a listening IPv4 socket at an address of this machine. For a name (not localhost) that resolves to the
+    loopback it listens at all addresses: /etc/hosts often gives the loopback for a machine's own name, and no other
+    machine reaches that. Raises CapslogError if the address is not this machine's, or the port is taken or invalid.
     """
     try:
         address = socket.gethostbyname(host)

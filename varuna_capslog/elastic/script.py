@@ -1,4 +1,4 @@
-"""Any data-parallel program as an elastic run: supervised, notified and changed while it runs; see docs/scripts.md."""
+"""Any data-parallel program as an elastic run, whose members may change while it trains; see docs/scripts.md."""
 
 from __future__ import annotations
 
@@ -53,34 +53,34 @@ __all__ = [
 ]
 
 
-# -- The `Work` of a data-parallel script: one layer, which is all of its state, held by every member.
+# -- The `Work` of a data-parallel script: its whole state is one layer, which every member holds.
 
 
 _KEPT = 3
-"""Checkpoints that stay."""
+"""Number of newest checkpoints that are kept."""
 
 _STRUCTURE = "structure"
-"""The tensor of a packed state that holds, as JSON, the nesting of the others."""
+"""Name of the tensor in a packed state that has the state's nesting and plain values, as JSON."""
 
 
 class Script(Protocol):
     """Interface that a program implements. Called by one thread."""
 
     def state(self) -> Any:
-        """Return all that must survive a step boundary, alike on every member: nested dicts, lists, tuples, tensors."""
+        """Return all that later steps need, the same on every member: nested dicts, lists, tuples, tensors, numbers."""
 
     def load(self, state: Any) -> None:
-        """Continue from a result of `state`, here or on another member. The script may keep the tensors."""
+        """Continue from a result of `state` of this or another member. The script may keep the tensors."""
 
     def step(self, number: int, group: Group) -> float | Tensor | None:
-        """Make an optimizer step; return the loss, if any. If it is not finite, the run ends with the state before.
+        """Make an optimizer step; return the loss, or None. If it is not finite, the run ends with the state before.
 
-        Exceptions of `group` must not be caught: a member is gone, and the step will be made again.
+        Exceptions of `group` must not be caught: a member is lost, and the step will be made again.
         """
 
 
 class Group:
-    """The members that make a step together. Any of its methods raises `PeerLost` when one of them is gone."""
+    """Members that make a step together. Every method raises `PeerLost` when one of them is lost."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -89,7 +89,7 @@ class Group:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Add the tensors of all members, in place; the result has the same bits on every member.
 
-        The bits depend on the number of members, unless every element is zero on all but one.
+        The bits depend on the number of members, unless every element is zero on all members but one.
         """
         return self._communicator.add(tensor)
 
@@ -98,16 +98,16 @@ class Group:
         return self._communicator.gather(value)
 
     def barrier(self) -> None:
-        """Wait until all members have called this."""
+        """Wait until all members have called this method."""
         self._communicator.barrier()
 
 
 class ScriptWork(Work):
-    """Part of one member in the run of a data-parallel script. Raises CapslogError for a state that `pack` refuses.
+    """Training of one member in the run of a script. Raises CapslogError for a state that `pack` refuses.
 
     Args:
         start: its `run_dir` gets metrics.jsonl, events.jsonl and checkpoints/step-<step>-<generation>.pt.
-        steps: number of the last one.
+        steps: number of the last step.
         done: called with each step's number and loss, on the first member.
         checkpoint_every: steps between two checkpoints; None: one at the end only.
     """
@@ -128,7 +128,7 @@ class ScriptWork(Work):
         self.layer_bytes: tuple[int, ...] = (size,)
         self._communicator: Communicator | None = None
         self._generation = 0
-        self._before: LayerState | None = None  # while a step is computed and not yet voted
+        self._before: LayerState | None = None  # state before a step, from its computation to its vote
         self._shelved: LayerState | None = None  # state of the script between two generations
         self._loss = math.nan
         self._began = 0.0
@@ -148,7 +148,7 @@ class ScriptWork(Work):
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
         state, self._communicator, self._generation = states[0], communicator, opening.number + self._start.offset
         if opening.base == INITIAL and len(set(communicator.gather(digest(state)))) > 1:
-            # the script draws its weights without a seed: all begin with the first one's, as is usual
+            # the script draws its weights without a seed: all members begin with the weights of the first one
             state = communicator.gather(state if communicator.rank == 0 else None)[0]
         if state is not self._shelved:
             self._script.load(unpack({name: tensor.clone() for name, tensor in state.items()}))
@@ -161,7 +161,7 @@ class ScriptWork(Work):
         if self._communicator is None:
             return {}
         self._communicator = None
-        if self._before is not None:  # the script has computed further: it must load this state, or another one
+        if self._before is not None:  # the script has changed its state: `open` must load one
             state, self._before = self._before, None
             return {0: state}
         self._shelved = pack(self._script.state(), copy=True)
@@ -212,7 +212,7 @@ class ScriptWork(Work):
 
     def state(self, layer: int, copy: bool) -> LayerState:
         if self._before is not None:
-            return self._before  # a copy already, which stays as it is
+            return self._before  # already a copy, which does not change
         return pack(self._script.state(), copy)
 
     def initial(self, layer: int) -> LayerState:
@@ -240,7 +240,7 @@ class ScriptWork(Work):
         return stamp
 
     def _save(self, stamp: Stamp) -> None:
-        """Write the checkpoint of a boundary, also after a change: an existing file stays."""
+        """Write the checkpoint of a boundary; a file that exists from before a change of members stays."""
         state = pack(self._script.state(), copy=False)
         if len(set(self._group.gather(digest(state)))) > 1:
             raise CapslogError(
@@ -262,21 +262,21 @@ class ScriptWork(Work):
 
     def note(self, kind: str, **details: Any) -> None:
         if kind == "begin":
-            details["step"] -= 1  # told after the first step, of the boundary before it
+            details["step"] -= 1  # noted after the first step, but meant for the boundary before it
             kind = "resume" if details["step"] else "start"
         details["generation"] = int(details.get("generation", 0)) + self._start.offset
         files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, "time": wall_seconds(), **details})
 
 
 def loss_of(returned: float | Tensor | None) -> float:
-    """Loss that a step returned, as a number. NaN: none, which is allowed; infinite: the loss was not finite."""
+    """Return the loss of a step as a number. NaN: the step returned None; infinite: the loss was not finite."""
     if returned is None:
         return math.nan
     value = float(returned)
     return value if math.isfinite(value) else math.inf
 
 
-# -- the form in which a state travels ---------------------------------------------------------------------------------
+# -- the form in which a state is sent and stored ----------------------------------------------------------------------
 
 
 def pack(state: Any, copy: bool) -> LayerState:
@@ -291,7 +291,7 @@ def pack(state: Any, copy: bool) -> LayerState:
             name = f"tensor/{len(tensors):06d}"
             tensors[name] = value.detach().clone() if copy else value.detach()
             return {"tensor": name}
-        if isinstance(value, Mapping):  # keys may be numbers, and their order counts
+        if isinstance(value, Mapping):  # a list of pairs: keys may be numbers, and their order counts
             return {"dict": [[fold(key, where), fold(entry, f"{where}[{key!r}]")] for key, entry in value.items()]}
         if isinstance(value, tuple | list):
             kind = "tuple" if isinstance(value, tuple) else "list"
@@ -309,7 +309,7 @@ def pack(state: Any, copy: bool) -> LayerState:
 
 
 def unpack(packed: Mapping[str, Tensor]) -> Any:
-    """Nested state; its tensors are those of `packed`."""
+    """Return the nested state, with the tensors of `packed` themselves."""
 
     def unfold(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -329,7 +329,7 @@ def unpack(packed: Mapping[str, Tensor]) -> Any:
 
 
 def saved_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
-    """Boundaries with a checkpoint on disk, the newest last; generations as the file names count them."""
+    """Boundaries with a checkpoint on disk, the newest last; their generations are numbers of the run's files."""
     states = []
     for path in (run_dir / "checkpoints").glob("step-*-*.pt"):
         if (stamp := Stamp.of_name(path.stem.removeprefix("step-"))) is not None:
@@ -350,7 +350,7 @@ def _write(path: Path, state: LayerState) -> None:
 
 
 def read_state(path: Path) -> LayerState:
-    """State in a checkpoint. Raises CapslogError."""
+    """Read the packed state in a checkpoint. Raises CapslogError."""
     advice = "remove it to go on from the one before"
     state: LayerState = read_file(path, advice)
     try:
@@ -360,28 +360,28 @@ def read_state(path: Path) -> LayerState:
     return state
 
 
-# -- Supervision, notices and live changes of membership for any program with `state()`, `load()` and `step()`.
+# -- Elastic training for any program with `state()`, `load()` and `step()`.
 #
 #     class Training:
-#         def state(self): ...            # all that must survive: nested dicts and lists of tensors, numbers and text
-#         def load(self, state): ...      # take over what another member's (or an earlier) state() gave
-#         def step(self, number, group):  # one optimizer step over group.size members, of which this is group.rank
+#         def state(self): ...            # all that later steps need: nested dicts and lists of tensors, numbers, text
+#         def load(self, state): ...      # continue from a state() of another member, or of an earlier step
+#         def step(self, number, group):  # one optimizer step over group.size members; this one is number group.rank
 #             ...
 #
-# train(Training(), steps=1000)
+#     train(Training(), steps=1000)
 #
-# Every member holds all of the state, as in plain data parallelism, so a loss costs the step under way and nothing
-# else. A step that the others did not finish is taken back: `step` must not keep what it cannot `load`, and should
-# choose its data by `number` alone. Run alone such a script trains by itself; `capslog script` starts it with a
-# supervisor.
+# Every member holds the whole state, as in plain data parallelism, so the loss of a member costs only the step under
+# way. A step that the others did not finish is taken back: all that `step` changes must be part of `state`, and its
+# data should depend on `number` alone. Started by itself, such a script trains in one process; `capslog script` starts
+# it with a supervisor.
 
 
 TRUTH = "CAPSLOG_TRUTH"
-"""Variable: a JSON list of a file and a step. A script that runs alone writes its losses there up to that step, then a
-digest of its state, and ends."""
+"""Environment variable: a JSON list of a file and a step. A script that runs alone writes its losses up to that step to
+the file, then a digest of its state, and ends."""
 
 _CURRENT: contextvars.ContextVar[MemberScript | None] = contextvars.ContextVar("member_script", default=None)
-"""The script of this context: another run in the same process has its own."""
+"""Script of this context; another run in the same process has another context."""
 
 
 def train(
@@ -392,8 +392,8 @@ def train(
 ) -> None:
     """Make the steps up to number `steps`, together with the other members, if there are any.
 
-    Without `capslog script` this is a loop in this process alone. Returns after the last step; if this member has to
-    leave earlier, or the run is stopped, the process ends here (SystemExit).
+    Without `capslog script` this is a loop in one process. Returns after the last step; if this member must leave
+    earlier, or the run is stopped, raises SystemExit, so that the process ends.
 
     Args:
         done: called with each final step and its loss (NaN: none), on the first member.
@@ -428,7 +428,7 @@ def _take_part(
     (start, store), settings = enter(member.run_dir, member.wish), member.settings
     work = ScriptWork(start, settings, script, steps, done, checkpoint_every)
     options = RuntimeOptions(
-        shadows=False,  # all members hold all of it: nothing is to be copied ahead
+        shadows=False,  # all members hold the whole state: nothing must be copied ahead
         timeouts=Timeouts(change=settings.patience_seconds),
     )
     end, member.status = take_part(start, store, work, options)
@@ -441,7 +441,7 @@ class MemberScript:
     """A user's script in the process of one member; `current_script` finds it when the script calls the library.
 
     Attributes:
-        settings: the config's section `elastic`; a script of Varuna's brings its own.
+        settings: the config's section `elastic`; the defaults in a run of the Varuna plugin.
         status: exit status of this member's part in the run; None until it has ended.
     """
 
@@ -451,7 +451,7 @@ class MemberScript:
     status: int | None = None
 
     def run(self, path: str, arguments: Sequence[str], folder: str) -> int | str | None:
-        """Run the script as this program; return its SystemExit's code or None. folder: where imports look first."""
+        """Run the script as `__main__`; return its SystemExit's code or None. folder: first in `sys.path`."""
         sys.argv = [path, *arguments]
         sys.path.insert(0, folder)
         token = _CURRENT.set(self)
@@ -465,7 +465,7 @@ class MemberScript:
 
 
 def current_script() -> MemberScript | None:
-    """Script that makes this call; None in no member's process. Raises CapslogError in another thread than its own."""
+    """Script that makes this call; None outside a member's process. Raises CapslogError in other threads than main."""
     script = _CURRENT.get()
     if script is None and "CAPSLOG_MEMBER" in os.environ and threading.current_thread() is not threading.main_thread():
         raise CapslogError(
@@ -478,7 +478,7 @@ def current_script() -> MemberScript | None:
 def main(arguments: Mapping[str, Any]) -> int:
     """Run the script of one member, which calls `train`; return the exit status.
 
-    arguments: "run_dir"; "script": its path; "arguments": its own; "elastic": the settings.
+    arguments: "run_dir"; "script": path of the script; "arguments": for the script; "elastic": the settings.
     """
     return report_failures(Path(arguments["run_dir"]), lambda wish: _run(arguments, wish))
 

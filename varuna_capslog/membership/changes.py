@@ -50,14 +50,14 @@ Step = tuple["State", tuple[m.Effect, ...]]
 class Phase(Enum):
     """Phase of a member."""
 
-    OUTSIDE = "outside"  # not in the generation, and not wanted or not yet in
-    GATHER = "gather"  # adopted it, told its layers, waits to hear those of the others
-    INSTALL = "install"  # knows its layers, waits for those that must come
+    OUTSIDE = "outside"  # not in the generation: not yet, or not any more
+    GATHER = "gather"  # has adopted the generation and sent its holdings; waits for those of the others
+    INSTALL = "install"  # knows its layers; waits for those that must still arrive
     RUN = "run"  # trains
-    CHANGE = "change"  # answers its generation never again, tries to found the next or hears of it
-    WAIT = "wait"  # the generation is too small for the job; its state is kept
+    CHANGE = "change"  # never answers its generation again; founds the next one or waits for it
+    WAIT = "wait"  # too few devices, or settled layers are missing; keeps its state
     SERVE = "serve"  # leaving: sends layers that others still need
-    STOPPED = "stopped"  # the end: refused step, or no store at a change; all that was held is on disk
+    STOPPED = "stopped"  # the end: a step voted down, or no store at a change; all held states are on disk
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is slow
 
@@ -67,9 +67,9 @@ class Job:
     """Settings that are the same on every rank for a whole run.
 
     Attributes:
-        layer_bytes: state of each layer. place: from seats to layout (see `recovery.Place`); deterministic.
-        sync: `protection: sync`, copies follow each step before its vote; False (`async`): one step behind.
-        shadows: planned changes copy ahead before they commit; False: they commit at the next boundary.
+        layer_bytes: state of each layer. place: see `recovery.Place`; deterministic.
+        sync: `protection: sync`: the vote on a step waits for its copies; False (`async`): copies are one step behind.
+        shadows: layers are copied ahead of a planned change; False: it is made at the next boundary.
     """
 
     layer_bytes: tuple[int, ...]
@@ -88,7 +88,7 @@ class Job:
         make: Callable[[Job, Generation, Mapping[Member, m.Value]], Result],
     ) -> Result:
         """Return the result of `make` for a whole round, computed once per `values` object. In a simulation all members
-        share the object; without this the cost of a change would grow with the square of their number.
+        share that object; otherwise the cost of a change would grow with the square of their number.
         """
         for of, by, answer in self._remembered:
             if of is values and by == record:
@@ -100,11 +100,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Roles of a member for the layers of the last decided generation.
+    """Layers of a member in the generation that was decided last.
 
     Attributes:
-        own, copies, shadows: layers that it trains, keeps copies of, holds ahead of a planned change.
-        missing: owned layers still on their way. layout: of all members; shows whether the survivors hold everything.
+        own, copies, shadows: layers that it trains, keeps copies of, and copies ahead of a planned change.
+        missing: owned layers still on their way. layout: of all members; shows if the survivors hold every layer.
     """
 
     own: frozenset[int] = frozenset()
@@ -119,10 +119,10 @@ class Wishes:
     """Changes of the membership that a member knows to be wished, until they are part of a generation.
 
     Attributes:
-        urgent: no time to prepare them. hints: members of the generation that may be told to leave.
-        save: votes ask for a checkpoint before a change begins; saving: it comes before the computation under way.
-        prepared: wishes for which its shadows are complete.
-        planned: a vote told it to stop; the new generation may be proposed at once.
+        urgent: there is no time to copy ahead. hints: changes that may be wished later.
+        save: its votes ask for a checkpoint before a change. saving: that checkpoint comes before the present step.
+        prepared: changes for which its shadow copies are complete.
+        planned: the change is decided, by a vote or in WAIT; this member may propose the next generation at once.
     """
 
     changes: frozenset[m.Change] = frozenset()
@@ -139,18 +139,18 @@ class State:
     """Everything that one member knows; changed by `step` only.
 
     Attributes:
-        me: never used before.
-        record: the newest generation it adopted, or, OUTSIDE, saw; a new process knows none.
-        round: 0 while it gathers, then the step under way; cast: it has cast in this round.
-        computed, copied: gradients and copies that the vote waits for are here (`copied`: the step of the copies).
+        me: its name, never used before.
+        record: newest generation that it has adopted or, in OUTSIDE, seen; EMPTY in a new process.
+        round: 0 in GATHER, then the step under way. cast: it has cast its value in this round.
+        computed: the step's gradients are here. copied: newest step for whose vote the copies are here.
         heard: values of rounds of this generation or later ones, kept until the round is complete.
-        held: all training state that it can send; at first the readable part of what earlier members wrote (`Persist`).
+        held: all training state that it can send.
         at: the boundary of its layers. base: where this generation began; None before that is decided.
-        suspects: participants that the failure detector takes for lost.
-        unseen: a newer generation seen while its vote was out. wants_in: OUTSIDE, it asks to be let in.
-        regress: WAIT, it waits for holders of settled steps, and may go back to the checkpoint instead.
-        checkpoint: the newest complete one that it knows of.
-        voted: generation and boundary of its last vote on a step.
+        suspects: participants that the failure detector considers lost.
+        unseen: newer generation seen while its vote was pending. wants_in: in OUTSIDE, it asks to join.
+        regress: in WAIT, it waits for holders of settled steps, and may go back to the checkpoint instead.
+        checkpoint: newest complete checkpoint that it knows of.
+        voted: generation of its last vote on a step, and the boundary before that step.
     """
 
     me: Member
@@ -191,16 +191,16 @@ class State:
 # -- Preparation of a planned change: the layers that will move, and the members that get copies while training goes
 #    on.
 #
-# Every member computes the same by itself, from the present layout and the wishes that a vote told all of them.
+# Every member computes the same layers by itself, from the present layout and the wishes in a vote, which all know.
 
 
 @dataclass
 class Ahead:
-    """Change under way at one member.
+    """Preparation of a planned change at one member.
 
     Attributes:
-        targets: layer -> future owners and copiers that lack it, for the layers that this member sends.
-        mine: layers that come here.
+        targets: layer -> future owners and holders of copies that lack it, for the layers that this member sends.
+        mine: layers that are sent to this member.
         sent: layer -> members that got a copy in this generation, for any change; they get every update.
         began: copies of this change have been sent. hinted: it may never be made; no vote waits for it.
         layout: after the change; None where the next generation will wait.
@@ -227,7 +227,7 @@ class Ahead:
 
 
 def first_owner(layer: int, layout: MemberLayout, members: Sequence[Member]) -> Member | None:
-    """Return the replica that sends a layer; None where no member owns it."""
+    """Return the first owner of a layer by rank, which sends it; None where no member owns it."""
     return next((member for member in members if layer in layout.owned.get(member, ())), None)
 
 
@@ -250,15 +250,15 @@ def find_ahead(
 ) -> Ahead:
     """Find the layers that move for these changes. Joining members get none: they are not in this generation.
 
-    seats: of all members and of those that asked to be let in; equal at all members, or they disagree.
+    seats: of all members and of those that asked to join; they must be equal at all members, or the results differ.
     """
     stay = stay_with(record, changes)
     wanted = place([seats[member] for member in stay]) if stay else "no device is left"
-    if isinstance(wanted, str):  # the next generation will wait, and say for what
+    if isinstance(wanted, str):  # the next generation will wait
         return Ahead(changes, {}, frozenset())
     held = {member: [(layer, INITIAL) for layer in layout.holds(member)] for member in record.members}
     boundary = newest_boundary(len(layer_bytes), held, lambda stamp: True, INITIAL)
-    # copies, too: the first vote of the next generation waits for them
+    # with copies: the first vote of the next generation waits for them
     roles = {member: wanted.holds(member) for member in stay if member in record.members}
     targets: dict[int, list[Member]] = {}
     mine: set[int] = set()
@@ -282,7 +282,7 @@ def hint(state: State, change: m.Change) -> Step:
 
 
 def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> Step:
-    """Add a change to the next vote; a generation that waits and does not vote makes it at once."""
+    """Add a change to the next vote; a generation in WAIT has no votes and makes it at once."""
     kind, member = change
     if state.phase is Phase.OUTSIDE:
         gives_up = change == ("leave", state.me) and state.wants_in
@@ -293,13 +293,13 @@ def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> St
     wishes = replace(
         wishes, changes=wishes.changes | {change}, urgent=wishes.urgent or urgent, save=wishes.save or save
     )
-    if state.phase is Phase.WAIT:  # a member that joins may hold the missing layers: no reason to go back
+    if state.phase is Phase.WAIT:  # a joining member may hold the missing layers, so do not go back yet
         return stop_answering(replace(state, wishes=replace(wishes, planned=True), regress=False))
     return replace(state, wishes=wishes), ()
 
 
 def broken(state: State) -> Step:
-    """Handle a loss in the generation, or damaged data; which member is lost is not known yet."""
+    """Handle a fault of the generation: the loss of a member, which is not known yet, or damaged data."""
     if not state.votes or state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
         return state, ()
     if state.unseen is not None:
@@ -308,8 +308,8 @@ def broken(state: State) -> Step:
 
 
 def tightened(state: State, capacity: int) -> Step:
-    """Give the step up and found the same generation anew, with a plan for a smaller device. No member is lost; the
-    others, which still compute, stop when the generation's communication ends.
+    """Give the step up and found a generation of the same members, with a plan for a smaller device. The others, which
+    still compute, stop when the generation's communication ends.
     """
     if not state.votes or state.phase is not Phase.RUN or state.cast:
         return state, ()
@@ -339,8 +339,8 @@ def _concerned(state: State) -> bool:
 
 
 def stop_answering(state: State) -> Step:
-    """Stop answering this generation for ever, and found the next if this member may: at once after a vote, or when it
-    knows the lost members and the others hold every layer. Otherwise others may know more, and it waits for `Tick`.
+    """Stop answering this generation for ever. Found the next one at once if that is planned, or if this member knows
+    the lost ones and the others hold every layer. Otherwise others may know more, so it waits for `Tick`.
     """
     effects: list[m.Effect] = []
     if state.phase is not Phase.CHANGE:
@@ -356,8 +356,8 @@ def stop_answering(state: State) -> Step:
 
 
 def _proposal(state: State) -> tuple[m.Effect, ...]:
-    """Return the compare-and-set that founds the next generation. Only a voter may: its generation has ended before the
-    next begins, and only a voter knows for sure whether a step was taken, and from which boundary.
+    """Return the compare-and-set that founds the next generation. Only a voter may: since it has stopped answering, its
+    generation has ended, and only a voter knows for sure if a step was applied, and from which boundary.
     """
     if not state.votes:
         return (m.ReadStore(),)
@@ -365,11 +365,11 @@ def _proposal(state: State) -> tuple[m.Effect, ...]:
     leave = {member for kind, member in state.wishes.changes if kind == "leave"}
     stay = [member for member in stay_with(record, state.wishes.changes) if member not in gone]
     leaving = [member for member in record.members if member in leave and member not in gone]
-    if state.at.generation != record.number:  # nothing was trained yet: leaving members may hold layers that are needed
+    if state.at.generation != record.number:  # no step was applied yet: leaving members may hold needed layers
         leaving += [member for member in record.leaving if member not in gone and member not in stay]
     regress = state.regress or (record.regress and state.base is None)
     proposal = record.successor(stay, leaving, state.base, state.checkpoint, state.at.step, regress)
-    # The last ones to leave write what they hold before the record says that they may go.
+    # The last members to leave write what they hold before the record lets them go.
     before = () if stay else (m.Persist("the last devices leave; the run is parked"),)
     return (*before, m.CompareAndSet(record.number, proposal))
 
@@ -390,10 +390,10 @@ def tick(state: State) -> Step:
 
 
 def store_says(state: State, record: Generation) -> Step:
-    """Handle a record of the store; one older than the known record changes nothing."""
+    """Handle a record of the store; a record older than the known one changes nothing."""
     if record.number > state.record.number:
         if state.phase is Phase.RUN and state.cast:
-            # Its vote may have been the last one missing: the tally, or the end of communication, will tell.
+            # Its vote may have completed the round: wait for the tally or for the end of communication.
             newest = max(record, state.unseen or record, key=lambda seen: seen.number)
             return replace(state, unseen=newest), ()
         return adopt(state, record)
@@ -403,12 +403,12 @@ def store_says(state: State, record: Generation) -> Step:
 
 
 def adopt(state: State, record: Generation) -> Step:
-    """Take part in a generation of the store, or note that it was made without this member."""
+    """Take part in a generation of the store, or go outside if it was founded without this member."""
     effects: list[m.Effect] = []
     if state.phase not in (Phase.OUTSIDE, Phase.CHANGE):
         effects.append(m.Abort(state.record.number))
     inside = state.phase is not Phase.OUTSIDE
-    if not record.members and inside:  # parked: no member is left to which this one could send anything
+    if not record.members and inside:  # parked: no member is left to receive states from this one
         effects.append(m.Persist("the run is parked"))
     if state.me not in record.participants or not record.members:
         leaves = ("leave", state.me) in state.wishes.changes or (inside and not state.votes)
@@ -416,9 +416,9 @@ def adopt(state: State, record: Generation) -> Step:
         state, more = outside(state, record, wants_in=not leaves and (inside or state.wants_in))
         return state, (*effects, *more)
     members, wishes = frozenset(record.members), state.wishes
-    # A join that was not taken up must be asked for again, or two views of the lost members would alternate for ever.
+    # Joins are dropped and must be asked for again, or members that disagree on who is lost would alternate for ever.
     changes = frozenset(change for change in wishes.changes if change[0] == "leave" and change[1] in members)
-    if not inside and not state.wants_in:  # it changed its mind on the way
+    if not inside and not state.wants_in:  # it no longer wants to join
         changes |= {("leave", state.me)}
     state = replace(
         state,
@@ -448,7 +448,7 @@ def adopt(state: State, record: Generation) -> Step:
 
 
 def outside(state: State, record: Generation, wants_in: bool) -> Step:
-    """Leave the generation, but keep the layers: the generation may turn out to need them."""
+    """Go outside the generation, but keep the layers: the generation may still need them."""
     state = replace(
         state,
         phase=Phase.OUTSIDE,
@@ -465,14 +465,14 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
     )
     if not wants_in:
         return state, (m.Release(),)
-    if not record.members:  # no member can be training: the next one that asks goes on
+    if not record.members:  # no member can be training: this one founds the next generation
         successor = record.successor((state.me,), (), None, state.checkpoint, regress=record.regress)
         return state, (m.CompareAndSet(record.number, successor),)
     return state, (m.Ask(record.members),)
 
 
 def _heard_of(state: State, generation: int) -> frozenset[m.Heard]:
-    """Values of this generation and later ones; older ones are fenced out."""
+    """Values of this generation and later ones; older values are dropped."""
     return frozenset(heard for heard in state.heard if heard.generation >= generation)
 
 

@@ -1,7 +1,7 @@
 """Entries of the store's log: messages of hosts, members and people to all participants of a run.
 
-Every entry checks itself when it is made, so no invalid one is written or acted on. `docs/membership-protocol.md` lists
-the writers.
+An entry checks its fields when it is created, so no invalid entry is written or handled. `docs/membership-protocol.md`
+lists the writers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 _EARLIEST = 1e9
-"""Seconds since 1970 in 2001: a smaller deadline is not a time of day but seconds that are left."""
+"""A time in 2001, in seconds since 1970: a smaller deadline is no time of day but a number of remaining seconds."""
 
 
 _KINDS: dict[str, type[Entry]] = {}
@@ -71,7 +71,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class GenerationEntry(Entry, kind="generation"):
-    """Record of the newest generation. Only the store writes it, as its compare-and-set."""
+    """Record of the newest generation. Written only by `MembershipStore.compare_and_set`."""
 
     record: Generation
 
@@ -81,7 +81,7 @@ class GenerationEntry(Entry, kind="generation"):
 
 @dataclass(frozen=True)
 class HostsEntry(Entry, kind="hosts"):
-    """A supervisor has come ("here", with `workers`), has gone home ("gone"), or does not answer ("lost")."""
+    """A host has come ("here", with devices for `workers` workers), has left ("gone"), or does not answer ("lost")."""
 
     host: str
     state: str
@@ -107,7 +107,7 @@ class HelloEntry(Entry, kind="hello"):
 
 @dataclass(frozen=True)
 class AskEntry(Entry, kind="ask"):
-    """A member wants to be let in; capacity: bytes of its device, 0 where the run has no capacities."""
+    """A member asks to join. capacity: bytes of its device, 0 where the run has no capacities."""
 
     member: Member
     host: str | None = None
@@ -116,7 +116,7 @@ class AskEntry(Entry, kind="ask"):
 
 @dataclass(frozen=True)
 class DeadEntry(Entry, kind="dead"):
-    """A member has ended, or is taken for dead; final. by: host that says so; cause: key of `base/failures.CAUSES`."""
+    """A member has ended, or is declared dead for good. by: host that says so. cause: key of `base/failures.CAUSES`."""
 
     member: Member
     why: str | None = None
@@ -126,17 +126,17 @@ class DeadEntry(Entry, kind="dead"):
 
 @dataclass(frozen=True)
 class LeftEntry(Entry, kind="left"):
-    """A member has ended as it should, and no member waits for it."""
+    """A member has ended without a failure, and no other member waits for it."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class NoticeEntry(Entry, kind="notice"):
-    """A member is to leave. urgent: at the next boundary, whatever was copied ahead.
+    """A member must leave. urgent: at the next boundary, even if nothing was copied ahead.
 
     deadline: when it may be gone, in seconds since 1970; None: no deadline.
-    left: seconds until then by its writer's clock; never more are left, whatever a reader's clock says.
+    left: seconds until the deadline by the writer's clock; a reader counts no more, whatever its own clock says.
     """
 
     member: Member
@@ -159,7 +159,7 @@ class HintEntry(Entry, kind="hint"):
 
 @dataclass(frozen=True)
 class AnnounceEntry(Entry, kind="announce"):
-    """A host is to leave and tells its members. notice: "hint", "leave" or "now"; the rest as in `NoticeEntry`."""
+    """A host must leave; it gives notice to its members. notice: "hint", "leave" or "now"; see also `NoticeEntry`."""
 
     host: str
     notice: str
@@ -170,14 +170,14 @@ class AnnounceEntry(Entry, kind="announce"):
 
 @dataclass(frozen=True)
 class RequestEntry(Entry, kind="request"):
-    """The run is to have `devices` workers: hosts start or send away their share."""
+    """The run shall have `devices` workers: each host starts or releases its share."""
 
     devices: int
 
 
 @dataclass(frozen=True)
 class BrokenEntry(Entry, kind="broken"):
-    """A member has stopped answering this generation."""
+    """A member has stopped answering this generation after a fault."""
 
     generation: int
     member: Member
@@ -195,7 +195,7 @@ class CheckpointEntry(Entry, kind="checkpoint"):
 class FinishedEntry(Entry, kind="finished"):
     """The run has ended. step: the last applied step; stopped: early, on request; asked: by a person.
 
-    failure: what would stop every member: its `member`, `cause`, `kind` and `time`.
+    failure: `member`, `cause`, `kind` and `time` of a failure that would stop every member; None: there was none.
     """
 
     step: int = 0
@@ -252,14 +252,14 @@ _CHECKS: Mapping[str, Callable[[Any, str], object]] = {
 
 
 class Roster:
-    """State of the log for supervisors and members. Attributes are to be read only.
+    """State of the log for supervisors and members. Attributes must only be read.
 
     Attributes:
         taken: number of entries.
-        hosts: those that are here, with the number of workers each can have.
+        hosts: hosts that are here, each with the largest number of its workers.
         members: workers that have neither ended nor been declared dead, oldest first, with their hosts.
-        dead: workers declared dead, by any host or member; gone: their host has reported their end, so it is certain.
-        here: workers that have loaded and read the log; noticed: those with a notice to leave.
+        dead: workers declared dead by any host. gone: workers whose own host has reported their end, which is certain.
+        here: workers that have loaded and read the log. noticed: workers with a notice to leave.
         generation, checkpoint: the newest. broken: newest generation that a member reported as broken.
         finished: the entry that ended the run.
     """
@@ -281,7 +281,7 @@ class Roster:
         self._spoke: dict[Member, int] = {}
 
     def take(self, value: Mapping[str, Any]) -> Entry | None:
-        """Add and return the next entry, as the store keeps it. An unknown kind only counts, and gives None."""
+        """Add the next entry, a JSON object, and return it; None for an unknown kind, which is only counted."""
         self.taken += 1
         entry = read(value)
         match entry:
@@ -314,7 +314,7 @@ class Roster:
                 self.hosts.pop(host, None)
             case CheckpointEntry(step, generation):
                 self.checkpoint = Stamp(step, generation)
-            case FinishedEntry() if self.finished is None or self.finished.failure is None:  # the first is the cause
+            case FinishedEntry() if self.finished is None or self.finished.failure is None:  # first failure: the cause
                 self.finished = entry
         return entry
 
@@ -346,7 +346,7 @@ class Roster:
         return member in self._named
 
     def silent(self, generation: int) -> tuple[Member, ...]:
-        """Members of a generation without a message since it broke, and without a place in a later one."""
+        """Members of a broken generation that have reported nothing since, and are in no later generation."""
         return tuple(
             member
             for member, last in self._named.items()
@@ -355,13 +355,13 @@ class Roster:
 
     @property
     def staying(self) -> list[Member]:
-        """Workers without a notice to leave, oldest first."""
+        """Members without a notice to leave, oldest first."""
         return [member for member in self.members if member not in self.noticed]
 
     def share(self, host: str, devices: int) -> tuple[int, tuple[Member, ...]]:
         """Return this host's share of a run with `devices` workers: how many to start, and which of its workers leave.
-        All hosts compute the same division: in the order of their names they start missing workers, up to what each can
-        have; of too many the youngest leave.
+        All hosts compute the same division: in the order of their names they start missing workers, as many as each can
+        have; superfluous workers leave, the newest first.
         """
         staying = self.staying
         missing = devices - len(staying)

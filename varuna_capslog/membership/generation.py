@@ -1,6 +1,6 @@
 """Generations: their members, the boundaries on their past, and the stamp of every state of a layer.
 
-The store holds exactly one `Generation`, replaced by compare-and-set on its number; every message of a run names one.
+The store holds exactly one `Generation`, the newest. Compare-and-set on its number replaces it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["EMPTY", "INITIAL", "Generation", "Held", "Member", "MemberLayout", "
 FORMAT = "varuna-capslog/generation/1"
 
 Member = str
-"""Names one process for its whole life and is never used again: one that is started anew is another member."""
+"""Name of one worker process, never used again: a worker that is started again is another member."""
 
 
 class Stamp(NamedTuple):
-    """Boundary after optimizer step `step` of the generation that voted on it; equal stamps mean equal state. Sorts by
-    step. The generation is part of it since a step may be taken back and voted again, with other bits on
-    nondeterministic devices.
+    """Name of the boundary after optimizer step `step`, with the generation whose members voted on that step. Equal
+    stamps mean equal state. The generation is part of the name since a step may be taken back and computed again in a
+    later generation, with other bits on nondeterministic devices. Stamps sort by step.
     """
 
     step: int
@@ -39,37 +39,37 @@ class Stamp(NamedTuple):
 
 
 LINEAGE_ENTRIES = 64
-"""Changes, between which training went on, that a record names at most, so that it does not grow with the run. Three
-would be enough: their bases rise, and no boundary is needed that is older than the newest by more than two steps.
+"""Most entries in `Generation.lineage`, so that the record does not grow with the run. Three would be enough: bases
+rise, and no boundary older than the newest by more than two steps is needed.
 """
 
 INITIAL = Stamp(0, 0)
-"""The state before step 1: every rank can make it from the seed, so it is the checkpoint of a run without one."""
+"""Boundary before step 1, and the checkpoint of a run that has written none: the seed gives its state on every rank."""
 
 Held = frozenset[tuple[int, Stamp]]
-"""Training state that one member can send: (layer, boundary) pairs, whatever it keeps them for."""
+"""Training state that one member can send: (layer, boundary) pairs of layers that it trains, has trained or copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Membership of the run. It exists only as its record in the store.
+    """Membership of the run. A generation exists once the store has its record, which its founder wrote.
 
     Attributes:
         number: one more than its predecessor's.
-        members: voters, in the order of ranks. Empty: the run waits with its state on disk.
+        members: voters, in the order of ranks. Empty: the run is parked, with its state on disk.
         leaving: members that still send the layers they held, but neither vote nor own a layer.
-        lineage: (generation, base) of earlier generations that may have trained since `checkpoint`: the boundary from
-            which each went on, bases rising. States beyond such a base from before it were taken back and are void.
-            Left out are entries that a later one makes redundant, and all but the newest `LINEAGE_ENTRIES`.
-        checkpoint: the newest on the lineage that its founder knew of.
-        reached: newest step that this or an earlier founder had applied; what is older by two was settled.
-        regress: where no member holds the settled steps, it may go back beyond them, to the checkpoint.
+        lineage: (generation, base) of each earlier generation that may have trained since `checkpoint`; base: the
+            boundary from which it continued. Bases rise. Other states of older generations at the base's step or later
+            were taken back and are void. Only the newest `LINEAGE_ENTRIES` are kept, without redundant ones.
+        checkpoint: newest complete checkpoint on this generation's past that its founder knew of.
+        reached: newest step that this or an earlier founder had applied; the boundary before it was settled.
+        regress: True: where no member holds the settled steps, the run may go back to the checkpoint.
         forgotten: generation of the newest lineage entry dropped because there were too many, 0 for none. States of
             generations before it count as void: it is unknown which of them were taken back.
-        plan: chosen by its founder, ranks in the order of `members`; None: every member computes the same plan.
-        copies: after a loss, the copies that each member keeps, where none are made before the next step
-            (`small_motion`); None: copies are placed as `redundancy` asks.
-        motion: what its founder weighed after a loss, for people (`small_motion.Weighed.told`).
+        plan: chosen by the founder, ranks in the order of `members`; None: every member computes the same plan.
+        copies: in a small motion, the layers that each member held before and does not own now: the only copies before
+            the next step; None: copies are placed as `redundancy` requires.
+        motion: the founder's comparison after a loss, for people (`small_motion.Weighed.told`).
     """
 
     number: int
@@ -95,11 +95,11 @@ class Generation:
 
     @property
     def participants(self) -> tuple[Member, ...]:
-        """Participants of its first round, the leaving members included."""
+        """Participants of this generation's first round: its members and the leaving ones."""
         return self.members + self.leaving
 
     def continues(self, stamp: Stamp) -> bool:
-        """True where a state lies on this generation's past: never taken back, not older than its checkpoint."""
+        """True where the boundary lies on this generation's past: never taken back, not older than the checkpoint."""
         if stamp == self.checkpoint:
             return True
         if stamp.step <= self.checkpoint.step or stamp.generation < max(self.checkpoint.generation, self.forgotten):
@@ -122,16 +122,16 @@ class Generation:
         """Return the record of the next generation.
 
         Args:
-            base: where this generation went on from; None if it never trained.
+            base: boundary from which this generation continued; None if it never trained.
             reached: newest step that the founder applied; not read where `base` is None.
-            checkpoint: known to the founder; ignored where it is not on the lineage.
+            checkpoint: newest that the founder knows; ignored where it does not lie on this generation's past.
         """
         lineage = self.lineage
-        if base is not None:  # an entry that went on from this boundary or a later one voids nothing beyond this one
+        if base is not None:  # the new entry voids all that older entries with this base or a later one void
             lineage = (*(entry for entry in lineage if entry[1].step < base.step), (self.number, base))
         newest = checkpoint if self.continues(checkpoint) else self.checkpoint
         reached = self.reached if base is None else reached
-        # A stamp of a generation before the checkpoint's is older than the checkpoint: what voids it need not be kept.
+        # States of generations before the checkpoint's count as older than the checkpoint: no entry must void them.
         lineage = tuple(entry for entry in lineage if entry[0] > newest.generation)
         left_out, lineage = lineage[:-LINEAGE_ENTRIES], lineage[-LINEAGE_ENTRIES:]
         forgotten = left_out[-1][0] if left_out else self.forgotten
@@ -140,8 +140,8 @@ class Generation:
         )
 
     def parked(self, checkpoint: Stamp = INITIAL) -> Generation:
-        """Return the successor without members, for an authority that *knows* that all voters have ended. A member
-        outside may then found the next. It may go back: what the lost members had settled is gone.
+        """Return the successor without members, for a host that *knows* that all voters have ended. A member outside
+        may then found the next generation. The run may go back to the checkpoint: the settled steps are lost.
         """
         return self.successor((), checkpoint=checkpoint, regress=True)
 
@@ -204,7 +204,7 @@ class Generation:
 
 
 EMPTY = Generation(0, ())
-"""Record of a store before a run: no members. Any member that asks may found the next generation."""
+"""Record of a store before the first generation: no members. Any member that asks to join may found the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class MemberLayout:
     Attributes:
         owned: layers that a member trains, rising; replicas own the same layers. A member without layers still votes.
         copied: layers that a member keeps copies of for others.
-        problem: a sentence where the copies do not protect as the run asks.
+        problem: a sentence where the copies do not give the redundancy that the run requires.
         plan: ranks in the order of the generation's members; None for a layout without stages.
     """
 
@@ -238,7 +238,7 @@ class MemberLayout:
         copied: Mapping[Member, tuple[int, ...]],
         problem: str | None = None,
     ) -> MemberLayout:
-        """Return the layout of a plan for these members, by rank."""
+        """Return the layout of a plan; the plan's rank r is `members[r]`."""
         owned: dict[int, list[int]] = {}
         for stage in plan.stages:
             for rank in stage.ranks:
@@ -247,7 +247,7 @@ class MemberLayout:
         return cls(plan.num_layers, of_member, copied, problem, plan)
 
     def with_copies(self, copied: Mapping[Member, tuple[int, ...]], problem: str | None) -> MemberLayout:
-        """Return the same owners with these copies alone."""
+        """Return a layout with the same owners and only these copies."""
         return dataclasses.replace(self, copied=dict(copied), problem=problem)
 
     def holds(self, member: Member) -> tuple[int, ...]:

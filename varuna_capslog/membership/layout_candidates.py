@@ -39,23 +39,22 @@ __all__ = ["BY_TIME", "NO_LIMIT", "TICK", "Budgeted", "Candidate", "LayoutCandid
 
 # -- candidates
 #
-# `placing` asks here for the quickest that fits. Everything that does not depend on the devices present (memory
-# costs, bounds, schedules, cuts) is kept between questions, so that a change of membership only chooses. Pure; no
-# torch.
+# `placing` asks here for the quickest candidate that fits. All that does not depend on the present devices (memory
+# costs, bounds, schedules, cuts) is cached, so that a change of membership only chooses. Pure; no torch.
 
 
 Floats = NDArray[np.float64]
 Speeds = tuple[float, ...] | None
-"""Speed of each stage's device beside the fastest, at most 1; None: all are alike."""
+"""Speed of each stage's device relative to the fastest, at most 1; None: all are equal."""
 
 BY_TIME = ("throughput", BUDGET, JOINT)
-"""Planners that look at seconds, and at capacities."""
+"""Planners that consider seconds and capacities."""
 
 _NARROW = 32
-"""Width of the beam of `throughput`: narrow, since members wait for the answer."""
+"""Beam width of planner `throughput`: narrow, since members wait for the result."""
 
 TICK = 1e-9
-"""Seconds in which step times are compared, so that all members see the same ties."""
+"""Seconds to which step times are rounded before they are compared, so that all members see the same ties."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sort key, the smallest wins: the quickest, then most devices, then fewest replicas."""
+        """Sort key; the smallest is best: the quickest, then most devices, then fewest replicas."""
         return (self.step_ticks or 0, -self.devices, self.replicas)
 
     def fits(self, usable: Sequence[int] | None) -> bool:
@@ -93,15 +92,15 @@ class LayoutCandidates:
     """Every pipeline that is possible for one run.
 
     Args:
-        profile: of the chain; None: `layer_bytes` are the layers' weights, and neither bytes nor seconds are predicted.
-        layer_bytes: state of each layer. run: the whole step, over all replicas, which divide its blocks.
-        planner, memory: see `Problem`; with `joint` and `budget` equal pipelines are cut as `throughput` does.
-        beside: bytes on the device beside training, per layer that a rank owns; default none.
-        link: between ranks, in a pipeline and across; by default transfers take no time.
+        profile: of the chain; None: cuts balance `layer_bytes`, and neither bytes nor seconds are predicted.
+        layer_bytes: state of each layer. run: the whole step, over all replicas, which share its blocks.
+        planner, memory: see `Problem`; with `joint` and `budget` equal pipelines are cut by `throughput`.
+        beside: bytes per layer that a rank owns, on the device beside training; default none.
+        link: between ranks, within and between pipelines; by default transfers take no time.
 
     Raises:
-        CapslogError: unknown names, a planner too slow for a waiting run, or a profile of another chain or without what
-            the memory model or the link needs.
+        CapslogError: unknown names, a planner too slow for a waiting run, a profile of another chain, or a profile
+            that lacks values for the memory model or the link.
     """
 
     profile: Profile | None
@@ -113,7 +112,7 @@ class LayoutCandidates:
     beside: Sequence[int] | None = None
     link: Link = field(default_factory=Link)
     described: bool = field(init=False)
-    """True if stage bytes are those of the run; otherwise nothing is compared with a capacity."""
+    """True where the predicted stage bytes hold for this run; otherwise none is compared with a capacity."""
     headroom: Headroom = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,7 +160,7 @@ class LayoutCandidates:
         return [number for number in range(1, most + 1) if self.run.num_blocks % number == 0]
 
     def _costs_of(self, replicas: int) -> StageCosts:
-        """Bytes of every stage of one of `replicas` pipelines, with all that the device holds beside training."""
+        """Bytes of every possible stage of one of `replicas` pipelines, with those beside training."""
         profile = self.profile
         if profile is None:
             return RangeCosts(_ranges(self.layer_bytes, NEVER))
@@ -188,11 +187,11 @@ class LayoutCandidates:
     ) -> Candidate | None:
         """Return the fitting candidate with the smallest `rank` (none is below `best_rank`), then the smallest `order`.
 
-        First tries cuts that are best without a limit, then, where a bound allows, the planner's cuts within limits.
+        First tries the planner's cuts without limits, then, where a bound allows a gain, its cuts within limits.
 
         Args:
-            usable: (replicas, stages) -> bytes that each stage's devices can use, None without a limit.
-            speeds: (replicas, stages) -> speed of each stage's slowest device, at most 1; None: all are alike.
+            usable: (replicas, stages) -> bytes that each stage's devices can use; None: no limit.
+            speeds: (replicas, stages) -> speed of each stage's slowest device, at most 1; None: all are equal.
         """
         best: tuple[int, tuple[int, int, int]] | None = None
         found = None
@@ -241,14 +240,14 @@ class LayoutCandidates:
         return sorted(shapes, key=lambda shape: (self.bound_ticks(*shape), -shape[0] * shape[1], shape[0]))
 
     def candidate(self, replicas: int, stages: int, usable: Sequence[int] | None) -> Candidate:
-        """Return the planner's candidate, remembered; limits are passed only where the cuts without them do not fit."""
+        """Return the planner's candidate, cached; limits are used only where the cuts without them do not fit."""
         candidate = self._weighed(replicas, stages, None, None)
         if usable is None or candidate.fits(usable):
             return candidate
         return self._weighed(replicas, stages, tuple(usable), None) if self._limits_matter(usable) else candidate
 
     def _limits_matter(self, usable: Sequence[int]) -> bool:
-        """True where the planner looks at capacities: `exact` only if they differ, other table planners never."""
+        """True where the planner considers capacities: `exact` only if they differ, others outside `BY_TIME` never."""
         return self.planner in BY_TIME or (self.planner == "exact" and len(set(usable)) > 1)
 
     def _weigh(self, replicas: int, stages: int, usable: tuple[int, ...] | None, speeds: Speeds) -> Candidate:
@@ -272,7 +271,7 @@ class LayoutCandidates:
         return exact_cuts(costs, stages, usable) if solution is None else solution.cuts
 
     def _step_ticks(self, replicas: int, cuts: tuple[int, ...], speeds: Speeds = None) -> int | None:
-        """Simulated step of one pipeline, the exchange with the others, and the slowest update."""
+        """Ticks of the simulated step of one pipeline, the exchange with the others, and the slowest update."""
         if self._seconds is None:
             return None
         player = step_player(self.run.share(replicas), len(cuts))
@@ -281,21 +280,21 @@ class LayoutCandidates:
         return round((seconds + self._after(replicas, float(weights))) / TICK)
 
     def _after(self, replicas: int, parameter_bytes: float) -> float:
-        """Seconds after a stage's last backward: the other pipelines' blocks arrive one by one, then it updates."""
+        """Seconds after a stage's last backward: other pipelines' gradients come block by block, then the update."""
         blocks = self.run.num_blocks
         foreign = blocks - blocks // replicas
         exchange = foreign * self.link.seconds(round(parameter_bytes)) if foreign and parameter_bytes else 0.0
         return exchange + self._update_rate * parameter_bytes
 
     def bound_ticks(self, replicas: int, stages: int) -> int:
-        """Lower bound in ticks of the step of a candidate; 0 without seconds."""
+        """Lower bound of a candidate's step, in ticks; 0 without seconds."""
         if self._seconds is None:
             return 0
         return self._in_ticks(replicas, stages, float(self._bounds(replicas)[stages]))
 
     def _in_ticks(self, replicas: int, stages: int, seconds: float) -> int:
-        """Bound of one pipeline in ticks, with what follows its last backward."""
-        # The stage with most parameters has at least an even part of them. A tick less, for what rounding adds.
+        """Bound of one pipeline in ticks, with exchange and update after its last backward."""
+        # The stage with most parameters has at least an even share of them. One tick less, since rounding may add one.
         after = self._after(replicas, float(self._parameters[-1]) / stages)
         return int((seconds + after) * (1 - 1e-12) / TICK) - 1
 
@@ -303,9 +302,9 @@ class LayoutCandidates:
         """[L, L + 1], [L]: unavoidable seconds of layers first .. end-1 as a stage, and of a last stage that begins at
         `first`.
 
-        Counts one microbatch's first forward and last backward on the layers before, and the stage's work on all
-        microbatches. With recomputation every stage but the last repeats all forwards, except one that its backward
-        follows at once. 0 without seconds.
+        Counts the first forward and the last backward of one microbatch on the layers before the stage, and the stage's
+        work on all microbatches. With recomputation every stage but the last repeats all forwards except one, which its
+        backward follows at once. 0 without seconds.
         """
         size = self.num_layers
         inner, last = np.zeros((size, size + 1)), np.zeros(size)
@@ -322,7 +321,7 @@ class LayoutCandidates:
         return inner, last
 
     def _least_seconds(self, replicas: int) -> Floats:
-        """[L + 1]: by number of stages, a lower bound of the step of one pipeline.
+        """[L + 1]: lower bound of the step of one pipeline, by number of stages.
 
         State       (s, m): layers 0 .. m-1 in s stages.
         Transition  (s, l) -> (s + 1, m) with l < m: stage s holds layers l .. m-1.
@@ -367,8 +366,8 @@ class LayoutCandidates:
     # -- ahead of time, and when nothing fits
 
     def prepare(self, devices: int) -> None:
-        """Weigh all candidates of up to `devices` devices without a limit, while no member waits for them; later
-        questions then take milliseconds where the devices are alike (benchmarks/morph/search).
+        """Compute all candidates for up to `devices` devices without a limit, while no member waits for them; later
+        searches then take milliseconds where the devices are equal (benchmarks/morph/search).
         """
         for replicas, stages in self._in_order(devices):
             self.candidate(replicas, stages, None)
@@ -390,24 +389,24 @@ def _ranges(sizes: Sequence[int], nothing: int) -> NDArray[np.int64]:
     return np.where(np.tri(*sums.shape, dtype=np.bool_), nothing, sums)
 
 
-# -- Plans of planner `budget` for the members of a run: equal pipelines with memory intervals that keep to their
+# -- Plans of planner `budget` for the members of a run: equal pipelines with memory intervals, so that they fit their
 #    devices.
 #
-# Asked by the member that proposes a generation, and ahead of time for what may follow. Snapshots, and the copies
-# that a rank keeps for others, lie beside training and count against its device. Pure; no torch.
+# Searched by the member that proposes a generation, and ahead of time for likely next ones. Snapshots, and the copies
+# that a rank keeps for others, lie beside training and use memory of its device. Pure; no torch.
 
 
 NO_LIMIT = 1 << 62
-"""Bytes of a device of unknown capacity beside others that are known."""
+"""Assumed bytes of a device of unknown capacity among devices of known capacity."""
 
 
 class Budgeted:
-    """Plans of planner `budget` by devices' capacities, speeds and copies, remembered.
+    """Plans of planner `budget` by capacities, speeds and copies of the devices, cached.
 
     Args:
         profile: with seconds. run: the whole step; its schedule may be left open.
-        beside: bytes on the device beside training, per layer that a rank owns.
-        tier, link: see `Problem`. limit_seconds: of a search; None: no limit.
+        beside: bytes per layer that a rank owns, on the device beside training.
+        tier, link: see `Problem`. limit_seconds: longest search; None: no limit.
     """
 
     def __init__(
@@ -434,7 +433,7 @@ class Budgeted:
         link: Link,
         limit_seconds: float | None = None,
     ) -> Budgeted | None:
-        """Return None where the run has another planner, or the profile lacks seconds or bytes of the run."""
+        """Return the plans of a run; None where it has another planner, or the profile lacks seconds or bytes."""
         profile, beside = candidates.profile, candidates.beside
         ours = candidates.planner == BUDGET and candidates.described and candidates.timed
         if not ours or profile is None:
@@ -445,8 +444,8 @@ class Budgeted:
         """Return a plan of `replicas` equal pipelines for these seats, by rank: one that fits, or the one that lacks
         least.
 
-        Its bytes are those of training alone; its verdict counts what lies beside.
-        copies: bytes that each rank keeps for others; default none. replicas: divides the run's blocks.
+        Its bytes are those of training alone; its verdict also counts snapshots and copies.
+        copies: bytes that each rank keeps for others; default none. replicas: a divisor of the run's blocks.
         """
         capacities, held = tuple(seat.capacity for seat in seats), tuple(copies) if any(copies) else ()
         key = replicas, capacities, held, speeds_of(seats) or ()
@@ -456,16 +455,16 @@ class Budgeted:
         return self._known[key]
 
     def replicas(self, devices: int) -> list[int]:
-        """Numbers of equal pipelines for these devices, those with the smallest lower bound of the step first."""
+        """Possible numbers of equal pipelines for these devices, those with the smallest lower bound first."""
         counts = [
             count for count in range(1, min(devices, self._run.num_blocks) + 1) if self._run.num_blocks % count == 0
         ]
-        if len(counts) == 1:  # the usual run has one block, and its members need not wait for bounds when they start
+        if len(counts) == 1:  # usual, with one block: bounds would only delay the start
             return counts
         return sorted(counts, key=lambda count: (self.least_seconds(devices, count), -count))
 
     def least_seconds(self, devices: int, replicas: int) -> float:
-        """Lower bound in seconds of the step of `replicas` equal pipelines, whatever the devices' memory."""
+        """Lower bound of the step of `replicas` equal pipelines in seconds, without limits of memory."""
         key = min(devices // replicas, self._profile.num_layers), replicas
         if replicas == 1 and self._run.schedule in GRAPH_SCHEDULES:
             return even_share_seconds(self._profile, self._run.microbatches, key[0])
@@ -480,14 +479,14 @@ class Budgeted:
             self.replicas(count)
 
     def lack(self, plan: Plan, capacities: Sequence[int]) -> str | None:
-        """Say what a plan lacks on these devices in a simulation of its ranks, snapshots counted; None: it fits."""
+        """Sentence on what a plan lacks on these devices, by a simulation with snapshots; None: it fits."""
         limits = tuple(PlanRank(capacity_bytes=size or None) for size in capacities[: plan.num_ranks])
         bare = dataclasses.replace(plan, ranks=limits, fits=None, shortfall=None, notes=())
         verdict = judged(self._held, bare, self._run.settled(), tier=self._tier)
         return None if verdict.fits else "; ".join(verdict.notes)
 
     def step_seconds(self, plan: Plan) -> float | None:
-        """Simulated step of any plan; None where it cannot be simulated."""
+        """Simulated step seconds of any plan; None where it cannot be simulated."""
         return with_step_seconds(self._profile, plan, self._run.settled(), self._link).step_seconds
 
     def taken(self) -> list[Any]:
@@ -543,9 +542,9 @@ class Budgeted:
 
 
 def neighbours(seats: Sequence[Seat], least: int = 1) -> Iterator[list[Seat]]:
-    """Yield seats after possible next changes, the likelier first: one less, one more, ever fewer.
+    """Yield the seats after possible next changes, the likelier first: one less, one more, then fewer and fewer.
 
-    Seats with the same devices and hosts, by rank, come once. least: fewest devices that the run trains with.
+    Of lists with equal devices and hosts, by rank, only one comes. least: fewest devices that the run trains with.
     """
     hosts = {seat.host for seat in seats}
     more = Seat("?", min(hosts) if len(hosts) == 1 else "?", min(seat.capacity for seat in seats))

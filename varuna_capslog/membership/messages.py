@@ -1,7 +1,7 @@
 """Values that members cast in a round, events that the runtime feeds to the protocol, and effects that it must execute.
 
-Every event and effect of a generation names it. `protocol.step` drops older events, so the runtime may deliver late,
-twice or out of order; it must keep the promises at each class. After the effects it frees layers outside `State.held`.
+Events and effects of a generation have its number. `protocol.step` drops older events, so the runtime may deliver late,
+twice or out of order; it must keep the promises of each class. After the effects it frees layers outside `State.held`.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ __all__ = [
 # -- values of a round -----------------------------------------------------------------------------------------------
 
 Change = tuple[str, Member]
-"""A wished change: ("leave", member), ("join", member), or ("rebalance", member): its speed asks for another plan."""
+"""A wished change: ("leave", member), ("join", member), or ("rebalance", member), whose speed needs another plan."""
 
 
 class Proof(NamedTuple):
-    """Digest of a layer's state at a boundary. owner: by a member that trained it; False: by a copy's holder."""
+    """Digest of a layer's state at a boundary. owner: made by a member that trained the layer; False: from a copy."""
 
     layer: int
     stamp: Stamp
@@ -84,8 +84,8 @@ class Contribution:
         held: all training state that it can send.
         host: members of one host are lost together. capacity: bytes of its device; 0 where the run has no capacities.
         checkpoint: the newest complete one that it knows of.
-        voted: generation and boundary of its last vote on a step. Where all voters of that generation voted from there,
-            the boundary is settled, whether or not any member has seen the outcome.
+        voted: generation of its last vote on a step, and the boundary before that step. If all voters of the generation
+            voted from there, the boundary is settled, even if no member has seen the outcome.
         proofs: of copies that it holds ahead of a change, and of trained layers with such copies elsewhere.
     """
 
@@ -103,9 +103,9 @@ class Vote:
 
     Attributes:
         finite: loss and gradients are finite. urgent: its deadline leaves no time for preparation.
-        changes: membership changes known to be wished; hints: changes that may be wished later.
+        changes: wished changes that this member knows; hints: changes that may be wished later.
         prepared: changes for which every layer that must move here has been copied ahead.
-        save: a change may be cut off on its way: a checkpoint is to be written before it begins.
+        save: the change may not be finished in time, so a checkpoint must be written before it begins.
     """
 
     finite: bool = True
@@ -130,20 +130,20 @@ class ProtocolEvent:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEvent(ProtocolEvent):
-    """Event of one generation. A member of another drops it, or asks the store (`Heard` of a newer one)."""
+    """Event of one generation. A member in another drops it; `Heard` of a newer one makes it read the store."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Enter(ProtocolEvent):
-    """This process is loaded and warm, and wants to take part. Fed once; also after it was put aside."""
+    """This process is loaded and warm, and wants to take part. Fed once: a member that is left out later asks again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSays(ProtocolEvent):
-    """Record in the store: answer to ReadStore and CompareAndSet (taken or not), or a watch. Promise: records come from
-    one store that forgets nothing; a store that was started anew, empty, is lost.
+    """Record in the store: the answer to ReadStore or to CompareAndSet (successful or not), or read from the log.
+    Promise: records come from one store that loses nothing; a store that was started again, empty, is StoreLost.
     """
 
     record: Generation
@@ -151,13 +151,13 @@ class StoreSays(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class StoreLost(ProtocolEvent):
-    """The store does not answer, or it is another one than before."""
+    """The store does not answer, or another store answers in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard(GenerationEvent):
-    """Value of a participant in a round, this member's included. Promise: only what that member cast. Round 0 is always
-    heard value by value, with the sender's proofs (`Proof`), which the runtime adds in Cast: only it can read memory.
+    """Value of one participant in a round, also of this member. Promise: the sender has cast it. Round 0 always comes
+    value by value, with the sender's proofs (`Proof`), which the runtime adds in Cast: only it can read memory.
     """
 
     round: int
@@ -168,7 +168,7 @@ class Heard(GenerationEvent):
 @dataclass(frozen=True, slots=True)
 class Tally(GenerationEvent):
     """A whole round at once: values of all participants (round 0) or members (steps), as a collective gives them.
-    Promise: each of them cast, and all members that get this tally get the same values. The others may not get it.
+    Promise: each of them was cast, and all members that get this tally get the same values. Some may not get it.
     """
 
     round: int
@@ -185,8 +185,8 @@ class Computed(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Copied(GenerationEvent):
-    """Copies for the vote on `step` are here. Fed once the step has begun, only where this member follows others'
-    layers.
+    """Copies for the vote on `step` are here. Fed after the step has begun, and only to members with copies of layers
+    that others own.
 
     sync: the owners' final gradients of `step` for every copy and shadow, and the copies at the boundary before it.
     async: every copy at the boundary before `step` (shadows as in sync).
@@ -197,14 +197,14 @@ class Copied(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Received(GenerationEvent):
-    """A layer that this rank now owns is here, verified, at the base. Fed once the first round is decided here."""
+    """A layer that this rank now owns has arrived, verified, at the boundary `base`. Fed after Decided."""
 
     layer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Damaged(GenerationEvent):
-    """A layer's digest was not its sender's. It was not taken, and comes again only after a change."""
+    """A layer arrived with another digest than its sender gave. It was not taken, and is sent again after a change."""
 
     layer: int
 
@@ -216,9 +216,9 @@ class Broken(GenerationEvent):
 
 @dataclass(frozen=True, slots=True)
 class Suspects(ProtocolEvent):
-    """Members that the failure detector (supervisors, leases) takes for lost now; replaces earlier ones. Fed again
-    after each change, as only participants of the member's generation count. Safety never depends on it, but it must
-    become right some time.
+    """Members that the failure detector (supervisors, leases) now considers lost; replaces earlier sets. Fed again
+    after each change, as only participants of the member's generation count. It may be wrong without harm to safety,
+    but the run makes progress only once it is right.
     """
 
     members: frozenset[Member]
@@ -226,15 +226,15 @@ class Suspects(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class Tick(ProtocolEvent):
-    """A time limit has passed in a waiting phase (CHANGE, OUTSIDE, SERVE): ask or propose again. The first in CHANGE
-    comes later than dead members are usually detected; later ones may come quicker.
+    """A time limit has passed in a waiting phase: read the store or propose again (CHANGE, WAIT); see `changes.tick`.
+    The first in CHANGE comes later than dead members are usually detected; the next ones may come sooner.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Wished(ProtocolEvent):
-    """A change is wished: this member leaves, a warm one outside joins, or the plan changes. urgent: no time to
-    prepare; save: perhaps none for the change either, and only leaving members hold some layers: a checkpoint first.
+    """A change is wished: a member leaves, a warm one outside joins, or the plan changes. urgent: there is no time to
+    prepare. save: perhaps none for the change either, and only leaving members hold some layers: a checkpoint first.
     """
 
     change: Change
@@ -251,7 +251,7 @@ class Hint(ProtocolEvent):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(GenerationEvent):
-    """Shadows: these layers are here, at the boundary where this step begins, and Copied keeps them current."""
+    """Shadow copies of these layers are here, at the boundary where this step begins; Copied now includes them."""
 
     changes: frozenset[Change]
     layers: frozenset[int]
@@ -290,20 +290,20 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEffect(Effect):
-    """An effect of one generation, which its member was in when the protocol answered it."""
+    """Effect of the generation that the member was in when the protocol returned it."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStore(Effect):
-    """Ask the store for its record."""
+    """Read the store's record; the answer is StoreSays."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompareAndSet(Effect):
-    """Replace the record if its number is still `expected`; answer with the store's record. The runtime may add a plan
-    for the record's members where not all of them would compute the same one.
+    """Replace the record if its number is still `expected`; the answer is StoreSays. The runtime may add a plan for the
+    record's members where not all of them would compute the same one.
     """
 
     expected: int
@@ -312,7 +312,7 @@ class CompareAndSet(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Cast(GenerationEffect):
-    """Give this value in a round, to all of the generation's participants (round 0) or members (steps)."""
+    """Send this value of a round to all of the generation's participants (round 0) or members (steps)."""
 
     round: int
     value: Value
@@ -320,15 +320,15 @@ class Cast(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Compute(GenerationEffect):
-    """Begin this step: forward, backward, sums. Nothing of the state at the boundary before it may change."""
+    """Begin this step: forward, backward, gradient sums. The state at the boundary before it must not change."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Apply(GenerationEffect):
-    """The vote succeeded: apply the step to owned and followed layers, and keep their state at `before` as well. First
-    effect of its tally: without memory for it, the runtime takes the tally back and feeds Tightened.
+    """The vote succeeded: apply the step to owned layers and copies, and keep their state at `before` as well. This is
+    the first effect of a tally: where memory is lacking, the runtime takes the tally back and feeds Tightened.
     """
 
     step: int
@@ -337,7 +337,7 @@ class Apply(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Discard(GenerationEffect):
-    """All voted the step down: drop its gradients and end the run, the state as before the step."""
+    """The step was voted down: drop its gradients and end the run, with the state before the step."""
 
     step: int
 
@@ -353,7 +353,7 @@ class Send(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Load(GenerationEffect):
-    """Load a layer from the checkpoint of this boundary (INITIAL: initialise it from the seed)."""
+    """Load a layer from the checkpoint of this boundary (INITIAL: initialize it from the seed)."""
 
     layer: int
     stamp: Stamp
@@ -374,7 +374,7 @@ class Decided(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Install(GenerationEffect):
-    """All own layers are here: build this rank's stage at the boundary `base` and open the generation's groups."""
+    """All own layers are here: build this rank's stages at the boundary `base` and open the generation's groups."""
 
     base: Stamp
     layout: MemberLayout
@@ -382,20 +382,20 @@ class Install(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Abort(GenerationEffect):
-    """End all communication of the generation at once: nothing of it is answered again."""
+    """End all communication of the generation at once: no message of it is answered again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask(Effect):
-    """Ask these members to be let in (they get Wished)."""
+    """Ask these members to let this one join (they get Wished)."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare(GenerationEffect):
-    """Begin to copy layers ahead for these changes; Prepared when all that come here have come. hinted: they may never
-    be made, so no vote waits for the copies, and no event says when they are there.
+    """Begin to copy layers ahead for these changes; feed Prepared when all layers that come here have arrived.
+    hinted: the changes may never be made, so no vote waits for the copies, and Prepared is not fed.
     """
 
     changes: frozenset[Change]
@@ -404,7 +404,7 @@ class Prepare(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class SaveAll(GenerationEffect):
-    """Write a checkpoint together with all members, before Compute. The change comes next, also where that fails."""
+    """Write a checkpoint together with all members, before Compute. The change follows the next vote in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,14 +416,14 @@ class Bid(GenerationEffect):
 
 @dataclass(frozen=True, slots=True)
 class Persist(Effect):
-    """Write all that is held to disk, by layer and stamp, before anything else; then say why."""
+    """Write all held states to disk, by layer and stamp, before the next effect; then write the event with `why`."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait(Effect):
-    """Say that the run waits, and for what."""
+    """Write the event that the run waits, and for what."""
 
     why: str
 

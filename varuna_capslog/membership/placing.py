@@ -1,7 +1,7 @@
 """Layout of the remaining members, with the layers that each trains and copies: `recovery.Place` for the engine.
 
-All participants of a generation ask with the same seats and get the same layout, so nothing here depends on the clock,
-on chance or on earlier questions. `candidates` weighs the pipelines, `redundancy` places the copies. No torch.
+All participants of a generation call it with the same seats and must get the same layout, so nothing here depends on
+the clock, on chance or on earlier calls. `layout_candidates` compares pipelines, `redundancy` places copies. No torch.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ from varuna_capslog.schedules import Edge, RunShape
 
 __all__ = ["Choice", "Fleets", "Placer", "RunProtection", "describe_reserves", "state_bytes"]
 
-# -- Joint plans for the members of a run: pipelines of any length for any number of devices, none idle where it
-#    helps.
+# -- Joint plans for the members of a run: pipelines may differ in length, so that every device can be used.
 #
-# Asked at every change where `pipeline.planner` is `joint` or `budget`; equal pipelines stand in where there is no
-# such plan. Pure; no torch.
+# Searched at every change where `pipeline.planner` is `joint` or `budget`; where there is no such plan, equal pipelines
+# are used. Pure; no torch.
 
 
 class Fleets:
-    """Joint plans by devices' capacities and speeds, remembered. Snapshots count beside training here, too."""
+    """Joint plans by capacities and speeds of the devices, cached. They have room for the snapshots."""
 
     def __init__(self, candidates: LayoutCandidates) -> None:
         self._candidates = candidates
@@ -56,7 +55,7 @@ class Fleets:
 
     @classmethod
     def of(cls, candidates: LayoutCandidates) -> Fleets | None:
-        """Return None where the run has another planner, or the profile lacks seconds or bytes of the run."""
+        """Return the joint plans of a run; None where it has another planner, or the profile lacks seconds or bytes."""
         is_ours = candidates.planner in (BUDGET, JOINT) and candidates.described and candidates.timed
         return cls(candidates) if is_ours else None
 
@@ -74,9 +73,9 @@ class Fleets:
             self.plan(((capacity, 1.0),) * count)
 
 
-# -- A layout of some devices as the placement of copies sees it: ways through the stages, bytes of the ranks.
+# -- A layout in the form that the placement of copies needs: ways through the stages, and bytes of the ranks.
 #
-# A `Candidate` of equal pipelines and a plan of any stages are both read as a `Choice`. Pure; no torch.
+# A `Candidate` of equal pipelines and a plan of any stages both become a `Choice`. Pure; no torch.
 
 
 Way = list[tuple[int, tuple[int, ...]]]
@@ -87,7 +86,7 @@ Way = list[tuple[int, tuple[int, ...]]]
 class Choice:
     """Ways and bytes of a layout, by rank. ways: every way through the stages once.
 
-    rank_bytes: on each rank's device, with what lies beside training, 0 for a rank without stages; None: not known.
+    rank_bytes: on each rank's device, with snapshots, 0 for a rank without stages; None: not known.
     links: (rank, rank that reads its outputs) under direct routes; None: each stage of a way sends to the next.
     """
 
@@ -97,7 +96,7 @@ class Choice:
 
     @classmethod
     def of_candidate(cls, candidate: Candidate, num_layers: int) -> Choice:
-        """Return the choice of equal pipelines, one after the other."""
+        """Return the choice of equal pipelines; their ranks follow each other."""
         stages, ends = len(candidate.cuts), [*candidate.cuts[1:], num_layers]
         layers = [tuple(range(first, end)) for first, end in zip(candidate.cuts, ends, strict=True)]
         ways = [
@@ -110,8 +109,8 @@ class Choice:
     def of_plan(cls, plan: Plan, beside: Sequence[int], one_memory: bool = False, edges: Iterable[Edge] = ()) -> Choice:
         """Return the choice of a plan of any stages, with the bytes that the plan predicts.
 
-        beside: bytes on the device beside training, per layer that a rank holds. edges: of the chain's graph, which
-        direct routes follow. one_memory: the host tier is the device's own memory.
+        beside: bytes per layer of a rank, on the device beside training. edges: of the chain's graph, which direct
+        routes follow. one_memory: the host tier is the device's own memory.
         """
         layers = [tuple(stage.numbers) for stage in plan.stages]
         ranks = plan.placement()
@@ -156,30 +155,30 @@ class Choice:
 
 
 _Weighed = tuple[int, float, Plan]
-"""Host losses from which the copies of a plan do not protect, seconds of its step, and itself."""
+"""(required host losses from which a plan's copies do not protect, seconds of its step, the plan)."""
 _ROUNDS = 3
-"""Searches for a plan that leaves the copies of its own stages room, at most."""
+"""Most searches for a plan that leaves room for the copies of its own stages."""
 
 
 class Placer:
     """Places layers and copies on any number of devices.
 
-    Seats are the ranks of a plan, in order. Planner `joint`'s plan is taken where there is one; that of `budget` is
-    proposed by one member (`propose`), and all take it from the record. Otherwise the quickest of `LayoutCandidates`
-    that fits is taken; without seconds one pipeline of as many stages as possible. Of equal pipelines replica r's
-    device d is seat `r * devices + d`; the seats beyond are idle and may keep copies.
+    Seats are the ranks of a plan, in order. With planner `joint` its plan is used where there is one. With `budget` one
+    member proposes a plan (`propose`), and all use that of the record. Otherwise the quickest of `LayoutCandidates`
+    that fits is used; without seconds, one pipeline of as many stages as possible. In equal pipelines, device d of
+    replica r is seat `r * devices + d`; the remaining seats are idle and may keep copies.
 
     Args:
         candidates: every possible pipeline; its `beside` counts the snapshots.
-        elastic: settings of protection and of the fewest devices. Placements whose copies find room are preferred.
+        elastic: settings of protection, and the least number of devices. Layouts with room for copies are preferred.
         gradient_bytes: per layer, as sent; default, as for AdamW's state, a third of the layer's state.
-        given: the run's plan, of any stages; taken for exactly its number of devices, where it fits them.
-        tier: where the host tier's bytes lie.
+        given: the run's plan, of any stages; used for exactly its number of devices, where it fits them.
+        tier: memory in which the host tier lies.
         edges: of the chain's graph, by which members are neighbours under direct routes.
-        budgeted: plans of planner `budget`, where that is the run's.
+        budgeted: plans of planner `budget`; None: the run has another planner.
 
     Attributes:
-        proposes: plans are searched that two machines might not find alike.
+        proposes: two machines might compute different plans, so one member proposes them.
         copy_bytes: of each layer's copy: two boundaries, and the gradients that wait for the vote.
     """
 
@@ -216,8 +215,8 @@ class Placer:
         plan: Plan | None = None,
         edges: Sequence[Edge] = (),
     ) -> Placer:
-        """Return the placer of a run; a short `plan` stands in the config's replicas. Raises CapslogError as
-        `LayoutCandidates`.
+        """Return the placer of a run. A short `plan` is the plan of one of the config's replicas. Raises CapslogError
+        as `LayoutCandidates`.
         """
         pipeline = config.pipeline
         shape, sizes, link = RunShape.of_config(config), tuple(layer_bytes), Link.of_config(config)
@@ -230,9 +229,9 @@ class Placer:
         return cls(candidates, config.elastic, gradient_bytes, plan, tier, edges, budgeted)
 
     def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
-        """Return the owners and copies of the layers, or the sentence that says for what the run waits.
+        """Return the owners and copies of the layers, or a sentence on what the run waits for.
 
-        plan: the founder's for these seats; None: the seats alone decide. Raises CapslogError if it is of another run.
+        plan: that of the record; None: the seats alone decide. Raises CapslogError if the plan is for another run.
         """
         if not seats:
             return "no device is left; waiting for one"
@@ -251,7 +250,7 @@ class Placer:
             return self._layout(run_plan, choice, seats, limits)
         least, lost = self._protection(seats, limits)
         kinds = tuple((seat.capacity, seat.speed) for seat in seats)
-        # with planner `budget` the member that proposes weighs joint plans as well
+        # with planner `budget` joint plans are compared in `propose`
         joint = None if self._fleets is None or self.budgeted is not None else self._fleets.plan(kinds)
         shared = None if joint is None else self._choice_of(joint)
         if joint is not None and shared is not None and lost(shared) <= least:
@@ -276,8 +275,8 @@ class Placer:
         return self._layout(plan, Choice.of_candidate(candidate, size), seats, limits)
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
-        """Return the plan for the record of a generation; None where every member computes the same. Joint plans are
-        always proposed: their search adds and compares times, which two machines may round differently.
+        """Return the plan for the record of a generation; None where every member computes the same plan. Joint plans
+        are always proposed: their search adds and compares times, which two machines may round differently.
         """
         speeds, plan = speeds_of(seats), None
         if self.budgeted is not None:
@@ -290,7 +289,7 @@ class Placer:
         return dataclasses.replace(plan, ranks=tuple(PlanRank(speed=speed) for speed in speeds[: plan.num_ranks]))
 
     def _given_for(self, seats: Sequence[Seat], limits: _Limits) -> tuple[Plan, Choice] | tuple[None, None]:
-        """The run's plan, where it is for this number of devices of one speed and fits them."""
+        """Return the run's plan and its choice, if it is for this number of devices of equal speed and fits them."""
         run_plan, choice = self._given or (None, None)
         fits = run_plan is not None and run_plan.num_ranks == len(seats) and not speeds_of(seats)
         if run_plan is None or choice is None or not fits or not limits.allow(choice):
@@ -298,8 +297,8 @@ class Placer:
         return run_plan, choice
 
     def _protection(self, seats: Sequence[Seat], limits: _Limits) -> tuple[int, Callable[[Choice], int]]:
-        """Return the host losses that no placement protects from, since hosts are too few, and a function of a choice:
-        the requested losses that its copies, as far as they find room, do not protect from.
+        """Return how many of the required host losses no placement covers, for lack of hosts, and a function: how many
+        of them the copies of a choice, as far as they have room, do not cover.
         """
         least = max(0, self.elastic.redundancy - (len({seat.host for seat in seats}) - 1))
 
@@ -317,14 +316,14 @@ class Placer:
         return _of_pipelines(self.candidates, cuts, replicas)
 
     def cuts(self, seats: Sequence[Seat], replicas: int, stages: int) -> list[int]:
-        """Return the planner's cuts for equal pipelines on these seats, with the snapshots."""
+        """Return the planner's cuts for equal pipelines on these seats, with room for the snapshots."""
         usable = _Limits(seats, self.candidates).usable(replicas, stages)
         return list(self.candidates.candidate(replicas, stages, usable).cuts)
 
     # -- planner budget
 
     def _proposed(self, seats: Sequence[Seat]) -> Plan | None:
-        """The run's plan, else the quickest of those whose copies protect best; None where nothing fits."""
+        """Return the run's plan, else the quickest of the plans whose copies protect best; None where none fits."""
         assert self.budgeted is not None
         limits = _Limits(seats, self.candidates)
         run_plan, _ = self._given_for(seats, limits)
@@ -356,7 +355,7 @@ class Placer:
         return dataclasses.replace(pipelines, step_seconds=seconds)
 
     def _or_joint(self, seats: Sequence[Seat], lost: Callable[[Choice], int], best: _Weighed | None) -> _Weighed | None:
-        """Return the best plan so far, or pipelines of unequal length where they are better."""
+        """Return the best plan so far, or a joint plan where that is better."""
         if self._fleets is None or self.budgeted is None:
             return best
         joint = self._fleets.plan(tuple((seat.capacity, seat.speed) for seat in seats))
@@ -370,11 +369,11 @@ class Placer:
         return *weight, dataclasses.replace(joint, step_seconds=seconds)
 
     def _lack(self, plan: Plan, seats: Sequence[Seat]) -> str | None:
-        """Say what a plan lacks in `budget`'s simulation; None where it fits, or `budget` is not the planner."""
+        """Sentence on what a plan lacks in `budget`'s simulation; None where it fits, or the planner is another."""
         return None if self.budgeted is None else self.budgeted.lack(plan, [seat.capacity for seat in seats])
 
     def budget_plan(self, seats: Sequence[Seat], replicas: int = 1) -> Plan:
-        """Return `budget`'s plan, if possible with room for copies; `fits` is False if none fits beside snapshots."""
+        """Return `budget`'s plan, with room for copies if possible; `fits` is False if none fits with snapshots."""
         assert self.budgeted is not None
         limits = _Limits(seats, self.candidates)
         first, copies = self.budgeted.plan(seats, replicas=replicas), [0] * len(seats)
@@ -393,7 +392,7 @@ class Placer:
         return first
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[list[Any]]:
-        """Search for plans of the seats that may follow these, and yield the new ones, for `learn` of other members."""
+        """Search plans for likely next seats, and yield the new plans for `learn` of other members."""
         if self.budgeted is not None:
             for following in neighbours(seats, self.elastic.min_devices):
                 self._proposed(following)
@@ -405,7 +404,7 @@ class Placer:
             self.budgeted.learn(entries)
 
     def prepare(self, devices: int, capacity: int = 0) -> None:
-        """Weigh the layouts of up to `devices` devices of this capacity (0: no limit), while no member waits."""
+        """Compute the layouts of up to `devices` devices of this capacity (0: no limit), while no member waits."""
         self.candidates.prepare(devices)
         if self.budgeted is not None:
             self.budgeted.prepare(devices)
@@ -413,12 +412,12 @@ class Placer:
             self._fleets.prepare(devices, capacity)
 
     def weighed(self, plan: Plan, seats: Sequence[Seat]) -> tuple[MemberLayout, tuple[int, ...] | None]:
-        """Return a plan's layout, and the bytes of each rank with the reserves that every rank has; None: not known."""
+        """Return a plan's layout, and the bytes of each rank with snapshots; None: not known."""
         choice = self._choice_of(plan)
         return self._layout(plan, choice, seats, _Limits(seats, self.candidates)), choice.rank_bytes
 
     def needed(self, plan: Plan) -> list[int] | None:
-        """Bytes that the device of each rank must have, snapshots and headroom counted; None: not known."""
+        """Bytes that each rank's device needs, with snapshots and headroom; None: not known."""
         sizes = self._choice_of(plan).rank_bytes
         return None if sizes is None else [self.candidates.headroom.device(size) for size in sizes]
 
@@ -427,7 +426,7 @@ class Placer:
         return MemberLayout.of_plan(plan, [seat.member for seat in seats], dict(copies.kept), copies.problem)
 
     def _choice_of(self, plan: Plan) -> Choice:
-        """Choice of a plan: equal pipelines weighed like every candidate, others by the plan's bytes."""
+        """Choice of a plan: for equal pipelines with the bytes of a candidate, else with the plan's own bytes."""
         if (alike := pipelines_of(plan)) is not None:
             return Choice.of_candidate(self.candidates.of_cuts(alike[1], alike[0]), plan.num_layers)
         profile = self.candidates.profile
@@ -465,7 +464,7 @@ class Placer:
     # -- what is lacking
 
     def _waiting(self, seats: Sequence[Seat], limits: _Limits) -> str:
-        """Say which stage does not fit which device, by how much, and what would do."""
+        """Sentence on the stage that does not fit its device, by how much, and what would be enough."""
         stages = min(len(seats), len(self.layer_bytes))
         usable = limits.usable(1, stages)
         candidate = self.candidates.candidate(1, stages, usable)
@@ -490,7 +489,7 @@ class Placer:
 
 
 class _Limits:
-    """Usable bytes and speed of each seat's device, by rank, and by stage of a candidate."""
+    """Usable bytes and speeds of the seats' devices, by rank, and by stage of a candidate."""
 
     def __init__(self, seats: Sequence[Seat], candidates: LayoutCandidates) -> None:
         usable = candidates.headroom.usable
@@ -510,14 +509,14 @@ class _Limits:
         return [min(self.of_rank[device : replicas * stages : stages]) for device in range(stages)]
 
     def speeds(self, replicas: int, stages: int) -> tuple[float, ...] | None:
-        """Speed of each stage's slowest device, over all replicas; None where all devices are alike."""
+        """Speed of each stage's slowest device, over all replicas; None where all speeds are equal."""
         if self._speeds is None:
             return None
         return tuple(min(self._speeds[device : replicas * stages : stages]) for device in range(stages))
 
 
 def _of_pipelines(candidates: LayoutCandidates, cuts: Sequence[int], replicas: int) -> Plan:
-    """Plan of a run's equal pipelines, with the limits of its stages where these follow from seconds."""
+    """Plan of a run's equal pipelines, with its stages' in-flight limits where the schedule takes them from seconds."""
     run, profile = candidates.run, candidates.profile
     units = Units(run.num_microbatches, run.microbatch_size, run.num_blocks)
     plan = plan_of_pipelines(len(candidates.layer_bytes), cuts, replicas, units, run.schedule)
@@ -530,9 +529,9 @@ def _of_pipelines(candidates: LayoutCandidates, cuts: Sequence[int], replicas: i
 
 
 def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
-    """Return state and gradient bytes of each layer by a profile; None where it lacks them. Static bytes are the state
-    and one gradient of the trained part, of which the optimizer keeps further copies (AdamW two): of the bytes beyond
-    the parameters, the gradient is one part in three.
+    """Return state and gradient bytes of each layer from a profile; None where it lacks them. Static bytes are the
+    state and the gradient. Beyond the parameters they are the gradient and the optimizer's tensors of equal size: with
+    AdamW, which has two, the gradient is a third of them.
     """
     states, gradients, parts = [], [], 1 + sum(kept_copies(profile.conditions))
     for layer in profile.layers:
@@ -545,7 +544,7 @@ def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
 
 
 def describe_reserves(reserve_of: Mapping[Member, Reserve]) -> str:
-    """Say in a sentence what protection takes: on the rank with most of it, and on all ranks together."""
+    """Sentence on the bytes that protection takes: on the rank with most of them, and on all ranks together."""
     most = max(reserve_of.values(), key=sum)
     parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
     if most.copies:
@@ -573,7 +572,7 @@ class RunProtection:
         return () if sizes is None else tuple(sizes[0])
 
     def plan(self, capacities: Sequence[int] | None) -> Plan | None:
-        """Return the `budget` plan that a member would propose, with room for protection, where its bytes are known."""
+        """Return the plan that a member would propose with planner `budget`, with room for protection; else None."""
         pipeline, sizes = self.config.pipeline, state_bytes(self.profile)
         if sizes is None:
             return None
@@ -588,13 +587,12 @@ class RunProtection:
     def reserve(self, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
         """Return a plan with protection in its notes, and the bytes of each stage's snapshot.
 
-        Snapshots and copies lie on the device beside training; every rank is taken to be on its own host. Where
-        snapshots exceed a capacity that the plan alone keeps to, one pipeline is cut anew with them, unless the config
-        fixes the cuts; otherwise the plan does not fit. Copies without room are reported, not refused: the run trains
-        without that protection.
+        Snapshots and copies lie on the device beside training; every rank counts as a host. Where the plan fits only
+        without snapshots, a short plan is cut anew with them, unless the config fixes the cuts; otherwise the plan does
+        not fit. Copies without room are reported, not refused: the run trains without that protection.
 
         Args:
-            plan: of any form, with the bytes of its ranks. A short form stands in the config's replicas.
+            plan: of any form, with the bytes of its ranks. A short plan is that of one of the config's replicas.
             find: see `planning.solve.Protection`.
         """
         return _with_reserves(self.config, self.profile, plan, find)
@@ -613,7 +611,7 @@ def _with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[
     seats = [Seat(f"rank {rank}", f"host {rank}", limits[rank % width]) for rank in range(config.world_size)]
 
     def placed(plan: Plan) -> tuple[MemberLayout, MemoryVerdict | None]:
-        """Return the layout with its copies, and whether the ranks fit, with what lies beside training."""
+        """Return the layout with its copies, and the verdict on its ranks with snapshots; None: bytes not known."""
         full = placer.pipelines(plan.cut_list, replicas) if plan.short else plan
         layout, held = placer.weighed(full, seats)
         verdict = None if held is None else judge_ranks(plan, held[:width], Headroom.of(profile))

@@ -1,21 +1,21 @@
-"""The membership protocol: `step(job, state, event) -> (state, effects)`, one member's whole part in every change.
+"""The membership protocol: `step(job, state, event) -> (state, effects)`, all decisions of one member in every change.
 
 A pure function without I/O, clocks or randomness: the live runtime, the exhaustive explorer and the simulator run
 this same code. The runtime keeps one `State` per member, feeds it the events of `messages.py` one after the other and
 carries out the effects in the order given; time enters only as `Tick`, a lost peer only as `Broken` and `Suspects`.
 
-What never happens, whatever is lost, late, doubled or wrongly suspected (`tests/rig/search/world.py` checks
-it, `docs/membership-protocol.md` says it in words):
+This holds, whatever is lost, late, doubled or wrongly suspected (`tests/rig/search/world.py` checks it,
+`docs/membership-protocol.md` explains it):
 
-- Two groups train. A generation comes into being only by compare-and-set on its predecessor, proposed by a voter of
-  the predecessor that has stopped answering it for ever; a step needs the vote of every voter. So when g+1 exists, no
-  step of g can find all its votes any more, unless all had voted before.
-- A settled step is lost. A vote that succeeded here proves nothing about what the others know, but it proves that all
+- Two groups never train. A generation is founded only by compare-and-set on its predecessor, by a voter of the
+  predecessor that has stopped answering it for ever; a step needs the vote of every voter. So when g+1 exists, no
+  step of g can get all its votes any more, unless all had voted before.
+- A settled step is never lost. A vote that succeeded here does not prove what the others know, but it proves that all
   of them hold the boundary *before* the step; that boundary is dropped only when the next vote has succeeded.
-- A state that was taken back is mixed with one that was not: states are named by `Stamp`, and the record of a
-  generation says which stamps lie on its past.
-- A damaged copy becomes state where a participant could have noticed: copies made ahead are compared with their owners
-  in the first round of a generation, and a layer that arrives damaged ends the generation (`Damaged`).
+- A state that was taken back is never mixed with another: states are named by `Stamp`, and the record of a generation
+  says which stamps lie on its past.
+- A damaged copy is never used if a participant could notice it: copies made ahead are compared with their owners in
+  the first round of a generation, and a layer that arrives damaged ends the generation (`Damaged`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
         case m.Damaged() | m.Broken():  # a damaged layer is not taken, and is sent again only after a change
             return changes.broken(state)
         case m.Tightened(voted=True) if state.phase is Phase.RUN and state.cast:
-            # as if the tally was lost on its way; but all hold the boundary before the step, this member no older
+            # like a lost tally; but it proves that all hold the boundary before the step: older ones are freed
             kept = replace(state, cast=False, held=_kept(state, state.at))
             return changes.tightened(kept, event.capacity)
         case m.Tightened(voted=False):
@@ -74,8 +74,8 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
         case m.Prepared():
             return _prepared(state, event)
         case m.Checkpointed():
-            # A checkpoint from before a roll-back is void; the others on the lineage only grow. One that was written
-            # beside the steps is of an earlier boundary, of which nobody may hold a layer any more.
+            # A checkpoint from before a roll-back is void. One that was written in the background is of an earlier
+            # boundary, of which no member may hold a layer any more; it counts if it lies on this generation's past.
             behind = event.stamp.step <= state.at.step and state.record.continues(event.stamp)
             newer = event.stamp > state.checkpoint and (behind or event.stamp in {stamp for _, stamp in state.held})
             return (replace(state, checkpoint=event.stamp) if newer else state), ()
@@ -89,7 +89,7 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
 
 
 def _heard(job: Job, state: State, event: m.Heard) -> Step:
-    """Collect a round value by value. A value of a newer generation shows that there is one; older ones are dropped."""
+    """Collect a round value by value. A value of a newer generation makes it read the store; older ones are dropped."""
     if event.generation < state.record.number:
         return state, ()
     newest = max((heard.generation for heard in state.heard), default=state.record.number)
@@ -104,7 +104,7 @@ def _complete(job: Job, state: State) -> Step:
     if not state.cast:
         return state, ()
     voters = state.record.members if state.round else state.record.participants
-    if len(state.heard) < len(voters):  # a round of many members is not counted anew with each value
+    if len(state.heard) < len(voters):  # saves the costlier count below, which would run for each value
         return state, ()
     values = {
         heard.sender: heard.value
@@ -128,7 +128,7 @@ def _tally(job: Job, state: State, number: int, values: Mapping[Member, m.Value]
 
 
 def _first_round(job: Job, state: State, values: Mapping[Member, m.Value]) -> Step:
-    """Handle round 0: all participants know what all of them hold, and all leave the same untrusted copies out."""
+    """Handle a complete round 0: all participants have the same values and leave out the same untrusted copies."""
     decision, decided, left_out = job.remembered(state.record, values, _decide)
     mine = frozenset(entry for entry in state.held if (state.me, entry[0]) in left_out) if left_out else frozenset()
     state, effects = _decided(replace(state, held=state.held - mine), decision)
@@ -138,7 +138,7 @@ def _first_round(job: Job, state: State, values: Mapping[Member, m.Value]) -> St
 def _decide(
     job: Job, record: Generation, told: Mapping[Member, m.Value]
 ) -> tuple[recovery.Decision, m.Decided, frozenset[tuple[Member, int]]]:
-    """Decide as all participants do: they hear the same values and take them in the same order."""
+    """Decide as all participants do: they have the same values, and use them in the same order."""
     brought: dict[Member, m.Contribution] = {member: told[member] for member in record.participants}  # type: ignore[misc]
     left_out = recovery.distrusted(brought, record.continues)
     brought = recovery.without(brought, left_out)
@@ -149,7 +149,7 @@ def _decide(
 
 
 def _decided(state: State, decision: recovery.Decision) -> Step:
-    """Carry the decision of the first round out at this member."""
+    """Carry out the decision of the first round at this member."""
     base, layout = decision.boundary.stamp, decision.layout
     state = replace(state, checkpoint=decision.checkpoint)
     if layout is None:
@@ -161,12 +161,12 @@ def _decided(state: State, decision: recovery.Decision) -> Step:
         told = (m.Persist(why), m.Wait(why))
         if not state.wishes.changes:
             return waiting, told
-        # Wished while values were gathered; there will be no vote to bring it up.
+        # A change was wished while values were gathered; without votes it is made at once.
         waiting, more = changes.stop_answering(
             replace(waiting, wishes=replace(waiting.wishes, planned=True), regress=False)
         )
         return waiting, (*told, *more)
-    # Roll-back: boundaries beyond the base were never settled, or no member can complete them.
+    # Roll-back: boundaries beyond the base were never settled, or the members do not hold all their layers.
     kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
     mine = [move for move in decision.moves if state.me in (move.source, move.target)]
     generation = state.record.number
@@ -222,7 +222,7 @@ def _next_step(state: State) -> Step:
 def _computed(state: State, event: m.Computed) -> Step:
     if state.phase is not Phase.RUN or event.step != state.round or state.computed:
         return state, ()
-    if state.wishes.saving:  # that is over: a checkpoint that could not be written is not tried again
+    if state.wishes.saving:  # a checkpoint that could not be written is not tried again
         state = replace(state, wishes=replace(state.wishes, save=False, saving=False))
     if not event.finite:  # a step that is not finite needs no protection
         return _cast(replace(state, computed=True), finite=False)
@@ -237,7 +237,7 @@ def _copied(state: State, event: m.Copied) -> Step:
 
 
 def _cast_if_ready(state: State) -> Step:
-    """Cast the vote once the step is computed and its copies are here: their receipt is part of the vote."""
+    """Cast the vote once the step is computed and its copies have arrived: the vote confirms them, too."""
     protected = state.copied == state.round or not (state.roles.copies or state.roles.shadows)
     if not state.computed or state.cast or not protected:
         return state, ()
@@ -251,7 +251,7 @@ def _cast(state: State, finite: bool) -> Step:
 
 
 class _Counted(NamedTuple):
-    """Votes of all members together; prepared: the changes that all are prepared for, if the same."""
+    """Votes of all members together. prepared: the changes for which all are prepared; None: the members differ."""
 
     finite: bool
     changes: frozenset[m.Change]
@@ -275,7 +275,7 @@ def _count(job: Job, record: Generation, told: Mapping[Member, m.Value]) -> _Cou
 
 
 def _voted(job: Job, state: State, votes: _Counted) -> Step:
-    """Act on the vote on a step, as it came out here. Whether the others learned of it is unknown."""
+    """Act on the complete vote on a step. It is unknown if the other members have received it."""
     generation, number = state.record.number, state.round
     if not votes.finite:
         why = f"step {number} was voted down; nothing was changed"
@@ -285,13 +285,13 @@ def _voted(job: Job, state: State, votes: _Counted) -> Step:
     held = _kept(state, before) | frozenset((layer, after) for layer in follows)
     effects: list[m.Effect] = [m.Apply(generation, number, before)]
     if state.record.leaving:
-        effects.append(m.Bid(generation, state.record.leaving))  # said again each step: it may be lost
+        effects.append(m.Bid(generation, state.record.leaving))  # sent again after each step: it may be lost
     state = replace(state, held=held, at=after)
     if state.unseen is not None:
         state, more = changes.adopt(state, state.unseen)
         return state, (*effects, *more)
-    # A change that may be cut off waits one step for the checkpoint. All members remember it, or it would be lost with
-    # the generation, or with the only member that was told.
+    # A change that may not be finished in time waits one step for the checkpoint. All members remember its wish, or it
+    # would be lost with the generation, or with the only member that knew it.
     wished, hinted, save = votes.changes, votes.hints, votes.save
     wishes = state.wishes
     wishes = replace(wishes, changes=wishes.changes | wished, hints=wishes.hints | hinted, save=wishes.save or save)
@@ -312,7 +312,7 @@ def _voted(job: Job, state: State, votes: _Counted) -> Step:
 
 def _kept(state: State, before: Stamp) -> Held:
     """State to keep after a successful vote: the boundary before it, in the roles of this generation. All voters hold
-    that boundary, copies included, or they would not have voted; so nothing older is ever needed.
+    that boundary, copies included, or they would not have voted; so no older boundary is ever needed.
     """
     roles = state.roles.own | state.roles.copies | state.roles.shadows
     return frozenset(entry for entry in state.held if entry[1] == before and entry[0] in roles)
@@ -320,9 +320,9 @@ def _kept(state: State, before: Stamp) -> Held:
 
 def _prepared(state: State, event: m.Prepared) -> Step:
     if state.phase is not Phase.RUN or state.cast or state.copied == state.round:
-        return state, ()  # too late for this step: Prepare will be said again
+        return state, ()  # too late for this step: Prepare comes again
     held = state.held | {(layer, state.at) for layer in event.layers}
     roles = replace(state.roles, shadows=event.layers - state.roles.own - state.roles.copies)
     wishes = replace(state.wishes, prepared=event.changes)
-    # a change for which nothing comes here may remove everything that the vote waited for
+    # these shadow copies replace earlier ones: the vote may have none left to wait for
     return _cast_if_ready(replace(state, wishes=wishes, roles=roles, held=held))

@@ -1,6 +1,6 @@
 """Recovery from what the survivors hold: the newest boundary, the owners of the layers, and the layers that move.
 
-All participants call `decide` with the same contributions and get the same decision, so no member has to lead. Pure.
+All participants call `decide` with the same contributions and get the same decision, so there is no leader. Pure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 CHECKPOINT = None
-"""The source of a move that is read from disk."""
+"""Source of a layer that is read from the checkpoint."""
 
 _FOLLOW = (
     "copies of the layers that the lost members held follow beside the training; until then further losses count as if "
@@ -38,8 +38,8 @@ _FOLLOW = (
 
 
 class Seat(NamedTuple):
-    """A member as the planner sees it. capacity: bytes of its device (0: unknown); speed: relative to the fastest
-    device, above 0, at most 1; known perhaps only to the member that proposes a plan.
+    """A member as the planner sees it. capacity: bytes of its device; 0: unknown. speed: of its device relative to the
+    fastest, above 0, at most 1; perhaps known only to the member that proposes a plan.
     """
 
     member: Member
@@ -49,20 +49,20 @@ class Seat(NamedTuple):
 
 
 def speeds_of(seats: Sequence[Seat]) -> tuple[float, ...] | None:
-    """Device speeds of these seats, by rank; None where all are alike."""
+    """Device speeds of these seats, by rank; None where all are equal."""
     speeds = tuple(seat.speed for seat in seats)
     return speeds if len(set(speeds)) > 1 else None
 
 
 class Place(Protocol):
-    """Seats in rank order -> layout of owners and copies, or a sentence that says for what the run must wait."""
+    """Function from seats, by rank, to the layout of owners and copies, or to a sentence on what the run waits for."""
 
     def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         """plan: from the generation's record; None: the seats alone decide."""
 
 
 class Move(NamedTuple):
-    """A layer on its way to a new owner. source: a member or CHECKPOINT."""
+    """A layer that must go to a new owner. source: a member, or CHECKPOINT."""
 
     layer: int
     source: Member | None
@@ -92,7 +92,7 @@ class Boundary:
 
         Args:
             reached: newest step that an earlier founder is known to have applied.
-            voted: newest boundary from which all survivors of the last vote voted; the lost members may have, too.
+            voted: newest boundary from which all survivors of the last vote voted; perhaps the lost members, too.
         """
         newest = max(reached, self.passed_over[0][0].step if self.passed_over else 0)
         lost = self.stamp.step < newest - 1 or (self.stamp.step < newest and not all(self.holders))
@@ -101,9 +101,9 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Decision of every participant after the first round. Either `layout` is set, and the generation goes on from
+    """Decision of every participant after the first round. Either `layout` is set, and the generation continues from
     `boundary` after `moves`; or it waits, and `waiting` says why: for devices, or (`for_holders`) for members with
-    layers that otherwise only the checkpoint has.
+    settled layers that no participant holds.
     """
 
     boundary: Boundary
@@ -125,7 +125,7 @@ def newest_boundary(
     Args:
         held: by survivor; the order of members decides the order of holders.
         valid: True for stamps on the lineage; others are ignored.
-        checkpoint: a complete one on the lineage, the last resort; it counts as a holder of all its layers.
+        checkpoint: a complete one on the lineage, taken if no newer boundary is; it has all layers.
     """
     holders: dict[Stamp, dict[int, list[Member]]] = {checkpoint: {}}
     verdicts: dict[Stamp, bool] = {checkpoint: True}
@@ -148,9 +148,9 @@ def newest_boundary(
 def list_moves(
     boundary: Boundary, owned: Mapping[Member, Iterable[int]], layer_bytes: Sequence[int]
 ) -> tuple[Move, ...]:
-    """List the layers that change owner, each once per owner that lacks it. The source is the holder that has sent the
-    fewest bytes so far (the first on a tie), or the checkpoint where no holder is left. layer_bytes: parameters,
-    buffers and moments of each layer.
+    """List the layers that must move, each once per owner that lacks it. The source is the holder that sends the fewest
+    bytes so far (the first on a tie), or the checkpoint where there is no holder. layer_bytes: parameters, buffers and
+    moments of each layer.
     """
     sent: dict[Member, int] = {}
     moves = []
@@ -173,8 +173,8 @@ def decide(
     layer_bytes: Sequence[int],
     place: Place,
 ) -> Decision:
-    """Decide how a generation goes on after its first round. contributions: of all participants, the leaving ones
-    included, which may be asked to send; place: called with the members' seats and the record's plan.
+    """Decide how a generation continues after its first round. contributions: of all participants, also of leaving
+    members, which may have to send. place: called with the members' seats and the record's plan.
     """
     checkpoints = [value.checkpoint for value in contributions.values()]
     checkpoint = max((stamp for stamp in checkpoints if record.continues(stamp)), default=record.checkpoint)
@@ -214,7 +214,7 @@ def _lack(boundary: Boundary, record: Generation, checkpoint: Stamp) -> str:
 def distrusted(
     values: Mapping[Member, Contribution], valid: Callable[[Stamp], bool] = lambda stamp: True
 ) -> frozenset[tuple[Member, int]]:
-    """(member, layer) of copies that are not to be used, at any boundary.
+    """Return (member, layer) of the copies that must not be used, at any boundary.
 
     A copy is left out where an owner at the same boundary has another digest. It is also left out where the only owners
     to compare with are one step before or after it, because one of the two missed the last vote: nothing is lost, since

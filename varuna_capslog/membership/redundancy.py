@@ -1,7 +1,7 @@
 """Placement of copies of each layer's state in other ranks' memory, and the bytes that they take there.
 
-`redundancy: k` asks that any k simultaneous host losses are survived without a checkpoint, and that no two neighbours
-in a pipeline hold all copies of a layer. Pure arithmetic on names and bytes.
+`redundancy: k` requires that the run survives any k simultaneous host losses without a checkpoint, and that a layer is
+not held by two neighbours of a pipeline alone. Pure arithmetic on names and bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["Copies", "Reserve", "place_copies", "reserves"]
 class Copies:
     """Placement of the copies. kept: member -> layers of others that it keeps, rising; only members that keep some.
 
-    survives: simultaneous host losses that every layer survives, at most what was asked for.
-    problem: a sentence with the numbers where not everything can be placed; the placement is then the best there is.
+    survives: number of simultaneous host losses that every layer survives, at most the required one.
+    problem: a sentence with the numbers where not all copies can be placed; the placement is then the best found.
     """
 
     kept: Mapping[Member, tuple[int, ...]]
@@ -43,17 +43,17 @@ def place_copies(
 ) -> Copies:
     """Place copies so that every layer has holders on redundancy + 1 hosts, and not only on two neighbours.
 
-    With too few hosts a layer still has redundancy + 1 holders where there are members, so that any `redundancy`
+    With too few hosts a layer still has redundancy + 1 holders if there are enough members, so that any `redundancy`
     workers may be lost. Every owner counts as a holder, in all replicas. Layers with the same owners (a stage) share
-    their holders, so that a member sends its copies to few others. The largest stages choose first, each the holder
-    with the fewest bytes so far. Greedy is enough: without `room_bytes` stages do not hinder each other.
+    their holders, so that a member sends its copies to few others. Stages are placed by size, the largest first, each
+    at the member with the fewest bytes so far. Greedy is enough: without `room_bytes` stages do not compete.
 
     Args:
-        pipelines: ways through the stages, as (member, layers) in order; members and stages may recur.
+        pipelines: each way through the stages, as (member, layers) in order; members and stages may occur repeatedly.
         hosts: of all members, `spare` included; members of one host are lost together.
-        layer_bytes: state of each layer (one version). spare: members without a stage that may hold copies as well.
-        room_bytes: for copies per member, for one version; None: no limit.
-        links: pairs of neighbours; None: members whose stages follow each other in a way.
+        layer_bytes: bytes of a copy of each layer. spare: members without a stage, which may hold copies, too.
+        room_bytes: bytes for copies at each member; None: no limit.
+        links: pairs of neighbours; None: members of consecutive stages in a way.
 
     Raises:
         CapslogError: redundancy is negative, or a layer has no owner.
@@ -94,7 +94,7 @@ def place_copies(
         holders = list(group)
         while redundancy and (short := _short(holders, hosts, redundancy)) + _paired(holders, neighbours):
             chosen = _lightest(by_load, holders, hosts, neighbours, short, room, sizes[group])
-            if chosen is None and len(set(holders)) <= redundancy:  # hosts are too few: so many workers may be lost
+            if chosen is None and len(set(holders)) <= redundancy:  # too few hosts: protect from lost workers
                 chosen = _lightest(by_load, holders, hosts, neighbours, 0, room, sizes[group])
             if chosen is None:
                 break
@@ -114,7 +114,7 @@ def place_copies(
 
 
 def _short(holders: Sequence[Member], hosts: Mapping[Member, str], redundancy: int) -> int:
-    """Hosts lacking until the loss of any `redundancy` hosts leaves a holder."""
+    """Number of further hosts needed, so that a holder is left after the loss of any `redundancy` hosts."""
     return max(0, redundancy + 1 - len({hosts[member] for member in holders}))
 
 
@@ -132,7 +132,7 @@ def _lightest(
     room: Mapping[Member, int] | None,
     size: int,
 ) -> Member | None:
-    """Take the lightest next holder: on a new host while hosts lack (`short`), best no neighbour of a single owner."""
+    """Remove and return the next holder, with the fewest bytes: on a new host if `short`, best no owner's neighbour."""
     taken = {hosts[member] for member in holders}
     passed, lightest, second = [], None, None
     while by_load and lightest is None:
@@ -190,10 +190,10 @@ def _some(layers: Sequence[int]) -> str:
 
 
 class Reserve(NamedTuple):
-    """Bytes that protection takes on one rank's device beside training: entries for the memory model.
+    """Bytes that protection takes on one rank's device beside training.
 
-    snapshot: own layers at the previous boundary. copies: others' layers, at the two boundaries that may be needed.
-    updates: others' gradients of the step under way, applied when its vote succeeds (`sync` only).
+    snapshot: own layers at the previous boundary. copies: layers of others, at the two boundaries that may be needed.
+    updates: gradients of others for the step under way, applied when its vote succeeds (`sync` only).
     """
 
     snapshot: int
@@ -204,9 +204,9 @@ class Reserve(NamedTuple):
 def reserves(
     layout: MemberLayout, sync: bool, layer_bytes: Sequence[int], gradient_bytes: Sequence[int]
 ) -> dict[Member, Reserve]:
-    """Return the bytes that the commit rule and the copies cost each rank. A copy exists twice: at the boundary before
-    the step and, from the vote (`sync`) or the arrival (`async`) on, at the next; own layers are trained anyway, so
-    only their previous boundary counts. gradient_bytes: of each layer, as they are sent.
+    """Return the bytes that protection takes on each rank. A copy exists twice: at the boundary before the step and,
+    from the vote (`sync`) or the arrival (`async`) on, at the next one. Own layers are trained anyway, so only their
+    previous boundary counts. gradient_bytes: of each layer, as they are sent.
     """
     reserve_of = {}
     for member in dict.fromkeys([*layout.owned, *layout.copied]):

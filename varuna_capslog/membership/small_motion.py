@@ -1,17 +1,17 @@
-"""Choice after a loss: new cuts at once, or only the lost layers reassigned now and new cuts beside the training.
+"""Choice after a loss: new cuts at once, or the lost layers reassigned now and new cuts while training continues.
 
 With new cuts the members wait for the layers that change owner, and the first vote for the copies. In a small motion
-all keep what they have: the members that hold copies of the lost layers train them, no copy is made anew, and often
-nothing moves. Steps are longer until the new cuts and the missing copies were made beside the training. Each way is
-weighed by the seconds of training that it is expected to lose:
+all members keep their layers: those with copies of the lost layers train them, no new copy is made, and often nothing
+moves. Steps are longer until the new cuts and the missing copies are made beside training. The choice compares the
+seconds of training that each way is expected to lose:
 
     new cuts        waiting for layers and copies
-    small motion    waiting for the layers that move all the same; the part of the time until the new cuts are there by
-                    which its steps are longer; a second, planned change
+    small motion    waiting for the layers that must still move; the longer steps until the new cuts are there; a
+                    second, planned change
 
-Another change may come before, after H seconds in the mean; the chance that it has not after t is exp(-t / H). Until
-the copies are there, some layers have a single holder: if it is lost, the run goes back to its last checkpoint, and the
-training since is lost as well. Pure; no torch.
+The next change may come before that, after H seconds in the mean: with probability exp(-t / H) none comes within t
+seconds. Until the copies are there, some layers have a single holder: if it is lost, the run goes back to its last
+checkpoint, and the training since then is lost as well. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ __all__ = [
 ]
 
 
-# -- The stages of lost members given to the remaining ones, which keep all that they have: plans of a small motion.
+# -- Plans of a small motion: the stages of lost members go to the remaining ones, which keep their own layers.
 #
-# A stage goes whole to one member, or in two parts to two. It becomes a stage more there, or part of one that it
-# continues. Pure; no torch.
+# A stage goes whole to one member, or in two parts to two members. There it becomes a further stage, or joins a stage
+# with adjacent layers. Pure; no torch.
 
 
 Part = tuple[int, int, int]
-"""Layers [first, end) of a stage, and the rank that gets them. A stage of several pieces goes whole, from its first
-layer to its last one.
+"""(first, end, rank): layers [first, end) of a stage, and the rank that gets them. A stage of several ranges of layers
+goes whole, from its first layer to its last one.
 """
 
 
 def follows_a_loss(state: State, record: Generation) -> bool:
-    """True where a member may found this generation by handing out the lost members' stages: nothing else has changed,
-    and it has applied a step of the generation that lost them, so all copies of that generation are there.
+    """True where `record` may be founded as a small motion: losses are the only change, and this member has applied a
+    step of the generation that lost them, so that all copies of that generation exist.
     """
     members, remaining = state.record.members, record.members
     lost = (
@@ -84,8 +84,8 @@ def follows_a_loss(state: State, record: Generation) -> bool:
 
 
 def bare(plan: Plan) -> Plan | None:
-    """Return the plan without predictions and devices, whose stages may be given away; None where it has action lists,
-    which hold for its ranks only, or a stage on several ranks.
+    """Return the plan without predictions and devices, so that its stages can be given away; None where it has action
+    lists, which hold only for its ranks, or a stage on several ranks.
     """
     if plan.actions is not None or any(len(stage.ranks) != 1 for stage in plan.stages):
         return None
@@ -94,8 +94,8 @@ def bare(plan: Plan) -> Plan | None:
 
 
 def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tuple[Part, ...]]:
-    """Yield every way to give a stage to one of these ranks, or its first layers to one and its last to another. A rank
-    that has some of these layers for other blocks takes them only as exactly the stage that it has.
+    """Yield every way to give stage `number` to one of these ranks, or its first layers to one and its last to another.
+    A rank that already has some of these layers, for other blocks, takes them only if they are exactly its stage.
     """
     stage = plan.stages[number]
     held: dict[int, list[PlanStage]] = {}
@@ -124,7 +124,7 @@ def ways_to_give(plan: Plan, number: int, ranks: Sequence[int]) -> Iterator[tupl
 
 
 def given(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:
-    """Return the plan with a stage given away in these parts; None where a rank would hold a layer twice."""
+    """Return the plan with stage `number` given away in these parts; None where a rank would hold a layer twice."""
     stages = list(plan.stages)
     gone = stages.pop(number)
     for part in reversed(parts):
@@ -149,7 +149,7 @@ def given(plan: Plan, number: int, parts: Sequence[Part]) -> Plan | None:
 
 
 def among(plan: Plan, places: Mapping[int, int]) -> Plan:
-    """Return the plan with the ranks of the remaining members; places: rank -> its new number."""
+    """Return the plan with new numbers for the ranks. places: old number -> new number."""
     stages = [dataclasses.replace(stage, ranks=(places[stage.rank],)) for stage in plan.stages]
     return dataclasses.replace(plan, stages=tuple(stages))
 
@@ -173,7 +173,7 @@ def _within(intervals: Sequence[MemoryInterval], first: int, end: int) -> tuple[
 
 
 def _joined(stage: PlanStage, joining: PlanStage, routes: str) -> PlanStage | None:
-    """Join two stages of one rank: the same layers for more blocks, or a longer range of the chain for the same."""
+    """Join two stages of one rank: equal layers for more blocks, or adjacent layers for equal blocks; None: neither."""
     if stage.grain != joining.grain or (stage.memory is None) != (joining.memory is None):
         return None
     limits = (stage.in_flight, joining.in_flight)
@@ -198,31 +198,31 @@ def _joined(stage: PlanStage, joining: PlanStage, routes: str) -> PlanStage | No
 
 
 LINK = 100e6
-"""Bytes per second that state travels at, where nothing was measured or told: a network of 1 Gbit/s."""
+"""Bytes per second of state transfer where none were measured or configured: a network of 1 Gbit/s."""
 SECOND_PAUSE = 0.1
-"""Seconds that the planned change to the new cuts pauses (`benchmarks/morph/planned`)."""
+"""Seconds that training pauses for the planned change to the new cuts (`benchmarks/morph/planned`)."""
 BESIDE = 1.5
-"""Factor by which copies take longer beside the training."""
+"""Factor by which transfers take longer beside training."""
 FOLLOW_STEPS = 3
-"""Steps until new cuts for which nothing moves: they are wished for, prepared, and voted on."""
+"""Steps until the new cuts even if nothing moves: for the wish, the preparation and the vote."""
 USUAL_GAP = 600.0
-"""Seconds between two changes, before a run has a history."""
+"""Assumed seconds between two changes, before a run has a history."""
 _PLAYED = 4
-"""Ways to hand a stage out whose step is played; by the others' busiest rank they promise less."""
+"""Most small motions that fit and whose step is simulated, the most promising ones (`_in_order`)."""
 _BUILT = 64
-"""Ways to hand a stage out that are looked at after the bound."""
+"""Most ways to give a stage away that become plans, the most promising ones (`_in_order`)."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of members, and what is known then.
+    """Loss of members, as the founder of the next generation knows it.
 
     Attributes:
-        before, members: layout of the lost generation, and its members by rank.
+        before, members: layout of the generation that broke, and its members by rank.
         seats: of the remaining members, in the same order. proposed: their plan by `Placer.propose`.
         rate: bytes per second of state transfer; None: not measured.
         step_seconds: measured over the last steps; 0: unknown. gap_seconds: expected until the next change.
-        back_seconds: of training since the last checkpoint.
+        back_seconds: seconds of training since the last checkpoint.
     """
 
     before: MemberLayout
@@ -242,7 +242,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Weighed:
-    """Outcome. plan, copies: of a chosen small motion, for the record, else None; told: for `events.jsonl`."""
+    """Outcome of the choice. plan, copies: for the record; None: new cuts. told: fields for `events.jsonl`."""
 
     plan: Plan | None
     copies: Mapping[Member, tuple[int, ...]] | None
@@ -251,7 +251,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Traffic:
-    """State that travels before a step counts: layers to owners before it is computed, then copies before its vote."""
+    """Transfers that the first step waits for: layers to owners before its computation, copies before its vote."""
 
     moves: tuple[Move, ...]
     copies: tuple[Move, ...]
@@ -277,7 +277,7 @@ def _busiest(moves: Sequence[Move]) -> int:
 def traffic_of(
     before: MemberLayout, after: MemberLayout, members: Sequence[Member], layer_bytes: Sequence[int]
 ) -> Traffic:
-    """Return what these members, which together hold every layer, send each other from one layout to another."""
+    """Return the transfers between these members, which together hold every layer, from one layout to another."""
     held = {member: [(layer, INITIAL) for layer in before.holds(member)] for member in members}
     boundary = newest_boundary(len(layer_bytes), held, lambda stamp: True, INITIAL)
     moves = list_moves(boundary, {member: after.owned.get(member, ()) for member in members}, layer_bytes)
@@ -294,15 +294,15 @@ def traffic_of(
 def kept_copies(
     before: MemberLayout, owned: Mapping[Member, Collection[int]], members: Sequence[Member]
 ) -> dict[Member, tuple[int, ...]]:
-    """Return the layers that each of these members held before and does not own now; all of them stay."""
+    """Return the layers that each of these members held before and does not own now: they stay as copies."""
     kept = {member: tuple(sorted(set(before.holds(member)) - set(owned.get(member, ())))) for member in members}
     return {member: layers for member, layers in kept.items() if layers}
 
 
 def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: float, back: float = 0.0) -> float:
-    """Seconds of training lost: a pause, then a time in which a step does `ratio` of what it could, then a pause.
+    """Expected seconds of training lost by `pause`, then `slow` seconds at `ratio` of the full speed, then `second`.
 
-    back: lost besides where the next change comes before the end of the slow time, in the mean.
+    gap: mean seconds to the next change. back: mean seconds lost as well if that comes before the slow time ends.
     """
     reached = math.exp(-pause / gap)
     slowed = (1 - ratio) * gap * reached * -math.expm1(-slow / gap)
@@ -311,7 +311,7 @@ def expected_loss(pause: float, slow: float, ratio: float, second: float, gap: f
 
 
 def exposed(layout: MemberLayout, before: MemberLayout, members: Sequence[Member]) -> float:
-    """Fraction of these members whose loss no copy covers while they hold their layers of both layouts."""
+    """Fraction of these members that alone hold some layer, counting the layers of both layouts."""
     holders: dict[int, set[Member]] = {}
     for member in members:
         for layer in {*before.holds(member), *layout.owned.get(member, ())}:
@@ -339,14 +339,14 @@ class _Costed:
 
 
 class SmallMotion:
-    """Weighs both ways for one run. setting: `elastic.small_motion`."""
+    """Chooses between new cuts and small motions in one run. setting: `elastic.small_motion`."""
 
     def __init__(self, placer: Placer, setting: str = "auto") -> None:
         self._placer, self._setting = placer, setting
         self._profile = placer.candidates.profile if placer.candidates.timed else None
 
     def weigh(self, loss: Loss) -> Weighed | None:
-        """Choose the way in which these members go on; None where there is no choice."""
+        """Choose the way in which the remaining members continue; None where there is no choice."""
         remaining, sizes = loss.left, self._placer.layer_bytes
         plan = loss.before.plan
         if self._setting == "never" or plan is None or not remaining or not loss.before.covers(remaining):
@@ -357,7 +357,7 @@ class SmallMotion:
         rate = loss.rate or self._placer.candidates.link.bandwidth or LINK
         cuts = self._way(loss, layout, None)
         pause = cuts.traffic.seconds(rate)
-        if self._setting == "auto" and pause <= SECOND_PAUSE:  # found before anything is played
+        if self._setting == "auto" and pause <= SECOND_PAUSE:  # decided without a simulation
             why = f"they move {format_bytes(cuts.traffic.bytes)} in about {pause:.2f} s"
             told = {**cuts.told, "pause_seconds": pause}
             return Weighed(None, None, {"chosen": "new cuts", "why": why, "new_cuts": told})
@@ -387,7 +387,7 @@ class SmallMotion:
         return Weighed(small.layout.plan, small.layout.copied, told)
 
     def step_seconds(self, layout: MemberLayout) -> float | None:
-        """Simulated step of a layout's plan at its devices' speeds; None where it cannot be simulated."""
+        """Simulated step seconds of a layout's plan at its devices' speeds; None where it cannot be simulated."""
         return None if layout.plan is None else self._played(layout.plan)
 
     def _choice(self, cuts: _Costed, small: _Costed | None) -> tuple[bool, str]:
@@ -404,7 +404,7 @@ class SmallMotion:
     # -- the small motion ----------------------------------------------------------------------------------------------
 
     def _best(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> _Costed | None:
-        """Way with the least loss of those with room; None where none has room."""
+        """Small motion with the least expected loss of those that fit the devices; None where none fits."""
         candidates: list[_Costed] = []
         for handed_out in self._handed_out(loss, plan, cuts, rate, scale):
             owned = MemberLayout.of_plan(handed_out, loss.left, {}).owned
@@ -432,7 +432,7 @@ class SmallMotion:
         return dataclasses.replace(way, lost_seconds=lost)
 
     def _handed_out(self, loss: Loss, plan: Plan, cuts: _Costed, rate: float, scale: float) -> Iterator[Plan]:
-        """Yield plans in which the remaining members have the lost members' stages, the most promising first."""
+        """Yield plans in which the remaining members train the lost members' stages, the most promising first."""
         members, remaining = loss.members, set(loss.left)
         places = {rank: loss.left.index(member) for rank, member in enumerate(members) if member in remaining}
         bare_plan = bare(plan)
@@ -461,7 +461,7 @@ class SmallMotion:
         rate: float,
         scale: float,
     ) -> list[tuple[Part, ...]]:
-        """Return the ways to give a stage away: fewest bytes moved first, then by least loss of the busiest rank."""
+        """Return the ways to give a stage away: first the one that moves fewest bytes, then by estimated loss."""
         sizes, stage = self._placer.layer_bytes, plan.stages[number]
         busy = dict.fromkeys(holds, 0.0)
         for planned in plan.stages:
@@ -496,12 +496,12 @@ class SmallMotion:
         return [fewest, *(parts for parts in ordered if parts != fewest)]
 
     def _work(self, plan: Plan, stage: PlanStage, layers: Sequence[int] | None = None) -> float:
-        """Seconds of a stage, or of some of its layers, in a step; without a profile their bytes."""
+        """Seconds of a stage, or of some of its layers, in a step; without a profile the bytes of the layers."""
         layers = stage.numbers if layers is None else layers
         if self._profile is None:
             return float(sum(self._placer.layer_bytes[layer] for layer in layers))
         run, rows = self._placer.candidates.run, [self._profile.layers[layer] for layer in layers]
-        again = stage.recomputes(run) and stage.end < plan.num_layers  # the last stage's backwards follow at once
+        again = stage.recomputes(run) and stage.end < plan.num_layers  # at the last stage backwards follow at once
         units = len(stage.blocks) * plan.units.of_block if stage.blocks is not None else plan.units.per_step or 1
         unit_seconds = sum((row.forward_seconds or 0.0) * (1 + again) + (row.backward_seconds or 0.0) for row in rows)
         return units * unit_seconds
@@ -526,7 +526,7 @@ class SmallMotion:
             return None
 
     def _fitting(self, plan: Plan, seats: Sequence[Seat], copies: Mapping[Member, tuple[int, ...]]) -> Plan | None:
-        """Plan with its ranks' bytes where each has room for it, snapshots and these copies; else None."""
+        """Plan with the bytes of its ranks, if each device has room for them, snapshots and these copies; else None."""
         placer, speeds = self._placer, [None if seat.speed == 1.0 else seat.speed for seat in seats]
         shown = plan
         if any(speeds):

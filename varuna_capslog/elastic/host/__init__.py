@@ -1,1 +1,1 @@
-"""One machine's supervisor: starts workers, watches them, passes on notices and requests, and reports what happens."""
+"""Supervisor of one machine: starts workers, watches them, passes on notices and requests, reports losses."""

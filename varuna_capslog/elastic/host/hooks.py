@@ -1,7 +1,7 @@
 """Requests of programs, people and schedulers to a run: more or fewer devices, a host or worker to leave.
 
-All go through the run's store, whose address is in `workers/store.json` and in the environment of workers. No function
-here waits for the effect, which is written to `events.jsonl`.
+Requests are entries in the log of the run's store, whose address is in `workers/store.json` and in the environment of
+workers. No function here waits for the effect, which is written to `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = [
 ]
 
 _here: list[tuple[str, str, Path]] = []
-"""Addresses and identities of the stores of this process's hosts, and their folders, as long as they run."""
+"""(store address, store identity, run folder) of each host that runs in this process."""
 
 
 def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
-    """Ask that the run continues with `devices` workers: its hosts start or release their share.
+    """Request that the run continue with `devices` workers: each host starts or releases its share.
 
-    Hosts start at most as many workers as they began with; of too many the youngest leave, at a step boundary, after
-    the state they own has moved. Any program may call it: a worker (the workload's own code), a host, or another one.
+    A host starts at most as many workers as it began with. Superfluous workers leave, the newest first, at a step
+    boundary, after the layers they own have moved. Any program may call this: a worker, a host, or another one.
 
     Args:
         run_dir: the run's folder; None: the run that this process belongs to.
 
     Raises:
-        CapslogError: no run is known or going on, or fewer than one device is asked for.
+        CapslogError: no run is known or going on, or `devices` is less than 1.
     """
     if devices < 1:
         raise CapslogError(f"devices={devices}: a run needs at least one; stop it with Ctrl-C instead")
@@ -58,7 +58,7 @@ def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
 
 
 def outlook(devices: int, run_dir: Path | str) -> str:
-    """Sentence on the effect of a request for so many workers; CapslogError where no run can start so many there."""
+    """Return a sentence on the effect of a request for `devices` workers. Raises CapslogError if they cannot start."""
     with _store_of(run_dir) as store:
         roster, address = _roster_of(store), store.address
     if roster.finished is not None:
@@ -85,7 +85,7 @@ def outlook(devices: int, run_dir: Path | str) -> str:
 
 
 def _limits(devices: int, run_dir: Path) -> Iterator[str]:
-    """Limits that the run's config and model set; none for a script, which has neither."""
+    """Yield sentences on limits that the run's config and model set; none for a script, which has neither."""
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.planners import BUDGET, JOINT
 
@@ -96,7 +96,7 @@ def _limits(devices: int, run_dir: Path) -> Iterator[str]:
     if devices < config.elastic.min_devices:
         yield f"elastic.min_devices is {config.elastic.min_devices}: the run will wait with fewer"
     most = config.num_blocks * layers
-    if config.pipeline.planner in (BUDGET, JOINT):  # pipelines of any length: none is idle for want of an even share
+    if config.pipeline.planner in (BUDGET, JOINT):  # pipelines may differ in length: no device is left over
         if most < devices:
             yield f"{layers} layers in {config.num_blocks} blocks: at most {most} devices train, the others keep copies"
         return
@@ -122,16 +122,16 @@ def give_notice(
     seconds: float | None = None,
     hint: bool = False,
 ) -> str:
-    """Tell a run that a host, or one worker, is to leave; return words on which.
+    """Tell a run that a host or one worker must leave; return its name in words.
 
     Args:
-        host: as the run names it; None with `member` None: the only one.
-        urgent: leave at the next boundary, whatever was copied ahead.
-        seconds: that are left; None: no deadline.
-        hint: it may have to leave soon: copy ahead, no worker leaves.
+        host: its name in the run; None with `member` None: the only host.
+        urgent: leave at the next boundary, even if nothing was copied ahead.
+        seconds: until the deadline; None: no deadline.
+        hint: it may have to leave soon: its layers are copied ahead, and no worker leaves.
 
     Raises:
-        CapslogError: no run is going on there, or the name is unknown in it.
+        CapslogError: no run is going on there, or it has no such host or worker.
     """
     with _store_of(run_dir) as store:
         roster = _roster_of(store)
@@ -153,7 +153,7 @@ def give_notice(
 
 
 def belong(stack: contextlib.ExitStack, address: str, identity: str, run_dir: Path) -> None:
-    """Make this process belong to the run with this store and folder, until the stack is closed."""
+    """Record that this process belongs to the run with this store and folder, until the stack is closed."""
     _here.append((address, identity, run_dir))
     stack.callback(_here.remove, (address, identity, run_dir))
 
@@ -164,7 +164,7 @@ def tell_address(run_dir: Path, address: str, identity: str) -> None:
 
 
 def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float = 10.0) -> None:
-    """Raise CapslogError unless the host that serves this store uses the same folder; a shared one may be slow."""
+    """Raise CapslogError unless this store's host uses the same folder, which may be a slow shared one: so wait."""
     until = time.monotonic() + seconds
     while True:
         if _place(run_dir).is_file() and _told(run_dir)[1] == identity:
@@ -178,7 +178,7 @@ def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float
 
 
 def until(seconds: float | None) -> dict[str, Any]:
-    """Fields `deadline` and `left` of an entry whose deadline is so many seconds away; None: there is none."""
+    """Return the fields `deadline` and `left` of an entry whose deadline is in `seconds`; None: no deadline."""
     if seconds is None:
         return {"deadline": None, "left": None}
     remaining = max(0.0, seconds)
@@ -186,11 +186,11 @@ def until(seconds: float | None) -> dict[str, Any]:
 
 
 def seconds_left(entry: NoticeEntry | HintEntry | AnnounceEntry) -> float | None:
-    """Seconds until the deadline of an entry, as its reader counts from now on; None: it has none.
+    """Return the seconds from now until an entry's deadline; None: no deadline.
 
-    The log holds a time of day, so that an entry that is sent or read late leaves less time. Where the clocks of the
-    two machines disagree, or one has jumped, a reader uses the shorter time: never more than was left when the entry
-    was written. It leaves early rather than late.
+    The log holds a time of day, so an entry that is sent or read late leaves less time. Where the clocks of writer and
+    reader disagree, or one has jumped, the reader still counts at most the seconds that were left when the entry was
+    written: a worker leaves early rather than late.
     """
     if entry.deadline is None:
         return None
@@ -199,7 +199,7 @@ def seconds_left(entry: NoticeEntry | HintEntry | AnnounceEntry) -> float | None
 
 
 def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Notice:
-    """Notice in an entry of the log for `host` or one of its workers."""
+    """Return the notice of a log entry for `host` or one of its workers."""
     match entry:
         case AnnounceEntry():
             kind, source, name = Kind[entry.notice.upper()], "person", entry.id
@@ -215,7 +215,7 @@ def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Noti
 
 @contextlib.contextmanager
 def _store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
-    """Store of the run in a folder, or of this process's run. Raises CapslogError where there is none that answers."""
+    """Open the store of the run in a folder, or of this process's run. Raises CapslogError where no store answers."""
     from varuna_capslog.elastic.store.opening import StoreGone, open_store
 
     address, identity, folder = _where(run_dir)
@@ -260,7 +260,7 @@ def _told(run_dir: Path) -> tuple[str, str]:
 
 
 def _roster_of(store: MembershipStore) -> Roster:
-    """Roster by the log up to now. Raises StoreGone."""
+    """Read the log up to now into a roster. Raises StoreGone."""
     roster = Roster()
     for entry in store.history():
         roster.take(entry)

@@ -1,8 +1,8 @@
-"""Supervisor of one machine in an elastic run: the only authority on which workers died there.
+"""Supervisor of one machine in an elastic run: starts and ends its workers, passes notices on, reports losses.
 
-It serves or joins the store, has a fork server fork its workers, reports ended workers to the log, kills workers that
-are stopped or hang, watches the other hosts' leases, and passes notices on. It decides nothing about the membership and
-never touches a tensor. No worker outlives it.
+A loss is a `DeadEntry` in the log: of a worker here whose process ended (`Host._on_worker_exit`), also after `workers`
+killed it as hung; or of each worker of another host that `store_link` found silent (`Host._host_silent`). Of the
+membership it decides only the first generation and a parked one. It never touches a tensor. No worker outlives it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from varuna_capslog.membership.generation import Generation, Member
 __all__ = ["Host", "HostEnd", "HostOptions"]
 
 POLL_SECONDS = 0.05
-HOPELESS = 3  # after so many workers in a row that ended before they took part no further one is started
+HOPELESS = 3  # a device gets no further worker after this many in a row ended before they took part
 
 
 @dataclass(frozen=True)
 class HostEnd:
-    """End of a host's part. how: "finished": the run has ended; "left": all its workers have left by request, and
-    others may go on. stopped: the run ended early on request.
+    """End of a host's part. how: "finished": the run has ended; "left": this host's workers have ended, and other hosts
+    may continue the run. stopped: the run ended early on request.
     """
 
     how: Literal["finished", "left"]
@@ -48,11 +48,11 @@ class HostEnd:
 class Host:
     """Starts, watches and ends the workers of this machine.
 
-    Members are named `<host>-<counter>`. A worker gets CAPSLOG_MEMBER, CAPSLOG_HOST, CAPSLOG_STORE (host:port),
+    Members are named `<host>-<counter>`. A worker gets CAPSLOG_MEMBER, CAPSLOG_HOST, CAPSLOG_STORE (its address),
     CAPSLOG_STORE_IDENTITY, CAPSLOG_RUN_DIR and CAPSLOG_LOCAL_RANK (the number of its device here), a log
-    `workers/<member>.log`, and its process group; `workers/<member>.json` holds pid, host and member. Status 0 means
-    that the run has finished or that it was released, 130 that it was asked to stop; all else is a loss. `roster` has
-    the content of the store's log so far; `workers` exist from `run` on.
+    `workers/<member>.log`, and its process group; `workers/<member>.json` holds pid, host and member. A worker's exit
+    status is 0 after the run's end or its release, and 130 after a request to stop; any other is a loss. `roster` has
+    the content of the store's log so far; `workers` is set by `run`.
     """
 
     def __init__(self, options: HostOptions) -> None:
@@ -67,7 +67,7 @@ class Host:
         self._called_off = False  # by `options.look`
         self._noticed = False
         self._acknowledged = False
-        self._resting = False  # workers of this host left by request; a later request may want them back
+        self._resting = False  # workers of this host left by request; a later request may start others
         self._looked = 0.0
 
     # -- from any thread -----------------------------------------------------------------------------------------------
@@ -83,15 +83,15 @@ class Host:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> HostEnd:
-        """Start the workers; return when this host has no more to do. Call it from the main thread for Ctrl-C.
+        """Start the workers; return when this host has no more to do. Ctrl-C is heard only in the main thread.
 
-        A host that serves the store stays until the others have gone; one whose workers left since a request wanted
-        fewer devices stays until the run ends.
+        A host that serves the store stays until the other hosts have gone. A host whose workers left after a request
+        for fewer devices stays until the run ends.
 
         Raises:
             WorkerFailed: all workers of this host have failed, and the run did not finish elsewhere.
             Interrupted: SIGINT came, here or to another host; the workers have ended.
-            StoreGone: the store to be joined does not answer.
+            StoreGone: the store does not answer.
             CapslogError: the folder cannot be written, or workers cannot be started.
         """
         with contextlib.ExitStack() as stack:
@@ -100,7 +100,7 @@ class Host:
             else:
                 with usable(self.options.folder):
                     self.options.folder.mkdir(parents=True, exist_ok=True)
-            # SIGTERM is a notice, which the listeners hear
+            # SIGTERM is a preemption notice: one of `_listen`'s sources handles it
             stack.enter_context(heard_signals((signal.SIGINT,), lambda number: self.stop()))
             self.link.connect(stack)
             self.link.begin(stack)
@@ -163,7 +163,7 @@ class Host:
         return HostEnd("left" if finished is None else "finished", stopped)
 
     def _resume_hint(self) -> str:
-        """Words on the effect of the same command after an unprepared end."""
+        """Words on the effect of the same command after an end without a final checkpoint."""
         run_dir = self.options.run_dir
         if (run_dir / "held").exists() or any((run_dir / "checkpoints").glob("step-*")):
             return f"continues the run in {run_dir} from what was last saved"
@@ -176,7 +176,7 @@ class Host:
             self._on_worker_exit(worker, status)
 
     def _on_worker_exit(self, worker: HostWorker, status: int) -> None:
-        """Write a loss into the log at once; an end without a failure once `_settle` can tell its meaning."""
+        """Report a failed or killed worker to the log at once; exit status 0 or 130 is judged later by `_settle`."""
         if worker.verdict is None and status in (0, 130):
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
@@ -186,7 +186,7 @@ class Host:
         self._replace(worker, lost=status < 0 or worker.expelled_since is not None)
 
     def _replace(self, worker: HostWorker, lost: bool) -> None:
-        """Start another worker on a lost worker's device; a worker that failed by itself would fail again."""
+        """Start another worker on a lost worker's device, unless it failed by itself: another would fail, too."""
         useless = 0 if self.roster.was_named(worker.member) else self._useless.get(worker.slot, 0) + 1
         self._useless[worker.slot] = useless
         wanted = self.options.settings.replace_lost and lost and self.roster.finished is None
@@ -219,18 +219,18 @@ class Host:
                 for member in leave:
                     self.link.tell(entries.NoticeEntry(member, source="request"))
             case entries.HostsEntry(self.link.name, "lost"):
-                # This host was too slow, or cut off for a while; its devices can be used again.
+                # Another host found this host silent: it was too slow, or cut off. Its devices can be used again.
                 self.link.explain_absence()
                 self.link.tell_here()
             case entries.AnnounceEntry(self.link.name):
                 self._gathering.hear(hooks.notice_of(entry, self.link.name))
 
     def _found(self) -> None:
-        """Write the first generation, of all members that begin together: none trains alone while the others load."""
+        """Write the first generation, with all members that begin together: none trains alone while others load."""
         self.link.found(0, Generation(1, tuple(self.roster.members), checkpoint=self.options.first))
 
     def _park(self) -> None:
-        """Write a generation that holds no state: all voters have ended, and the next members load a checkpoint."""
+        """Write a generation without members: all voters have ended, and the next members load a checkpoint."""
         lost = self.roster.generation
         self.options.say(f"all {len(lost.members)} member(s) are lost; whoever comes goes on from the last checkpoint")
         self.link.found(lost.number, lost.parked(self.roster.checkpoint))
@@ -285,7 +285,7 @@ class Host:
             self._gathering.host_left()
 
     def _settle(self, member: Member) -> None:
-        """Write the end of a worker without a failure: as lost, where the newest generation trains with it."""
+        """Report a worker with exit status 0 or 130: lost if the newest generation has it as a member, else left."""
         roster = self.roster
         if roster.finished is not None:
             return

@@ -1,11 +1,11 @@
-"""A host's connection with the run's store: opened or served here, followed, and written to.
+"""A host's connection to the run's store: opens or serves it, follows its log, appends entries, watches other hosts.
 
-While the store does not answer, entries for the log are kept and sent later. Threads read the store, its log and the
-other hosts' leases, and pass events on to the host's thread.
+Detects lost hosts: `HostStore._keep_lease` gives this host's signs of life and reads those of all others. A host that
+gives none, or whose connection to the store ended, is reported to `host.Host._host_silent`. While the store does not
+answer, entries are kept and sent later. Threads read store and log, and pass events on to the host's thread.
 
-Notices, losses and joins are also written to events.jsonl. Every host reads the same log, so one host writes each line:
-the one that reported a loss, else the host of the member. Changes of the generation (start, resume, morph) are written
-by the members that train.
+Notices, losses and joins go into events.jsonl, too, each written by one host: the reporter of a loss, else the member's
+own host. Members that train write the changes of the generation (start, resume, morph).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from varuna_capslog.membership.generation import Generation, Member
 __all__ = ["HostStore", "age_of", "run_age"]
 
 
-# -- The sign of life that a host keeps in the store: a count, and for how long the run has been going on.
+# -- The sign of life that a host writes to the store: a count, and the age of the run in seconds.
 #
-# Every host counts the seconds since the first generation with its own monotonic clock; a host that came later goes
-# on from the others' signs. So a worker that joins knows how old the run is, and no time of day has a part in it.
+# Every host counts the seconds since the first generation with its own monotonic clock; a host that comes later takes
+# the age from other hosts' signs. So a joining worker knows the age of the run, whatever the machines' times of day.
 
 
 def sign_of(beat: int, age_seconds: float) -> str:
-    """Sign of life, unlike that of any other beat of this host."""
+    """Sign of life; it differs with every beat of this host."""
     return f"{beat} {age_seconds:.3f}"
 
 
 def age_of(sign: str | None) -> float:
-    """Seconds of the run by a sign; 0 where there is none yet, or it is no sign of this version."""
+    """Age of the run in seconds by a sign; 0 for None and for a sign of another version."""
     try:
         seconds = float((sign or "").split(" ")[1])
     except (IndexError, ValueError):
@@ -67,15 +67,15 @@ class HostStore:
     """Store as one host uses it. Called by the host's thread, once `connect` has returned.
 
     Args:
-        roster: content of the log so far; kept by the host.
-        logged, silent: called by the host's thread: with every entry of the log; with the name of a host without a sign
-            of life, and the reason for its loss.
-        later: makes the host's thread call a function; called by any thread.
+        roster: content of the log so far; updated by the host.
+        logged: called in the host's thread with every entry of the log.
+        silent: called in the host's thread with the name of a host without a sign of life, and the reason.
+        later: queues a function for the host's thread; may be called in any thread.
 
     Attributes:
         address: of the store, as workers reach it.
         name: of this host in the run.
-        answers: True where the store answered last.
+        answers: False after a call that the store did not answer, until it answers again.
         ends_with_us: True where this process serves the store.
     """
 
@@ -97,18 +97,18 @@ class HostStore:
         self._logged, self._silent, self._later = logged, silent, later
         self._untold: list[Entry] = []
         self._offset = 0  # generation n of the store is n + offset in the run's files
-        self._noticed: dict[Member, bool] = {}  # and whether urgently
+        self._noticed: dict[Member, bool] = {}  # member -> urgent
         self._unfollow: Callable[[], None] | None = None
-        # by the monotonic clock: when this process ran again after it stood still, and when a call began that the store
-        # answered late or not at all
+        # by the monotonic clock: `_awoke`: when this process ran again after it stood still; `_late_call`: when the
+        # last call began that the store answered late or not at all
         self._awoke = self._late_call = 0.0
         self._run_began: float | None = None  # by the monotonic clock, as far as this host knows
 
     def connect(self, stack: contextlib.ExitStack) -> None:
-        """Open the store, serving it first where this host begins the run, and find the host's name.
+        """Open the store, after starting its server where this host begins the run, and set this host's name.
 
-        `stack` closes all. Raises StoreGone where the store does not answer, and CapslogError where it cannot be
-        served, another run goes on there, or the run's secret cannot be used.
+        `stack` closes store and server. Raises StoreGone where the store does not answer; CapslogError where it cannot
+        be served, another run uses it, or the run's secret cannot be used.
         """
         options, identity = self._options, None
         secret = run_secret(options.run_dir, create=options.serves)
@@ -158,19 +158,19 @@ class HostStore:
         self._untold.append(entry)
 
     def run_begins(self) -> None:
-        """Record that the first generation is there; if it was founded long ago, the others' signs have its age."""
+        """Record that a generation exists. For a host that comes later, `_keep_lease` corrects the run's age."""
         self._run_began = self._run_began or time.monotonic()
 
     def _age(self) -> float:
         return 0.0 if self._run_began is None else time.monotonic() - self._run_began
 
     def found(self, expected: int, record: Generation) -> None:
-        """Write a generation, if `expected` is still the newest and the store answers."""
+        """Write a generation, if the number of the newest is still `expected` and the store answers."""
         with contextlib.suppress(StoreGone):
             self.store.compare_and_set(expected, record)
 
     def new_member(self) -> Member | None:
-        """Name that no worker has had yet; None where the store does not answer, so that no worker could join."""
+        """Return a name that no worker had before; None where the store does not answer: no worker could join."""
         try:
             return f"{self.name}-{self.store.count(f'members/{self.name}')}"
         except StoreGone as error:
@@ -186,7 +186,7 @@ class HostStore:
             self._roster.hosts.clear()  # the host that served it has ended
 
     def unheard(self, why: str) -> None:
-        """Record that the log's follower has ended; all entries that it received were passed on."""
+        """Record that the thread that follows the log has ended; it has passed on all entries that it received."""
         self._unfollow = None
         self.lost(why)
 
@@ -202,7 +202,7 @@ class HostStore:
             self._follow()
 
     def write_event(self, value: Mapping[str, Any]) -> None:
-        """Write the event of an entry of the log, which the roster has not taken yet."""
+        """Write the event of a log entry to events.jsonl. Call it before the roster takes the entry."""
         before, number = self._roster, self._roster.generation.number
         match read(value):
             case NoticeEntry(member, urgent) as notice if before.members.get(member) == self.name:
@@ -227,18 +227,18 @@ class HostStore:
             files.append_jsonl(run_dir / "events.jsonl", {"kind": kind, **about, **details})
 
     def explain_absence(self) -> None:
-        """Write why the others took this host for lost: only this host itself can know the cause."""
+        """Write why other hosts declared this host lost: only this host knows if it hung or the network failed."""
         cause = "hung" if self._awoke > self._late_call else "network"
         self._append("cause", self._roster.generation.number, host=self.name, cause=cause)
 
     def leave(self) -> None:
         """Report to the log that this host has gone."""
         if self._unfollow is not None:
-            self._unfollow()  # before the last entry, which wakes the thread that waits for it
+            self._unfollow()  # before the last entry, which wakes the thread that follows the log
         self.tell(HostsEntry(self.name, "gone"))
 
     def variables(self) -> dict[str, str]:
-        """Variables with which a worker reaches the store."""
+        """Environment variables with which a worker reaches the store."""
         return {
             "CAPSLOG_HOST": self.name,
             "CAPSLOG_STORE": self.address,
@@ -253,7 +253,7 @@ class HostStore:
         )
 
     def _fail(self, error: CapslogError) -> None:
-        """End the host with the reason: without signs of life it would be taken for dead."""
+        """End this host with the error: without signs of life, other hosts would declare it lost."""
 
         def end() -> None:
             raise error
@@ -261,7 +261,7 @@ class HostStore:
         self._later(end)
 
     def _notice_stops(self, ended: threading.Event) -> None:
-        """Record when this whole process stood still, in a thread that waits for nothing but the clock."""
+        """Record when this whole process stood still. Runs in a thread that waits only for the clock."""
         seconds, last = self._options.settings.lease_seconds, time.monotonic()
         while not ended.wait(seconds / 8):
             now = time.monotonic()
@@ -270,11 +270,11 @@ class HostStore:
             last = now
 
     def _keep_lease(self, ended: threading.Event) -> None:
-        """Give signs of life and read the other hosts', in a thread: a supervisor that waits must not seem dead.
+        """Give signs of life, and report hosts that give none. A thread does it: a busy supervisor must not seem lost.
 
-        No clocks are compared: only the time in which this host itself has seen no new sign counts. A host that gave
-        none for `lease_seconds` is reported again and again while it stays silent; a host whose connection to the store
-        has ended, as soon as it had time for another sign and gave none.
+        No clocks are compared: this host measures how long it has seen no new sign. A host without a new sign for
+        `lease_seconds` is reported again and again while it stays silent. A host whose connection to the store ended is
+        reported a quarter of `lease_seconds` after this was first seen, unless a new sign came.
         """
         seconds = self._options.settings.lease_seconds
         signs: dict[str, str | None] = {}
@@ -294,7 +294,7 @@ class HostStore:
             now = time.monotonic()
             if now - began > seconds / 2:
                 self._late_call = began
-            # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
+            # Where this host has not looked for long (stopped, swapped out, cut off), it missed signs, and counts anew.
             away = not answers or now - looked > seconds / 2
             looked = now
             for peer, sign in host_signs.items():

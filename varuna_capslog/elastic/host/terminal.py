@@ -24,17 +24,17 @@ __all__ = ["Terminal", "describe"]
 _LOOK_SECONDS = 0.2
 _LINE_SECONDS = 10.0
 _SAME_PACE = 0.005
-"""Relative difference of planned steps below which it is not shown."""
+"""Relative change of the planned step time below which the change is not shown."""
 
 _DAMAGED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
-"""Errors of a line with a value of another kind; the line is passed over."""
+"""Errors from a line of another form, which is skipped."""
 
 
 class Terminal:
-    """Draws a run while the `with` block lasts; earlier entries of the folder are not shown again.
+    """Draws a run while the `with` block lasts, without the lines that its files already have.
 
-    total_steps: end of the bar, until an event tells it; None: not known. host: of this process, which reports its
-    losses itself; None: the system's name. max_seconds: of the run, for the time left on the bar.
+    total_steps: end of the bar until an event gives it; None: unknown. host: name of this process's host, whose losses
+    the host itself prints; None: the machine's name. max_seconds: limit of the run, for the remaining time on the bar.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Terminal:
                 self.say(score_line(evaluation["step"], evaluation["scores"]))
 
     def _take_beginning(self, event: Mapping[str, Any]) -> None:
-        """Learn the last step from the beginning of a generation, and explain generations that are skipped."""
+        """Read the last step from the event that begins a generation, and explain skipped generations."""
         if event.get("kind") not in ("start", "resume", "morph") or "why" not in event:
             return
         if isinstance(total := event.get("last_step"), int):
@@ -103,7 +103,7 @@ class Terminal:
             self.say(f"{skipped} did not begin, since the members changed again before")
 
     def _is_new(self, event: Mapping[str, Any], line: str) -> bool:
-        """True where the line is to be printed: every member gives the reason of a pause, which is printed once."""
+        """True where the line must be printed. Every member writes the reason of a pause, which is printed once."""
         if event.get("kind") == "lost" and event.get("host") == self._host:
             return False
         if event.get("kind") not in ("persisted", "waiting"):
@@ -175,7 +175,7 @@ def _shape(event: Mapping[str, Any]) -> str:
 
 
 def _pace(event: Mapping[str, Any]) -> str:
-    """Words on the new pace by the plans, slower or faster than before, and on recomputed and offloaded layers."""
+    """Words on the planned step time beside the one before, and on recomputed and offloaded layers."""
     ratio = float(event.get("planned_step_ratio", 1.0))
     if abs(ratio - 1) < _SAME_PACE:
         return ""

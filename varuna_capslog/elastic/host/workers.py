@@ -1,6 +1,7 @@
-"""Worker processes of one host: forked by its fork server, watched, signalled and killed here; their failures.
+"""Worker processes of one host: has them forked, watches, signals and kills them, and words their failures.
 
-Nothing here decides about the membership; `host` does, from the results of `HostWorkers.note_exits`.
+Detects hung workers: `HostWorkers.kill_hung` kills those that are stopped, do not answer after their generation broke,
+or were declared dead. The fork server reports ended processes; `host.Host` reads `note_exits` and tells the log.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ class HostOptions:
     """Options of a `Host`. Raises CapslogError for fewer than one worker.
 
     Attributes:
-        run_dir: the run's folder; on every host, and the same where checkpoints are to be found again.
-        entry: "module:function" that a worker runs; the start-up fills it in.
-        arguments: its argument (any JSON value); default: [run_dir].
+        run_dir: the run's folder, shared by all hosts.
+        entry: "module:function" that a worker runs; set by the start-up.
+        arguments: the argument of `entry` (any JSON value); default: [run_dir].
         num_workers: devices of this host.
-        name: of this host in the run; default: the system's. A second host of that name gets a number behind it.
+        name: of this host in the run; default: the machine's host name. A second host with the same name gets a suffix.
         store: address of the run's store; None: this host begins the run, and locks its folder.
-        serve_at: name or address under which other hosts reach this one's store, and its port (0: any free one); or the
-            address of a store in etcd (see `store_etcd`), which needs no host to serve it.
-        keys: put into the store before the first worker starts, where this host serves it.
+        serve_at: "host:port" at which other hosts reach the store that this host serves (port 0: any free port); or the
+            address of a store in etcd (see `elastic/store/etcd_store`), which needs no host to serve it.
+        keys: keys and values that the host that begins the run puts into the store before its first worker starts.
         first: the boundary that the run begins with.
-        hosts: number that begin together. The server of the store founds the first generation once all have named their
-            workers; a later host joins.
+        hosts: number of hosts that begin together. The host that begins the run founds the first generation once all
+            have named their workers; a later host joins.
         environment: variables for workers on top of this process's own.
         say: prints one line for the user.
-        look: called again and again; True: end the run after the step under way, as asked by the caller.
+        look: called again and again; True: the caller wants the run to end after the step under way.
         sources: of notices; None: those of `auto_sources`, and the file `run_dir/notices/<host>`.
-        modules: imported ahead for the workers, besides the entry's.
-        fork_server: a running one with this entry, which the host closes; None: the host starts one.
+        modules: imported by the fork server before it forks workers, besides the module of `entry`.
+        fork_server: a running server with this entry, which the host closes; None: the host starts one.
     """
 
     run_dir: Path
@@ -81,7 +82,7 @@ class HostOptions:
 
     @property
     def serves(self) -> bool:
-        """True where this host begins the run."""
+        """True where this host begins the run, and serves its store unless that is in etcd."""
         return self.store is None
 
     @property
@@ -94,18 +95,18 @@ class HostOptions:
 
 
 SETTLE_SECONDS = 0.3
-"""Seconds after a worker's end by which the log's entries from before it have been heard."""
+"""Seconds after a worker's end by which this host has read the log entries that came before that end."""
 
 FAREWELL_SECONDS = 60.0
 """Limit for a worker to end after the run has finished."""
 
 JOIN_SECONDS = 60.0
-"""Seconds after which a worker that is not in the run yet is named."""
+"""Seconds from a worker's start after which the user is told that it has not joined the run."""
 
 _QUIET = {
-    # gloo asks the name server for this machine's name; a lost answer costs 1 s instead of 5
+    # gloo resolves this machine's name; with this timeout a lost answer of the name server costs 1 s instead of 5
     "RES_OPTIONS": "timeout:1 attempts:5",
-    # the error for a lost peer or store is one sentence, without C++ stacks
+    # keeps C++ stacks out of the log: our error for a lost peer or store is one sentence
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
@@ -118,17 +119,17 @@ def member_server(
     log: Path | None = None,
     prepared: bool = False,
 ) -> ForkServer:
-    """Fork server for the workers of a host; see `ForkServer`. environment: variables on top of this process's own."""
+    """Start the fork server of a host's workers; see `ForkServer`. environment: added to this process's variables."""
     return ForkServer(entry, hear, log, modules, {**_QUIET, **os.environ, **environment}, prepared)
 
 
 @dataclass
 class HostWorker:
-    """Worker process. slot: number of its device here. pid: None until the fork server has forked it.
+    """Worker process. slot: number of its device on this host. pid: None until the fork server has forked it.
 
-    verdict, cause: why this host killed it, and the kind of reason, a name of `failures.CAUSES`. stopped_since,
-    expelled_since: when it was first seen stopped, and when the log declared it dead while it lived; by the monotonic
-    clock. asked_at: when it was asked for, by the same clock; absence_said: its absence was printed.
+    verdict: why this host killed it. cause: the kind of that reason, a key of `base/failures.CAUSES`. All times are of
+    the monotonic clock. stopped_since: when it was first seen stopped. expelled_since: when the log declared it dead
+    while it lived. asked_at: when the fork server was asked for it. absence_said: its absence was printed.
     """
 
     member: Member
@@ -147,14 +148,14 @@ class HostWorkers:
     """All workers that this host ever had.
 
     Args:
-        roster: content of the log so far; kept by the host.
-        hear: called from another thread with the messages of the fork server, for `note_exits`.
+        roster: content of the log so far; updated by the host.
+        hear: called in another thread with each message of the fork server; it must reach `note_exits`.
 
     Attributes:
         by_member: every worker, also those that have ended.
         failures: oldest first.
-        fork_server: closing it ends all remaining workers.
-        server_gone: no worker can be started any more.
+        fork_server: ends all remaining workers when it is closed.
+        server_gone: the fork server has ended, so no worker can be started any more.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class HostWorkers:
         )
 
     def note_exits(self, message: Mapping[str, Any]) -> list[tuple[HostWorker, int]]:
-        """Take a message of the fork server; return the ended workers, each with exit status or minus its signal."""
+        """Take a message of the fork server; return ended workers, each with its exit status or minus its signal."""
         if "gone" in message:
             self.server_gone = True
             ends = [(worker, -int(signal.SIGKILL)) for worker in self.living()]
@@ -242,7 +243,7 @@ class HostWorkers:
     # -- workers that must be killed -----------------------------------------------------------------------------------
 
     def take(self, entry: Entry | None) -> None:
-        """Take an entry of the log; None: of a kind that is unknown here."""
+        """Take an entry of the log; None: an entry of an unknown kind."""
         match entry:
             case FinishedEntry():
                 self._finished_at = time.monotonic()
@@ -251,13 +252,13 @@ class HostWorkers:
             case DeadEntry(member):
                 worker = self.by_member.get(member)
                 if worker is not None and not worker.ended:
-                    # The others no longer answer it; it reads this entry, too, and ends.
+                    # Other members no longer answer it. It should read this entry, too, and end; else it is killed.
                     worker.expelled_since = worker.expelled_since or time.monotonic()
 
     def kill_hung(self, now: float) -> None:
-        """Kill the workers that are stopped, hang, or were taken for dead by another host."""
+        """Kill the workers that are stopped, hang, or were declared dead by another host."""
         self._memory_kills.look(now)
-        if is_stopped(self.fork_server.pid):  # while it is stopped it reports no end of a worker
+        if is_stopped(self.fork_server.pid):  # a stopped fork server reports no ended workers
             signal_group(self.fork_server.pid, signal.SIGCONT)
         settings = self._options.settings
         for worker in self.living():
@@ -279,7 +280,7 @@ class HostWorkers:
                         self._kill(worker, f"did not answer within {within} and was killed")
 
     def _kill(self, worker: HostWorker, verdict: str, cause: str = "hung") -> None:
-        """Kill a worker. The log gets its loss only when the fork server has seen its end."""
+        """Kill a worker. Its loss goes into the log when the fork server reports that the process ended."""
         if worker.verdict is None and worker.pid is not None:
             worker.verdict, worker.cause = verdict, cause
             signal_group(worker.pid, signal.SIGKILL)
@@ -287,16 +288,16 @@ class HostWorkers:
     # -- workers that failed -------------------------------------------------------------------------------------------
 
     def failure(self, worker: HostWorker, status: int, stop_requests: int) -> Failure:
-        """Keep the failure of a worker that ended, for `say_losses` too; each sentence is printed once.
+        """Record and return the failure of a worker that ended; `say_losses` prints each sentence once.
 
         status: its exit status, or minus the number of the signal that ended it. stop_requests: how often the user
-        asked the run to stop; after the second time all are killed and nothing is printed.
+        asked the run to stop; after the second request all workers are killed and nothing is printed.
         """
         failure = self._failure(worker, status, killed_as_asked=stop_requests > 1)
         self.failures.append(failure)
         if stop_requests < 2 and failure.sentence() not in self._said:
-            self._said.add(failure.sentence())  # all workers report what all of them voted
-            # the log may say that all members failed alike: then only the end of the run says so
+            self._said.add(failure.sentence())  # all workers report a step that was voted down with the same sentence
+            # printed later: if the log says that the failure stops all members, only the error at the end says so
             self._unsaid.append((time.monotonic() + SETTLE_SECONDS * (failure.kind != "signal"), failure.sentence()))
         return failure
 
@@ -311,7 +312,7 @@ class HostWorkers:
         return seen if status < 0 or report is None else report
 
     def say_losses(self, all_of_them: bool = False) -> None:
-        """Print the sentences that are due, or all; none once the run has ended by a failure that stops all members."""
+        """Print the failures that are due, or all; none if the run ended by a failure of all, which `Host` raises."""
         unsaid, self._unsaid = self._unsaid, []
         for due, sentence in unsaid if self._roster.failed_for_all is None else ():
             if all_of_them or time.monotonic() >= due:
@@ -320,7 +321,7 @@ class HostWorkers:
                 self._unsaid.append((due, sentence))
 
     def say_absent(self, now: float) -> None:
-        """Print, once for each, which workers here were asked for long ago and are in no generation yet."""
+        """Print each worker that was started `JOIN_SECONDS` ago and has been in no generation; each once."""
         if self._roster.finished is not None:
             return
         for worker in self.living():
@@ -333,7 +334,7 @@ class HostWorkers:
                 )
 
     def root(self, since: float) -> WorkerFailed:
-        """Error of a run of which all workers here have failed. since: when the newest generation began."""
+        """Return the error for a host whose workers have all failed. since: when the newest generation began."""
         last = [failure for failure in self.failures if failure.time >= since] or self.failures
         root = root_cause(last)
         alike = len(last) > 1 and all(failure.cause == root.cause for failure in last)

@@ -1,9 +1,9 @@
 """Measures which devices are slower than planned while the run trains, and decides whether another plan is worth it.
 
-The vote of a step tells every member how long each rank worked. Divided by the planned time this is the slowness of its
-device for any reason: a slower device, other users of its machine, a profile that is wrong about some layers. The first
-voter searches a plan for these speeds in a thread beside the training, and requests it where its step is shorter by
-enough. A change without the promised gain makes the next one wait longer.
+With the vote of a step every member gets the busy seconds of each rank. Divided by the planned seconds they are the
+slowness of the rank's device, for any reason: a slower device, other users of its machine, a profile that is wrong
+about some layers. The first voter searches a plan for these speeds in a thread beside training, and requests a change
+if the gain is at least `LEAST_GAIN`. After a change without the promised gain the next one waits longer.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = ["Balance", "Finding", "Pace"]
 
 
 WINDOW = 7
-"""Steps whose median counts, so that a rank has to be slow in most of them."""
+"""Number of steps of which the median counts: a rank must be slow in most of them."""
 LEAST_GAIN = 1.1
-"""A plan is worth a change where the step of the present one is so many times as long."""
+"""Smallest ratio of the present step time to that of a plan that is worth a change."""
 _ALIKE = 0.9
-"""Devices with so much of the fastest one's speed count as equally fast; speeds that differ by less, as the same."""
+"""Devices with at least this fraction of the fastest one's speed count as equally fast; likewise two measurements."""
 _RETRIED = 20
-"""After so many times the steps between two changes, a member without layers, which cannot be measured, is taken to be
-as fast as most are.
+"""A member without layers cannot be measured: after this many times the least steps between two changes, its earlier
+measurement is dropped, and it counts as the median.
 """
 _SKIPPED = 1
-"""Steps of a generation that are not measured: the first one includes work that is done only once."""
+"""First steps of a generation that are not measured: they include work that is done only once."""
 
 
 @dataclass(frozen=True)
 class Finding:
     """A plan that is worth a change.
 
-    member: the slowest relative to the plan. slower: its slowness relative to that of most members.
+    member: the slowest relative to the plan. slower: its slowness divided by the median of all members.
     speeds: by member, relative to the fastest. gain: step time of the present plan divided by that of the new plan.
     """
 
@@ -76,10 +76,10 @@ class Balance:
         self._made = 0  # steps of this generation
         self._patience = WINDOW
         self._slowness: dict[Member, float] = {}
-        # the plan that was found wanting, its step, and the gain that another one promised
+        # the plan to be replaced, its measured step seconds, and the promised gain
         self._promised: tuple[Plan, float, float] | None = None
-        self._speeds: dict[Member, float] = {}  # that plans are searched with
-        self._tried: dict[Member, float] = {}  # those of the last search in this generation
+        self._speeds: dict[Member, float] = {}  # with which plans are searched
+        self._tried: dict[Member, float] = {}  # speeds of the last search in this generation
         self._search: _PlanSearch | None = None
 
     def begin(self, members: Sequence[Member], plan: Plan) -> None:
@@ -117,7 +117,7 @@ class Balance:
         return [seat._replace(speed=speeds[seat.member]) for seat in seats]
 
     def wanted(self, seats: Sequence[Seat]) -> Finding | None:
-        """Return the plan that is worth a change now, once; called after every step by the first voter."""
+        """Return a plan that is worth a change, once; called after every step by the first voter."""
         if self._plan is None or (self._search is not None and self._search.is_alive()):
             return None
         if self._search is not None:
@@ -137,22 +137,22 @@ class Balance:
         return None
 
     def _speeds_of(self, members: Sequence[Member]) -> dict[Member, float]:
-        """Speeds relative to the fastest; a member without a measurement is taken to be as slow as most are."""
+        """Speeds relative to the fastest; a member without a measurement counts as the median."""
         known_slowness = [slow for slow in self._slowness.values() if slow > 0]
         usual = statistics.median(known_slowness) if known_slowness else 1.0
         slowness = {member: self._slowness.get(member, usual) or usual for member in members}
         measured = _beside_the_fastest({member: 1 / slow for member, slow in slowness.items()})
         before = _beside_the_fastest({member: self._speeds.get(member, 1.0) for member in members})
         if _are_same(measured, before):
-            return before  # plans that were prepared for these speeds still hold
+            return before  # so that plans prepared for these speeds are still found
         self._speeds |= measured
         return measured
 
 
 class _PlanSearch(OwnedThread):
-    """Search for a plan that is worth a change, beside the training.
+    """Thread beside training that searches a plan that is worth a change.
 
-    plan: the present one; seats: of its members, with speeds. slowness: by member, work time divided by planned time.
+    plan: the present one. seats: of its members, with speeds. slowness: by member, busy seconds over planned seconds.
     found: set at the end; None: no plan is worth it.
     """
 
@@ -200,8 +200,8 @@ def _are_same(speeds: dict[Member, float], others: dict[Member, float]) -> bool:
 
 
 class Pace:
-    """Plans of the generations that one member trained in. run: the whole step; what plans leave open. told: entries on
-    its plan in the event of the newest generation.
+    """Planned step times of the generations that one member trained in. run: shape of the whole step, for all that
+    plans leave open. told: fields on the plan for the event of the newest generation.
     """
 
     def __init__(self, run: RunShape, device: str) -> None:
@@ -214,8 +214,8 @@ class Pace:
         self.told = self._of(plan)
 
     def _of(self, plan: Plan) -> dict[str, Any]:
-        """Entries on a plan; none where it does not predict its step: "planned_step_seconds"; "planned_step_ratio", to
-        the plan before, where that is known; "recomputed_layers" and "offloaded_layers", their numbers.
+        """Fields on a plan: "planned_step_seconds"; "planned_step_ratio" to the plan before, if that is known;
+        "recomputed_layers" and "offloaded_layers", their numbers. Empty where the plan does not predict its step.
         """
         seconds, before = plan.step_seconds, self._before
         self._before = seconds

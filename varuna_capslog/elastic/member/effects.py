@@ -1,4 +1,4 @@
-"""Executes the effects of the protocol: store, messages, states that move, data paths, steps."""
+"""Executes the protocol's effects at one member: store requests, messages, transfers of states, groups, steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from varuna_capslog.training.layer_state import digest
 __all__ = ["Effects"]
 
 _OPENINGS = 5
-"""Without success, before a member gives up."""
+"""Attempts in a row to open the communicator's pair groups, after which a member gives up."""
 
 
 class Effects:
@@ -113,8 +113,8 @@ class Effects:
             return (m.StoreLost(),)
 
     def _with_plan(self, record: Generation) -> Generation:
-        """Record with the plan that is proposed for its members, after a loss perhaps of a small motion, which keeps
-        the existing copies; without a plan while a member's device is not known here.
+        """Return the record with a plan for its members: after a loss perhaps a small motion's, with the copies that
+        exist. Without a plan while a member's seat is unknown here.
         """
         seats = [self._parts.seats.get(member) for member in record.members]
         known_seats = [seat for seat in seats if seat is not None]
@@ -151,8 +151,8 @@ class Effects:
         return (m.Heard(effect.generation, 0, self._parts.me, value),)
 
     def _proofs(self) -> frozenset[m.Proof]:
-        """Proofs of the layers that moved ahead, as their owner or as holder of the copy. An owner proves both of its
-        boundaries: the one of the copy in memory is among them.
+        """Digests of layers that were copied ahead, from this member as their owner or as holder of the copy. An owner
+        gives both of its boundaries: the copy is at one of them.
         """
         state, holdings = self._loop.state, self._parts.holdings
         moved = state.roles.own & self._training.sent_ahead
@@ -168,10 +168,10 @@ class Effects:
         return frozenset(proofs)
 
     def _gathered(self, effect: m.Decided) -> None:
-        """Take the result of the first round; all participants decide the same."""
+        """Store the result of the first round, which is the same at all participants."""
         self._parts.probe("gathered")
         self._decided = effect
-        # all are here, if they were not before
+        # all participants are loaded now: the group can open, if that has not begun
         self._parts.path.begin(effect.generation, self._loop.state.record.members)
         if effect.distrusted:
             layers = sorted(effect.distrusted)
@@ -197,7 +197,7 @@ class Effects:
     # -- from one generation to the next ------------------------------------------------------------------------------
 
     def _abort(self, generation: int) -> None:
-        """End this member's part in the generation; its states go to the shelf."""
+        """End this member's part in the generation; unless that was planned, report the generation as broken."""
         self._parts.probe("abort")
         self._training.abort()
         self._parts.holdings.shelve(self._loop.state.held)
@@ -244,7 +244,7 @@ class Effects:
         return ()
 
     def _send_copies(self, effect: m.Install, brought: Mapping[Member, m.Contribution]) -> None:
-        """Send the copies that others lack."""
+        """Send the copies that other members lack and this one sends as first owner."""
         parts, base, layout, members = self._parts, effect.base, effect.layout, self._loop.state.record.members
         for member in members:
             for layer in layout.copied.get(member, ()):

@@ -1,8 +1,8 @@
 """Training state that one member has in memory: its own layers, earlier boundaries, copies that follow.
 
-The protocol says by layer and stamp what must be held. Own layers are live in the work, and the boundary before is kept
-aside. A copy lies in a follower that makes each step late: with the step's update it is two boundaries at once, also
-between generations, so that a change of members costs nothing for a copy that stays.
+The protocol says by layer and stamp what must be held. Own layers are live in the `Work`, and their boundary before is
+kept aside. A copy makes each step late: its state and the waiting update give two boundaries, also between generations,
+so that a copy that stays costs nothing at a change of members.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Copy", "Holdings", "LayerCopies", "recover", "take_newest", "write_b
 
 
 class Due(NamedTuple):
-    """A step that a follower has not made yet: until then it is at the boundary before."""
+    """A step that a copy has not made yet. before: boundary of the copy until then."""
 
     before: Stamp
     update: Mapping[str, Tensor]
@@ -47,7 +47,7 @@ class Due(NamedTuple):
 
 @dataclass
 class Copy:
-    """A layer of another member that this one follows, and the newest boundary that it can give."""
+    """Copy of another member's layer. stamp: newest boundary that it can give. due: the step to make before that."""
 
     followed: Followed
     stamp: Stamp
@@ -55,7 +55,7 @@ class Copy:
 
     @property
     def stands_at(self) -> Stamp:
-        """Boundary in memory."""
+        """Boundary of the state in memory."""
         return self.stamp if self.due is None else self.due.before
 
     @property
@@ -69,8 +69,8 @@ class Holdings:
 
     Attributes:
         live: the boundary of the own layers while a generation trains; None between two generations.
-        copies: by layer. updates: with which copies make a step, by layer and step, until used.
-        scales: factor of the gradients in the update of a step, once it was voted on; 0: it is skipped.
+        copies: by layer. updates: final gradients for the copies, by layer and step, until a copy uses them.
+        scales: by step, the factor of its gradients in the update, from its vote; 0: the step is skipped.
     """
 
     def __init__(self, work: Work) -> None:
@@ -90,11 +90,11 @@ class Holdings:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def at(self, layer: int, stamp: Stamp) -> LayerState:
-        """Return a held state, as it lies here. Raises KeyError where there is none, against the protocol's word."""
+        """Return a held state without copying it. Raises KeyError where it is missing, which is a defect."""
         return self.all_at([layer], stamp)[layer]
 
     def all_at(self, layers: Iterable[int], stamp: Stamp) -> dict[int, LayerState]:
-        """Return the held states of these layers. Copies that are a step behind make it together. Raises as `at`."""
+        """Return the held states of these layers. Copies that are one step behind make it together. Raises as `at`."""
         states: dict[int, LayerState] = {}
         copies: dict[int, Copy] = {}
         for layer in layers:
@@ -115,7 +115,7 @@ class Holdings:
         raise KeyError((layer, stamp))
 
     def copied(self, layer: int, held: Held) -> tuple[Stamp, LayerState] | None:
-        """Return a copy as it is in memory where that boundary is held, so that it makes no step; None: no copy."""
+        """Return a copy and its boundary; it makes its due step only if that boundary is not held. None: no copy."""
         copy = self.copies.get(layer, self._shelf.get(layer))
         if copy is None:
             return None
@@ -127,7 +127,7 @@ class Holdings:
         """Return all states that the protocol holds."""
         states = {}
         self._held = held
-        # the newest first: a copy that makes its step keeps the state before it, if that is held, too
+        # the newest first: a copy that makes its due step keeps the state before the step, if that is held, too
         for layer, stamp in sorted(held, key=lambda entry: entry[1], reverse=True):
             with contextlib.suppress(KeyError):  # a state that is missing must not keep the others from being written
                 states[(layer, stamp)] = self.at(layer, stamp)
@@ -136,23 +136,23 @@ class Holdings:
     # -- coming and going ----------------------------------------------------------------------------------------------
 
     def take(self, layer: int, stamp: Stamp, state: LayerState) -> None:
-        """Take a state that was received or loaded; it stays until the protocol has heard of it."""
+        """Keep a state that was received or loaded, also before the protocol lists it as held."""
         self._kept[(layer, stamp)] = state
         self._arriving.add((layer, stamp))
 
     def forget(self, held: Held) -> None:
-        """Free the states that the protocol holds no more; those that it has not heard of yet stay."""
+        """Free the states that the protocol no longer holds; new states that it does not list yet stay."""
         self._held = held
         self._arriving -= held
         for entry in [entry for entry in self._kept if entry not in held and entry not in self._arriving]:
             state = self._kept.pop(entry)
-            if entry[0] in self._own:  # its memory will hold the next boundary
+            if entry[0] in self._own:  # `keep_before` reuses its memory
                 self._spare[entry[0]] = state
         for layer in [layer for layer, copy in self._shelf.items() if not self._wanted(layer, copy)]:
             del self._shelf[layer]
 
     def adopt(self) -> None:
-        """Drop the messages under way in the older generation, which will not come: there is a newer one."""
+        """Adopt a newer generation: drop the older one's updates and scales; new states need no listing any more."""
         self.updates.clear()
         self.scales.clear()
         self._arriving.clear()
@@ -160,11 +160,11 @@ class Holdings:
     # -- from one generation to the next -------------------------------------------------------------------------------
 
     def shelve(self, held: Held) -> None:
-        """Put live layers and copies aside, copies as they are in memory; the generation has ended here."""
+        """Put live layers and copies aside at the end of a generation; copies make no step for that."""
         if self.live is None:
             return
         for layer, state in self._work.shelve().items():
-            # a step that broke off on its way may have changed the layer: the state kept before it counts
+            # an interrupted step may have changed the layer: the state kept before that step counts
             self._kept.setdefault((layer, self.live), state)
         self._held = held
         for layer, copy in self.copies.items():
@@ -176,7 +176,7 @@ class Holdings:
         self._spare = {}
 
     def open(self, layers: Collection[int], copies: Iterable[int], base: Stamp) -> None:
-        """Begin a generation; copies here are taken up again, others shelved while a boundary of theirs is held."""
+        """Begin a generation: take shelved copies of `copies` into use; the others stay while a boundary is held."""
         self.live, self._own = base, frozenset(layers)
         for layer in layers:
             self._kept.pop((layer, base), None)
@@ -192,7 +192,7 @@ class Holdings:
                 self.follow(layer, base, state)
 
     def _unshelve(self, layer: int) -> None:
-        """Replace a shelved copy by a newer one: the held states of the older one are kept without it."""
+        """Remove a shelved copy that a newer one replaces, and keep its held states."""
         copy = self._shelf.pop(layer)
         for stamp in sorted(copy.stamps, reverse=True):
             if (layer, stamp) in self._held and (layer, stamp) not in self._kept:
@@ -206,11 +206,11 @@ class Holdings:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def follow(self, layer: int, stamp: Stamp, state: LayerState) -> None:
-        """Begin to follow a layer from this boundary."""
+        """Begin a copy of a layer, from its state at this boundary."""
         self.copies[layer] = Copy(self._work.follow(layer, state), stamp)
 
     def keep_before(self) -> None:
-        """Keep the own layers as they are before a step changes them: all of them, or where it fails none."""
+        """Copy the own layers aside before a step changes them: all of them, or none where that fails."""
         assert self.live is not None
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -228,7 +228,7 @@ class Holdings:
         self._kept |= kept
 
     def advance(self, held: Held, generation: int) -> None:
-        """Advance the copies: each can give the boundaries of the applied steps whose updates are here."""
+        """Advance the copies by the applied steps whose updates are here."""
         self._held = held
         while following := [(layer, copy) for layer, copy in self.copies.items() if self._can_follow(layer, copy)]:
             self._make_due(*following)
@@ -238,14 +238,14 @@ class Holdings:
                 copy.stamp = Stamp(step, generation)
 
     def _can_follow(self, layer: int, copy: Copy) -> bool:
-        """True where its next step was applied and the update for it is here."""
+        """True where the copy's next step was applied by its owner and the update is here."""
         step = copy.stamp.step + 1
         return (
             self.live is not None and step <= self.live.step and step in self.scales and (layer, step) in self.updates
         )
 
     def _make_due(self, *copies: tuple[int, Copy]) -> None:
-        """Make the steps that are due; it may go on beside the training."""
+        """Begin the due steps of these copies; they may run beside training."""
         if not copies:
             return
         self._settle()
@@ -271,7 +271,7 @@ class Holdings:
             stepping()
 
     def prune(self, step: int, behind: bool) -> None:
-        """Drop what no copy will ask for after a step. behind: copies on their way may lag by more than one step."""
+        """Drop updates and scales that no copy needs after a step. behind: copies still to come may lag further."""
         reached = {layer: copy.stamp.step for layer, copy in self.copies.items()}
         self.updates = {
             (layer, number): update
@@ -291,7 +291,7 @@ class Holdings:
 
 
 class LayerCopies:
-    """Layer copies of one member. Called by its one thread."""
+    """Layer copies of one member, and its last trained layers. Called by its one thread."""
 
     def __init__(self, chain: Chain, options: EngineOptions, device: torch.device) -> None:
         self._chain, self._options, self._device = chain, options, device
@@ -306,8 +306,8 @@ class LayerCopies:
         self._trained = {layer.index: layer for layer in layers}
 
     def ready(self, states: Mapping[int, LayerState], copied: Collection[int]) -> dict[int, EngineLayer]:
-        """Return the layers that the next engine can take as they are, since `states`, of all its layers, lie in them.
-        copied: layers that this member will have copies of; other layers that it trained are let go.
+        """Return the layers whose tensors are those of `states`, the states of all layers of the next engine: it takes
+        them as they are. copied: layers that this member will have copies of; other trained layers are freed.
         """
         layers = [*self._trained.values(), *(follower.layer for follower in self._followers.values())]
         self._trained = {index: layer for index, layer in self._trained.items() if index in copied}
@@ -318,11 +318,11 @@ class LayerCopies:
         }
 
     def let_go(self) -> None:
-        """Free the layers of the last generation that have not become copies: training goes on, and none will."""
+        """Free the last generation's layers that have not become copies: once training continues, none will."""
         self._trained = {}
 
     def follow(self, index: int, state: LayerState) -> layer_state.Follower:
-        """Return a copy of a layer, from this state on."""
+        """Return a copy of a layer, which begins with this state."""
         before = self._trained.pop(index, None)
         follower = layer_state.Follower(self._chain, index, self._options, self._device, state, before)
         self._followers[index] = follower
@@ -332,7 +332,7 @@ class LayerCopies:
         self, due: Sequence[tuple[layer_state.Follower, Mapping[str, Tensor], int, float]]
     ) -> Callable[[], None] | None:
         """See `Work.apply_to_copies`."""
-        # a user's optimizer might not bear a thread of its own, and a GPU works beside this process anyway
+        # a user's optimizer may not be thread-safe, and a GPU runs asynchronously anyway
         if self._device.type != "cpu" or ":" in self._options.recipe.optimizer:
             layer_state.apply_together(due)
             return None
@@ -345,9 +345,9 @@ class LayerCopies:
 
 # -- States that members leave on disk when a run stops between two checkpoints, and their use by the next run.
 #
-# Every member writes the layers that it holds, at each boundary, into the run's `held/`: one folder per boundary, one
-# file per layer, and the newest record of the membership. The next run looks there first: it takes the newest boundary
-# of the run's past with every layer, and removes the rest. Our engine makes a checkpoint of it (`write_held`,
+# Every member writes the layers that it holds into the run's `held/`: one folder per boundary, one file per layer, and
+# the newest record of the membership. The next run looks there first: it takes the newest boundary of the run's past
+# that has every layer, and removes the rest. For our engine that boundary becomes a checkpoint (`write_held`,
 # `recover`); the Varuna plugin keeps its own files (`write_boundaries`, `take_newest`).
 
 
@@ -365,10 +365,10 @@ def write_boundaries(
     about: Mapping[str, Any],
     write: Callable[[Path, int, LayerState], None],
 ) -> None:
-    """Write the states that a member holds. Several members may write the same one: equal stamps are equal states.
+    """Write the states that a member holds. Several members may write one state: equal stamps mean equal states.
 
     Args:
-        record: the member's newest; it says which boundaries lie on the run's past.
+        record: the member's newest generation; it says which boundaries lie on the run's past.
         about: further data for the next run, as JSON.
         write: puts one layer into the folder of its boundary, unless it is there. Raises OSError.
 
@@ -389,8 +389,8 @@ def write_boundaries(
 def take_newest(run_dir: Path, after: int, take: Callable[[Path, int, Mapping[str, Any]], Path | None]) -> Path | None:
     """Take the newest whole boundary in `held/` that lies on the run's past and after step `after`; remove the rest.
 
-    take: called with a boundary's folder, its step and the data written `about` the run, the newest first; moves
-    the folder away and returns its new place, or None where a layer is missing.
+    take: called with a boundary's folder, its step and `write_boundaries`' `about`, the newest boundary first; moves
+    the folder away and returns its new path, or None where a layer is missing.
     """
     folder, taken = run_dir / "held", None
     files.refuse_link(folder)
@@ -410,7 +410,7 @@ def take_newest(run_dir: Path, after: int, take: Callable[[Path, int, Mapping[st
 
 
 def _read_record(path: Path) -> tuple[Generation, dict[str, Any]]:
-    """Newest record of the membership, and the other data of its file."""
+    """Read the record of the membership and the other data of its file."""
     about = files.read_json(path)
     try:
         return Generation.from_json(fields.mapping(about, "what it holds").get("record"), "record"), about
@@ -421,7 +421,7 @@ def _read_record(path: Path) -> tuple[Generation, dict[str, Any]]:
 def write_held(
     run_dir: Path, chain: Chain, held: HeldStates, record: Generation, generation: int, extra: Mapping[str, Any]
 ) -> None:
-    """Write a member's states of our engine as checkpoint files (`write_boundaries`). extra: for the manifest."""
+    """Write the states of our engine that a member holds, as checkpoint files. extra: further keys of the manifest."""
 
     def write(place: Path, index: int, state: LayerState) -> None:
         file = f"layer-{index:04d}.pt"
@@ -435,8 +435,8 @@ def write_held(
 
 
 def recover(run_dir: Path) -> Path | None:
-    """Make a checkpoint of the states in `held/` where they are newer than the last one, and remove the rest. Called by
-    one process before any run starts, elastic or not. Returns the checkpoint's folder; None where none was made.
+    """Make a checkpoint of the states in `held/` if they are newer than the last checkpoint, and remove the rest.
+    Called by one process before any run starts, elastic or not. Returns its folder; None where none was made.
     """
     checkpoints = run_dir / "checkpoints"
 
@@ -464,12 +464,12 @@ def recover(run_dir: Path) -> Path | None:
 
 
 def _entry(place: Path, file: str) -> dict[str, Any]:
-    """Manifest's entry of a layer's file, as `write_held` wrote it."""
+    """Read a layer's entry for the manifest, which `write_held` wrote."""
     return {**fields.mapping(files.read_json(place / f"{file}.json"), file), "file": file}
 
 
 def _layers_of(about: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Manifest beside a record, and the name of each layer by its file."""
+    """Return the manifest in a record's file, and {file of a layer: its name}."""
     try:
         manifest = fields.mapping(about.get("manifest"), "manifest")
         layers = [fields.text(name, "layers") for name in fields.listed(manifest.get("layers"), "layers")]

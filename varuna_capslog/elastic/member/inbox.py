@@ -1,7 +1,8 @@
-"""Inbox of one member: messages, entries of the store's log and ends of connections, from all threads.
+"""Inbox of one member: messages of peers, entries of the store's log and ends of connections, from all threads.
 
-The threads only listen, but for two things that cannot wait for the member's own thread: they break off a collective
-that can no longer end, and answer for a member that is busy with its own work.
+Detects lost peers, before any host does: when the connection to a member ends, `Inbox` aborts the collective under way
+and gives `Runtime` the event "lost". A `DeadEntry` in the log aborts it, too. Otherwise the threads only collect
+events, and answer a `BrokenEntry` while the member computes.
 """
 
 from __future__ import annotations
@@ -37,12 +38,11 @@ from varuna_capslog.membership.generation import Member
 __all__ = ["Inbox", "PeerMessage", "Peers"]
 
 
-# -- Messages between the members of a run beside the training data: round values, layer state, gradients for copies.
+# -- Messages between members that are not the pipeline's tensors: round values, layer states, gradients for copies.
 #
-# Connections of `base/connection` with threads of their own, one per direction and pair. They outlive generations, so
-# that a change of membership rebuilds none of them, and the end of a process is seen at once as the end of its
-# connection. Every message names its generation; its reader drops the older ones. What arrives is JSON and tensors'
-# bytes.
+# Each pair of members has one connection (`base/connection`) and thread per direction. Connections outlive generations:
+# a change of membership reopens none, and the end of a process shows at once as the end of its connections. Every
+# message names its generation, and readers drop messages of older ones. A message is JSON, then the bytes of tensors.
 
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _MAX_HEADER = 64 << 20
 _CONNECT_SECONDS = 5.0
 _SMALL_BYTES = 256 << 10
 _LARGE_BYTES = 8 << 20
-"""Size of messages whose time measures the speed of the link: more than the system buffers at once."""
+"""Smallest message whose time measures the speed of the link: more than the system buffers at once."""
 _RATES = 16
 
 
@@ -69,12 +69,12 @@ class Peers:
     """All connections of one member to the others.
 
     Args:
-        key: of this run's members; a peer that does not know it is not heard.
-        find: member -> "host:port", asked once per member, before the first message; None: it is not known.
-        take: called with every message, in the thread of its connection, in the sender's order; returns at once.
-        lost: called with a member whose connection ended, or could not be made, perhaps twice for one member.
-        failed: called where this member itself cannot speak or listen any more, for example after a device failure.
-        address: of this machine, where it listens.
+        key: secret of this run's members; a peer without it is refused.
+        find: returns the "host:port" of a member, before each connection to it; None: the address is not known.
+        take: called with every message, in the thread of its connection, in the sender's order; must return at once.
+        lost: called with a member whose connection ended or could not be made, perhaps twice for one member.
+        failed: called where this member itself cannot send or receive any more, for example after a device failure.
+        address: of this machine, on which it listens.
 
     Raises:
         CapslogError: the address is not this machine's.
@@ -103,8 +103,8 @@ class Peers:
         self._door = AuthenticatedListener(listener, key, self._admitted, self._fail, "peers-door")
 
     def send(self, target: Member, kind: str, tensors: Mapping[str, Tensor] | None = None, **header: Any) -> None:
-        """Queue a message; never blocks. Tensors must not change until the receiver is known to have them. A target
-        that cannot be reached is reported to `lost`, and messages queued for it are dropped.
+        """Queue a message without blocking. Its tensors must not change until the receiver is known to have them. A
+        target that cannot be reached is reported to `lost`, and messages queued for it are dropped.
         """
         if self._closed:
             return
@@ -116,16 +116,16 @@ class Peers:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second of the fastest of the last large messages sent; None: there was none."""
+        """Highest speed of the last large messages, in bytes per second; None: no large message was sent."""
         return max(self._rates, default=None)
 
     def sent(self, size: int, seconds: float) -> None:
-        """Record the bytes of a message and the seconds that handing it to the system took."""
+        """Record the bytes of a message, and the seconds until the system had taken all of them."""
         if size >= _LARGE_BYTES and seconds > 0:
             self._rates.append(size / seconds)
 
     def keep(self, members: Collection[Member]) -> None:
-        """Close the connections to all other members, each after its queued messages were sent."""
+        """Close the connections to members that are not in `members`, each after its queued messages were sent."""
         with self._lock:
             others = [member for member in self._outgoing if member not in members]
             ended = [self._outgoing.pop(member) for member in others]
@@ -133,7 +133,7 @@ class Peers:
             outgoing.queue.put(None)
 
     def close(self, flush_seconds: float) -> None:
-        """End all connections, each after its queue was handed to the system, or `flush_seconds` at most."""
+        """Close all connections, each once its queued messages are sent or `flush_seconds` have passed."""
         self._closed = True
         self._door.close()
         with self._lock:
@@ -173,7 +173,7 @@ class Peers:
                 self._take(PeerMessage(sender, header.pop("kind"), header, tensors))
         except (OSError, EOFError):
             pass
-        except Exception as error:  # an unreadable message, as from another version: the sender counts as lost
+        except Exception as error:  # an unreadable message, such as another version's: the sender counts as lost
             _log.warning("a message of %s cannot be read: %s: %s", sender, type(error).__name__, error)
         finally:
             with self._lock:
@@ -193,7 +193,7 @@ class Peers:
 
 
 class _Outgoing:
-    """Connection to one member and the thread that fills it, until None is queued."""
+    """Connection to one member, and the thread that sends its queued messages until None is queued."""
 
     def __init__(self, peers: Peers, target: Member) -> None:
         self.queue: queue.SimpleQueue[tuple[str, dict[str, Tensor], dict[str, Any]] | None] = queue.SimpleQueue()
@@ -215,7 +215,7 @@ class _Outgoing:
                 began = time.monotonic()
                 _write(self._connection, {"kind": kind, **header}, tensors)
                 peers.sent(sum(tensor.nbytes for tensor in tensors.values()), time.monotonic() - began)
-        except (OSError, CapslogError):  # CapslogError: the store that knows the addresses is gone
+        except (OSError, CapslogError):  # CapslogError: the store with the addresses does not answer
             if not peers._closed:
                 peers._lost(target)
         finally:
@@ -224,7 +224,7 @@ class _Outgoing:
                 self._connection.close()
 
     def stop(self, seconds: float) -> None:
-        """End the thread; messages that it has not sent after `seconds` are dropped."""
+        """End the thread; messages not sent within `seconds` are dropped."""
         self._thread.join(seconds)
         self.stopped = True
         if self._connection is not None:
@@ -245,7 +245,7 @@ def _write(connection: Connection, header: Mapping[str, Any], tensors: Mapping[s
 
 
 def _pack(payload: Sequence[Tensor]) -> Iterator[memoryview]:
-    """Bytes of the tensors, one after the other: large ones as they lie there, small ones joined in a row."""
+    """Yield the bytes of the tensors in order: large tensors without a copy, consecutive small ones joined."""
     for (_, small), row in itertools.groupby(payload, lambda tensor: (tensor.dtype, tensor.nbytes < _SMALL_BYTES)):
         tensors = [tensor.contiguous().reshape(-1) for tensor in row]
         for tensor in [torch.cat(tensors)] if small and len(tensors) > 1 else tensors:
@@ -261,7 +261,7 @@ def _read_header(connection: Connection) -> dict[str, Any]:
 
 
 def _read_tensors(connection: Connection, listed: list[Any]) -> dict[str, Tensor]:
-    """Read tensors; consecutive ones of one type share one block of memory."""
+    """Read tensors; consecutive tensors of one dtype share a block of memory."""
     tensors = {}
     for dtype, row in itertools.groupby(listed, lambda entry: entry[1]):
         kind = getattr(torch, dtype)
@@ -284,10 +284,10 @@ _FIND_SECONDS = 5.0
 
 
 class Inbox:
-    """This member's connections, and the store's log from its beginning. Raises StoreGone: the store does not answer.
+    """Connections of this member, and the store's log from its beginning. Raises StoreGone: the store does not answer.
 
-    events: ("mail", PeerMessage), ("log", entry), ("lost", member), ("store lost", why) or ("failed", CapslogError) of
-    this member itself, in the order of hearing. peers: for sending.
+    events: ("mail", PeerMessage), ("log", JSON of an entry), ("lost", member), ("store lost", why) or ("failed",
+    CapslogError of this member itself), in the order of arrival. peers: for sending.
     """
 
     def __init__(self, start: MemberStart, store: MembershipStore) -> None:
@@ -301,6 +301,7 @@ class Inbox:
         self._communicator: Communicator | None = None
         self._busy_until = 0.0
         self._closed = False
+        # with the store's identity: other runs may have the same secret
         key = start.secret.key(f"peers {store.identity}")
         self.peers = Peers(start.me, key, self._find, self._got, self._on_peer_lost, self._failed, start.address)
         store.put(f"address/{start.me}", self.peers.address)
@@ -309,27 +310,27 @@ class Inbox:
     # -- for the member's own thread -----------------------------------------------------------------------------------
 
     def engage(self, generation: int, members: frozenset[Member]) -> None:
-        """Let the loss of one of these members break off the collective under way in this generation."""
+        """Set the generation, and the members whose loss aborts its communicator."""
         with self._lock:
             self._generation, self._engaged = generation, members - {self._me}
 
     def guard(self, communicator: Communicator | None) -> None:
-        """Set the communicator that a loss breaks off; None: there is none."""
+        """Set the communicator that is aborted when a member is lost; None: there is none."""
         with self._lock:
             self._communicator = communicator
 
     def is_engaged(self, member: Member) -> bool:
-        """True where the generation waits for this member."""
+        """True where the generation waits for this other member."""
         return member in self._engaged
 
     def disturbed(self) -> bool:
-        """True where a member is lost for which the generation waits, or where there is a newer generation."""
+        """True where a member that the generation waits for is lost, or a newer generation exists."""
         with self._lock:
             return bool(self._engaged & (self._unreachable | self._dead)) or self._newest > self._generation
 
     @contextlib.contextmanager
     def busy(self, seconds: float) -> Iterator[None]:
-        """Context of this member's work during which it hears nothing; threads answer for it, `seconds` at most."""
+        """Context for work during which the member reads no events: for `seconds`, threads answer `BrokenEntry`."""
         self._busy_until = time.monotonic() + seconds
         try:
             yield
@@ -337,7 +338,7 @@ class Inbox:
             self._busy_until = 0.0
 
     def close(self, flush_seconds: float) -> None:
-        """End all connections after queued messages were sent, and hear no more."""
+        """Stop following the log, and close all connections; see `Peers.close`."""
         self._closed = True
         self._unfollow()
         self.peers.close(flush_seconds)
@@ -345,7 +346,7 @@ class Inbox:
     # -- threads -------------------------------------------------------------------------------------------------------
 
     def _find(self, member: Member) -> str | None:
-        # It may still be loading: its supervisor, which watches its process, says whether it will ever come.
+        # The member may still be loading. If it never comes, its host, which watches its process, declares it dead.
         while not self._closed and member not in self._dead:
             address = self._store.get(f"address/{member}", wait_seconds=_FIND_SECONDS)
             if address is not None:
@@ -372,7 +373,7 @@ class Inbox:
 
     def _hear(self, value: dict[str, Any]) -> None:
         entry = None
-        with contextlib.suppress(CapslogError):  # the member's own thread reads it again and says what is wrong
+        with contextlib.suppress(CapslogError):  # the member's own thread reads it again and raises the error
             entry = read(value)
         match entry:
             case DeadEntry(member):
@@ -387,14 +388,14 @@ class Inbox:
             self._break_off(entry.member)
         elif isinstance(entry, BrokenEntry) and entry.generation == self._generation:
             self._break_off(entry.member)
-            # once: this entry, and each answer to it, comes back by the log
+            # answered once: the answer is a `BrokenEntry`, too, and comes back through the log
             if time.monotonic() < self._busy_until and self._answered < self._generation:
                 self._answered = self._generation
                 with contextlib.suppress(StoreGone):
                     self._store.append(replace(entry, member=self._me).to_json())
 
     def _break_off(self, member: Member) -> None:
-        """End all waits for a lost peer."""
+        """Abort the communicator if the generation waits for this lost member."""
         with self._lock:
             communicator = self._communicator if member in self._engaged else None
         if communicator is not None:

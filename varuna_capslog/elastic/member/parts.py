@@ -57,14 +57,14 @@ class MemberLoop(Protocol):
 
 @dataclass
 class ChangeReport:
-    """Report of a change, from the last step before it to the first one after it; times are of `time.monotonic`.
+    """Measurements of a change, from the last step before it to the first one after; times are of `time.monotonic`.
 
     Attributes:
         before: members of the last generation that trained.
-        proposal_seconds: of the search of a plan for the record, where this member founded the generation.
-        lost_step_seconds: of the step here that the change broke off.
-        rebalanced: why this member wished for another plan for the same members; None: it did not.
-        first_apply: when this member's first step was applied; changes: of members, seen since then.
+        proposal_seconds: of the plan search for the record, where this member founded the generation.
+        lost_step_seconds: of the step that the change interrupted here.
+        rebalanced: why this member requested another plan for the same members; None: it did not.
+        first_apply: when this member's first step was applied; changes: number of changes of members since then.
     """
 
     before: tuple[Member, ...] = ()
@@ -82,12 +82,12 @@ class ChangeReport:
 
     @property
     def gap_seconds(self) -> float:
-        """Expected seconds until the next change: the mean between the changes seen here, with one assumed before."""
+        """Expected seconds until the next change: the mean of `USUAL_GAP` and the gaps seen here."""
         seen = 0.0 if self.first_apply is None else time.monotonic() - self.first_apply
         return (USUAL_GAP + seen) / (1 + self.changes)
 
     def timed(self, place: Place) -> Place:
-        """Return the same planner, which adds the seconds of its last search to the report."""
+        """Wrap `place` so that the report has the seconds of its last call."""
 
         def search(seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
             began = time.perf_counter()
@@ -98,7 +98,7 @@ class ChangeReport:
         return search
 
     def decided(self) -> None:
-        """Record that the first round is complete and a layout was searched for: layers begin to travel."""
+        """Record that the first round is complete and the layout searched: layers begin to move."""
         self.transfer_began = time.monotonic() - self.search_seconds
 
     def opened(self, members: Sequence[Member], dead: Collection[Member], moved_bytes: int) -> None:
@@ -108,7 +108,7 @@ class ChangeReport:
         self.moved_bytes += moved_bytes
 
     def applied(self, now: float) -> None:
-        """Record an applied step; if a change came before it, its report was given, and a new report begins."""
+        """Record an applied step. The first one after a change begins a new report."""
         if self.why:
             self.changes += self.last_apply is not None and self.rebalanced is None
             self.search_seconds = self.proposal_seconds = self.transfer_began = self.transfer_seconds = 0.0
@@ -117,7 +117,7 @@ class ChangeReport:
         self.first_apply = self.first_apply or now
 
     def event(self, record: Generation, step: int, step_began: float) -> tuple[str, dict[str, Any]]:
-        """Kind and content of the change's event, written when its first step is done. step: just applied."""
+        """Return kind and fields of the change's event, written after its first step. step: the applied one."""
         pause = None if self.last_apply is None else step_began - self.last_apply
         return "begin" if pause is None else "morph", {
             "generation": record.number,
@@ -141,7 +141,7 @@ class Parts:
     Attributes:
         probe: called at named points, for faults injected by tests.
         report: of the change under way. proposals: plans of generations that may follow.
-        seats: of all that took part in the present generation's first round, and of those that asked to be let in.
+        seats: of the participants of the present generation's first round, and of members that asked to join.
     """
 
     me: Member
@@ -156,7 +156,7 @@ class Parts:
     seats: dict[Member, Seat] = field(default_factory=dict)
 
     def tighten(self, member: Member, capacity: int) -> None:
-        """Let plans count on `capacity` bytes of a member's device, where its device is known here."""
+        """Let plans count on `capacity` bytes of a member's device, where its seat is known here."""
         if (seat := self.seats.get(member)) is not None:
             self.seats[member] = seat._replace(capacity=capacity)
             self.proposals.known.clear()
@@ -172,8 +172,8 @@ class Parts:
 def reasons(
     members: Collection[Member], before: Collection[Member], dead: Collection[Member], rebalanced: str | None = None
 ) -> tuple[str, ...]:
-    """Sentences on the members lost, left and joined between two generations that trained. rebalanced: the reason for
-    another plan where the members are the same.
+    """Return sentences on the members that were lost, left or joined between two generations that trained.
+    rebalanced: the reason for another plan where the members are the same.
     """
     if not before:
         return ("1 member begins" if len(members) == 1 else f"{len(members)} members begin",)
@@ -192,7 +192,7 @@ def reasons(
 
 
 class Incoming:
-    """Mail of one member. Called by its one thread."""
+    """Messages that have arrived at one member. Called by its one thread."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -203,13 +203,13 @@ class Incoming:
         self._mail.append(message)
 
     def sort(self, state: State) -> list[m.ProtocolEvent]:
-        """Take the messages that can be taken in this state, and return the events for the protocol, in order."""
+        """Handle the messages that this state allows, and return the events for the protocol, in order."""
         events: list[m.ProtocolEvent] = []
         self._mail = [message for message in self._mail if not self._take(message, state, events)]
         return events
 
     def _take(self, message: PeerMessage, state: State, events: list[m.ProtocolEvent]) -> bool:
-        """Take a message if the state allows it; True once it is done with, False to keep it for later."""
+        """Handle a message if the state allows it; return False to keep it for later."""
         generation, number, phase = int(message.header["generation"]), state.record.number, state.phase
         if generation < number:
             return True
@@ -220,7 +220,7 @@ class Incoming:
         if generation > number:
             return False
         match message.kind:
-            case "meet":  # this member is about to be let in
+            case "meet":  # the next generation is to contain this member
                 if phase is Phase.OUTSIDE and state.wants_in:
                     pairs = [(source, destination) for source, destination in message.header["pairs"]]
                     self._parts.path.begin(generation + 1, message.header["members"], pairs)
@@ -252,7 +252,7 @@ class Incoming:
         return True
 
     def _update(self, header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Keep the updates with which copies of layers make a step."""
+        """Keep the final gradients of a step for the copies of layers here."""
         updates: dict[int, LayerState] = {layer: {} for layer in header["layers"]}  # type: ignore[attr-defined]
         for address, tensor in tensors.items():
             index, _, name = address.partition("/")

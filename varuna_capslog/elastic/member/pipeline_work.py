@@ -2,7 +2,7 @@
 
 Chain, data and constants of the run are loaded once per process; a generation is a new `PipelineEngine` over this
 member's layers. A layer that stays keeps its tensors. Steps, checkpoints and evaluations are the `TrainingLoop`'s, as
-in a run of a fixed number of steps.
+in a run that is not elastic.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ __all__ = ["PipelineRun", "PipelineWork"]
 
 _WARM_UP_BYTES = 1 << 30
 _WRITE_SECONDS = 10.0
-"""Time that the end of a member waits for its last plan file; a disk may hang."""
+"""Seconds that `close` waits for the last plan file, since a disk may hang."""
 
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """Run that a `PipelineWork` is part of. plan: the first plan, taken whenever as many devices take part as it was
-    made for; profile: costs for the planner afterwards; None: it plans by parameters' bytes.
+    """Run that a `PipelineWork` is part of. plan: the first plan, also used later for as many devices as it was made
+    for. profile: costs for later plans; None: they are made from the bytes of the parameters.
     """
 
     config: Config
@@ -79,7 +79,7 @@ class PipelineRun:
         return Layout.pipelines(alike[0], plan.num_layers, None, alike[1], self.config.num_blocks)
 
     def write_plan(self, number: int, plan: Plan) -> None:
-        """Write `plan-<number>.json` of a generation that trains, if there is none; of equal pipelines only one."""
+        """Write `plan-<number>.json` of a generation that trains, if it is missing; for equal pipelines, one's plan."""
         path = plan_path(self.config.run_dir, number)
         if not path.exists():
             alike = pipelines_of(plan)
@@ -101,8 +101,8 @@ class PipelineRun:
         return solve(Problem.of(self.profile, len(cuts), run=run, memory=pipeline.memory, cuts=cuts), pipeline.planner)
 
     def keep_plan(self, number: int) -> None:
-        """Write the plan before for a generation that waits or has no members: a run that goes on later counts its
-        generations from the newest of these files.
+        """Write the last plan again, under the number of a generation that does not train: a resumed run counts its
+        generations from the newest plan file.
         """
         last = latest_plan(self.config.run_dir)
         if last is not None and last[0] < number:
@@ -110,10 +110,10 @@ class PipelineRun:
 
 
 class PipelineWork(Work):
-    """The part of one member in a pipeline run. loop: the training; its engine is this member's part of the generation.
+    """Training of one member in a pipeline run. loop: the training loop; its engine is this member's part.
 
-    placed: called with the number and this member's stages in every generation that it trains in, by a thread beside
-    the training. observer: sees the work of the engine of every generation.
+    placed: called in a thread beside training with each generation's number and this member's stages in it.
+    observer: see `PipelineEngine`; the same for every generation.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class PipelineWork(Work):
     ) -> None:
         self.start, self.device, self._placed, self._observer = start, device, placed, observer
         self._run = run
-        # a plan of its own for every generation: the schedule's actions are made anew
+        # without a plan: `open` takes the actions from each generation's own plan
         self.setup = set_up_run(run.config, run.workload)
         check_plan(self.setup, run.plan)
-        # a chain with the weights that the run begins from; None: no longer needed, and made anew where it is
+        # chain with the run's initial weights; None after `open`: `initial` builds it again where it is needed
         self._fresh: Chain | None = self.chain
         options, indices = self.setup.options, range(len(self.chain))
         kept = options.recipe, options.weights
@@ -142,7 +142,7 @@ class PipelineWork(Work):
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.loop.watch.late = partial(fail, start)
         self.engine: PipelineEngine | None = None
-        self._begun = 0, INITIAL  # the generation's number, and the boundary that it goes on from
+        self._begun = 0, INITIAL  # number of the generation in the store, and the boundary where it began
         self._plan: Plan | None = None
         self._pace = Pace(RunShape.of_config(run.config).settled(), device.type)
         self._table = ShapeTable(self.chain, device.type, options.precision, options.weights)
@@ -158,8 +158,8 @@ class PipelineWork(Work):
         return self.setup.chain
 
     def warm_up(self) -> None:
-        """Train one microbatch on a whole chain of this process, so that a joining member does nothing for the first
-        time while others wait. Left out for chains of which a device might not hold a second one.
+        """Train one microbatch on the whole chain in this process, so that a joining member has all kernels loaded
+        before others wait for it. Skipped for chains of which a device may not have room for a second one.
         """
         if sum(self.layer_bytes) > _WARM_UP_BYTES:
             return
@@ -255,7 +255,7 @@ class PipelineWork(Work):
         self.loop.begin(engine, opening.number, opening.base.step, writes, saved)
 
     def _write_plan_file(self, number: int, plan: Plan, stages: list[int], writes: bool) -> None:
-        """Write the generation's plan file and this member's place in it, beside the training, which does not wait."""
+        """Write the generation's plan file and this member's place in it, in a thread beside training."""
         if writes:
             self._run.write_plan(number, plan)
         self._placed(number, stages)
@@ -293,7 +293,7 @@ class PipelineWork(Work):
             raise self._failure
         self._copies.let_go()
         self.loop.compute(step)
-        return True  # the vote adds everything up, and finds sums that are not finite
+        return True  # the vote sums over all members, and finds sums that are not finite
 
     def vote(self, step: int, ballot: bytes) -> Outcome:
         verdict = self.loop.vote(step, ballot)
@@ -368,7 +368,7 @@ class PipelineWork(Work):
                 details["last_step"] = self.setup.total_steps
         generation = int(details.pop("generation", 0)) + self.start.offset
         if kind == "begin":
-            details["step"] -= 1  # told after the first step, of the boundary before it
+            details["step"] -= 1  # noted after the first step, but meant for the boundary before it
             kind = "resume" if details["step"] else "start"
         line = {"kind": kind, "time": wall_seconds(), **details, "generation": generation}
         files.append_jsonl(self.setup.run_dir / "events.jsonl", line)

@@ -1,6 +1,6 @@
-"""Data path of one member: the communicator of the present generation, and the next ones, opened ahead of use.
+"""Process groups of one member: the communicator of the present generation, and those of possible next ones.
 
-A group is opened in its own thread while everything else goes on; an unused one is thrown away.
+The next groups are opened ahead, each in a thread of its own beside training. Unused groups are aborted.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _LOOK_SECONDS = 0.005
 
 
 class ProcessGroups:
-    """Data path of one member. Called by its one thread.
+    """Communicators of one member. Called by its one thread.
 
     Args:
-        rendezvous: a store client of the caller's own, where the members of a group meet.
-        timeouts: `peer`: longest wait for the others, and then for any message of theirs; `gather`: longest wait of a
-            planned change for a data path that is being opened ahead.
-        knows: gives the value that this member sends to the others once a group is open; called in another thread.
+        rendezvous: returns a separate client of the store, through which the members of a group find each other.
+        timeouts: `peer`: longest wait for the others to connect, and then for any message of theirs; `gather`: longest
+            wait of a planned change for a group that is being opened ahead.
+        knows: see `Work`; called in another thread once a group is open.
         begin_pairs: see `Work`.
     """
 
@@ -63,8 +63,8 @@ class ProcessGroups:
         self._meet_until = 0.0
 
     def begin(self, generation: int, members: Sequence[Member], pairs: Pairs = ()) -> None:
-        """Begin to open the group of these members, by rank, unless it was begun or this member is not among them.
-        pairs: of ranks, where known already, whose groups are opened as well.
+        """Begin to open the group of these members, by rank, unless that has begun or this member is not among them.
+        pairs: of ranks, each of which gets a group, too; empty where they are not known yet.
         """
         if self._me not in members:
             return
@@ -83,19 +83,19 @@ class ProcessGroups:
                 self._begin_pairs(communicator, pairs)
                 future.set_result((communicator, told))
             except Exception as error:
-                # without its traceback, which would keep the store's connection until the next long garbage collection
+                # a new error without the traceback, which would keep the store's connection open until it is collected
                 future.set_exception(CapslogError(f"the group of generation {generation} cannot be opened: {error}"))
 
         OwnedThread(f"connect-{generation}", open_it, future.set_exception).start()
 
     def meet(self, generation: int, members: Sequence[Member], pairs: Pairs) -> None:
-        """Begin as `begin` does, for a planned change that waits for the group; see `has_met`."""
+        """Begin to open the group of a planned change, which waits for it; see `begin` and `has_met`."""
         self._meet_until = time.monotonic() + self._timeouts.gather
         self.begin(generation, members, pairs)
 
     def has_met(self, record: Generation, changes: Iterable[Change], dead: set[Member]) -> bool:
-        """True where the data path of the generation after these changes is open, or is not worth waiting for: a
-        joining member that does not come delays a change only until the limit.
+        """True where the group of the generation after these changes is open, or need not be waited for: a joining
+        member that does not come delays a change by `Timeouts.gather` at most.
         """
         stay = stay_with(record, frozenset(changes))
         hopeless = time.monotonic() > self._meet_until or not dead.isdisjoint(stay)
@@ -107,7 +107,7 @@ class ProcessGroups:
         return opening.exception() is not None or opening.result()[0].pair_groups_settled
 
     def take(self, record: Generation) -> Group | None:
-        """Return the open data path of a generation; None where it could not be opened, or a member of it is lost."""
+        """Return the open group of a generation; None where it could not be opened or one of its members is lost."""
         self._inbox.engage(record.number, frozenset(record.members))
         self.begin(record.number, record.members)
         future = self._opening.pop((record.number, _name(record.number, record.members)))
@@ -130,8 +130,8 @@ class ProcessGroups:
         return group
 
     def leave(self, planned: bool) -> None:
-        """Leave the data path of the present generation, which is answered no more. planned: all members have voted for
-        it, so none waits, and none is to be disturbed: the communicator ends when the next one is open.
+        """Stop using the communicator of the present generation. planned: all members have voted for the change, so
+        none waits for this one: the communicator is aborted only once the next one is open.
         """
         self._inbox.guard(None)
         communicator, self._communicator = self._communicator, None
@@ -146,20 +146,20 @@ class ProcessGroups:
         self._communicator.barrier()
 
     def close(self) -> None:
-        """End everything that is open or being opened."""
+        """Abort all communicators, also those that are being opened."""
         self._drop()
         for communicator in (self._communicator, self._old):
             if communicator is not None:
                 communicator.abort()
 
     def _drop(self, generation: int | None = None) -> None:
-        """Throw away groups that were opened for generations before this one; None: all."""
+        """Abort groups that were opened ahead for generations before this one; None: all."""
         for key in [key for key in self._opening if generation is None or key[0] < generation]:
             self._opening.pop(key).add_done_callback(_throw_away)
 
 
 def _name(generation: int, members: Iterable[Member]) -> str:
-    """Name of a group, unique to its set of members."""
+    """Name of a group, unique to its generation and members."""
     return f"{generation}-{hashlib.blake2b(' '.join(members).encode(), digest_size=6).hexdigest()}"
 
 
@@ -170,11 +170,10 @@ def _throw_away(future: Future[Group]) -> None:
 
 # -- The plan of the next generation, known to all members before they copy ahead the layers that move for it.
 #
-# A plan that two machines might not find alike (`Work.proposes`) is searched by one member: by the first voter, while
-# training goes on, which sends it to the others, or else by the member that founds the generation. The record carries
-# it. Where such a search takes long, the first voter searches plans for the changes that may come as soon as a
-# generation trains, in a thread beside the training, so that nobody waits, and sends them to the others, since it may
-# be lost.
+# Where two machines might compute different plans (`Work.proposes`), one member searches the plan: for a planned change
+# the first voter, which sends it to the others; else the member that founds the generation. The record contains it.
+# As soon as a generation trains, the first voter also searches plans for likely next changes, in a thread beside
+# training, so that no member waits for them. It sends them to the others, since it may be lost itself.
 
 
 class Proposals:
@@ -186,7 +185,7 @@ class Proposals:
         self._newest = 0
 
     def settle(self, record: Generation, seats: Sequence[Seat]) -> bool:
-        """True where the plan of these members is known here; the first voter searches it and tells the others."""
+        """True where the plan of these members is known here; the first voter searches it and sends it to all."""
         members = _members(seats)
         if not self._work.proposes or members in self.known:
             return True
@@ -203,7 +202,7 @@ class Proposals:
         self.known[tuple(members)] = None if plan is None else Plan.from_json(plan, "the plan of the next generation")
 
     def look_ahead(self, record: Generation, seats: Sequence[Seat]) -> None:
-        """Search plans of generations that may follow this one, which has begun; done by its first voter."""
+        """Begin to search plans of generations that may follow this one; only its first voter does."""
         self._newest = record.number
         if not self._work.proposes or self._me != record.members[0] or len(seats) < len(record.members):
             return
@@ -218,14 +217,14 @@ class Proposals:
         OwnedThread("look-ahead", search, logged).start()
 
     def of(self, seats: Sequence[Seat]) -> Plan | None:
-        """Return the plan for the record of a generation of these seats; searched here where no member has told it."""
+        """Return the plan for the record of a generation of these seats; searched here if no member has sent it."""
         members = _members(seats)
         if members not in self.known:
             self.known[members] = self._work.propose(seats)
         return self.known[members]
 
     def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
-        """Return the layers that each member would own and copy, as far as it is known here; see `recovery.Place`."""
+        """Return the layers that each member would own and copy, by a known plan if any; see `recovery.Place`."""
         return self._place(seats, plan or self.known.get(_members(seats)))
 
 

@@ -1,6 +1,7 @@
 """Runs one member: passes events to `protocol.step` and executes the effects that it returns, in one thread.
 
-`inbox` collects events, `parts` sorts messages, `entries` reads the log, `effects` executes, `training` steps.
+`inbox` collects events, `parts` sorts messages, `membership/entries` reads the log, `effects` executes, `training`
+trains. Every sign of a lost peer (the inbox's "lost", a `DeadEntry`, `PeerLost`, a time limit) is fed as `Broken`.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from varuna_capslog.membership.small_motion import LINK
 
 __all__ = ["End", "NoticePolicy", "Runtime", "take_part"]
 
-# -- Turns a notice into a request to the protocol, by its kind, the clock and the bytes that are left to move.
+# -- Turns a notice into a request to the protocol, by its kind, its deadline and the bytes that must still move.
 #
 # - A hint asks for shadow copies: layers that would move are copied ahead, and no member leaves.
-# - A notice to leave asks for a planned change: prepared, then made at a step boundary.
-# - A notice to leave now asks for the change at the next boundary, whatever is prepared.
+# - A notice to leave asks for a planned change: layers are copied ahead, then it is made at a step boundary.
+# - A notice to leave now asks for the change at the next boundary, even if nothing is copied ahead.
 # - Where the move cannot be finished in time, layers that no other member holds are written to a checkpoint first.
 
 
 CHANGE_SECONDS = 1.0
-"""Assumed duration of a change besides the move of layers; two steps come on top."""
+"""Assumed seconds of a change, without two steps and the transfer of layers, which are added."""
 
 
 class NoticePolicy:
-    """Notices of one run, as one member hears them. Called by its one thread."""
+    """Turns the log's notices and hints into events of one member's protocol. Called by the member's thread."""
 
     def __init__(self, parts: Parts, training: Training) -> None:
         self._me, self._parts, self._training = parts.me, parts, training
@@ -68,7 +69,7 @@ class NoticePolicy:
         return self._event(notice, member, state)
 
     def watch(self, state: State) -> m.ProtocolEvent | None:
-        """Return the event where this member's deadline is now too close to prepare. Called before every step."""
+        """Return an urgent wish to leave once this member's deadline is too close to copy ahead; called every step."""
         notice, number = self._mine, state.record.number
         if (
             notice is None
@@ -86,7 +87,7 @@ class NoticePolicy:
         if late:
             changes = state.wishes.changes | {("leave", member)}
             layout, stay = state.roles.layout, stay_with(state.record, changes)
-            # only those that leave can give what those that stay lack
+            # the remaining members do not hold all layers: a checkpoint must come first
             alone = layout is not None and bool(stay) and not layout.covers(stay)
             if member == self._me:
                 self._gave_up = state.record.number
@@ -99,7 +100,7 @@ class NoticePolicy:
         return notice.deadline.remaining(time.monotonic()) < self._move_seconds(member, state)
 
     def _move_seconds(self, member: Member, state: State) -> float:
-        """Estimated seconds until no other member needs this one any more."""
+        """Estimated seconds until no other member needs `member` any more."""
         remaining_bytes = sum(
             size for layer, size in self._moves(member, state).items() if not self._training.is_sent(layer)
         )
@@ -108,7 +109,7 @@ class NoticePolicy:
     def _moves(self, member: Member, state: State) -> Mapping[int, int]:
         """Layer -> bytes that the member has to send when it leaves."""
         sizes, seats, proposals = self._parts.work.layer_bytes, self._parts.seats, self._parts.proposals
-        # a vote may tell of a joining member before it has asked
+        # a vote may name a joining member before its `AskEntry` is read here
         known_changes = {change for change in state.wishes.changes if change[1] in seats}
         changes = frozenset(known_changes | {("leave", member)})
         if state.roles.layout is None or member not in state.record.members:
@@ -126,12 +127,12 @@ class NoticePolicy:
 _FLUSH_SECONDS = 5.0
 _LISTEN_SECONDS = 1.0
 _MEMORY = "memory"
-"""The kind of a failure that ends the run for all members, each of which writes the states that it holds."""
+"""Kind of a failure that ends the run for all members; each of them writes the states that it holds."""
 
 
 @dataclass(frozen=True)
 class End:
-    """End of a member's part: the last step it applied; asked to stop; released before the run's end."""
+    """End of a member's part. step: the last applied one. stopped: on request. released: it left, or others ended."""
 
     step: int
     stopped: bool
@@ -139,7 +140,7 @@ class End:
 
 
 class Runtime:
-    """Main loop of one member. The store's identity distinguishes runs with the same secret; see `Inbox`."""
+    """Main loop of one member."""
 
     def __init__(self, start: MemberStart, work: Work, store: MembershipStore, options: RuntimeOptions) -> None:
         self.me = me = start.me
@@ -170,7 +171,7 @@ class Runtime:
 
         Raises:
             StepRefused: a step was voted down; the held states are on disk.
-            DiskFailed: the run's folder takes no more; that ends the run for all.
+            DiskFailed: the run's folder cannot be written, which ends the run for all members.
             CapslogError: the store is lost at a change (all is on disk), or this member was declared lost or failed.
         """
         try:
@@ -198,7 +199,7 @@ class Runtime:
             self.parts.path.close()
 
     def look_at_deadline(self) -> None:
-        """Check before a step whether a deadline of this member has come too close for the planned change."""
+        """Check before a step if the deadline of this member is now too close to copy its layers ahead."""
         event = self._notices.watch(self.state)
         if event is not None:
             self.feed(event)
@@ -209,7 +210,7 @@ class Runtime:
         return self._end is not None
 
     def end(self, stopped: bool) -> None:
-        """End the run with the present boundary; everything is written."""
+        """End the run at the present boundary, once everything is written."""
         step = self.state.at.step
         self.append(entries.FinishedEntry(step, stopped, self.parts.work.asked))
         self._end = End(step, stopped, False)
@@ -219,7 +220,7 @@ class Runtime:
         self._end = End(self.state.at.step, False, True)
 
     def stop_for_memory(self, why: str) -> NoReturn:
-        """End the run, all that its members hold on disk. Raises CapslogError with this sentence."""
+        """Write what this member holds and end the run for all, who do the same. Raises CapslogError with `why`."""
         self._one_event(m.Broken(self.state.record.number))
         self._persist(why)
         failure = {"member": self.me, "cause": why, "kind": _MEMORY, "time": wall_seconds()}
@@ -233,15 +234,15 @@ class Runtime:
         self.parts.work.note("persisted", why=why, **about)
 
     def _end_for_all(self, error: DiskFailed) -> None:
-        """End the run for all: a member that took the writing over would fail in the same way."""
+        """End the run for all members: another member that wrote instead would fail in the same way."""
         failure = {"member": self.me, "cause": str(error), "kind": error.kind, "time": wall_seconds()}
         self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
 
     def _catch_up(self) -> None:
         """Read the log up to now; earlier entries need no answer from this member.
 
-        In a new run it waits for the first generation, which a host founds once all that begin together are here: a
-        member that asks earlier founds one of itself alone. Where none comes in time, it does ask.
+        In a new run, wait for the first generation, which a host founds once all members that begin together are named:
+        a member that asks earlier would found one with itself alone. After `Timeouts.change` the member asks anyway.
         """
         self._store.append(entries.HelloEntry(self.me, self._start.host).to_json())
         answer = f"the store's log does not answer {self.me} within {self._timeouts.peer:g} s"
@@ -262,7 +263,7 @@ class Runtime:
                 self._heard_outside(*self.inbox.events.get(timeout=max(0.0, until - time.monotonic())))
 
     def _heard_outside(self, kind: str, payload: Any) -> entries.Entry | None:
-        """Take an event from before this member has asked to take part; return the log's entry if it was one."""
+        """Handle an event that comes before this member asks to take part; return it if it is an entry of the log."""
         if kind == "mail":
             self._incoming.add(payload)
         elif kind == "store lost":
@@ -277,7 +278,7 @@ class Runtime:
         return None
 
     def _listen(self) -> None:
-        """Wait for something to happen, at most until the present time limit."""
+        """Wait for the next event, at most until the present time limit."""
         wait = self._limit() - time.monotonic()
         try:
             kind, payload = self.inbox.events.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
@@ -320,7 +321,7 @@ class Runtime:
         return entry
 
     def _suspected(self) -> frozenset[Member]:
-        """Members that will not answer any more. Once a generation trains, no member waits for those that leave it."""
+        """Members that will not answer any more. Once a generation trains, members that left it are not waited for."""
         roster = self.roster
         return frozenset(roster.dead if self.state.phase is Phase.RUN else roster.dead | roster.gone)
 
@@ -343,7 +344,7 @@ class Runtime:
                 self._end_with_others()
 
     def _end_with_others(self) -> None:
-        """End this member's part once the log says that the run has ended. A member that trains comes to its own end,
+        """End this member's part once the log says that the run has ended. A member that trains reaches the end itself,
         unless the run ended by a failure that would stop every member.
         """
         finished = self.roster.finished
@@ -365,9 +366,9 @@ class Runtime:
         phase, record = self.state.phase, self.state.record
         heard = {heard.sender for heard in self.state.heard if (heard.generation, heard.round) == (record.number, 0)}
         if phase is Phase.GATHER and not set(record.participants) - heard <= self.roster.here:
-            return  # a participant is still loading, and its supervisor will say if it is lost
+            return  # a participant is still loading; its host reports it if it is lost
         if phase in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
-            # a member does not answer; its supervisor will see that it has not stopped with the others
+            # some member does not answer; its host kills it as hung (`HostWorkers.kill_hung`)
             self.feed(m.Broken(record.number))
             return
         self.feed(m.Tick())
@@ -375,7 +376,7 @@ class Runtime:
     # -- events in, effects out ---------------------------------------------------------------------------------------
 
     def feed(self, *events: m.ProtocolEvent) -> None:
-        """Give events to the protocol and execute its effects, until nothing follows any more."""
+        """Give events to the protocol and execute its effects, until no further event follows."""
         self._events.extend(events)
         if self._feeding:
             return
@@ -403,7 +404,7 @@ class Runtime:
         try:
             for effect in effects:
                 self._events.extend(self._effects.carry_out(effect))
-        except NotApplied as failed:  # the first effect of a tally: the tally is taken back, and is as if it were lost
+        except NotApplied as failed:  # Apply is the first effect of a tally, which is taken back as if it was lost
             self.state = before
             event = self.training.pressed(before.round, failed.lack, voted=True)
             self._one_event(event)
@@ -414,7 +415,7 @@ class Runtime:
         self._end_with_others()
 
     def _adopted(self) -> None:
-        """Adopt a newer generation: drop all that belongs only to the old one."""
+        """Adopt a newer generation: drop all that belongs only to the old generation."""
         record = self.state.record
         self.parts.holdings.adopt()
         self.parts.proposals.known.clear()
@@ -429,7 +430,7 @@ class Runtime:
         self.parts.probe("adopted")
 
     def append(self, entry: entries.Entry) -> None:
-        """Append an entry to the log. It only speeds things up: a lost store shows itself at the next change."""
+        """Append an entry to the log; dropped if the store is lost, which the next change of the generation notices."""
         with contextlib.suppress(StoreGone):
             self._store.append(entry.to_json())
 

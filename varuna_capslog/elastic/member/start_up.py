@@ -1,7 +1,7 @@
 """Start-up and failure of a member's process, whatever it trains, and the boundary at which its run begins.
 
-A member reads its settings from environment variables set by the host, and from three keys of the store. A run that
-goes on counts its generations anew in the store; in the run's files they follow those that are there.
+A member reads its settings from environment variables set by the host, and from three keys of the store. A resumed run
+counts its generations from 1 in the store; in the run's files the numbers continue (`Beginning.first`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 # -- Time limits for a member's waits for the others, and the clock that runs against them.
 #
-# The protocol knows no time; the runtime decides what happens when a limit has passed.
+# The protocol has no clock; `Runtime._limit_passed` feeds it an event when a limit has passed.
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Timeouts:
     Attributes:
         peer: for any message of the data path, and for layers.
         change: until a member founds a generation without knowing who is lost; again: between further attempts.
-        gather: for the others' values in the first round; at least three steps, since no member breaks off a step.
+        gather: for the others' values in the first round; at least three steps, since no member interrupts its step.
     """
 
     peer: float = 30.0
@@ -57,11 +57,11 @@ class Timeouts:
 
     @property
     def holders(self) -> float:
-        """For members that hold what otherwise only the checkpoint has: three times as long as for a change."""
+        """Limit for members to come whose layers otherwise only the checkpoint has: three times `change`."""
         return 3 * self.change
 
     def alone(self, usual_seconds: float) -> float:
-        """Limit for a member's own work, without hearing the others. usual_seconds: of its steps; 0: not known."""
+        """Limit for work during which a member reads no events. usual_seconds: of its steps; 0: not known."""
         return max(self.gather, 3 * usual_seconds) if usual_seconds else self.peer
 
 
@@ -72,7 +72,7 @@ class WaitingTime:
         self._timeouts = timeouts
         self._since = time.monotonic()
         self._ended = 0.0
-        self._lacks_since = 0.0  # settled layers, through however many generations
+        self._lacks_since = 0.0  # since when settled layers are missing, over all generations since then
 
     def moved(self, state: State) -> None:
         """Restart the wait: the phase or the generation has changed."""
@@ -83,15 +83,15 @@ class WaitingTime:
             self._lacks_since = self._lacks_since or self._since
 
     def ended(self) -> None:
-        """Record that the limit had passed and was acted on."""
+        """Record that the limit has passed and was handled."""
         self._ended = time.monotonic()
 
     def ends(self, state: State, usual_seconds: float, computed_at: float, roster: Roster) -> float:
         """Return the time at which the present limit passes if nothing happens.
 
-        Where no former member may come back, none can bring the settled layers that are lacking, and the run need not
-        wait for them; nor do new members without them prolong the wait. usual_seconds: of a step; 0 before the first
-        one; computed_at: when this member's last computation ended.
+        In WAIT with `regress` the run waits for former members that may hold the missing settled layers. If none can
+        come back, the limit has passed at once; new members do not prolong it. usual_seconds: of a step; 0 before the
+        first one; computed_at: when this member's last computation ended.
         """
         limits, since = self._timeouts, self._since
         first = again = limits.again
@@ -120,7 +120,7 @@ _WAIT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Beginning:
-    """First generation and boundary of a run: written by the host that begins it, read by every member.
+    """First generation and boundary of a run, which the host that begins it writes and every member reads.
 
     first: number of the store's generation 1 in the run's files. step: of the boundary. path: of its checkpoint;
     None at the beginning of training.
@@ -162,15 +162,15 @@ class Beginning:
 
 @dataclass(frozen=True)
 class MemberStart:
-    """Description that a member has of itself and of its run, whatever is trained.
+    """Identity of a member and facts about its run, whatever it trains.
 
     Attributes:
         me: its name, never used before. offset: generation n of the store is n + offset in the run's files.
         checkpoint: the boundary that the run begins with. resumed: path of the checkpoint by that boundary; empty at
             the beginning of training.
-        stop_wished: asked once per step, and while the run waits, without a step whose vote could carry the wish; True
-            on any member ends the run after that step.
-        host: its losses are losses of this member, too. address: of this host, as the others reach it.
+        stop_wished: called once per step, and while the run waits and has no vote; True on any member ends the run
+            after that step.
+        host: its loss is a loss of this member, too. address: of this host, as the others reach it.
         secret: of the run; default: a new one that no other member knows.
     """
 
@@ -233,7 +233,7 @@ def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:
 
 
 def fail(start: MemberStart, error: Exception) -> NoReturn:
-    """End this member from any thread."""
+    """Report the failure and end this process, from any thread."""
     leave(_report(start.run_dir, start.me, error))
 
 

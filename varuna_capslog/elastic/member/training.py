@@ -29,16 +29,16 @@ __all__ = ["Lack", "NotApplied", "Training", "lack_of"]
 # -- Steps that run out of memory: reads the errors of torch and of the host tier.
 #
 # Other programs may take memory that a plan counted on. The member then gives the step up, lets plans count on less
-# memory of its device, and all make the step again (`Training`, `membership/changes.tightened`).
+# memory of its device, and all members compute the step again (`Training`, `membership/changes.tightened`).
 
 
 TRIES = 3
-"""So often a step fails for memory at one member before the run stops, with everything that is held on disk."""
+"""Failures in a row for lack of memory, at one member, after which the run stops, with all held states on disk."""
 
 _SIZE = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _UNKNOWN = 1 << 20
-"""Bytes that are taken to be missing where the error does not say."""
+"""Bytes assumed to be lacking where the error names no number."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Lack:
     """Memory that a step lacked.
 
     bytes: of the allocation that failed on a device, or in the memory of a CPU; 0 where a copy to or from the host
-    tier failed, which is tried again by the same plan. why: the error's words in that case.
+    tier failed: then the same plan is tried again. why: the error's words in that case.
     """
 
     bytes: int
     why: str | None = None
 
     def told(self, member: str, step: int) -> str:
-        """Sentence without an end stop."""
+        """Sentence on the lack, without a period."""
         if self.why is not None:
             return f"{member} could not make step {step}, since {self.why}"
         return f"{member} lacked {format_bytes(self.bytes)} in step {step}"
@@ -77,7 +77,7 @@ _MAY_LACK = (RuntimeError, MemoryError, HostTierFailed)
 
 
 class NotApplied(Exception):
-    """A step that was voted for ran out of memory when it was applied; the boundary before is held as it was."""
+    """A step ran out of memory when it was applied after the vote; the boundary before it is still held."""
 
     def __init__(self, lack: Lack) -> None:
         super().__init__(lack)
@@ -85,7 +85,7 @@ class NotApplied(Exception):
 
 
 class Training:
-    """The part of a member that trains. Called by its one thread.
+    """Training steps of one member. Called by its one thread.
 
     Attributes:
         todo: the step that the protocol wants computed.
@@ -103,30 +103,30 @@ class Training:
         self.sent_ahead: frozenset[int] = frozenset()
         self.save_all = False
         self._ahead: Ahead | None = None
-        self._awaited = False  # others may copy ahead already, and the layers that come here are not known yet
+        self._awaited = False  # the layers that come here ahead are not known yet; others may already send them
         self._computing: int | None = None
         self._stop = False
         self._began = 0.0
-        self._pressures = 0  # steps that failed for memory here, since one was applied
+        self._pressures = 0  # steps that failed here for lack of memory, since the last applied step
 
     def abort(self) -> None:
-        """Drop the step under way: nothing of the generation is computed any more."""
+        """Drop the step under way: this generation computes no more."""
         if self._computing is not None:
             self._parts.report.lost_step_seconds += time.monotonic() - self._began
         self.todo = self._computing = None
 
     def adopt(self) -> None:
-        """Adopt a newer generation. A wish to stop is repeated in its first vote, so that new members hear it."""
+        """Adopt a newer generation. A request to stop is repeated in its first vote, so that new members hear it."""
         self.abort()
         self._stop = self.save_all = self._awaited = False
         ahead, self._ahead = self._ahead, None
-        if ahead is not None:  # else this generation did not come so far: the copies of the one before still count
+        if ahead is not None:  # else it ended before it copied ahead: the copies of the generation before still count
             self.sent_ahead = frozenset() if ahead.hinted else frozenset(ahead.sent)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Compute the step that is due, and vote as soon as the messages that the vote waits for are here."""
+        """Compute the step that is due and feed Computed; the protocol votes once the step's copies are here."""
         todo, self.todo = self.todo, None
         assert todo is not None
         parts, loop, generation, step = self._parts, self._loop, todo.generation, todo.step
@@ -171,11 +171,11 @@ class Training:
             lack = lack_of(error)
             if lack is None:
                 raise
-        return False, lack  # the error is gone, and with it the tensors of its frames
+        return False, lack  # outside the except block: the error has freed the tensors of its frames
 
     def pressed(self, step: int, lack: Lack, voted: bool) -> m.Tightened:
-        """Handle a step that lacked its planned memory: all give it up, and make it again by a plan that counts on less
-        here; after `TRIES` times the run stops, with CapslogError. voted: all had voted, and it was to be applied.
+        """Handle a step that lacked memory: all members give it up and compute it again by a plan that counts on less
+        memory here; after `TRIES` times the run stops, with CapslogError. voted: the step failed in `apply`.
         """
         parts, loop, me = self._parts, self._loop, self._parts.me
         generation = loop.state.record.number
@@ -192,7 +192,7 @@ class Training:
                 "to what is there"
             )
         for member in loop.state.record.members:
-            if member != me:  # the member that founds the next generation plans with it
+            if member != me:  # whichever member founds the next generation plans with it
                 parts.peers.send(member, "tightened", generation=generation, capacity=capacity)
         parts.tighten(me, capacity)
         return m.Tightened(generation, capacity, voted)
@@ -210,9 +210,9 @@ class Training:
         return not self._loop.ended and state.phase is Phase.RUN and state.record.number == generation
 
     def _finish(self) -> None:
-        """Make the last boundary: all members write the end together."""
+        """Write the last checkpoint and evaluation together with all members, and end the run."""
         self._parts.work.finish(self._loop.state.at, self._stop)
-        # a member that is lost from here on has finished, or would have: everything is written
+        # the loss of a member from here on does not matter: everything is written
         with contextlib.suppress(PeerLost):
             self._parts.path.barrier()
         self._loop.end(self._stop)
@@ -237,8 +237,8 @@ class Training:
         return (m.Tally(effect.generation, effect.round, votes),)
 
     def apply(self, effect: m.Apply) -> None:
-        """Apply the step; the boundary before it is kept until the next vote. Raises NotApplied where it ran out of
-        memory, before, while or after the layers were changed.
+        """Apply the step, and keep the boundary before it until the next vote. Raises NotApplied where memory ran out
+        before, while or after the layers were changed.
         """
         parts, holdings = self._parts, self._parts.holdings
         parts.probe("apply")
@@ -258,7 +258,7 @@ class Training:
         self._tell(effect.step)
 
     def _change(self, step: int) -> Lack | None:
-        """Keep the own layers as they are, then change them; return the memory that this lacked."""
+        """Copy the own layers aside, then apply the step to them; return the memory that this lacked."""
         try:
             self._parts.holdings.keep_before()
             self._parts.probe("applying")
@@ -281,12 +281,12 @@ class Training:
         self._rebalance()
 
     def _rebalance(self) -> None:
-        """Request another plan for the same members where the speeds of their devices are worth it."""
+        """Request another plan for the same members where the measured speeds of their devices justify it."""
         parts, record = self._parts, self._loop.state.record
         if parts.me != record.members[0] or not parts.seats.keys() >= set(record.members):
             return
         if record.copies is not None:
-            parts.report.rebalanced = _FOLLOWS  # wished for when it began
+            parts.report.rebalanced = _FOLLOWS  # requested in `Effects._install`
             return
         request = parts.work.rebalance([parts.seats[member] for member in record.members])
         if request is not None:
@@ -310,24 +310,24 @@ class Training:
             if not copies and not shadows:
                 continue
             update = dict(parts.work.update(layer))
-            if shadows or not parts.job.sync:  # no vote waits for their arrival, and the step changes them
+            if shadows or not parts.job.sync:  # no vote waits until they have arrived, and the step changes them
                 update = {name: tensor.clone() for name, tensor in update.items()}
             for member in dict.fromkeys([*copies, *shadows]):
                 message = messages.setdefault(member, {})
                 message |= {f"{layer}/{name}": tensor for name, tensor in update.items()}
                 layers.setdefault(member, []).append(layer)
         for member, message in messages.items():
-            about = layers[member]  # a layer that is not trained has no gradients, and makes its step all the same
+            about = layers[member]  # a frozen layer has no gradients, but is listed: its copy makes the step, too
             parts.peers.send(member, "update", message, generation=generation, layers=about, step=step)
 
     def check_copies(self) -> None:
-        """Tell the protocol when the updates that the vote waits for are here."""
+        """Feed Copied once the updates that the vote waits for are here."""
         state, holdings = self._loop.state, self._parts.holdings
         if state.phase is not Phase.RUN or self._computing != state.round or state.copied == state.round:
             return
         holdings.advance(state.held, state.record.number)
         if self._check_ahead() or not (state.roles.copies or state.roles.shadows):
-            return  # a change that is prepared now is checked again
+            return  # the event Prepared, just fed, changes the copies: they are checked again
         for layer in state.roles.copies | state.roles.shadows:
             copy = holdings.copies.get(layer)
             if copy is None or copy.stamp != state.at:
@@ -345,15 +345,15 @@ class Training:
 
     @property
     def coming(self) -> MemberLayout | None:
-        """Layout of the generation that a planned change leads to, as far as it is known here."""
+        """Layout of the generation after a planned change, where it is known here."""
         return None if self._ahead is None else self._ahead.layout
 
     def prepare(self, changes: frozenset[m.Change], hinted: bool = False) -> bool:
         """Find the layers that would move for these changes; False where they are known, or cannot be known yet.
 
-        A vote may name a joining member before the log does; without its seat, or the plan that one member has searched
-        for all, this member would expect other layers than the others send, for ever. hinted: they may never be made:
-        layers that come here are kept current, and no more.
+        They need the seat of every joining member, which a vote may name before the log does, and the plan that one
+        member searches for all; without them this member would wait for ever for layers that no member sends.
+        hinted: the changes may never be made; layers that come here are only kept current.
         """
         parts, seats, before = self._parts, self._parts.seats, self._ahead
         if before is not None and (before.changes, before.hinted) == (changes, hinted):
@@ -364,15 +364,15 @@ class Training:
         all_seated = seats.keys() >= set(stay)
         self._awaited = not all_seated or not parts.proposals.settle(state.record, [seats[member] for member in stay])
         if self._awaited:
-            return False  # Prepare is said again after the next step
+            return False  # Prepare comes again after the next step
         self._ahead = find_ahead(parts.me, state.record, state.roles.layout, changes, seats, place, sizes)
         self._ahead.hinted = hinted
-        if before is not None:  # members that follow a layer go on to follow it: votes may wait for that
+        if before is not None:  # members with a shadow copy still get its updates: votes may wait for them
             self._ahead.sent = before.sent
         return True
 
     def _send_ahead(self) -> None:
-        """Send layers that move ahead, at the beginning of a step. Updates follow from this step on."""
+        """Send the layers to copy ahead, at the beginning of a step. Their updates are sent from this step on."""
         parts, at, number = self._parts, self._loop.state.at, self._loop.state.record.number
         if self._ahead is None or self._ahead.began:
             return
@@ -383,7 +383,7 @@ class Training:
                 parts.probe("shadow sent")
 
     def _check_ahead(self) -> bool:
-        """Tell the protocol when all layers of the change are here at this step's boundary; True if it was told now."""
+        """Feed Prepared once all layers of the change are here at this step's boundary; True if it was fed now."""
         parts, state, ahead = self._parts, self._loop.state, self._ahead
         if ahead is None or ahead.hinted or not ahead.began or state.wishes.prepared == ahead.changes or state.cast:
             return False

@@ -1,6 +1,6 @@
-"""Interface through which the runtime moves a run between machines: the `Work` of one member.
+"""Interface between the runtime of one member and what it trains: `Work`.
 
-`pipeline_work` is our engine, `script` any program with `state()`, `load()` and `step()`.
+`pipeline_work` implements it for our engine, `script` for any program with `state()`, `load()` and `step()`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Followed", "LayerState", "Opening", "Outcome", "Work"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of the vote on a step, alike on every member.
+    """Outcome of the vote on a step, the same on every member.
 
-    finite: loss and gradients are; the step may be applied. ballots: of each member, by rank.
-    stop: a member wishes to stop after this step.
-    scale: factor of the gradients in the update, for members that follow layers; 0: the step is skipped.
+    finite: loss and gradients are finite, so the step may be applied. ballots: bytes of each member's vote, by rank.
+    stop: a member wants to stop after this step.
+    scale: factor of the gradients in the update of layer copies; 0: the step is skipped.
     """
 
     finite: bool
@@ -40,9 +40,9 @@ class Outcome:
 class Opening:
     """A generation about to train.
 
-    number: of the generation; its plan is `plan-<number>.json`. base: the boundary that it goes on from.
-    members: by rank. why: sentences for people: members that left and came.
-    moved_bytes: state that changed owner. told: by rank, the value of each member's `knows`.
+    number: of the generation in the store. base: the boundary from which training continues. members: by rank.
+    why: sentences for people on members that left or came. told: the value of each member's `knows`, by rank.
+    moved_bytes: layer state that was sent, or read from the checkpoint.
     """
 
     number: int
@@ -55,51 +55,51 @@ class Opening:
 
 
 class Followed(Protocol):
-    """A copy of a layer that makes the same steps as its owner."""
+    """Copy of a layer, to which the steps of the owner are applied."""
 
     def state(self, copy: bool) -> LayerState:
-        """Present state; without `copy` the live tensors."""
+        """Return the present state; with `copy` False, the live tensors."""
 
     def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
-        """Make the step that the owner applies with this update."""
+        """Apply the owner's step with this update (final gradients)."""
 
 
 class Work(Protocol):
-    """The part of one member in the run. Called by one thread. Methods with a body may be left out."""
+    """Training of one member. Called by one thread, except where noted. Methods with a body are optional."""
 
     layer_bytes: tuple[int, ...]
     asked: bool = False
-    """After `finish`: whether a person's wish ended the run."""
+    """After `finish`: True where a person's request ended the run."""
     proposes: bool = False
-    """Whether `propose` gives plans that other members might not find alike."""
+    """True where members might compute different plans for the same seats, so that one member proposes it."""
 
     def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         """See `recovery.Place`."""
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
-        """Return the plan for the record of a generation founded here; None where every member computes it alike."""
+        """Return the plan for a generation that this member founds; None where every member computes the same plan."""
         return None
 
     def weigh(self, loss: Loss) -> Weighed | None:
-        """Choose between new cuts at once and a small motion, after a loss, at the founding member; None: no choice."""
+        """Choose between new cuts and a small motion after a loss, at the founding member; None: there is no choice."""
         return None
 
     def rebalance(self, seats: Sequence[Seat]) -> tuple[Member, str] | None:
-        """Decide after each step, at the first voter, whether the measured speeds are worth another plan, which
-        `propose` then gives. Returns the member with the slowest device, and the reason in words; None: the plan stays.
+        """Decide whether measured device speeds justify another plan, which `propose` then returns. Called after each
+        step at the first voter. Returns the member with the slowest device and the reason in words, or None.
         """
         return None
 
     def look_ahead(self, seats: Sequence[Seat]) -> Iterator[Any]:
-        """Search plans of possible next generations beside the training; yield findings for others' `learn` (JSON)."""
+        """Search plans of possible next generations beside training; yield JSON values for other members' `learn`."""
         return iter(())
 
     def learn(self, findings: Any) -> None:
-        """Take a finding of another member's `look_ahead`. Raises CapslogError for a value that is no plan."""
+        """Add a value of another member's `look_ahead`. Raises CapslogError for a value that is no plan."""
         return
 
     def knows(self) -> Any:
-        """Return a picklable value for joining members. Called in another thread, ahead of `open`."""
+        """Return a picklable value that all members exchange ahead of `open`, for joining ones. In another thread."""
         return None
 
     def pairs(self, layout: MemberLayout) -> Iterable[tuple[int, int]]:
@@ -111,13 +111,13 @@ class Work(Protocol):
         return
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
-        """Begin a generation: build this rank's part from the states of its layers, which it may keep."""
+        """Begin a generation: build this rank's part from its layers' states, whose tensors it may keep."""
 
     def shelve(self) -> Mapping[int, LayerState]:
-        """End a generation, return the live states of its own layers at the last boundary; none where none is open."""
+        """End the generation; return the live states of its layers at the last boundary. Empty if none is open."""
 
     def needs(self) -> int:
-        """Bytes that this member's device must have for the plan that it trains by; 0: not known."""
+        """Return the bytes that this member's device needs for the present plan; 0: unknown."""
         return 0
 
     def is_done(self, step: int) -> bool:
@@ -130,51 +130,51 @@ class Work(Protocol):
         """
 
     def compute(self, step: int) -> bool:
-        """Forward, backward, sums; nothing of the state changes. Returns whether this rank's share is finite."""
+        """Compute a step, but change no state. Returns False where this rank's loss or gradients are not finite."""
 
     def vote(self, step: int, ballot: bytes) -> Outcome:
         """Vote on a step that was computed. Raises PeerLost."""
 
     def apply(self, step: int) -> None:
-        """Apply the step that was voted, without communication."""
+        """Apply the step that the vote accepted, without communication."""
 
     def discard(self, step: int) -> str:
         """Drop a step that was voted down; return why, in a sentence."""
 
     def state(self, layer: int, copy: bool) -> LayerState:
-        """State of an own layer at the present boundary."""
+        """Return the state of an own layer at the present boundary; with `copy` False, the live tensors."""
 
     def update(self, layer: int) -> Mapping[str, Tensor]:
-        """Return the update with which a `Followed` makes the step that was computed; read before `apply`."""
+        """Return the final gradients of the computed step, for `Followed.apply`. Called before `apply`."""
         raise AssertionError("no member follows a layer of this work")
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        """Begin to follow another member's layer."""
+        """Return a copy of another member's layer, which begins with this state."""
         raise AssertionError("no member follows a layer of this work")
 
     def apply_to_copies(
         self, due: Sequence[tuple[Followed, Mapping[str, Tensor], int, float]]
     ) -> Callable[[], None] | None:
-        """Begin `Followed.apply` of copies (update, step, scale); return the wait for it, or None where it is done."""
+        """Begin each (copy, update, step, scale); return a function that waits for the end, or None if all are done."""
         for followed, update, step, scale in due:
             followed.apply(update, step, scale)
         return None
 
     def initial(self, layer: int) -> LayerState:
-        """A layer before step 1."""
+        """Return the state of a layer before step 1."""
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         """Load a layer from the checkpoint of this boundary. Raises CapslogError."""
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
-        """Write all states that this member holds to disk, so that a later run can go on from them."""
+        """Write all states that this member holds to disk, so that a later run can continue from them."""
 
     def finish(self, stamp: Stamp, stopped: bool) -> None:
         """End the run, together with all members: last checkpoint, last evaluation. Raises PeerLost."""
 
     def note(self, kind: str, **details: Any) -> None:
-        """Write an event of the run, with a line for people; one member writes the events that concern all."""
+        """Write an event to events.jsonl; one member writes the events that concern all members."""
 
     def close(self) -> None:
-        """Close all that is open; the member's part has ended, well or not."""
+        """Close all that is open, after the member's part has ended or failed."""
         return

@@ -1,4 +1,4 @@
-"""Notices that a host is to leave: one small listener per source, gathered into announcements.
+"""Notices that a host must leave: one listener per source; `gather` joins their notices into announcements.
 
-Standard library only; every listener has threads of its own, and none keeps a process from ending.
+Imports no torch. Every listener has threads of its own, which do not keep a process from ending.
 """

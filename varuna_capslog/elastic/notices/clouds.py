@@ -25,23 +25,23 @@ from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, Pol
 __all__ = ["LINK_LOCAL", "Answer", "AwsListener", "AzureListener", "GcpListener", "HttpOpener", "MetadataListener"]
 
 
-# -- Questions to a cloud's metadata server: plain HTTP with bounded times, never through a proxy, never redirected.
+# -- HTTP requests to a cloud's metadata server: with time limits, without proxies and redirections.
 #
-# The listeners of the three clouds are `MetadataListener`s and ask through an `HttpOpener`, which tests replace.
+# The listeners of the three clouds are `MetadataListener`s; they use an `HttpOpener`, which tests replace.
 
 
 LINK_LOCAL = "http://169.254.169.254"
-"""Where all three clouds serve metadata; as a number, so that no name has to be resolved."""
+"""Address where all three clouds serve metadata; a number, so that no name has to be resolved."""
 
 ASK_SECONDS = 2.0
-"""A metadata server is on the same machine, in effect: one that takes longer is not there."""
+"""Seconds for an answer. A metadata server is as near as the machine itself: one that takes longer is not there."""
 
 LARGEST_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """HTTP answer of any status. Header names are in lower case."""
+    """HTTP response of any status. Header names are in lower case."""
 
     status: int
     body: str = ""
@@ -49,7 +49,7 @@ class Answer:
 
 
 class HttpOpener:
-    """Opener that uses http.client, which knows neither proxies nor redirections. One connection per question."""
+    """Sends requests with http.client, which uses neither proxies nor redirections. One connection per request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,10 +59,10 @@ class HttpOpener:
     def __call__(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, timeout: float = ASK_SECONDS
     ) -> Answer:
-        """Send one question; raise `Unavailable` where there is no answer within `timeout` seconds."""
+        """Send one request and return the answer. Raises `Unavailable` where none comes within `timeout` seconds."""
         parts = urllib.parse.urlsplit(url)
         path = parts.path + (f"?{parts.query}" if parts.query else "")
-        # A host that is not there must not cost a hanging question's long timeout.
+        # A request that may hang has a long timeout, which an absent host must not cost.
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=min(timeout, ASK_SECONDS))
         until = time.monotonic() + timeout
         try:
@@ -81,7 +81,7 @@ class HttpOpener:
             connection.close()
 
     def cut(self) -> None:
-        """End all questions that are under way, and answer none from now on."""
+        """Break off all requests under way; later ones raise `Unavailable`."""
         with self._lock:
             self._cut = True
             for sock in self._open:
@@ -103,7 +103,7 @@ class HttpOpener:
 
 @dataclass(eq=False)
 class MetadataListener(PollingListener):
-    """Base class of the clouds' listeners. endpoint: the metadata server. opener: sends the questions."""
+    """Base class of the clouds' listeners. endpoint: of the metadata server. opener: sends the requests."""
 
     _: KW_ONLY
     endpoint: str = LINK_LOCAL
@@ -120,14 +120,14 @@ class MetadataListener(PollingListener):
     def announced(
         self, answer: Answer, when: str, lead: float, prefix: str = "", at_most: float = math.inf
     ) -> Deadline:
-        """Deadline for an announced time of day; one in the past is now.
+        """Return the deadline for an announced time; a time in the past means now.
 
-        It counts from the server's own Date, where the answer has one: this host's wall clock may be wrong, and its
-        time zone plays no part.
+        The remaining seconds count from the server's own Date header, if the answer has one: this host's clock or time
+        zone may be wrong.
 
         Args:
-            when: the time of day, in either form that `_utc` reads; `prefix` is put before it in the log.
-            lead: seconds that are left where `when` cannot be read: half a second ago the notice was not there.
+            when: the announced time, in either form that `_utc` reads; `prefix` is put before it in the log.
+            lead: remaining seconds where `when` cannot be read: the notice is at most half a second old.
             at_most: most seconds that the source ever gives.
         """
         try:
@@ -147,7 +147,7 @@ class MetadataListener(PollingListener):
 
 
 def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> str:
-    """Whole body, by `until`, however slowly it arrives."""
+    """Read the whole body. Raises OSError where it is not complete at `until`, or too large."""
     parts, size = [], 0
     while part := response.read1(65536):
         parts.append(part)
@@ -161,7 +161,7 @@ def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float)
 
 
 def json_object(answer: Answer, name: str) -> dict[str, Any]:
-    """JSON object in an answer. Raises `Unavailable` for anything else."""
+    """Return the JSON object in an answer. Raises `Unavailable` where it holds none."""
     try:
         value = json.loads(answer.body)
     except (ValueError, RecursionError) as error:
@@ -172,7 +172,7 @@ def json_object(answer: Answer, name: str) -> dict[str, Any]:
 
 
 def _utc(text: str) -> float:
-    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT" or ISO 8601. Raises ValueError or OverflowError."""
+    """Return seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT" or ISO 8601. Raises ValueError or OverflowError."""
     try:
         return email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError):
@@ -182,13 +182,13 @@ def _utc(text: str) -> float:
 
 # -- Notices of AWS: the interruption of a spot instance and the rebalance recommendation, through IMDSv2.
 #
-# `PUT /latest/api/token` gives a session token; `spot/instance-action` answers 404 until the instance is to go, two
-# minutes ahead (hibernation: none); `events/recommendations/rebalance` answers 404 until the instance is at risk.
-# Both "best effort". Sources: EC2 user guide, "Spot Instance interruption notices", "EC2 instance rebalance
+# `PUT /latest/api/token` gives a session token. `spot/instance-action` answers 404 until two minutes before an
+# interruption (hibernation: until it begins), `events/recommendations/rebalance` until the instance is at risk. Both
+# are "best effort". Sources: EC2 user guide, "Spot Instance interruption notices", "EC2 instance rebalance
 # recommendations". The guide advises to ask every 5 s; we ask every half second.
 
 
-TOKEN_SECONDS = 21600  # the longest life that the server gives
+TOKEN_SECONDS = 21600  # the longest lifetime that the server grants
 TOKEN = "/latest/api/token"
 LIFE = "X-aws-ec2-metadata-token-ttl-seconds"
 ACTION = "/latest/meta-data/spot/instance-action"
@@ -197,7 +197,7 @@ REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 @dataclass(eq=False)
 class AwsListener(MetadataListener):
-    """Listener of EC2's metadata service. lead: seconds from notice to interruption; never more is promised."""
+    """Listener of EC2's metadata service. lead: most seconds from notice to interruption."""
 
     source: ClassVar[str] = "aws"
 
@@ -215,10 +215,10 @@ class AwsListener(MetadataListener):
         return answer.status == 200 and bool(answer.body.strip())
 
     def rounds(self) -> Sequence[Callable[[], Round]]:
-        return (self.ask_action, self.ask_rebalance)  # apart: trouble with one must not slow the other
+        return (self.ask_action, self.ask_rebalance)  # in two threads: failures of one must not slow the other
 
     def ask_action(self) -> Round:
-        """Ask once whether the instance is to be interrupted."""
+        """Ask once if the instance will be interrupted."""
         answer = self._get(ACTION)
         if answer is None:
             return Round((), self.interval)
@@ -233,7 +233,7 @@ class AwsListener(MetadataListener):
         return Round((notice,), self.interval)
 
     def ask_rebalance(self) -> Round:
-        """Ask once whether the instance is at risk."""
+        """Ask once if the instance is at risk."""
         answer = self._get(REBALANCE)
         if answer is None:
             return Round((), self.interval)
@@ -243,7 +243,7 @@ class AwsListener(MetadataListener):
         return Round((notice,), self.interval)
 
     def _get(self, path: str) -> Answer | None:
-        """Return the answer, or None for "nothing there" (404). Replace a refused token once."""
+        """Return the answer; None for status 404, no notice. Replaces a refused token once."""
         for _attempt in range(2):
             token = self._fresh_token()
             answer = self.opener("GET", self.endpoint + path, {"X-aws-ec2-metadata-token": token})
@@ -260,7 +260,7 @@ class AwsListener(MetadataListener):
         raise Unavailable(f"{path} refuses a token that was just given (401)")
 
     def _fresh_token(self) -> str:
-        """Token; fetched where there is none or half its life is over."""
+        """Return the token; fetch a new one where there is none or half its lifetime is over."""
         with self._lock:
             if not self._token or self.clock.monotonic() >= self._renew_at:
                 answer = self.opener("PUT", self.endpoint + TOKEN, {LIFE: str(TOKEN_SECONDS)})
@@ -274,11 +274,11 @@ class AwsListener(MetadataListener):
 
 # -- Notices of Azure: Scheduled Events, and their acknowledgement.
 #
-# The first question turns the service on for the machine (answers may take two minutes then), so a listener is
-# started with the job, not when trouble is near; after a day without questions it is off again. The document's
-# incarnation grows with every change. An event names all machines that it concerns, and machines of one scale set may
-# see each other's. Saying "StartRequests" approves an event for *all* of them and may start it at once; hence only
-# `host_left` says it. Source: Azure documentation, "Scheduled Events for Linux VMs", API version 2020-07-01.
+# The first request turns the service on for the machine, and its answer may take two minutes, so the listener is
+# started with the job. After a day without requests the service is off again. The document's incarnation grows with
+# every change. An event names all machines that it concerns; machines of one scale set may see each other's events.
+# Sending "StartRequests" approves an event for *all* its machines and may start it at once, so only `host_left` does.
+# Source: Azure documentation, "Scheduled Events for Linux VMs", API version 2020-07-01.
 
 
 _log = logging.getLogger(__name__)
@@ -304,9 +304,9 @@ class AzureListener(MetadataListener):
     """Listener of Azure's instance metadata service.
 
     Attributes:
-        machine: its name in Azure; default: from the service. Until it is known, events are only hints: they may be
-            meant for a neighbour.
-        lead: seconds that a preemption leaves at least, where its time is missing or cannot be read.
+        machine: this machine's name in Azure; default: asked from the service. Until it is known, events count as
+            hints: they may be for another machine.
+        lead: least seconds before a preemption, used where its time is missing or cannot be read.
     """
 
     source: ClassVar[str] = "azure"
@@ -316,7 +316,7 @@ class AzureListener(MetadataListener):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._lock = threading.Lock()  # of the events that host_left reads, from another thread
+        self._lock = threading.Lock()  # for `_pending`, which host_left reads in another thread
         self._pending: dict[str, tuple[str, ...]] = {}  # not yet begun: event id -> machines
         self._incarnation: object = None
         self._answered = False
@@ -330,7 +330,7 @@ class AzureListener(MetadataListener):
         return (self.ask,)
 
     def ask(self) -> Round:
-        """Ask once for the document; return its events if it has changed."""
+        """Ask once for the document of events; return its notices if it has changed."""
         timeout = 2.0 if self._answered else FIRST_ANSWER_SECONDS
         answer = self.opener("GET", self.endpoint + EVENTS, HEADERS, timeout=timeout)
         if answer.status != 200:
@@ -367,8 +367,8 @@ class AzureListener(MetadataListener):
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
         """Approve the events that were announced for this machine, whose ranks have all left.
 
-        An event that concerns further machines is approved only when all of them are in `resources_left`. Takes at most
-        some seconds; an event that could not be approved begins at its own time.
+        An event that concerns further machines is approved only if all of them are in `resources_left`. Takes at most
+        a few seconds; an event that could not be approved begins at its scheduled time.
         """
         with self._lock:
             pending = dict(self._pending)
@@ -407,7 +407,7 @@ class AzureListener(MetadataListener):
         return answer.body.strip() or None if answer.status == 200 else None
 
     def _notice(self, event: Mapping[str, Any], answer: Answer) -> Notice | None:
-        """Notice of an event; None if it is not for this machine or of no known type."""
+        """Return the notice of an event; None if it is for other machines or of an unknown type."""
         name, kind = str(event["EventId"]), KINDS.get(event["EventType"])
         if not isinstance(event["Resources"], list):
             raise TypeError("Resources is no list")
@@ -427,13 +427,12 @@ class AzureListener(MetadataListener):
         return Notice(kind, self.source, name, (self.host,), deadline, machines, detail)
 
 
-# -- Notices of Google Cloud: preemption and host maintenance, by questions that hang until the value changes.
+# -- Notices of Google Cloud: preemption and host maintenance, by requests that hang until the value changes.
 #
 # `instance/preempted` turns from FALSE to TRUE; the machine is switched off up to 30 s later (120 s where it was
-# created with that preemption notice). `instance/maintenance-event` leaves NONE 60 s ahead (machines with GPUs:
-# longer), and only for machines that ask for it: a listener that is started has asked. Sources: Compute Engine
-# documentation, "Spot VMs", "Query metadata server for maintenance event notices", "wait_for_change". A server in
-# maintenance answers 503.
+# created with that preemption notice). `instance/maintenance-event` turns from NONE 60 s ahead (machines with GPUs:
+# longer), and only for machines that query it, as our listener does. A server in maintenance answers 503. Sources:
+# Compute Engine documentation, "Spot VMs", "Query metadata server for maintenance event notices", "wait_for_change".
 
 
 ROOT = "/computeMetadata/v1/"
@@ -442,12 +441,12 @@ FLAVOR = {"Metadata-Flavor": "Google"}
 
 
 MAINTENANCE_SECONDS = 60.0
-"""From the announcement of a maintenance to its beginning."""
+"""Seconds from the announcement of a maintenance to its beginning."""
 
 
 @dataclass(slots=True)
 class _Key:
-    """Watched value, used by one thread."""
+    """Watched value of the server, used by one thread. idle: value without a notice. lead: seconds to the deadline."""
 
     name: str
     idle: str
@@ -465,7 +464,7 @@ class GcpListener(MetadataListener):
 
     Attributes:
         preemption_seconds: from TRUE to the switch-off.
-        hold: seconds that a question may hang, after which a server that vanished is noticed.
+        hold: most seconds that a request hangs; so long it may take to notice a server that has vanished.
     """
 
     source: ClassVar[str] = "gcp"
@@ -490,7 +489,7 @@ class GcpListener(MetadataListener):
         return tuple(functools.partial(self.ask, key) for key in self._keys)
 
     def ask(self, key: _Key) -> Round:
-        """Ask for one value: answered at once for the first time and after a failure, else when the value changes."""
+        """Ask for one value: the first time and after a failure for the present one, else for the next change."""
         waits = bool(key.etag)
         query = f"?wait_for_change=true&timeout_sec={self.hold:.0f}&last_etag={quote(key.etag)}" if waits else ""
         sent = self.clock.monotonic()
@@ -506,7 +505,7 @@ class GcpListener(MetadataListener):
         key.value, key.heard_at = value, now
         key.etag = answer.headers.get("etag", "")
         hung = waits and now - sent >= min(1.0, self.hold / 2)
-        # A server that does not hang is not asked more than twice a second.
+        # A server that answers waiting requests at once is asked at most twice a second.
         pause = 0.0 if changed or hung or (key.etag and not waits) else self.interval
         return Round(notices, pause)
 

@@ -1,6 +1,6 @@
-"""Passes notices from the sources of a host to callbacks: drops repeats, joins close notices into one announcement.
+"""Passes notices from the sources of a host to callbacks: drops repeats, joins notices that come close together.
 
-Nothing is decided here; see `member/runtime`.
+Nothing is decided here: `member/runtime` turns notices into requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CLOUDS: dict[str, type[MetadataListener]] = {cloud.source: cloud for cloud in (A
 
 
 def detect_cloud(timeout: float = 1.0, endpoint: str = LINK_LOCAL) -> str | None:
-    """Cloud whose metadata server answers: aws, gcp or azure; None if none did in `timeout` seconds."""
+    """Return the cloud whose metadata server answers: aws, gcp or azure; None if none did within `timeout` seconds."""
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     asks = HttpOpener()
 
@@ -78,9 +78,9 @@ def auto_sources(
     environ: Mapping[str, str] | None = None,
     endpoint: str = LINK_LOCAL,
 ) -> tuple[Listener, ...]:
-    """Sources for this host, not started: its cloud, signals (in the main thread only), the program, and `file`.
+    """Return listeners for this host, not started: program, signals (in the main thread only), `file` and cloud.
 
-    host: its name in the run. timeout: seconds for the search for a cloud. environ: default: the process's.
+    host: its name in the run. timeout: seconds of the search for a cloud. environ: default: this process's.
     """
     environ = os.environ if environ is None else environ
     sources: list[Listener] = [CallbackListener(host)]
@@ -98,9 +98,9 @@ def auto_sources(
 def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
     """Call `callback` with every notice that reaches this process from now on, from any source.
 
-    A host's process gets all that its sources deliver, a worker's those that concern itself. The call is made in the
-    thread that receives the notices, not in the one that trains, and should return soon. Its exceptions are logged and
-    change nothing.
+    A host's process gets all notices of its sources, a worker's process those for itself. The call is made in the
+    thread that receives the notices, not in the one that trains, and should return soon. Its exceptions are only
+    logged.
 
     Returns:
         A function that removes the callback.
@@ -128,7 +128,7 @@ def tell(notice: Notice) -> None:
 def _call(callback: Callable[[Any], None], notices: Notice | Announcement) -> None:
     try:
         callback(notices)
-    except Exception as error:  # of somebody else's code; the next notice must still be heard
+    except Exception as error:  # in a user's code; the next notice must still be passed on
         _log.error("a callback for notices failed: %s: %s", type(error).__name__, error)
 
 
@@ -156,9 +156,9 @@ class CallbackListener(Listener):
         detail: str = "announced by the program",
         id: str | None = None,
     ) -> Notice:
-        """Announce that hosts (default: this one) are to leave. Raises CapslogError where nobody listens.
+        """Announce that hosts (default: this one) must leave. Raises CapslogError unless the listener is started.
 
-        seconds: that are left; None: no deadline. id: the same for repeats; default: another one each time.
+        seconds: until the deadline; None: no deadline. id: the same for repeats; default: a new id for each call.
         """
         deliver = self._deliver
         if deliver is None:
@@ -174,13 +174,13 @@ class CallbackListener(Listener):
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Notices that came close together, to be answered by one change of the membership. At least one."""
+    """Notices that came close together, at least one, to be handled by one change of the membership."""
 
     notices: tuple[Notice, ...]
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Hosts that are meant, in the order in which they were named."""
+        """Hosts that must leave, in the order in which the notices named them."""
         return tuple(dict.fromkeys(host for notice in self.notices for host in notice.hosts))
 
     @property
@@ -189,7 +189,7 @@ class Announcement:
         return max(notice.kind for notice in self.notices)
 
     def of(self, host: str) -> Notice | None:
-        """Strongest notice for a host, with the earliest deadline of all that ask it to leave."""
+        """Strongest notice for a host, with the earliest deadline of all notices to leave; None: there is no notice."""
         mine = [notice for notice in self.notices if host in notice.hosts]
         if not mine:
             return None
@@ -207,8 +207,8 @@ class Announcement:
 class Gathering:
     """Listens to all sources from now on. If one of them cannot start, none is left running.
 
-    callback: called in a thread of its own with each announcement. window: seconds that notices are gathered for after
-    the first one; kind NOW does not wait.
+    callback: called in a thread of its own with each announcement. window: seconds from the first notice in which
+    further ones are added to its announcement; kind NOW does not wait.
     """
 
     def __init__(
@@ -229,13 +229,13 @@ class Gathering:
             on_failure.pop_all()
 
     def stop(self) -> None:
-        """Stop all, within some seconds. Notices that were received before are still passed on."""
+        """Stop all sources, within a few seconds. Notices received before are still passed on."""
         for source in self._sources:
             source.stop()
         self._end()
 
     def hear(self, notice: Notice) -> None:
-        """Take a notice as if a source had delivered it. From any thread."""
+        """Add a notice as if a source had delivered it. From any thread."""
         self._heard.put(notice)
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
@@ -257,7 +257,7 @@ class Gathering:
         ended = False
         while not ended:
             notices: list[Notice] = []
-            until: float | None = None  # of the window, which the first new notice opens
+            until: float | None = None  # end of the window, which the first new notice opens
             while True:
                 try:
                     notice = self._heard.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
@@ -269,7 +269,7 @@ class Gathering:
                 if not self._is_new(notice):
                     continue
                 notices.append(notice)
-                if notice.kind is Kind.NOW:  # nothing is worth waiting for
+                if notice.kind is Kind.NOW:  # no time to wait for further notices
                     break
                 if until is None:
                     until = time.monotonic() + self._window
@@ -277,7 +277,7 @@ class Gathering:
                 self._tell(Announcement(tuple(notices)))
 
     def _is_new(self, notice: Notice) -> bool:
-        """True for a notice that is stronger than all before it under its name."""
+        """True for a notice that is stronger than all earlier ones of its source and id."""
         name = (notice.source, notice.id)
         if notice.kind <= self._known.get(name, 0):
             return False

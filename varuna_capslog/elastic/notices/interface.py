@@ -1,4 +1,4 @@
-"""Notices, and the interface of every source of notices.
+"""Preemption notices, and the interface of their sources.
 
 A `Listener` watches one source in threads of its own; `gather` joins the notices. No listener runs in the thread that
 trains, and none decides anything: `member/runtime` turns notices into requests.
@@ -36,17 +36,17 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 LONGEST_PAUSE = 5.0
-"""Seconds: the shortest notices are of 15 to 30 s, and one may come during an outage."""
+"""Longest pause after failures, in seconds: the shortest notices leave 15 to 30 s, and may come during an outage."""
 
 JOIN_SECONDS = 3.0
 
 
 class Kind(enum.IntEnum):
-    """Strength of a notice; a later one of the same id counts only if it is stronger."""
+    """Strength of a notice; a repeat with the same id counts only if it is stronger."""
 
-    HINT = 1  # something may come: copy ahead, do not leave
-    LEAVE = 2  # the host goes at the deadline
-    NOW = 3  # the host is going already
+    HINT = 1  # a notice may follow: copy layers ahead, do not leave
+    LEAVE = 2  # the host is taken away at the deadline
+    NOW = 3  # the host is already being taken away
 
 
 _WORDS = {Kind.HINT: "may have to leave", Kind.LEAVE: "is to leave", Kind.NOW: "is to leave now"}
@@ -68,7 +68,7 @@ class Deadline:
     based_on: str
 
     def remaining(self, now: float) -> float:
-        """Seconds that are left at `now` of the monotonic clock; 0 once it has passed."""
+        """Seconds until the deadline at `now` of the monotonic clock; 0 once it has passed."""
         return max(0.0, self.at - now)
 
 
@@ -77,11 +77,11 @@ class Notice:
     """Warning of one source.
 
     Attributes:
-        source: the listener's name, e.g. "aws".
-        id: the same for repeats of the same warning by its source.
-        hosts: that are meant, by their names in the run.
-        deadline: None where the source names none (hints).
-        resources, detail: the machines that are meant, if named, and the warning, both in the source's own words.
+        source: the listener's name, such as "aws".
+        id: the same for repeats of one warning by its source.
+        hosts: names in the run of the hosts that must leave.
+        deadline: None where the source gives none (hints).
+        resources: machines that must leave, if named, in the source's own words. detail: the warning in those words.
     """
 
     kind: Kind
@@ -98,12 +98,12 @@ class Notice:
 
 
 Deliver = Callable[[Notice], None]
-"""Takes the notices that a listener hears; returns at once."""
+"""Called with every notice of a listener; must return at once."""
 
 
 @dataclass(eq=False)
 class Listener(ABC):
-    """Source of notices. Started once, stopped once; may repeat a notice. host: its name; default: the system's."""
+    """Source of notices. Started once, stopped once; may repeat a notice. host: this host's name; default: system's."""
 
     source: ClassVar[str]
 
@@ -123,9 +123,9 @@ class Listener(ABC):
         """End within a few seconds; nothing is delivered afterwards."""
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
-        """Acknowledge that the last rank of this host has left, where the source takes that; return the notices' ids.
+        """Tell the source, if it accepts that, that the last rank of this host has left; return the notices' ids.
 
-        resources_left: other machines, in the source's own words, whose last rank has left too.
+        resources_left: other machines, in the source's own words, whose last rank has left, too.
         """
         return ()
 
@@ -136,20 +136,20 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Notices of one question, and the seconds until the next."""
+    """Notices in the answer to one question, and the seconds until the next question."""
 
     notices: tuple[Notice, ...]
     pause: float
 
 
 def backoff(failures: int, interval: float) -> float:
-    """Seconds to wait after so many failures in a row (at least 1): doubled each time, up to 5 s."""
+    """Seconds to wait after this many failures in a row (at least 1): doubled each time, up to 5 s."""
     return min(LONGEST_PAUSE, max(interval, 0.1) * 2.0 ** min(failures - 1, 16))
 
 
 @dataclass(eq=False)
 class PollingListener(Listener):
-    """Source that a daemon thread asks every `interval` seconds, less often (and silently) after failures."""
+    """Source that daemon threads ask every `interval` seconds, less often after failures; the first is logged."""
 
     _: KW_ONLY
     interval: float = 0.5
@@ -161,10 +161,10 @@ class PollingListener(Listener):
 
     @abstractmethod
     def rounds(self) -> Sequence[Callable[[], Round]]:
-        """Questions; each is asked by one thread only. They raise `Unavailable`."""
+        """Return the functions that ask the source; each is called by one thread only, and may raise `Unavailable`."""
 
     def interrupt(self) -> None:
-        """End a question that waits for its answer; called once, by `stop`."""
+        """Break off questions that wait for an answer; called once, by `stop`."""
 
     def start(self, deliver: Deliver) -> None:
         if self._threads or self._stopped.is_set():

@@ -1,12 +1,12 @@
 """Notices by signal: Slurm, Kubernetes, a terminal that closes, and any sender of SIGTERM or SIGUSR1.
 
-The handler only puts a number into a queue; a thread makes the notice of it. Signals carry no deadline, so the budget
-is a parameter; `signal_meanings` has the default of each sender:
+The handler only puts the signal's number into a queue; a thread makes the notice. Signals carry no deadline, so the
+seconds until the end are a parameter; `signal_meanings` has the default of each sender:
 
-- Kubernetes: SIGTERM, then SIGKILL after terminationGracePeriodSeconds (30 s, preStop time included). GKE gives 15 of
-  the 30 s of a preemption to ordinary pods: that is the default here.
+- Kubernetes: SIGTERM, then SIGKILL after terminationGracePeriodSeconds (30 s, preStop time included). At a preemption
+  GKE gives ordinary pods 15 of the 30 s, which is the default here.
 - Slurm: at preemption SIGCONT and SIGTERM, SIGKILL after GraceTime or KillWait (30 s); `--signal=USR1@120` sends
-  SIGUSR1 that many seconds before the time limit (60 s by default).
+  SIGUSR1 120 s before the time limit (without a number 60 s, the default here).
 - torchrun passes SIGTERM on to its workers at once and kills them after 30 s; SIGUSR1 only on request.
 """
 
@@ -43,7 +43,7 @@ __all__ = ["FileListener", "SignalListener", "plain", "signal_meanings"]
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Kind of notice of a signal, and its seconds to the end. wall_limit: when all ends, seconds since 1970."""
+    """Kind of notice of a signal, and the seconds until the end. wall_limit: end of the job, in seconds since 1970."""
 
     kind: Kind
     seconds: float
@@ -51,9 +51,9 @@ class Meaning:
 
 
 class SignalListener(Listener):
-    """Turns signals (`meanings`) into notices, in the process that installed it; also calls an earlier handler.
+    """Turns signals (`meanings`) into notices in the process that started it, and calls earlier handlers as well.
 
-    A child that was forked from this process (a data loader's worker) acts as if there were no handler: it ends.
+    In a child forked from this process (a data loader's worker) the signal has its default action: the child ends.
     """
 
     source: ClassVar[str] = "signal"
@@ -62,14 +62,14 @@ class SignalListener(Listener):
         super().__init__(host, clock=clock)
         self.meanings = dict(meanings)
         self._before: dict[signal.Signals, Any] = {}
-        # SimpleQueue.put may interrupt itself: the one queue that a handler may use.
+        # SimpleQueue.put is reentrant, so a signal handler may call it; queue.Queue.put is not.
         self._caught: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
         self._thread: OwnedThread | None = None
         self._owner = os.getpid()
         self._stopped = False
 
     def start(self, deliver: Deliver) -> None:
-        """Install the handlers. Only the main thread may, in Python; elsewhere this raises CapslogError."""
+        """Install the handlers. Raises CapslogError outside the main thread, where Python refuses handlers."""
         if threading.current_thread() is not threading.main_thread():
             raise CapslogError("signals can only be listened to from the main thread; start this listener there")
         if self._thread is not None:
@@ -81,9 +81,9 @@ class SignalListener(Listener):
             self._before[number] = signal.signal(number, self._handle)
 
     def stop(self) -> None:
-        """Restore the former handlers where ours have not been replaced since.
+        """Restore the earlier handlers, unless ours have been replaced since.
 
-        Python cannot do that in another thread than the main one: then the next signal reaches ours, which steps aside.
+        Python can do this in the main thread only. Otherwise ours stays until the next signal, and then restores them.
         """
         self._stopped = True
         if threading.current_thread() is threading.main_thread():
@@ -123,15 +123,15 @@ class SignalListener(Listener):
 
 
 def plain(seconds: float = 30.0) -> dict[signal.Signals, Meaning]:
-    """SIGTERM, and SIGHUP when a terminal closes: leave now. SIGUSR1: leave. All with so many seconds."""
+    """Return the meanings: SIGTERM, and SIGHUP when a terminal closes: leave now; SIGUSR1: leave; all in `seconds`."""
     now = Meaning(Kind.NOW, seconds)
     return {signal.SIGTERM: now, signal.SIGHUP: now, signal.SIGUSR1: Meaning(Kind.LEAVE, seconds)}
 
 
 def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]:
-    """Meanings of signals in a process with these variables: Slurm's or Kubernetes' budgets where theirs are set.
+    """Return the meanings of signals by environment variables: with the seconds of Slurm or Kubernetes in such a job.
 
-    Slurm's job time limit (SLURM_JOB_END_TIME) bounds both of its budgets.
+    In Slurm the job's end (SLURM_JOB_END_TIME) limits them.
     """
     if "SLURM_JOB_ID" in environ:
         text = environ.get("SLURM_JOB_END_TIME", "")
@@ -144,22 +144,22 @@ def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]
     return plain(15.0) if "KUBERNETES_SERVICE_HOST" in environ else plain()
 
 
-# -- Notices by file: a file that appears or changes names the hosts that are to leave, and when. For scripts, people.
+# -- Notices by file, for scripts and people: a file that appears or changes names the hosts that must leave, and when.
 #
-# An empty file means "this host is to leave". Otherwise it is a JSON object with any of `kind` ("hint", "leave",
-# "now"), `seconds` (from when the file was written), `hosts`, `id` and `detail`; anything else is refused in the log.
+# An empty file means "this host must leave". Otherwise it is a JSON object with any of `kind` ("hint", "leave",
+# "now"), `seconds` (from when the file was written), `hosts`, `id` and `detail`; others are refused with a warning.
 
 
 _log = logging.getLogger(__name__)
 
 LARGEST_FILE = 1 << 16
 FILE_SECONDS = 30.0
-"""Budget where the file names none."""
+"""Seconds until the deadline where the file gives none."""
 
 
 class FileListener(PollingListener):
-    """Reads `path` several times a second; a file that exists at the start counts, too. On a shared file system every
-    host sees the file, so it should name `hosts`.
+    """Reads the file `path` every `interval` seconds; a file that exists at the start counts, too. On a shared file
+    system every host sees the file, so it should name `hosts`.
     """
 
     source: ClassVar[str] = "file"
@@ -215,7 +215,7 @@ class FileListener(PollingListener):
             raise CapslogError(f"kind is {kind!r}; known: {', '.join(names)}")
         seconds = fields.seconds(value.get("seconds", FILE_SECONDS), "seconds")
         hosts = tuple(fields.text(host, "hosts") for host in fields.listed(value.get("hosts", [self.host]), "hosts"))
-        # A file from the future (clocks of a shared file system) counts as written now.
+        # A file with a time in the future (another machine's clock) counts as written now.
         age = max(0.0, self.clock.wall() - written)
         deadline = Deadline(self.clock.monotonic() + max(0.0, seconds - age), f"{seconds:g} s from when it was written")
         name = fields.text(value.get("id", f"{self.path}@{version}"), "id")

@@ -1,1 +1,1 @@
-"""The record and the log on which all members agree: the run's own server, or etcd."""
+"""Store of a run, with the newest generation and the common log: on the run's own server, or in etcd."""

@@ -1,8 +1,8 @@
-"""Calls of etcd's JSON gateway (etcd 3.4 or newer): keys, ranges, transactions and watches over HTTP.
+"""Client of etcd's JSON gateway (etcd 3.4 or newer): keys, ranges, transactions and watches over HTTP.
 
-A call whose endpoint is dead, silent or without a leader goes to the next one, within a bounded time. No TLS and no
-passwords: access to etcd is up to its owner, and every value carries the run's signature. Nothing here knows what the
-keys mean; `etcd_store` does.
+If an endpoint is dead, silent or without a leader, a call goes to the next one, within a limited time. No TLS and no
+passwords: etcd's owner controls the access, and every value has the run's signature. `etcd_store` gives the keys their
+meaning.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["PAUSE_SECONDS", "WAIT_SECONDS", "Etcd", "EtcdWatch", "Names", "Signa
 # -- Addresses of the store's endpoints: a name server may take seconds, and no call may wait for it while a run
 #    trains.
 #
-# The name server is asked when an endpoint is first called. Later connections take the same addresses; where they
-# lead nowhere, it is asked again in a thread of its own.
+# The name server is asked when an endpoint is first called. Later connections use the same addresses; if none of them
+# can be reached, the name server is asked again in a separate thread.
 
 
 class Names:
-    """Addresses that the name server has given. Usable from any thread."""
+    """Addresses of hosts, from the name server. Usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,14 +44,14 @@ class Names:
         self._asked: set[str] = set()
 
     def addresses(self, host: str) -> Sequence[str]:
-        """Addresses of a host; waits for the name server only at the first question. Raises OSError."""
+        """Return the addresses of a host; only the first call waits for the name server. Raises OSError."""
         addresses = self._known.get(host)
         if addresses is None:
             addresses = self._known[host] = _ask(host)
         return addresses
 
     def doubt(self, host: str) -> None:
-        """Ask the name server again, in a thread of its own, since no known address leads to the host."""
+        """Ask the name server again, in a separate thread, since the host's known addresses cannot be reached."""
         with self._lock:
             if host in self._asked:
                 return
@@ -94,11 +94,10 @@ def _ask(host: str) -> Sequence[str]:
     return tuple(dict.fromkeys(str(place[4][0]) for place in places))
 
 
-# -- Signatures of the values that a run writes into a store that is not its own, where others may write as well.
+# -- Signatures of the values that a run writes into etcd, where others may write as well.
 #
-# `Etcd` signs every value for its key, so that a value is worth nothing under another key or in another run,
-# and does not use unsigned values. An older value of the same key keeps its signature: anyone with write access there
-# can put it back.
+# `Etcd` signs every value together with its key, so that it is invalid under another key or in another run, and does
+# not use unsigned values. An older value of a key keeps its valid signature: anyone with write access can put it back.
 
 
 _log = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ _DIGITS = 64
 
 
 class Signatures:
-    """Signatures of values with a run's secret, and their check. address: of the store, for the warning in the log."""
+    """Signs values with a run's secret, and checks them. address: of the store, for warnings."""
 
     def __init__(self, secret: Secret, address: str) -> None:
         self._key, self._address = secret.key("etcd"), address
@@ -118,7 +117,7 @@ class Signatures:
         return self._code(key, data) + b":" + data
 
     def opened(self, key: str, stored: bytes) -> bytes | None:
-        """Return the value; None, and a log line once for each key, where its signature is wrong."""
+        """Return the value without its signature; None, and a warning once per key, where the signature is wrong."""
         code, data = stored[:_DIGITS], stored[_DIGITS + 1 :]
         if hmac.compare_digest(code, self._code(key, data)) and stored[_DIGITS : _DIGITS + 1] == b":":
             return data
@@ -144,17 +143,17 @@ def unsigned(stored: bytes) -> bytes:
 
 
 PAUSE_SECONDS = 0.05
-"""Between two attempts, and the longest between two looks at a key that is waited for."""
+"""Pause between two attempts, and longest pause between two reads of a key that is waited for."""
 
 WAIT_SECONDS = 0.005
-"""Between the first two looks at a key that is waited for."""
+"""Pause between the first two reads of a key that is waited for."""
 
 _TURN_SECONDS = 0.5
 _REFUSED = (400, 404)
 
 
 class Etcd:
-    """Calls of the gateway, from any thread; each has a connection to itself.
+    """Client of the gateway, for any thread; each call has a connection to itself.
 
     A value with a wrong signature counts as missing, except where a method says otherwise.
     """
@@ -177,7 +176,7 @@ class Etcd:
         self._closed = False
 
     def another(self) -> Etcd:
-        """Client of the same cluster, with connections of its own."""
+        """Return a client of the same cluster with separate connections."""
         return Etcd(self.address, self._endpoints, self.answer_seconds, self._signatures, self._names)
 
     def get(self, key: str) -> str | None:
@@ -185,17 +184,17 @@ class Etcd:
         return None if value is None else value.decode()
 
     def value(self, key: str) -> bytes | None:
-        """Value of a key."""
+        """Return the value of a key as bytes."""
         stored = self.stored(key)
         return None if stored is None else self._signatures.opened(key, stored)
 
     def stored(self, key: str) -> bytes | None:
-        """Stored bytes of a key with their signature, which is not checked."""
+        """Return the stored bytes of a key: signature, not checked, and value."""
         rows = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
         return base64.b64decode(rows[0].get("value", "")) if rows else None
 
     def wait(self, key: str, seconds: float) -> str | None:
-        """Value of a key; wait for it at most so long."""
+        """Return the value of a key; wait at most `seconds` until it is set."""
         until, pause = time.monotonic() + seconds, WAIT_SECONDS
         while True:
             value = self.get(key)
@@ -205,26 +204,26 @@ class Etcd:
             pause = min(1.5 * pause, PAUSE_SECONDS)
 
     def range(self, first: str, end: str, limit: int) -> list[bytes]:
-        """Stored bytes of the keys in [first, end), with signatures, which are not checked."""
+        """Return the stored bytes of the keys in [first, end): signatures, not checked, and values."""
         answer = self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit})
         return [stored for _, stored in _pairs(answer)]
 
     def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[tuple[str, str | None]]]:
-        """A key's value, and keys and values of a range, all read at the same moment."""
+        """Return a key's value, and keys and values of a range, all read in one transaction."""
         ranges = [{"key": b64(key)}, {"key": b64(first), "range_end": b64(end), "limit": limit}]
         answer = self.call("kv/txn", {"success": [{"request_range": key_range} for key_range in ranges]})
         single, several = (self.opened(_pairs(response["response_range"])) for response in answer["responses"])
         return (single[0][1] if single else None), several
 
     def values(self, keys: Sequence[str]) -> list[tuple[str, str | None]]:
-        """Keys that exist among these, with their values, all read at the same moment."""
+        """Return the keys among these that exist, with their values, all read in one transaction."""
         answer = self.call("kv/txn", {"success": [{"request_range": {"key": b64(key)}} for key in keys]})
         return self.opened(
             [pair for response in answer.get("responses", ()) for pair in _pairs(response["response_range"])]
         )
 
     def opened(self, pairs: Sequence[tuple[str, bytes]]) -> list[tuple[str, str | None]]:
-        """Keys and their values; None where a signature is wrong."""
+        """Return the keys and their values; None for a value with a wrong signature."""
         values = [(key, self._signatures.opened(key, stored)) for key, stored in pairs]
         return [(key, None if value is None else value.decode()) for key, value in values]
 
@@ -232,7 +231,7 @@ class Etcd:
         self.call("kv/put", {"key": b64(key), "value": b64(self._signatures.sign(key, value))})
 
     def create(self, key: str, value: str, condition: dict[str, str]) -> str | None:
-        """Write a missing key if a further condition holds; return its value then ("": an unsigned one; None: none)."""
+        """Write a missing key if `condition` holds; return its value then ("": an unsigned one; None: still none)."""
         answer = self.call(
             "kv/txn",
             {
@@ -247,9 +246,9 @@ class Etcd:
         return (existing[0][1] or "") if existing else None
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0; return its new value. A broken connection may leave numbers out.
+        """Add to a counter, which begins at 0; return its new value. A broken connection may skip numbers.
 
-        Raises StoreGone where no endpoint answers, or somebody else has written the counter: it must not begin anew.
+        Raises StoreGone where no endpoint answers, or the counter is unsigned: it must not begin again.
         """
         while True:
             rows = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
@@ -268,7 +267,7 @@ class Etcd:
                 return number
 
     def call(self, name: str, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer of the first endpoint that gives one. Raises StoreGone."""
+        """Send a request to one endpoint after the other until one answers. Raises StoreGone."""
         body, until, turn = json.dumps(question).encode(), time.monotonic() + self.answer_seconds, 0
         why: object = "nobody was asked"
         while not self._closed:
@@ -295,7 +294,7 @@ class Etcd:
         raise StoreGone(f"this client of the store at {self.address} was closed")
 
     def _seconds_for(self, turn: int) -> float:
-        """Seconds for one endpoint: short at first, so that one that hangs leaves time for others, and then longer."""
+        """Seconds for one endpoint: few at first, so that an endpoint that hangs leaves time for others; then more."""
         size = len(self._endpoints)
         return self.answer_seconds if size == 1 else min(_TURN_SECONDS * 2 ** (turn // size), self.answer_seconds)
 
@@ -309,16 +308,16 @@ class Etcd:
         text = response.read()
         if response.status in _REFUSED:
             raise CapslogError(f"etcd at {self.address} does not know /v3/{name}: {text.decode()[:200]}; it needs 3.4")
-        if response.status != 200:  # no leader, say
+        if response.status != 200:  # such as a cluster without a leader
             raise http.client.HTTPException(text.decode()[:200])
         answer: dict[str, Any] = json.loads(text)
         return answer
 
     def watch(self, first: str, end: str) -> EtcdWatch:
-        """Watch of all writes from now on to keys in [first, end)."""
+        """Begin to watch all later writes to keys in [first, end). Raises StoreGone."""
         until, turn = time.monotonic() + self.answer_seconds, 0
         while True:
-            self.call("kv/range", {"key": b64(first)})  # which also finds an endpoint that answers
+            self.call("kv/range", {"key": b64(first)})  # finds an endpoint that answers
             host, port = self._endpoints[self._good]
             try:
                 connection = HttpConnection(self._names, host, port, self._seconds_for(turn))
@@ -354,7 +353,7 @@ class Etcd:
 
 
 class EtcdWatch:
-    """Stream of changes, read by a thread of its own. Raises OSError or HTTPException where it cannot be begun."""
+    """Stream of writes, which a separate thread reads. Raises OSError or HTTPException where it cannot begin."""
 
     def __init__(self, connection: http.client.HTTPConnection, first: str, end: str) -> None:
         self._found: queue.SimpleQueue[list[tuple[str, bytes]] | None] = queue.SimpleQueue()
@@ -377,7 +376,7 @@ class EtcdWatch:
         OwnedThread("store-watch", self._read, logged).start()
 
     def next(self, seconds: float) -> list[tuple[str, bytes]] | None:
-        """Written keys and their stored bytes, for `Etcd.opened`; empty after so long; None at the stream's end."""
+        """Return written keys and stored bytes, for `Etcd.opened`; empty after `seconds`; None at the stream's end."""
         try:
             return self._found.get(timeout=seconds)
         except queue.Empty:
@@ -414,7 +413,7 @@ def _absent(key: str) -> dict[str, str]:
 
 
 def after(prefix: str) -> str:
-    """First key behind all that begin with the prefix, which ends in an ASCII character."""
+    """Return the first key after all keys with this prefix, which must end in an ASCII character."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 

@@ -1,7 +1,7 @@
 """The membership store in etcd: a run whose store outlives any of its machines.
 
-The log and keys of a run lie under a prefix of an etcd cluster, `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. All that the
-run writes there is signed with its secret, and unsigned entries are ignored; etcd's owner decides who may write there.
+The log and keys of a run are under a prefix of an etcd cluster, `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. The run signs
+all values with its secret and ignores unsigned ones; the cluster's owner decides who may write there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["EtcdMembershipStore", "begin_run"]
 
 ANSWER_SECONDS = 10.0
-"""A cluster that takes longer to answer is gone. One that lost its leader elects another within 1 to 2 s (etcd's own
-default), and again where votes are split."""
+"""Longest time for an answer; a cluster that takes longer counts as gone. After the loss of its leader a cluster elects
+another within 1 to 2 s (etcd's default), and votes again where the votes are split."""
 
 _BATCH = 1000
 _AT_ONCE = 100
-"""Keys of one question: etcd takes 128 by its own default."""
+"""Most keys of one request: etcd accepts 128 by default."""
 
 _KEPT = 16
 
@@ -41,14 +41,14 @@ _KEPT = 16
 def begin_run(address: str, lease_seconds: float, secret: Secret) -> str:
     """Prepare a new run under the address's prefix: remove all keys there, and return the run's identity.
 
-    lease_seconds: of hosts; for half as long an earlier run there is watched for signs of life. Raises StoreGone where
-    no endpoint answers, and CapslogError where a run is going on there.
+    An earlier run there is watched for new signs of life for half of `lease_seconds`. Raises StoreGone where no
+    endpoint answers, and CapslogError where a run is going on there.
     """
     endpoints, prefix = parse_address(address)
     identity = uuid.uuid4().hex
     with contextlib.closing(Etcd(address, endpoints, ANSWER_SECONDS, Signatures(secret, address))) as etcd:
         stored = etcd.stored(f"{prefix}/current")
-        # not checked against this run's secret: a run with another one may live there, too
+        # signature not checked: a run with another secret may be going on there, too
         before = None if stored is None else unsigned(stored).decode("utf-8", "replace")
         signs = _leases(etcd, f"{prefix}/{before}") if before else []
         until = time.monotonic() + lease_seconds / 2
@@ -69,12 +69,12 @@ class EtcdMembershipStore(MembershipStore):
 
     Args:
         address: see `parse_address`.
-        identity: which run it must be; None: the newest under the prefix.
+        identity: of the expected run; None: the newest under the prefix.
         answer_seconds: None: `ANSWER_SECONDS`.
 
     Raises:
         StoreRefuses: the run there has another secret.
-        StoreGone: no endpoint answers, or the run is not there (any more).
+        StoreGone: no endpoint answers, or the run is not there.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EtcdMembershipStore(MembershipStore):
         self._kept: deque[EtcdRendezvous] = deque(maxlen=_KEPT)
         run = identity or self._etcd.get(f"{prefix}/current")
         unread = run is None and self._etcd.stored(f"{prefix}/current") is not None
-        if unread:  # if not of another secret, the run began just now
+        if unread:  # of another secret, or the run began between both requests
             run = self._etcd.get(f"{prefix}/current")
         if unread and run is None:
             raise StoreRefuses(
@@ -121,11 +121,11 @@ class EtcdMembershipStore(MembershipStore):
 
         self.look()
         rendezvous = EtcdRendezvous(self._etcd.another(), f"{self._root}/group")
-        self._kept.append(rendezvous)  # torch's groups do not keep a store alive that is written in Python
+        self._kept.append(rendezvous)  # torch's groups do not keep a Python store alive
         return rendezvous
 
     def look(self) -> None:
-        """Return if the store answers and still holds the run."""
+        """Check that the store answers and still has the run. Raises StoreGone."""
         self._check(self._etcd.get(f"{self._root}/identity"))
 
     def signs(self) -> Sequence[object]:
@@ -142,7 +142,7 @@ class EtcdMembershipStore(MembershipStore):
     # -- the log ---------------------------------------------------------------------------------------------------
 
     def entries(self, start: int) -> list[str]:
-        """Entries of the log from `start` on; the log has no gaps. Raises StoreGone where it is not there."""
+        """Return the entries of the log from `start` on. Raises StoreGone where the log is gone or has a gap."""
         texts: list[str] = []
         while True:
             first, end = self._entry_key(start + len(texts)), after(f"{self._root}/log/")
@@ -157,7 +157,7 @@ class EtcdMembershipStore(MembershipStore):
                 return texts
 
     def _entry_key(self, position: int) -> str:
-        """Key of entry number `position`; keys sort as numbers do."""
+        """Key of entry number `position`; keys sort like the numbers."""
         return f"{self._root}/log/{position:012d}"
 
     def _write(self, position: int, text: str) -> bool:
@@ -169,7 +169,7 @@ class EtcdMembershipStore(MembershipStore):
         return stored == text
 
     def read_on(self, follower: LogFollower) -> None:
-        """Read the log, then watch it, and check from time to time that the store is still there."""
+        """Read the log, then watch it, and check every `LOOK_SECONDS` that the store still answers."""
         while not follower.stopped:
             first, end = self._entry_key(follower.next), after(f"{self._root}/log/")
             with contextlib.closing(self._etcd.watch(first, end)) as watch:
@@ -178,24 +178,24 @@ class EtcdMembershipStore(MembershipStore):
                 self._follow(watch, follower)
 
     def _follow(self, watch: EtcdWatch, follower: LogFollower) -> None:
-        """Deliver entries until the watch ends, or turns out to have missed some."""
+        """Deliver entries until the watch ends or has missed entries."""
         while not follower.stopped:
             changes = watch.next(LOOK_SECONDS)
             if changes is None:
                 return
             for key, text in self._etcd.opened(changes):
-                if key == self._entry_key(follower.next):  # others were read before
+                if key == self._entry_key(follower.next):  # earlier entries were read before the watch
                     follower.deliver([_passed_over(key) if text is None else text])
-            if not changes and self.entries(follower.next):  # a server that hangs, or was cut off, says nothing
+            if not changes and self.entries(follower.next):  # a server that hangs or is cut off reports no changes
                 return
 
 
 def _leases(etcd: Etcd, root: str) -> list[bytes]:
-    """Return the signs of life that the machines of a run have given."""
+    """Return the last sign of life of each host of a run."""
     first = f"{root}/key/lease/"
     return etcd.range(first, after(first), _BATCH)
 
 
 def _passed_over(key: str) -> str:
-    """Text instead of an unsigned entry, the same for every reader; its kind is unknown, so that readers ignore it."""
+    """Text in place of an unsigned entry, the same for every reader; readers ignore its unknown kind."""
     return json.dumps(["", {"kind": "unsigned", "key": key}])

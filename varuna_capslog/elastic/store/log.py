@@ -1,8 +1,8 @@
 """Interface of a run's store: the newest generation, and one log of entries that every process reads.
 
-The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order.
-Writing the entry of a generation both founds and announces it. `opening` and `etcd_store` read and write entries; the
-rest is here. A store decides nothing.
+The log is a sequence of write-once entries without gaps, so every reader gets the same entries in the same order. A
+generation exists once its entry is written, and its readers learn of it from that entry. `opening` and `etcd_store`
+read and write entries; the rest is here. A store decides nothing.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ __all__ = ["ENDED", "LOOK_SECONDS", "LogFollower", "MembershipStore", "StoreGone
 
 Entry = dict[str, Any]
 Take = Callable[[Entry], None]
-"""Gets each entry of the log in order."""
+"""Called with each entry of the log, in order."""
 Lost = Callable[[str], None]
-"""Called once, with the reason, when the store is gone."""
+"""Called once, with the reason, when the store does not answer any more."""
 
 ENDED = " ended"
-"""Stands behind a host's last sign of life where its connection to the store has ended since it gave it."""
+"""Suffix of a host's last sign of life once the host's connection to the store has ended."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between a follower's checks that the store still answers: a connection that was cut off reports nothing."""
+"""Seconds between a follower's checks that the store still answers: a connection that is cut off gives no error."""
 
 
 class StoreGone(CapslogError):
-    """The store does not answer, or another one, which knows nothing of the run, answers in its place."""
+    """The store does not answer, or another store answers in its place, without the run's data."""
 
 
 class StoreRefuses(StoreGone):
-    """The store that answers has another secret than this process: waiting does not help."""
+    """The store that answers has another secret than this process, so that waiting does not help."""
 
 
 class MembershipStore(abc.ABC):
-    """Store of a run, from any thread. Every call raises `StoreGone` where it is gone, hangs or was started anew."""
+    """Client of a run's store, for any thread. Every call raises `StoreGone` if it is gone, hangs or was restarted."""
 
     address: str
-    """As `open_store` reads it."""
+    """Address in a form that `open_store` takes."""
 
     identity: str
-    """Made by the server when it started, or by the run when it began."""
+    """Random name of this store: of the server since its start, or, in etcd, of the run since its beginning."""
 
     def __init__(self) -> None:
         self._log_lock = threading.Lock()
         self._followers: list[LogFollower] = []
-        self._position = 0  # entries of the log that were read, by any call
+        self._position = 0  # number of log entries that any call has read
         self._newest = EMPTY
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
     def read(self, known: int = 0) -> Generation:
-        """Newest record; EMPTY before the first. Raises StoreGone where the store has forgotten record `known`."""
+        """Return the newest generation; EMPTY before the first. Raises StoreGone if the store lost number `known`."""
         newest = self._catch_up()[1]
         if newest.number < known:
             raise StoreGone(
@@ -73,10 +73,10 @@ class MembershipStore(abc.ABC):
         return newest
 
     def compare_and_set(self, expected: int, record: Generation) -> Generation:
-        """Write `record`, the successor of generation `expected`, if that is the newest; return the store's record.
+        """Write `record` if the newest generation is its predecessor, number `expected`; return the newest then.
 
-        That is `record` itself, or a newer one than `expected`. After `StoreGone` it is unknown whether `record` was
-        written.
+        A result other than `record` means that another process has written a generation first. After `StoreGone` it is
+        unknown if `record` was written.
         """
         if record.number != expected + 1:
             raise CapslogError(f"generation {record.number} cannot follow {expected}; number them one by one")
@@ -85,14 +85,13 @@ class MembershipStore(abc.ABC):
             position, newest = self._catch_up()
             if newest.number != expected:
                 return newest
-            # The write fails if there is an entry after those that were read, which may be a generation.
+            # The write fails if entries were added after those that were read: one of them may be a generation.
             if self._write(position, text):
                 return record
 
     def append(self, entry: Entry) -> None:
-        """Add an entry (kinds: `docs/membership-protocol.md`), exactly once. Raises CapslogError where it is invalid.
-
-        A "generation" is refused; see `compare_and_set`.
+        """Append an entry (kinds: `docs/membership-protocol.md`) exactly once. Raises CapslogError where it is invalid,
+        and for a "generation", which only `compare_and_set` writes.
         """
         if entry.get("kind") == "generation":
             raise CapslogError("a generation enters the log by compare_and_set only")
@@ -102,15 +101,15 @@ class MembershipStore(abc.ABC):
             pass
 
     def history(self) -> list[Entry]:
-        """All entries that the log holds now."""
+        """Return all present entries of the log."""
         return [_unpack_entry(text) for text in self.entries(0)]
 
     def follow(self, take: Take, lost: Lost, start: int = 0) -> Callable[[], None]:
-        """Pass every entry from number `start` on to `take`, in order, as soon as it is there, in its own thread.
+        """Call `take`, in a new thread, with every entry from number `start` on, in order, as soon as it is written.
 
-        A generation's entry is {"kind": "generation", "number": n, "record": its JSON}. `lost` is called once with the
-        reason if the store is gone; then the thread ends. Returns a function that ends it; after its return (in other
-        threads than the follower's) `take` is not called.
+        A generation's entry is {"kind": "generation", "number": n, "record": its JSON}. If the store is gone, `lost` is
+        called once with the reason, and the thread ends. Returns a function that ends the thread; once that function
+        has returned (in another thread than the follower's), `take` is not called any more.
         """
         follower = LogFollower(self, take, lost, start)
         with self._log_lock:
@@ -119,7 +118,7 @@ class MembershipStore(abc.ABC):
         return follower.stop
 
     def _catch_up(self) -> tuple[int, Generation]:
-        """Read on to the end of the log; return its length, and the newest generation in it."""
+        """Read the rest of the log; return its length and newest generation."""
         while True:
             with self._log_lock:
                 start = self._position
@@ -127,7 +126,7 @@ class MembershipStore(abc.ABC):
             generations = [entry for entry in map(_unpack_entry, texts) if entry.get("kind") == "generation"]
             newest = Generation.from_json(generations[-1].get("record"), "the store") if generations else None
             with self._log_lock:
-                # another thread may have read farther meanwhile
+                # another thread may have read further in the meantime
                 if start + len(texts) >= self._position:
                     self._position = start + len(texts)
                     self._newest = newest or self._newest
@@ -135,43 +134,43 @@ class MembershipStore(abc.ABC):
 
     @abc.abstractmethod
     def entries(self, start: int) -> Sequence[str]:
-        """Texts of all entries from number `start` on."""
+        """Return the texts of all entries from number `start` on."""
 
     @abc.abstractmethod
     def _write(self, position: int, text: str) -> bool:
-        """Write entry number `position` if there is none yet; True where the entry there is now this one.
+        """Write entry number `position` if there is none yet; return True where `text` is the entry there now.
 
-        Texts are unique, so a call that is repeated after a broken connection recognises its own entry.
+        Texts are unique, so a call that is repeated after a broken connection recognizes its own entry.
         """
 
     @abc.abstractmethod
     def read_on(self, follower: LogFollower) -> None:
-        """Read the log from `follower.next` on and deliver it, until the follower is stopped. Raises StoreGone."""
+        """Read the log from `follower.next` on, and deliver it until the follower is stopped. Raises StoreGone."""
 
     # -- keys and counters -----------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def count(self, name: str) -> int:
-        """1, 2, 3, ...: every call under one name gets another number."""
+        """Return the next number of the counter `name`: 1, 2, 3, ...; each call gets another number."""
 
     @abc.abstractmethod
     def put(self, key: str, value: str) -> None:
-        """Set a key; the last value counts."""
+        """Set the value of a key, also again."""
 
     @abc.abstractmethod
     def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
-        """Value of a key; wait for its first one at most so long; None if there is none."""
+        """Return the value of a key; wait at most `wait_seconds` until it is set; None if it is not."""
 
     @abc.abstractmethod
     def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
-        """Values of many keys now, in one question; None where there is none."""
+        """Return the present values of many keys, with one request; None for a key without a value."""
 
     def give_sign(self, host: str, sign: str) -> None:
-        """Record that a host of the run lives; every sign is another text than the one before."""
+        """Record that a host of the run lives; each sign of a host differs from the one before."""
         self.put(f"lease/{host}", sign)
 
     def signs_of(self, hosts: Sequence[str]) -> dict[str, str | None]:
-        """Last sign of life of each host, followed by `ENDED` where its connection to the store has ended."""
+        """Return the last sign of life of each host, with `ENDED` appended where its connection has ended since."""
         if not hosts:
             return {}
         signs = self.get_all([f"lease/{host}" for host in hosts])
@@ -181,14 +180,14 @@ class MembershipStore(abc.ABC):
 
     @abc.abstractmethod
     def rendezvous(self) -> dist.Store:
-        """Separate client for `torch.distributed`'s groups; its timeout does not bound calls to a hanging store."""
+        """Return a separate client for `torch.distributed`'s groups. Its timeout does not limit calls that hang."""
 
     @abc.abstractmethod
     def look(self) -> None:
-        """Return if the store answers."""
+        """Check that the store answers. Raises StoreGone."""
 
     def signs(self) -> Sequence[object] | None:
-        """Values that change as long as machines of the run live; None: the store itself ends with them."""
+        """Return values that change while machines of the run live; None: the store itself ends with the run."""
         return None
 
     def close(self) -> None:
@@ -202,8 +201,8 @@ class MembershipStore(abc.ABC):
 class LogFollower:
     """Thread that reads the log and passes its entries on, from number `next`.
 
-    stopped: True once it has ended or is to end. heard: for the store's `read_on`, which alone knows the content; None:
-    the follower was stopped.
+    stopped: True once it has ended or must end. heard: queue for use by the store's `read_on`; None in it: the follower
+    was stopped.
     """
 
     def __init__(self, store: MembershipStore, take: Take, lost: Lost, start: int) -> None:
@@ -217,7 +216,7 @@ class LogFollower:
         self.thread = OwnedThread("store-follow", self._run, self._end)
 
     def stop(self) -> None:
-        """End; returns when a call of `take` that is under way has returned."""
+        """End the thread; wait until a call of `take` that is under way has returned."""
         self.stopped = True
         self.heard.put(None)  # so that the thread does not wait for the next entry
         with self._telling:
@@ -244,7 +243,7 @@ class LogFollower:
 
 
 def pack_entry(entry: Entry) -> str:
-    """Text of an entry, unlike that of any other. Raises CapslogError where it is not JSON."""
+    """Return a unique text with the entry. Raises CapslogError where the entry is not JSON."""
     try:
         return json.dumps([uuid.uuid4().hex, entry], allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -252,7 +251,7 @@ def pack_entry(entry: Entry) -> str:
 
 
 def _unpack_entry(text: str) -> Entry:
-    """Entry in a text of `pack_entry`; for any other text, an entry of a kind that is ignored."""
+    """Return the entry in a text of `pack_entry`; for any other text, an entry of a kind that readers ignore."""
     try:
         entry = json.loads(text)[1]
     except (ValueError, TypeError, LookupError, RecursionError):

@@ -1,5 +1,5 @@
-"""Opens the store of a run, of the kind that its address names: the run's own server (`server`, in the supervisor that
-begins the run), or etcd (`etcd_store`). Other modules import nothing else of the stores.
+"""Opens the store of a run by its address: the run's own server (`server`, in the supervisor that begins the run), or
+etcd (`etcd_store`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["ENDED", "MembershipStore", "OwnMembershipStore", "StoreGone", "StoreRefuses", "StoreServer", "open_store"]
 
 
-# -- The membership store on the run's own `server`: called by members, hosts and `torch.distributed`'s groups.
+# -- Client of the run's own `server`, for members, hosts and `torch.distributed`'s groups.
 
 
 class OwnMembershipStore(MembershipStore):
     """Client of a `StoreServer`.
 
-    identity: which server it must be; None: the first one that answers. answer_seconds: time without an answer after
-    which the store counts as gone; None: `server.ANSWER_SECONDS`. Raises StoreRefuses where the server does not know
-    this secret, StoreGone where no store answers.
+    identity: of the expected server; None: the one that answers first. answer_seconds: without an answer after this
+    time the store counts as gone; None: `server.ANSWER_SECONDS`. Raises StoreRefuses where the server has another
+    secret, StoreGone where no store answers.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class OwnMembershipStore(MembershipStore):
         self.lines = StoreLines(host, port, secret.key(PURPOSE), identity or "", seconds)
         self.look()
         self.address, self.identity = self.lines.address, self.lines.identity
-        self._signs = self.lines.another()  # on a connection of its own, by whose end the server knows that of the host
+        self._signs = self.lines.another()  # on a separate connection: its end tells the server that the host has ended
 
     def count(self, name: str) -> int:
         return int(self.lines.ask("add", f"count/{name}", 1))
@@ -60,7 +60,7 @@ class OwnMembershipStore(MembershipStore):
     def rendezvous(self) -> dist.Store:
         from varuna_capslog.elastic.store.rendezvous import OwnRendezvous
 
-        self.look()  # a store that hangs must not be handed out
+        self.look()  # torch must not get a store that hangs
         return OwnRendezvous(self.lines.another())
 
     def look(self) -> None:
@@ -88,7 +88,7 @@ class OwnMembershipStore(MembershipStore):
         return bool(stored == text_of(text))
 
     def read_on(self, follower: LogFollower) -> None:
-        """Wait in the store, and ask often enough to notice a store that hangs or was cut off."""
+        """Let the store wait for entries, but ask often enough to notice a store that hangs or is cut off."""
         while not follower.stopped:
             follower.deliver(self._batch(follower.next, LOOK_SECONDS)[0])
 
@@ -97,15 +97,15 @@ class OwnMembershipStore(MembershipStore):
         return [bytes_of(text).decode() for text in texts], int(length)
 
 
-# -- Opens the store of a run
+# -- A store of either kind
 
 
 def open_store(
     address: str, secret: Secret, identity: str | None = None, answer_seconds: float | None = None
 ) -> MembershipStore:
-    """Store at "host:port", or at "etcd://host:port,.../prefix".
+    """Open the store at "host:port", or at "etcd://host:port,.../prefix".
 
-    identity: of the expected store, if known. answer_seconds: time without an answer after which the store counts as
+    identity: of the expected store, if known. answer_seconds: without an answer after this time the store counts as
     gone; None: the kind's default. Raises StoreRefuses where it has another secret, StoreGone where it does not answer.
     """
     if "://" in address:

@@ -1,6 +1,6 @@
-"""The stores of a run as `torch.distributed` reads them, for its groups to meet at.
+"""Rendezvous of process groups through a run's store: the store in the form of a `torch.distributed` store.
 
-Only this module of the stores needs torch; a host, which has no groups, does not import it.
+Only this module of `store/` needs torch; a host, which has no groups, does not import it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _GROUP_SECONDS = 300.0
 
 
 class OwnRendezvous(dist.Store):
-    """Keys for the groups of `torch.distributed` to meet at, with a connection of its own.
+    """Rendezvous through the run's own server, over separate connections.
 
-    The maker of a group must keep it: torch keeps only the half that is written in C++.
+    The caller must keep this object as long as the group: torch keeps only its C++ half.
     """
 
     def __init__(self, lines: StoreLines) -> None:
@@ -80,7 +80,7 @@ class OwnRendezvous(dist.Store):
 
 
 class EtcdRendezvous(dist.Store):
-    """Keys that never change or only grow, for `torch.distributed`'s groups to meet at."""
+    """Rendezvous through etcd, with keys that never change and counters that only grow."""
 
     def __init__(self, etcd: Etcd, root: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Server of a run's store: keys, counters and one log, in memory, for clients that know the run's secret.
 
-The supervisor that begins the run serves it. A thread for each connection answers its questions in order;
-`base/connection` admits only clients that know the secret, and holds unauthenticated ones without a thread. The
-server decides nothing, forgets nothing while it lives, and keeps nothing on disk.
+The supervisor that begins the run serves its store. A thread per connection answers requests in order;
+`base/connection` admits only clients that know the secret, and gives others no thread. The server decides nothing,
+loses nothing while it lives, and keeps nothing on disk.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["ANSWER_SECONDS", "MAX_MESSAGE", "PURPOSE", "StoreLines", "StoreServe
 
 
 PURPOSE = "store"
-"""The purpose for which the key of its connections is derived."""
+"""Purpose from which, with the secret, the key of its connections is derived."""
 
 MAX_MESSAGE = 64 << 20
-"""Bytes of a question or an answer."""
+"""Most bytes of a request or an answer."""
 
 LONGEST_WAIT_SECONDS = 1.0
-"""For a key or an entry; a client that waits longer asks again, and so notices when the server is gone."""
+"""Longest wait for a key or an entry; a client that waits longer asks again, and so notices when the server is gone."""
 
 _BATCH_ENTRIES = 256
 _BATCH_BYTES = 4 << 20
@@ -43,11 +43,11 @@ class StoreServer:
     """Server in threads of this process.
 
     Args:
-        host: address or name under which it listens; "0.0.0.0": all of this machine.
-        port: 0: any free one; the attribute is the actual one.
+        host: address or name under which it listens; "0.0.0.0": all addresses of this machine.
+        port: 0: any free port; the attribute is the actual port.
 
     Attributes:
-        identity: of this server; if it is started anew, it has another, and counts as another store.
+        identity: random name of this server; a server that is started again has another, and is another store.
 
     Raises:
         CapslogError: it cannot listen there.
@@ -66,7 +66,7 @@ class StoreServer:
         self._door = AuthenticatedListener(listener, secret.key(PURPOSE), self._admitted, self._fail, "store-door")
 
     def close(self) -> None:
-        """End the server; its clients see that the store is gone."""
+        """End the server; the calls of its clients raise StoreGone."""
         self._door.close()
         self._end_connections()
 
@@ -77,7 +77,7 @@ class StoreServer:
             connection.shut_down()
 
     def _fail(self, error: CapslogError) -> None:
-        """End all connections once the door has failed: no client may go on with a store that others cannot reach."""
+        """End all connections once the listener has failed: no client may use a store that others cannot reach."""
         logged(error)
         self._end_connections()
 
@@ -97,7 +97,7 @@ class StoreServer:
             self._answer(connection, sign)
         finally:
             try:
-                if sign:  # the host that gave it has ended, unless a sign comes over another connection
+                if sign:  # the host counts as ended, unless it gives a sign over another connection
                     self._content.answer(["exchange", *sign, f"{sign[1]}{ENDED}"])
             finally:
                 with self._lock:
@@ -106,7 +106,7 @@ class StoreServer:
                 connection.close()
 
     def _answer(self, connection: Connection, sign: list[str]) -> None:
-        # a connection that breaks, or a question that no client of ours asks, ends the connection
+        # an error of the connection, or a request that no client of ours sends, ends the connection
         with contextlib.suppress(OSError, EOFError, ValueError, TypeError, KeyError, RecursionError):
             connection.send_message(json.dumps({"identity": self.identity}).encode())
             while True:
@@ -118,7 +118,7 @@ class StoreServer:
 
 
 class _Content:
-    """Content of the store. Each character of a value stands for one byte."""
+    """Content of the store. Each character of a value is one byte (latin-1)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -140,7 +140,7 @@ class _Content:
         }
 
     def answer(self, question: Sequence[Any]) -> Any:
-        """Carry out [operation, *arguments]. Raises KeyError, TypeError or ValueError where it is none."""
+        """Execute [operation, *arguments]. Raises KeyError, TypeError or ValueError for any other request."""
         name, *arguments = question
         return self._operations[name](*arguments)
 
@@ -158,7 +158,7 @@ class _Content:
             event.set()
 
     def _get(self, keys: Sequence[str], seconds: float) -> list[str] | None:
-        """Values of all these keys; None where one of them does not come in time."""
+        """Values of all these keys; None where one of them is not set in time."""
         return self._when(
             lambda: next((key for key in keys if key not in self._values), None),
             lambda: [self._values[key] for key in keys],
@@ -176,7 +176,7 @@ class _Content:
             return number
 
     def _exchange(self, key: str, expected: str, value: str) -> str | None:
-        """Write where the key holds `expected`, or holds nothing and nothing is expected; return its value then."""
+        """Set the key if its value is `expected` ("": none is set); return its value then."""
         with self._lock:
             if self._values.get(key, "") == expected:
                 self._put(key, value)
@@ -187,7 +187,7 @@ class _Content:
             return self._values.pop(key, None) is not None
 
     def _write(self, position: int, text: str) -> str | None:
-        """Append entry number `position` if it is next; return the entry there; None: it would leave a gap."""
+        """Append entry number `position` if it is the next; return the entry there; None: there would be a gap."""
         with self._lock:
             if position == len(self._log):
                 self._log.append(text)
@@ -195,7 +195,7 @@ class _Content:
             return self._log[position] if 0 <= position < len(self._log) else None
 
     def _entries(self, start: int, seconds: float) -> tuple[list[str], int]:
-        """Entries from `start` on, as many as go into one answer, and the length of the log."""
+        """Entries from `start` on, as many as fit into one answer, and the length of the log."""
 
         def found() -> tuple[list[str], int]:
             texts, size = [], 0
@@ -210,7 +210,7 @@ class _Content:
         return self._when(lambda: len(self._log) if start >= len(self._log) else None, found, seconds) or empty
 
     def _when(self, lacking: Callable[[], str | int | None], ready: Callable[[], Any], seconds: float) -> Any:
-        """Result of `ready()` as soon as nothing is lacking; None after so many seconds."""
+        """Result of `ready()` as soon as `lacking()`, the key or entry to wait for, is None; None after `seconds`."""
         until = time.monotonic() + min(seconds, LONGEST_WAIT_SECONDS)
         while True:
             with self._lock:
@@ -226,25 +226,24 @@ class _Content:
 
 # -- Connections of one client to the run's own store server.
 #
-# Every question under way has a connection to itself, and idle connections are kept open. Broken connections are
-# opened again, but only to the same server: one that was started anew is another store. Every call ends within a
-# bounded time.
+# Every request has a connection to itself, and idle connections are kept open. Broken connections are opened again, but
+# only to the same server: a server that was started again is another store. Every call ends within a limited time.
 
 
 ANSWER_SECONDS = 3.0
-"""A store that takes longer to answer is gone."""
+"""Longest time for an answer; a store that takes longer counts as gone."""
 
 OPEN_SECONDS = 6.0
-"""For a new connection: a network that loses its first packet sends it again after 1 s, and then after 2 s more."""
+"""Longest time for a new connection: TCP sends a lost first packet again after 1 s, and again 2 s later."""
 
 _TRIES = 6
-"""Connections for one question, where each of them breaks; the pause before each doubles."""
+"""Most connections for one request, if each of them breaks; the pause before each is twice the one before."""
 
 _PAUSE_SECONDS = 0.01
 
 
 class StoreLines:
-    """All connections of one client, from any thread. identity: of the server; "": the first one that answers."""
+    """All connections of one client, for any thread. identity: of the server; "": the one that answers first."""
 
     def __init__(self, host: str, port: int, key: bytes, identity: str, answer_seconds: float) -> None:
         self.host, self.port, self.address = host, port, f"{host}:{port}"
@@ -257,16 +256,16 @@ class StoreLines:
         self._closed = False
 
     def another(self) -> StoreLines:
-        """Client of the same server, with connections of its own."""
+        """Return a client of the same server with separate connections."""
         lines = StoreLines(self.host, self.port, self._key, self.identity, self.answer_seconds)
         lines._resolved = self._resolved
         return lines
 
     def ask(self, *question: Any, wait: float = 0.0) -> Any:
-        """Return the server's answer, over a fresh connection where the kept one turns out broken.
+        """Send a request and return the answer, over a new connection where an idle one turns out broken.
 
-        wait: seconds that the server itself waits before it answers. Raises StoreGone where the store is gone, hangs,
-        or was started anew.
+        wait: seconds that the server itself may wait before it answers. Raises StoreGone where the store is gone,
+        hangs, or was started again.
         """
         text = json.dumps(question).encode()
         line = self._take_idle()
@@ -285,14 +284,14 @@ class StoreLines:
                 if turn == _TRIES - 1 or isinstance(error, TimeoutError):
                     raise self._gone(error) from error
                 line = None
-                time.sleep(_PAUSE_SECONDS * 2**turn if turn else 0.0)  # one that was idle may have ended long ago
+                time.sleep(_PAUSE_SECONDS * 2**turn if turn else 0.0)  # an idle one may have ended long ago: no pause
             else:
                 self._give_back(line)
                 return answer
         raise AssertionError("the last attempt returns or raises")
 
     def values(self, keys: Sequence[str], seconds: float) -> list[bytes] | None:
-        """Values of all these keys; None where one of them does not come within so many seconds."""
+        """Return the values of all these keys; None where one of them is not set within `seconds`."""
         until = time.monotonic() + seconds
         while True:
             wait = min(LONGEST_WAIT_SECONDS, max(0.0, until - time.monotonic()))
@@ -303,17 +302,17 @@ class StoreLines:
                 return None
 
     def close(self) -> None:
-        """End all idle connections; those in use end with the call that uses them."""
+        """Close all idle connections; those in use are closed after the call that uses them."""
         with self._lock:
             self._closed = True
         self._drop_idle()
 
     def _open(self) -> Connection:
-        """Open a connection to the known store. Raises OSError or EOFError where it breaks while it is opened."""
+        """Open a connection to the known server. Raises OSError or EOFError where that breaks, else StoreGone."""
         if self._closed:
             raise StoreGone(f"this client of the store at {self.address} was closed")
         try:
-            # the name server is asked once: it may be slow, or gone, when a connection must be opened again
+            # resolved once: the name server may be slow, or gone, when a connection must be opened again
             self._resolved = self._resolved or socket.gethostbyname(self.host)
             line = dial(self._resolved, self.port, self._key, self.open_seconds)
         except NotTrusted as error:
@@ -361,10 +360,10 @@ class StoreLines:
 
 
 def text_of(value: str | bytes) -> str:
-    """Value as the server keeps it: one character for each byte."""
+    """Return a value in the server's form: one character for each byte."""
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 
 def bytes_of(text: str) -> bytes:
-    """Value that the server keeps as this text."""
+    """Return the bytes of a value in the server's form."""
     return text.encode("latin-1")
