@@ -31,8 +31,8 @@ _OF_KINDS = dict[str, float]
 class Network:
     """Links between the cards of a stage, in bytes per second.
 
-    bandwidth: between nodes; None: takes no time. node_bandwidth: within a node; None: as `bandwidth`. node_cards: cards
-    of a node; None: one node. Tensor groups are neighbouring cards, context groups neighbouring tensor groups.
+    bandwidth: between nodes; None: takes no time. node_bandwidth: within a node; None: as `bandwidth`. node_cards:
+    cards of a node; None: one node. Tensor groups are neighbouring cards, context groups neighbouring tensor groups.
     """
 
     bandwidth: float | None = None

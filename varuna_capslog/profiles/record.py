@@ -382,8 +382,8 @@ class Profile:
 
     @functools.cached_property
     def call_seconds(self) -> Mapping[int, tuple[list[float], list[float]]]:
-        """Grain (microbatches in a call) -> forward seconds and backward seconds of every layer: grain 1, and grains for
-        which every layer has a run alone with both seconds. Raises CapslogError as `column`.
+        """Grain (microbatches in a call) -> forward seconds and backward seconds of every layer: grain 1, and grains
+        for which every layer has a run alone with both seconds. Raises CapslogError as `column`.
         """
         alone: dict[int, dict[int, Observation]] = {}
         for row in self.observations:
