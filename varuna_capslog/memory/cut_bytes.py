@@ -69,7 +69,7 @@ class StageTensors:
         return cls(tuple(kept_tensors), gradient, added, tuple(entering))
 
     def gone(self, first: int, end: int) -> int:
-        """Return the bytes of received tensors that [first, end) reads, and behind it only other stages read."""
+        """Return the bytes of received tensors that [first, end) reads, and that only other stages read later."""
         return sum(
             tensor.bytes
             for tensor, last in self.entering
