@@ -306,7 +306,7 @@ _ROW = 384
 
 
 def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
-    """Return the number of rows of a norm over the last dimensions or groups of channels; of a weight norm, of norms."""
+    """Return the number of rows of a norm over the last dimensions or groups of channels, or of weight norms."""
     if "group" in name:
         return int(args[0].shape[0] * args[6 if "backward" not in name else 8])
     shape = args[1] if "backward" not in name else args[2]
@@ -319,8 +319,8 @@ def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
 def _indexed(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
-    """Return the work of gathers, which read as much as they write, and of scatters, which read a source, read and write
-    as many bytes of the result, and write the whole result if they are not in place.
+    """Return the work of gathers, which read as much as they write, and of scatters, which read a source, read and
+    write as many bytes of the result, and write the whole result if they are not in place.
     """
     if name in _GATHERS:
         return {"bytes": 2.0 * _bytes(outputs), "indexed": sum(tensor.numel() for tensor in outputs), "launch": 1}

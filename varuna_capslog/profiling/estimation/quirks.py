@@ -52,8 +52,7 @@ _GEMMS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _a
 
 @dataclass(frozen=True)
 class Quirk:
-    """Difference between a device and the CPU operators of an estimate. devices: "cpu", "cuda" or both. about: text
-    with its source."""
+    """Difference between a device and an estimate's operators. devices: "cpu", "cuda" or both. about: with source."""
 
     devices: tuple[str, ...]
     about: str
