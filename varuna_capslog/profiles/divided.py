@@ -1,8 +1,8 @@
 """The profile of one card of a stage that another system divides over several cards. Imports no torch.
 
 Rules: `tensor` divides matrices and, by sequence parallelism, all activations; `context` divides activations and
-attention (Korthikanti et al. 2022, Sec. 4.2.2; Megatron's context parallelism). `zero` divides optimizer states (level
-1, Megatron's distributed optimizer), gradients (2) and weights (3, FSDP) over replicas (`config.parallel.Divisors`).
+attention (Korthikanti et al. 2022, Sec. 4.2.2; Megatron's context parallelism). `zero` divides over replicas: at level
+1 as Megatron's distributed optimizer, at levels 2 and 3 as FSDP (`config.parallel.Divisors`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _OF_KINDS = dict[str, float]
 class Network:
     """Links between the cards of a stage, in bytes per second.
 
-    bandwidth: between nodes; None: takes no time. node_bandwidth: within a node; None: as `bandwidth`. node_cards:
-    cards of a node; None: one node. Tensor groups are neighbouring cards, context groups neighbouring tensor groups.
+    bandwidth: between nodes; None: takes no time. node_bandwidth: within a node; None: as `bandwidth`. node_cards: in a
+    node; None: all cards. Neighbouring cards form tensor groups, these context groups, so small groups lie in one node.
     """
 
     bandwidth: float | None = None
@@ -189,8 +189,8 @@ class _Division:
     def _working(self, size: int, places: Sequence[int], backward: bool = False, first: bool = False) -> int:
         """Return the bytes that an action adds on one card: activations, and gradients in a backward.
 
-        The first backward makes all gradients; a later one adds a second gradient of the largest parameter. From level
-        2 of `zero` on, it adds a layer's whole gradients, until replicas divide them; at level 3 also gathered weights.
+        The first backward makes all gradients; a later one adds a gradient of the largest parameter. From level 2 of
+        `zero` on, it holds a layer's whole gradients. At level 3, every action holds a layer's gathered weights.
         """
         divisors, gradients = self._divisors, [self._gradients[place] for place in places]
         part, fresh = 0.0, 0.0

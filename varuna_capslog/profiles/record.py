@@ -46,8 +46,7 @@ LATER = (*HALVES, "moment_bytes", "lasting_bytes")
 """Fields that a file leaves out where they are not known."""
 
 LEAST_MOMENT_BYTES = 512
-"""Smaller moments stay on the device: an allocator for a GPU gives no smaller blocks, and step counts are read on the
-host."""
+"""Smaller moments stay on the device: a GPU's allocator has no smaller blocks, and step counts are read on the host."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Divisible:
     matrix_share, expert_share: fractions of the layer's parameters in matrices, and in experts; each card has all other
         parameters whole: norms, biases, the router, and projections whose whole output a norm reads.
     largest_matrix_share, largest_expert_share: fractions in the largest parameter of each kind.
-    gathered_bytes, scattered_bytes: inputs and outputs of divided matrices that are gathered, and reduce-scattered.
+    gathered_bytes: inputs that divided matrices gather, each once. scattered_bytes: outputs that are reduce-scattered.
     attended_bytes: keys and values. exchanged_bytes: tokens that are sent to their experts.
     expert_row_bytes: inputs and outputs of the experts' matrix products. expert_seconds: their forward seconds.
     """
@@ -261,7 +260,7 @@ class Observation:
     memory_action: "none", "recompute" or "offload".
     boundary_in_bytes, boundary_out_bytes: tensors across the cuts before and behind the stage.
     input_seconds, weight_seconds, weight_bytes: see `LayerProfile`. variant: see `runs.text_of`.
-    compile_seconds: of torch.compile; few where the code was on disk. action_bytes: None: only the peak is known.
+    compile_seconds: of torch.compile; small where its code was on disk. action_bytes: None: only the peak is known.
     parts: the parts that each layer recomputed inside its backward (`plans.parts.LAYER_PARTS`); None: no parts.
     """
 
