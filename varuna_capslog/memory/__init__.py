@@ -1,4 +1,4 @@
-"""Memory models: the peak of any stage, from a profile. Each file has one model with its equation."""
+"""Memory models: the peak of any stage, from a profile. A model's file begins with its equation."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class CutBytes:
 
     Attributes:
         tensors: of the profile or of the stage, in the sizes of a call.
-        crossing, gradient: cut -> bytes of the tensors, and of their gradients, across it.
+        crossing, gradient: cut -> bytes of the tensors, and of their gradients, across the cut.
         carries: cut -> True where gradients cross it.
     """
 
@@ -201,7 +201,7 @@ class CutBytes:
 
     @cached_property
     def joined(self) -> list[bool]:
-        """cut -> True where one graph may hold the layers on both sides of it; all False where no tensors are known."""
+        """cut -> True where one graph may hold the layers on both sides; all False for a profile without tensors."""
         return _joined(self.tensors, self.num_layers)
 
     @cached_property

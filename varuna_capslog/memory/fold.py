@@ -375,7 +375,7 @@ class _StageCalls:
         return loaded
 
     def _add_arrivals(self, total: _RankSum) -> None:
-        """Add the tensors that F and B consume, from their receive, or the loading of data, on."""
+        """Add the tensors that F and B consume, from the moment when they are received or, for data, loaded."""
         inputs = np.full(len(self.forwards), self.inputs)
         for incoming, kind in ((True, "F"), (False, "B")):
             for number, link in self.traffic.of(self.number, incoming):

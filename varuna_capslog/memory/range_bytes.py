@@ -421,7 +421,7 @@ class RangeBytes(CutBytes):
         return int(self.gradients[first:end].sum())
 
     def shared(self, first: int, end: int, offloaded: bool = False) -> int:
-        """Return a lower bound of the output bytes that the range's graph keeps. offloaded: less passed-on inputs."""
+        """Return a lower bound of the output bytes that the range's graph keeps. offloaded: less inputs passed on."""
         size = int(self._shared[first] if end == first + 1 else self._pair_shared[end - 2])
         if offloaded:
             part = max(first, end - 2), end
@@ -520,7 +520,7 @@ class RangeBytes(CutBytes):
 
 
 _RECENT: deque[RangeBytes] = deque(maxlen=4)
-"""Bytes of the last profiles that were searched. Each refers to its profile, so that no other gets its identity."""
+"""Bytes of the last profiles searched. Each refers to its profile, so that no other profile gets its identity."""
 
 
 def _column(rows: Sequence[Observation], name: str) -> Bytes:

@@ -253,7 +253,7 @@ def _smaller(first: Bytes, second: Bytes) -> Bytes:
 
 @dataclass(frozen=True)
 class Treatment:
-    """Bytes of one call of a stage. "Additional" bytes exclude those in memory when the action began, as its inputs.
+    """Bytes of one call of a stage. "Additional" bytes exclude the bytes in memory before the action, as its inputs.
 
     forward: additional bytes of F. behind: of F without its first segment, whose end frees the inputs that are not
         kept. held: bytes after F, without the outputs passed on.

@@ -1,5 +1,5 @@
-"""Stores measured profiles between runs: one file per model and conditions. A cache may lose everything at any time, so
-a file that cannot be read is no error: the profile is measured again.
+"""Stores profiles between runs: one file per model and conditions. A cache may lose everything at any time, so a file
+that cannot be read is no error: the profile is made again.
 """
 
 from __future__ import annotations

@@ -63,10 +63,10 @@ class RunConditions:
     device: its type, such as "cpu" or "cuda".
     input: shape of every input of the chain.
     precision, weights: as in the config's `train` section. recompute, stage_inputs: as in its `pipeline` section.
-    blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
+    blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is in memory.
     halves: True where the training run splits its backwards: each row then has the bytes of the halves too.
     recipe: of the optimizer, which determines the optimizer state of each parameter.
-    gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
+    gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for no particular kind.
     grains: microbatches of one call, other than 1, that a stage may take (`profile.grains`); an estimate has rows of
         calls of these sizes too.
     parts: (layer, its recomputed parts) in the plan file of the run; an estimate has rows and seconds of these too.

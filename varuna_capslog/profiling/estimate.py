@@ -1,7 +1,7 @@
 """Makes profiles without a device: runs every stage's program of a step on fake tensors, and follows their storages.
 
 Runs, record and the meaning of every number are as in `measure`; bytes come from `estimation/hollow`, seconds from
-`estimation/rates`. Of runs with equal work one is made. No tensor has memory, and the profile's device need not be
+`estimation/rates`. Runs with equal work are made once. No tensor has memory, and the profile's device need not be
 present.
 """
 
@@ -362,7 +362,7 @@ def row_of(estimator: StageEstimator, first: int, end: int, parts: tuple[str, ..
 
 
 def _with_fixed(profile: Profile, several: StageEstimator) -> tuple[TensorRecord, ...]:
-    """Return the profile's tensors, `fixed` where they have the same size in calls of `several` (microbatches)."""
+    """Return the profile's tensors; `fixed` where a tensor has the same size in the larger calls of `several`."""
     return tuple(
         replace(
             tensor,

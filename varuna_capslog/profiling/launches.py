@@ -72,7 +72,7 @@ RunKey = tuple[int, int, str | None]
 
 @dataclass
 class LaunchTimes:
-    """Times of stage runs: (worker, from, to) in seconds, a list per launch. began: when the profile was begun."""
+    """Times of stage runs: (worker, from, to) in seconds, a list per launch. began: start of the whole profile."""
 
     began: float = field(default_factory=time.perf_counter)
     launches: list[list[tuple[int, float, float]]] = field(default_factory=list)

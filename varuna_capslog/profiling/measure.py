@@ -58,7 +58,7 @@ def profile_config(
             and always that many in the orders capslog and mcap, which launch pipelines.
         use_cache: return the stored profile of the same model and conditions, if any; store a new profile.
         variants: a numerical class: also measure layers with variants of this class or a stricter class
-            (`variant_check.allowed_variants`). Of runs with equal work one is made, in the launch of the plain layers
+            (`variant_check.allowed_variants`). Runs with equal work are made once, in the launch of the plain layers
             where the order is packed, else in a later launch.
 
     Raises:
@@ -245,7 +245,7 @@ class _Runs:
 
 
 def _largest_first(tasks: Sequence[Task]) -> list[Task]:
-    """Sort tasks by falling bytes: Graham's rule for seconds."""
+    """Sort tasks by falling bytes; Graham's rule sorts by falling seconds."""
     return sorted(tasks, key=lambda task: -task[1])
 
 

@@ -134,14 +134,14 @@ def real_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 # -- The programs of both ranks of a trimmed pipeline: the measured rank, and the rank in place of its neighbours.
 #
-# `measure_run` and `play_neighbours` execute them; an estimate executes the first on fake tensors.
+# `measure_run` and `play_neighbours` execute them; an estimate executes the measured rank's on fake tensors.
 
 
 MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
 MICROBATCHES = 4
-"""From the second microbatch on all gradients exist; the last two then have as much in flight as in a long step."""
+"""All gradients exist from the second microbatch on; then the last two have as much in flight as in a long step."""
 HALVED_MICROBATCHES = 3
-"""Of a run with split backwards: at the second all gradients exist; the third's forward lies between its halves."""
+"""With split backwards: all gradients exist at the second, whose halves have the forward of the third between them."""
 
 
 def program(

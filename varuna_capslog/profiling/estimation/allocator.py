@@ -4,7 +4,7 @@ Plain Python on numbers: no device, no torch. Rules and constants are those of t
 installed header c10/core/AllocatorConfig.h, the rules of c10/cuda/CUDACachingAllocator.cpp), with default settings and
 one stream:
 
-- sizes are rounded up to 512 bytes; up to 1 MiB they come from the small pool, above from the large one;
+- sizes are rounded up to 512 bytes; blocks up to 1 MiB come from the small pool, larger blocks from the large pool;
 - the pool's smallest free block that is large enough is taken, of blocks of equal size the one at the lowest address;
 - if no block is large enough, the device gives a new segment: 2 MiB for the small pool; for the large pool 20 MiB if
   the size is below 10 MiB, else the size rounded up to 2 MiB;
