@@ -305,9 +305,9 @@ def _observe(
     """Train the run's layers as this rank's stage.
 
     All stages but the last have two microbatches in flight, as in trimmed runs. In Varuna's own schedule, early stages
-    have more. These wait on the host, and would count on a CPU: M_i would depend on where in the pipeline a launch puts
-    a layer. The price: a stage's gradient arrives before the next activation, so a CPU holds one message less in
-    transit than in a trimmed run.
+    have more. Their inputs wait on the host, and would count on a CPU: M_i would depend on where in the pipeline a
+    launch puts a layer. The price: a stage's gradient arrives before the next activation, so a CPU holds one message
+    less in transit than in a trimmed run.
     """
     last = len(pipeline.stages) - 1
     ahead = ("F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3")

@@ -105,13 +105,13 @@ def with_real_layers(chain: Chain, indices: Iterable[int]) -> Chain:
 
 
 def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[int, Any]:
-    """Return a memo for `deepcopy` with real parameters and buffers of the layers. only: identities of parameters."""
+    """Return a memo for `deepcopy` with real parameters and buffers of the layers. only: ids of parameters; None: all."""
     memo: dict[int, Any] = {}
     for layer in layers:
         for parameter in layer.module.parameters():
             if id(parameter) not in memo and (only is None or id(parameter) in only):
                 memo[id(parameter)] = real_parameter(parameter)
-        # copied here, since deepcopy cannot copy a tensor, or a generator, under an estimate's FakeTensorMode
+        # in the memo, since deepcopy cannot copy tensors and generators under an estimate's FakeTensorMode
         whole_models = [layer.module.model] if isinstance(layer.module, WholeModel) else []
         tensors = [*layer.module.buffers(), *attribute_tensors([layer.module, *whole_models])]
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors}

@@ -127,7 +127,7 @@ def checked_choices(workload: Workload, microbatch_size: int) -> tuple[dict[str,
 
 
 def check_variants(chain: Chain, chosen: Mapping[int, str], inputs: Mapping[str, TensorSpec]) -> list[VariantCheck]:
-    """Check the variants of some layers of a plain chain, which is not changed; skip those that change no layer.
+    """Check the chosen variants of a plain chain, which is not changed; skip layers that their variant cannot change.
 
     chain: its parameters may have shapes only. chosen: layer -> variant. inputs: specs of the run's inputs.
     """
