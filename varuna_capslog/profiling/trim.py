@@ -105,7 +105,7 @@ def with_real_layers(chain: Chain, indices: Iterable[int]) -> Chain:
 
 
 def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[int, Any]:
-    """Return a memo for `deepcopy` with real parameters and buffers of the layers. only: ids of parameters; None: all."""
+    """Return a memo for `deepcopy` with real parameters and buffers of the layers. only: parameters' ids; None: all."""
     memo: dict[int, Any] = {}
     for layer in layers:
         for parameter in layer.module.parameters():

@@ -77,7 +77,7 @@ class StepTrace:
 
 
 def run_of_steps(traces: Sequence[Sequence[Event]], order: Sequence[int]) -> list[Event]:
-    """Return the events of a run: the lasting allocations (made at the begin of the first trace and never released),
+    """Return the events of a run: the lasting allocations (made at the beginning of the first trace, never released),
     then the steps in `order`.
 
     Other allocations that a step does not release are released at its end. Every trace begins with the same number of
