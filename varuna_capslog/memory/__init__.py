@@ -1,4 +1,4 @@
-"""Memory models: the peak of any stage, from a profile. Each file has one model with its equation."""
+"""Memory models: the peak of any stage, from a profile. A model's file begins with its equation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "StageCosts", "resolve"]
 
 
 class MemoryModel(NamedTuple):
-    """Functions of a memory model. stage_costs: bytes of every stage; raises CapslogError that names what the profile
-    lacks. gap: None, or a sentence that says why the model does not describe the run, so that it gives no number.
+    """Functions of a memory model. stage_costs: bytes of every stage; raises CapslogError naming what the profile
+    lacks. gap: a sentence that says why the model does not describe a run and so has no number for it; None if it does.
     """
 
     stage_costs: Callable[[Profile, RunShape], StageCosts]
@@ -28,8 +28,8 @@ class MemoryModel(NamedTuple):
 MEMORY_MODELS = {
     "additive": MemoryModel(additive.stage_costs, functools.partial(additive.gap, "additive")),
     "composition": MemoryModel(composition.stage_costs, functools.partial(additive.gap, "composition")),
-    # cut lists are searched with the fold's closed form; a list of actions contains all that the fold needs
     inference.INFERENCE: MemoryModel(inference.stage_costs, lambda run: None),
+    # no gap: `fold` describes every list of actions; planners of cut lists read its closed form, `inflight`
     inflight.RANKS: MemoryModel(functools.partial(inflight.stage_costs, inflight.RANKS), lambda run: None),
 } | {
     name: MemoryModel(functools.partial(inflight.stage_costs, name), functools.partial(inflight.gap, name))
@@ -37,9 +37,9 @@ MEMORY_MODELS = {
 }
 
 AUTO = "auto"
-"""Stands for the most exact model that a profile can feed: that of the run's schedule (`ranks` for one that has no
-model of its own) where the profile has the observations it needs; else `additive`, which every profile can feed
-(whether it describes the run its `gap` says). A profile of inference has its own."""
+"""Stands for the model of the run's schedule (`ranks` for schedules without a model) if the profile has the
+observations for it; else for `additive`, which needs none, but may have a `gap` for the run. For a profile of
+inference it stands for `inference`."""
 
 
 def resolve(memory: str, profile: Profile, run: RunShape) -> tuple[str, StageCosts]:

@@ -2,8 +2,8 @@
 
     M_p(l, m) = M_i(l) + sum of M_a(k) for k = l+1 .. m        (CAPSlog, Sec. III-B2)
 
-What libraries of the device keep (`ActionBytes.lasting_bytes`, where the profile tells it) counts once: it is
-subtracted from the peaks behind M_i and M_a, and every stage adds the maximum of its layers. The model holds for stages
+The bytes that the device's libraries keep (`ActionBytes.lasting_bytes`, 0 where unknown) count once: they are
+subtracted from the peaks of M_i and M_a, and every stage adds the maximum of its layers. The model holds for stages
 with one live graph, at any place in the pipeline and for any number of microbatches (`gap`).
 """
 
@@ -78,7 +78,7 @@ def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts | RangeCosts:
 def gap(model: str, run: RunShape) -> str | None:
     """Return why a model of one live graph does not describe a run, naming the model to use; None where it does.
     Recomputation with stage inputs on the host keeps one graph alive in any schedule. Otherwise the number of live
-    graphs, or of inputs on the device, depends on the stage's position, which M_i and M_a do not know.
+    graphs, or of inputs on the device, depends on the stage's position, on which M_i and M_a do not depend.
     """
     if run.recompute and run.stage_inputs == "host":
         return None

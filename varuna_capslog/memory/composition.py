@@ -1,7 +1,7 @@
-"""Composition model: a stage's peak from the bytes that its layers save, and the bytes that each needs at work.
+"""Composition model: a stage's peak from the bytes that its layers save, and those that each layer needs to compute.
 
-    M(l, m) = static(l, m) + max of:  T(l)                          the first layer is at work
-                                      saved(l, k) + T(k | k-1)      layer k is at work, k = l+1 .. m-1
+    M(l, m) = static(l, m) + max of:  T(l)                          while the first layer computes
+                                      saved(l, k) + T(k | k-1)      while layer k computes, k = l+1 .. m-1
 
 for layers l .. m-1, from the same 2L-1 runs as M_i and M_a. With P, static and saved of a run indexed by its layers:
 
@@ -13,8 +13,8 @@ for layers l .. m-1, from the same 2L-1 runs as M_i and M_a. With P, static and 
 
 The increments come from pairs because a layer saves other bytes beside a neighbour than alone: a frozen layer saves
 nothing before another frozen layer of its stage. M_i + sum M_a, in these terms T(l) + sum of max(0, saved + T - T of
-the layer before), adds maxima that never occur at the same time; this model takes the largest. What libraries keep
-(`ActionBytes.lasting_bytes`, 0 where unknown) counts once. The model holds for one live graph; `inflight` adds others.
+the layer before), adds peaks of different times; this model takes the largest peak. lasting is what the device's
+libraries keep (`ActionBytes.lasting_bytes`, 0 where unknown). The model has one live graph; `inflight` adds others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PARTS = ("static_bytes", "saved_bytes")
 class Composition:
     """Bytes of every range of layers with one microbatch in flight. All [L, L + 1], 0 where end <= first. static:
     parameters, gradients, optimizer state, and what libraries keep. saved: what a forward keeps for its backward, the
-    range's inputs included. transient: the peak less `static`; it includes the one live graph.
+    range's inputs included. transient: the peak less `static`; includes the live graph.
     """
 
     static: Bytes
@@ -61,7 +61,7 @@ def compose(single: Sequence[Observation], pair: Sequence[Observation]) -> Compo
     pair_peak, pair_static, pair_saved = _columns(pair)
     held = _sums(saved, pair_saved - saved[:-1])
     size = len(single)
-    # Column k + 1 is of layer k at work: saved(l, k) + T(k | k-1) right of the diagonal, T(l) on it.
+    # Column k + 1, while layer k computes: saved(l, k) + T(k | k-1) right of the diagonal, T(l) on the diagonal.
     at_work = np.zeros((size, size + 1), dtype=np.int64)
     at_work[:, 2:] = held[:, 1:-1] + (pair_peak - pair_kept - pair_static - saved[:-1])
     at_work[np.tri(size, size + 1, 1, dtype=np.bool_)] = 0
@@ -91,10 +91,10 @@ def lasting_of_ranges(single: Bytes, pair: Bytes) -> Bytes:
 def observed(
     profile: Profile, model: str, memory_action: str, grain: int = 1, parts: tuple[str, ...] | None = None
 ) -> tuple[list[Observation], list[Observation]]:
-    """Return the runs of single layers and of pairs, in order of layers, of one condition, with `grain` microbatches in
-    a call. Of several complete conditions the first with `memory_action` is taken, else the first. parts: of layers,
-    that run again; a layer without such a run has its run without parts. Raises CapslogError that names the run or the
-    field which memory model `model` misses.
+    """Return the runs of single layers and of pairs, in order of layers, with `grain` microbatches in a call: those of
+    the first complete condition with `memory_action`, else of the first complete condition. parts: recomputed parts of
+    layers; a run with these parts, if the profile has it, replaces the run without parts. Raises CapslogError naming
+    the run or the field that memory model `model` misses.
     """
     size = profile.num_layers
     wanted = stage_runs(size)
@@ -129,7 +129,7 @@ def stage_costs(profile: Profile, run: RunShape) -> RangeCosts:
 
 
 def lacking(model: str, lack: str) -> CapslogError:
-    """Return the error for a profile that misses something which a memory model needs."""
+    """Return the error for a profile without `lack`, which memory model `model` needs."""
     return CapslogError(
         f"memory model '{model}' needs {lack}, which the profile lacks; profile again with `capslog profile`, or use "
         "memory model 'additive'"

@@ -53,7 +53,7 @@ def peaks_of(costs: StageCosts, cuts: Sequence[int]) -> list[int]:
 
 
 def full_matrix(costs: StageCosts, stage: int = 0, stages: int = 1) -> Bytes:
-    """Return `costs.matrix` by asking for every stage; for costs that have no faster way. O(L^2) calls."""
+    """Return `costs.matrix`, for costs without a faster way, by O(L^2) calls of `stage_bytes`."""
     matrix = np.full((costs.num_layers, costs.num_layers + 1), NEVER, dtype=np.int64)
     for first in range(costs.num_layers):
         for end in range(first + 1, costs.num_layers + 1):
@@ -62,13 +62,13 @@ def full_matrix(costs: StageCosts, stage: int = 0, stages: int = 1) -> Bytes:
 
 
 def only_ranges(matrix: Bytes, nothing: int = NEVER) -> Bytes:
-    """Return a copy of [L, L + 1] with `nothing` where there is no range, end <= first."""
+    """Return a copy of a matrix [L, L + 1] with `nothing` where end <= first, which is no range."""
     return np.where(np.tri(*matrix.shape, dtype=np.bool_), nothing, matrix)
 
 
 @dataclass(frozen=True)
 class RangeCosts(StageCosts):
-    """Peak bytes of every range of layers at any place. alone: [L, L + 1], NEVER where end <= first."""
+    """Peak bytes of every range of layers, equal at all places. alone: [L, L + 1], NEVER where end <= first."""
 
     alone: Bytes
     position_free: ClassVar[bool] = True
@@ -79,7 +79,7 @@ class RangeCosts(StageCosts):
         return len(self.alone)
 
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
-        """Return the bytes of layers first .. end-1."""
+        """Return the peak bytes of layers first .. end-1."""
         return int(self.alone[first, end])
 
     def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
@@ -95,16 +95,15 @@ def raised(costs: StageCosts, more: Bytes) -> RangeCosts:
     return RangeCosts(costs.matrix() + more)
 
 
-# -- Bytes that a device needs beyond the peak of its stage: context, communication buffers, unusable allocator
-# segments.
+# -- Bytes that a device needs beyond the peak of its stage: device context, communication buffers, allocator fragments.
 #
 # reserved = allocated * fragmentation
 # device = reserved + fixed_bytes          (compared with the device's capacity)
 
 
 class Headroom(NamedTuple):
-    """`conditions["headroom"]` of a profile. A measured profile has none, and nothing is added. Its "parts" explain the
-    numbers (`profiling.estimation.headroom`).
+    """`conditions["headroom"]` of an estimated profile, without its "parts", which explain the numbers
+    (`profiling.estimation.headroom`). A measured profile has none, and nothing is added.
     """
 
     fixed_bytes: int = 0
@@ -112,7 +111,7 @@ class Headroom(NamedTuple):
 
     @classmethod
     def of(cls, profile: Profile) -> Headroom:
-        """Return the headroom of the profile's conditions (checked by `profiles.conditions`); none without an entry."""
+        """Return the headroom of the profile's conditions (checked by `profiles.conditions`); no bytes if absent."""
         stated = profile.conditions.get("headroom", {})
         return cls(**{name: stated[name] for name in cls._fields if name in stated})
 

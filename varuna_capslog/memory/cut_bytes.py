@@ -28,8 +28,8 @@ class StageTensors:
 
     tensors: those that its layers read or write, without writers and readers in other stages: a received tensor has no
         writer, and a sent one is read at the stage's end.
-    gradient: cut -> bytes of the gradients in memory when the backward has reached it [L + 1].
-    added: layer -> bytes of the sum made before its backward, where all readers of its output are in other stages [L].
+    gradient: cut -> bytes of the gradients in memory when the backward has reached the cut [L + 1].
+    added: layer -> bytes of the sum of its output's gradients, where all of several readers are in other stages [L].
     entering: (tensor of the profile, its last reader in the stage) for each received tensor.
     """
 
@@ -69,7 +69,7 @@ class StageTensors:
         return cls(tuple(kept_tensors), gradient, added, tuple(entering))
 
     def gone(self, first: int, end: int) -> int:
-        """Return bytes of the received tensors whose last local reader is in [first, end) and that are read later."""
+        """Return the bytes of received tensors that [first, end) reads, and that only other stages read later."""
         return sum(
             tensor.bytes
             for tensor, last in self.entering
@@ -80,8 +80,8 @@ class StageTensors:
 @dataclass(frozen=True)
 class LinkBytes:
     """Bytes of the messages between pairs of stages. activations, gradients: by pair, bytes from the first stage to the
-    second, and of the reply (-1 where there is none). together: (bytes, numbers of pairs) of the tensors of one stage
-    that it sends over the same pairs.
+    second, and back (-1: no gradients are sent back). together: (bytes, numbers of pairs) for each group of a stage's
+    tensors that are sent over the same pairs.
     """
 
     activations: list[int]
@@ -92,7 +92,7 @@ class LinkBytes:
     def of(
         cls, tensors: Sequence[TensorRecord], pairs: Sequence[tuple[Collection[int], Collection[int]]], num_layers: int
     ) -> LinkBytes:
-        """Return the bytes on direct routes. pairs: the layers of both stages, the same object in all pairs of one."""
+        """Return the bytes on direct routes. pairs: the layers of both stages; a stage is one object in all pairs."""
         handed, groups = cls([0] * len(pairs), [-1] * len(pairs), []), dict[tuple[int, ...], int]()
         reached = _reached(tensors, num_layers)
         for number, tensor in enumerate(tensors):
@@ -112,7 +112,7 @@ class LinkBytes:
 
 
 def _reached(tensors: Sequence[TensorRecord], num_layers: int) -> set[tuple[int, int]]:
-    """Return the pairs (tensor, reader that a gradient of the loss reaches, and that returns one for the tensor)."""
+    """Return the pairs (tensor, reader) where the loss's gradient reaches the reader and goes on to the tensor."""
     reaching, reached = {num_layers}, set()
     by_reader: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -140,7 +140,7 @@ class CutBytes:
 
     Attributes:
         tensors: of the profile or of the stage, in the sizes of a call.
-        crossing, gradient: cut -> bytes of the tensors, and of their gradients, across it.
+        crossing, gradient: cut -> bytes of the tensors, and of their gradients, across the cut.
         carries: cut -> True where gradients cross it.
     """
 
@@ -161,32 +161,32 @@ class CutBytes:
 
     @property
     def edges(self) -> list[tuple[int, int]] | None:
-        """Pairs of (layer that writes a tensor, layer that reads it); None where they are not known."""
+        """Pairs of (layer that writes a tensor, layer that reads it); None where unknown."""
         return self._profile.known_edges
 
     def passed(self, first: int, end: int) -> int:
-        """Bytes of the tensors that cross cut `first` and, untouched, cut `end`; 0 where the profile has no tensors."""
+        """Return the bytes of the tensors that cross cut `first` and cut `end`; 0 for a profile without tensors."""
         if (first, end) not in self._passed:
             self._passed[first, end] = sum(tensor.bytes for tensor in self._across(first, end))
         return self._passed[first, end]
 
     def inputs_kept(self, first: int, end: int, cut: int | None = None) -> int:
-        """Bytes of inputs kept to run a range again; cut: of those that also cross, untouched, this cut behind it."""
+        """Return the bytes of inputs kept to recompute a range; cut: only of inputs that also cross this later cut."""
         if self._alone is None:
             return self.crossing[first] if cut is None else self.passed(first, cut)
         read = self._entering(first, end + (end == self.num_layers))
         return sum(tensor.bytes for tensor, _ in read if cut is None or tensor.readers[-1] >= cut)
 
     def read_with_gradient(self, first: int, end: int) -> int:
-        """Bytes of the inputs that the range's graph keeps for their gradients, as far as the profile knows."""
+        """Return the bytes of the inputs with a gradient that the range reads; 0 for a profile without tensors."""
         return sum(tensor.bytes for tensor, _ in self._entering(first, end) if tensor.gradient)
 
     def read_and_passed(self, first: int, end: int) -> int:
-        """Bytes of the inputs that the range reads and that cross, untouched, its end."""
+        """Return the bytes of the inputs that the range reads and that also cross its end."""
         return sum(tensor.bytes for tensor, _ in self._entering(first, end) if tensor.readers[-1] >= end)
 
     def left_before(self, first: int, end: int) -> Bytes:
-        """Return, by layer, bytes of inputs that a backward has freed before it: only layers behind it read them."""
+        """Return, by layer, the bytes of inputs that the backward has freed before: only layers behind it read them."""
         sizes = np.zeros(end - first + 1, dtype=np.int64)
         for tensor, reader in self._entering(first, end):
             sizes[reader - first] += tensor.bytes
@@ -201,7 +201,7 @@ class CutBytes:
 
     @cached_property
     def joined(self) -> list[bool]:
-        """cut -> True where one graph may hold the layers on both sides of it; all False where no tensors are known."""
+        """cut -> True where one graph may hold the layers on both sides; all False for a profile without tensors."""
         return _joined(self.tensors, self.num_layers)
 
     @cached_property

@@ -1,15 +1,15 @@
 """Memory model `ranks`: the bytes of a rank at every position of its list of actions.
 
-    bytes(rank, p) = what is resident: parameters, moments, buffers
-                   + gradients of parameters, and blocks of them that wait for each other or for the exchange
+    bytes(rank, p) = resident bytes: parameters, moments, buffers
+                   + gradients of parameters, and gradient blocks that wait for other blocks or for the exchange
                    + the bytes held by every call in flight at p (`segments`), and its running statistics
                    + tensors in transit: received, posted ahead, sent and not yet confirmed (`schedules/traffic`)
                    + additional bytes of the action at p
 
 A rank executes one list, so its peak depends on the list and not on time. The models of `inflight` are this sum in
 closed form for one pipeline of one stage per rank; the fold serves every full plan: several stages on a rank, unequal
-blocks, memory intervals, explicit lists. It does not count the memory of a data loader. The sum is one array per rank:
-an event adds to its first position, and a running sum gives all positions: 10,000 actions take milliseconds.
+blocks, memory intervals, explicit lists. It does not count the memory of a data loader. Each event adds to an array of
+its rank at one position, and a running sum gives the bytes at all positions: 10,000 actions take milliseconds.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ __all__ = [
     "stage_memory",
 ]
 
-# -- The bytes of gradients while a rank exchanges them at the end of a step, on top of what is resident.
+# -- The bytes of gradients, beyond the resident bytes, while a rank exchanges them at the end of a step.
 #
-# Every rank adds the gradient blocks of a layer that several ranks hold, and the gradients of a parameter that
-# several layers share, in the same order (`engine/replicated`). It therefore holds the other ranks' blocks of its
-# slice, or their gradients, at the same time for a while. `fold` below adds the peak.
+# All ranks add the gradient blocks of a layer that several ranks hold, and the gradients of a parameter that several
+# layers share, in one order (`engine/replicated`). A rank therefore holds the other ranks' blocks of its slice, or
+# their gradients, until it has added them. `fold` below adds the peak.
 
 
 Holders = dict[int, dict[int, Sequence[int]]]
-"""layer -> its ranks -> the blocks that each of them serves, rising."""
+"""layer -> rank that holds the layer -> the rank's blocks, rising."""
 
 
 def exchange(ranges: RangeBytes, rank: int, holders: Holders) -> int:
@@ -100,9 +100,9 @@ def _uses(ranges: RangeBytes, rank: int, holders: Holders) -> list[int]:
 
 @dataclass(frozen=True)
 class RankFold:
-    """Bytes of one rank in one step. bytes: during each action of its list. between_bytes: when each begins, and when
-    the last has ended; () where not computed. end_bytes: after the last action: the exchange of gradients, the vote and
-    the update. host_bytes: peak in the host tier. moved_bytes: moved there in the whole step; as many come back.
+    """Bytes of one rank in one step. bytes: during each action of its list. between_bytes: when each action begins, and
+    after the last; () where not computed. end_bytes: during the exchange of gradients, the vote and the update.
+    host_bytes: peak in the host tier. moved_bytes: moved to the host tier in the step; as many come back.
     """
 
     bytes: tuple[int, ...]
@@ -126,15 +126,15 @@ def fold(
     routes: str = "relay",
     only: int | None = None,
 ) -> list[RankFold]:
-    """Return the bytes of every rank, or of one (`only`), in their order.
+    """Return the bytes of every rank, in order, or only of rank `only`.
 
     Args:
-        profile: with the runs of all layers and all pairs; an estimate's rows tell the bytes of each action. A search
-            that folds many lists makes its `RangeBytes` once.
-        stages, units, routes, actions: of the plan, and each rank's list.
-        run: tells where the inputs wait of stages whose `memory` is None; their list determines whether they recompute.
+        profile: with the runs of all layers and all pairs; estimates have the bytes of each action. A planner that
+            folds many lists makes its `RangeBytes` once.
+        stages, units, routes: of the plan. actions: each rank's list.
+        run: its `stage_inputs` are for stages whose `memory` is None; they recompute if their actions do.
 
-    Raises CapslogError naming what the profile lacks; for split backwards it must tell the bytes of each half.
+    Raises CapslogError naming what the profile lacks, such as the bytes of both halves of split backwards.
     """
     ranges = profile if isinstance(profile, RangeBytes) else RangeBytes.of_ranks(profile, run.recomputes)
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "accelerator")
@@ -144,7 +144,7 @@ def fold(
     stage_ranges = [of_grain[i].of_stage(stage.numbers) if direct else of_grain[i] for i, stage in enumerate(stages)]
     handed = _handed(ranges, stages, step, direct)
     sizes = {"F": handed.activations, "B": handed.gradients}
-    # rows that tell no actions were taken with receives posted ahead, which are in their peaks
+    # the peaks of rows without action bytes include receives posted ahead
     messages = messages_of(step, sizes, ranges.one_memory and ranges.told)
     holders = _holders(stages, units.blocks or 1)
     traffic = _Traffic(step, messages, sizes, handed.together)
@@ -165,7 +165,7 @@ def fold(
 
 
 def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> LinkBytes:
-    """Return the bytes over each link, in messages of the smaller call's size; `together`: tensors of whole calls."""
+    """Return the bytes over each link, per message of the smaller grain; `together`: only tensors of whole calls."""
     grains, links = step.graph.grains, step.links
     by_grain = {grain: _handed_in_calls(ranges.of_grain(grain), stages, step, direct) for grain in {*grains}}
     smaller = [min(grains[link.above], grains[link.below]) for link in links]
@@ -182,7 +182,7 @@ def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, 
 
 
 def _handed_in_calls(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> LinkBytes:
-    """Return the bytes over each link, if all calls had the grain of `ranges`."""
+    """Return the bytes over each link for calls of the grain of `ranges`."""
     if direct:
         layers = [frozenset(stage.numbers) for stage in stages]
         return LinkBytes.of(
@@ -220,13 +220,13 @@ class _Traffic:
         return [(number, link) for number, link in links if stage == (link.below if incoming else link.above)]
 
     def in_pieces(self, stage: int, link: StageLink) -> bool:
-        """Return True where a call of the stage joins several messages of the link, and splits its reply."""
+        """Return True where a call of the stage joins several messages of the link, and splits the messages back."""
         grains = self.step.graph.grains
         return min(grains[link.above], grains[link.below]) < grains[stage]
 
 
 class _RankSum:
-    """The events of one rank: `change[p]` counts from the beginning of action p on, `need[p]` only during it."""
+    """Events of one rank. `change[p]` counts from the beginning of action p on, `need[p]` only during action p."""
 
     def __init__(self, ranges: RangeBytes, row: RankActions) -> None:
         self.ranges, self.row = ranges, row
@@ -244,10 +244,10 @@ class _RankSum:
         waiting = sum(ranges.moments.of(layers, layers if ranges.moments_wait else away).values())
         between = resident + np.cumsum(self.change)
         during = between + np.maximum(self.need, self.let_go)
-        # all holders of a layer get the statistics of all
+        # each holder of a layer receives the statistics of all holders
         calls = {layer: of_block * sum(map(len, holders[layer].values())) for layer in layers}
         statistics = sum(ranges.statistics(layer, layer + 1) * count for layer, count in calls.items())
-        # updated values are sent when all gradients are freed, and one layer's values take no more than its gradients
+        # updated values are sent after all gradients are freed, and a layer's values are no larger than its gradients
         at_end = statistics + max(exchange(ranges, rank, holders), ranges.update(layers, away, elsewhere))
         end = max(int(during[-1]), resident + at_end)
         return RankFold(
@@ -267,19 +267,19 @@ class _StageCalls:
         self.rank, self.pieces = stage.rank, stage.layers
         self.forwards, self.backwards = step.forwards[number], step.backwards[number]
         self.weights = step.weights[number]
-        # position after which a call holds nothing more
+        # position after which a call holds no bytes
         self.ends = np.where(self.weights >= 0, self.weights, self.backwards)
         self.recomputes, self.loads = step.at("R", number), step.at("L", number)
         self.offloads = step.at("O", number)
         self.modes, self.statistics = self._modes(stage), sum(ranges.statistics(*piece) for piece in stage.layers)
         self.inputs, self.outputs = ranges.crossing[stage.first], ranges.crossing[stage.end]
-        # of every call: the held part of the outputs, the inputs from stages of this rank, and the incoming gradients
+        # bytes of every call: the held part of the outputs, inputs from stages of this rank, and incoming gradients
         self.shared, self.near, self.gradients = (np.zeros(len(self.forwards), dtype=np.int64) for _ in range(3))
         for calls, treatment in self.modes:
             self.shared[calls] = treatment.shared
 
     def add_to(self, total: _RankSum, stages: Mapping[int, _StageCalls], holders: Holders) -> None:
-        """Add all calls, those of one treatment together. stages: number -> calls. holders: layer -> its ranks."""
+        """Add all calls, those of one treatment together. stages: number -> calls."""
         self._add_arrivals(total)
         self._add_outputs(total, stages)
         self._add_gradients_sent(total)
@@ -306,7 +306,7 @@ class _StageCalls:
         return [(np.flatnonzero(kinds == kind), treatment(kind)) for kind in np.unique(kinds).tolist()]
 
     def _kept_whole(self, row: RankActions) -> NDArray[np.bool_]:
-        """Return call -> True where it keeps its whole graph: `schedules.backwards_at_once`, in arrays."""
+        """Return call -> True where it keeps its whole graph: `schedules.backwards_at_once`, computed on arrays."""
         selected = row.where("FBIWR", self.number)
         kinds, calls = row.kinds[selected], row.calls[selected]
         backward = (kinds[1:] == ord("B")) | (kinds[1:] == ord("I"))  # np.isin takes several times as long
@@ -359,7 +359,7 @@ class _StageCalls:
         np.add.at(change, backward + 1, -held)
 
     def _away(self, total: _RankSum, calls: Numbers, treatment: Treatment) -> NDArray[np.bool_]:
-        """Add O and L, and return which calls have an L. The source of an O is freed when its copy is waited for."""
+        """Add O and L; return call -> True where it has an L. O's source is freed when the rank waits for the copy."""
         offloads, loads, row = self.offloads[calls], self.loads[calls], total.row
         there, loaded = offloads >= 0, loads >= 0
         if treatment.host:
@@ -375,7 +375,7 @@ class _StageCalls:
         return loaded
 
     def _add_arrivals(self, total: _RankSum) -> None:
-        """Add the tensors that F and B consume, from when they are received, or the data is loaded."""
+        """Add the tensors that F and B consume, from the moment when they are received or, for data, loaded."""
         inputs = np.full(len(self.forwards), self.inputs)
         for incoming, kind in ((True, "F"), (False, "B")):
             for number, link in self.traffic.of(self.number, incoming):
@@ -393,8 +393,8 @@ class _StageCalls:
         np.add.at(total.change, self.forwards, inputs)
 
     def _in_pieces(self, kind: str, incoming: bool) -> Numbers:
-        """Return call -> bytes that it joins, or splits into separate tensors, both forms in memory meanwhile. kind: of
-        the messages. incoming: over the links into the stage, else over the links out of it.
+        """Return call -> bytes of tensors that it joins or splits, during which both forms are in memory. kind: of the
+        messages. incoming: over the links into the stage, else over the links out of it.
         """
         sizes = np.zeros(len(self.forwards), dtype=np.int64)
         for number, link in self.traffic.of(self.number, incoming):
@@ -432,7 +432,7 @@ class _StageCalls:
             calls = np.flatnonzero(np.maximum(gone, taken) >= 0)
             gone, taken, shared = gone[calls], taken[calls], shared[calls]
             ran, last = self.recomputes[calls], np.maximum(gone, taken)
-            # a message may hold longer the tensors that a recomputation frees
+            # tensors that a recomputation frees may still be held by a message
             longer = (ran >= 0) & (ran < last) & (gone >= 0)
             np.add.at(total.change, self.forwards[calls] + 1, size - shared)
             np.add.at(total.change, ran[longer] + 1, shared[longer])
@@ -448,7 +448,7 @@ class _StageCalls:
                 np.add.at(total.let_go, end, 0 if local else size)
 
     def _add_shared_inputs(self, total: _RankSum, stages: Mapping[int, _StageCalls]) -> None:
-        """Count inputs only once where the stage before them is on this rank and keeps them too."""
+        """Count inputs only once where the stage before is on this rank and keeps them too."""
         kept_before = np.zeros(len(self.forwards), dtype=np.int64)
         for number, link in self.traffic.of(self.number, incoming=True):
             grains = self.traffic.step.graph.grains
@@ -475,7 +475,7 @@ class _StageCalls:
             np.add.at(total.change, self.backwards[overlapping] + 1, np.where(rerun, then, both))
 
     def _add_gradients_sent(self, total: _RankSum) -> None:
-        """Add the gradients of the inputs, until the stage before takes them or has confirmed them."""
+        """Add the gradients of the inputs, until the stage before takes them, or confirms them from another rank."""
         for number, link in self.traffic.of(self.number, incoming=True):
             size = max(0, self.traffic.sizes["B"][number])
             after = self.backwards[link.below_calls] + 1
@@ -493,21 +493,21 @@ class _StageCalls:
 #     bytes(t) = static + live graphs * saved + waiting inputs * input + working bytes of the running action
 #
 # This is the equation of `memory.inflight` over time, for stages that are kept or recomputed as a whole, less the
-# outputs sent ahead, which wait beside the stage only on the CPU. A graph is held from the F or R that builds it to B,
-# an input until its R. While an action builds or consumes a graph, that graph counts as `working_bytes`, so that a
-# stage with one graph peaks at exactly the bytes of its memory model. Levels change when actions begin and end.
+# outputs sent ahead, which are in device memory only on the CPU. A graph is held from the F or R that makes it to its
+# B, an input until its R. While an action makes or consumes a graph, that graph counts as `working_bytes`, so that a
+# stage with one graph peaks at exactly the bytes of its memory model. Bytes change when actions begin and end.
 
 
 Course: TypeAlias = list[tuple[float, int]]
-"""(seconds since the step's begin, bytes from then on), in time order; two entries may have one time."""
+"""(seconds since the step's begin, bytes from then on), in time order; two entries may have equal times."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Parts of one stage's bytes, for one microbatch. static_bytes: parameters, gradients, optimizer state and buffers:
-    always there. saved_bytes: a waiting graph. working_bytes: peak beside `static_bytes` while one graph is built or
-    consumed, that graph included. bare_bytes: the same in a forward without a graph. input_bytes: an input that waits
-    for its recomputation; 0 where it waits on the host.
+    """Parts of one stage's bytes, for one microbatch. static_bytes: parameters, gradients, optimizer state and buffers.
+    saved_bytes: a waiting graph. working_bytes: peak, less `static_bytes`, while a graph is made or consumed, with that
+    graph. bare_bytes: peak of a forward without a graph, less `static_bytes`. input_bytes: an input that waits for its
+    recomputation; 0 where it waits on the host.
     """
 
     static_bytes: int
@@ -551,7 +551,7 @@ def memory_courses(
     timed: Iterable[Iterable[TimedAction]], schedule: Schedule, stages: Sequence[StageMemory]
 ) -> list[Course]:
     """Return the bytes of every stage over one step. timed: each rank's actions in order. schedule: the same actions,
-    which tell the forwards that keep their graph.
+    from which follows which forwards keep their graph.
     """
     keeping = graph_keeping_forwards(schedule)
     courses = []
@@ -563,13 +563,13 @@ def memory_courses(
 
 def fold_course(timed: Sequence[TimedAction], fold: RankFold) -> Course:
     """Return the bytes of a rank over one step, under any plan: during each action, and between actions. timed: the
-    actions of the rank's list in order, then its updates, during which `fold.end_bytes` counts; without updates it
-    counts from the last action's end. fold: of that list.
+    actions of the rank's list in order, then its updates. `fold.end_bytes` counts from the first update on, without
+    updates from the last action's end. fold: of that list.
     """
     course, ended = [(0.0, fold.between_bytes[0])], 0.0
     for timed_action, during, after in zip(timed, fold.bytes, fold.between_bytes[1:], strict=False):
         if timed_action.start_seconds == ended and len(course) > 1:
-            course.pop()  # the level between two actions without a pause
+            course.pop()  # the bytes between two actions without a pause
         course += [(timed_action.start_seconds, during), (timed_action.end_seconds, after)]
         ended = timed_action.end_seconds
     updates = timed[len(fold.bytes) :]
@@ -592,7 +592,7 @@ def _course(actions: Sequence[TimedAction], keeping: set[tuple[int, int]], parts
 
     def note(seconds: float, size: int, after_end: bool = False) -> None:
         if after_end and len(course) > 1 and course[-1][0] == seconds:
-            course.pop()  # the level between two actions without a pause
+            course.pop()  # the bytes between two actions without a pause
         if size != course[-1][1]:
             course.append((seconds, size))
 

@@ -1,12 +1,12 @@
 """Memory model of inference: weights, caches of keys and values, and the largest forward of one microbatch.
 
-    M(l, m) = weights(l, m) + sequences * cache(l, m) + max of:  T(l)          the first layer is at work
-                                                                 T(k | k-1)    layer k is at work, k = l+1 .. m-1
+    M(l, m) = weights(l, m) + sequences * cache(l, m) + max of:  T(l)          while the first layer computes
+                                                                 T(k | k-1)    while layer k computes, k = l+1 .. m-1
 
 for layers l .. m-1: `composition` with nothing saved for a backward. With P and W the peak and the weights of a run of
 one layer, or of two neighbours, T(l) = P[l] - W[l] and T(k | k-1) = P[k-1, k] - W[k-1, k], both with what crosses the
-cut into the run. A parameter that several layers of a stage share counts once. The caches of all sequences that are
-served together are reserved all the time; one microbatch of them is in a stage at a time.
+cut into the run. A parameter that several layers of a stage share counts once. A stage computes one microbatch at a
+time, but always holds the caches of all sequences that are served together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from varuna_capslog.schedules import RunShape
 __all__ = ["INFERENCE", "is_for_inference", "stage_costs"]
 
 INFERENCE = "inference"
-"""The name of this memory model, and of the purpose of the profiles and plans that it goes with."""
+"""The name of this memory model, and the `purpose` of its profiles and plans."""
 
 
 def is_for_inference(profile: Profile) -> bool:
@@ -61,7 +61,7 @@ def _sums(sizes: list[int]) -> Bytes:
 
 
 def _counted_twice(profile: Profile) -> Bytes:
-    """Return [L, L + 1]: bytes of shared parameters that the layers' own weights count more than once in a range."""
+    """Return [L, L + 1]: the bytes of shared parameters that a sum over a range's layers counts too often."""
     excess = np.zeros((profile.num_layers, profile.num_layers + 1), dtype=np.int64)
     for shared in profile.shared:
         uses = _sums([int(layer in shared.layers) for layer in range(profile.num_layers)])

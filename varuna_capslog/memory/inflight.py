@@ -7,14 +7,14 @@ transient); in and out are the bytes that cross the cuts before and behind the s
 stage s (`schedules.in_flight_limits`), so k_s - 1 wait:
 
     without recomputation   g_s = k_s - 1, i_s = 0            their graphs, inputs included
-    with recomputation      g_s = 0,       i_s = k_s - 1      their inputs, and none where those wait on the host
+    with recomputation      g_s = 0,       i_s = k_s - 1      their inputs; i_s = 0 where inputs wait on the host
 
     gpipe   k_s = M          1f1b   k_s = min(S - s, M)          varuna   recomputes; k_s = min(3 (S - 1 - s), M)
 
-On the CPU, host memory is device memory: inputs count wherever they wait, and so do outputs sent ahead that no message
-of the next stage has confirmed, o_s = k_s - k_(s+1) while a backward runs. On CUDA what is sent waits in pinned host
-memory, o_s = 0. Known limit on the CPU: before a stage's first backward nothing is confirmed, so a stage that peaks in
-a forward or a recomputation may hold up to k_s outputs.
+On the CPU, host memory is device memory: inputs count wherever they wait, and so do outputs that no message of the next
+stage has confirmed, o_s = k_s - k_(s+1) while a backward runs. On CUDA, sent outputs wait in pinned host memory, o_s =
+0. Known limit on the CPU: before a stage's first backward no output is confirmed, so a stage that peaks in a forward or
+a recomputation may hold up to k_s outputs.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class InFlight(NamedTuple):
 
 
 def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
-    """Return g_s, i_s and o_s of every stage. one_memory: the device is the CPU, so that what waits on the host is in
-    the same memory. Raises CapslogError for GPipe without a number of microbatches, on which its memory depends.
+    """Return g_s, i_s and o_s of every stage. one_memory: the device is the CPU, so host memory is device memory.
+    Raises CapslogError for GPipe without a number of microbatches, on which its memory depends.
     """
     if run.num_microbatches is None and run.schedule == "gpipe":
         raise CapslogError(
@@ -96,7 +96,7 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
 @dataclass(frozen=True)
 class InflightCosts(RangeCosts):
     """Peak bytes of every stage at every place. alone: with one microbatch in flight, NEVER where end <= first; saved,
-    inputs, outputs: bytes of one waiting graph, input and output, 0 there. All [L, L + 1].
+    inputs, outputs: bytes of one waiting graph, input and output, 0 where end <= first. All [L, L + 1].
     """
 
     saved: Bytes
@@ -165,7 +165,7 @@ def gap(model: str, run: RunShape) -> str | None:
 
 
 def check_halves(rows: Iterable[Observation], model: str) -> None:
-    """Raise CapslogError, naming the field and a remedy, for rows that do not tell the halves of a split backward."""
+    """Raise CapslogError, naming the field and a remedy, for rows without the bytes of both halves of a backward."""
     for row in rows:
         for name in ("weight_bytes", *HALVES):
             if getattr(row if name == "weight_bytes" else row.action_bytes, name, None) is None:
@@ -196,9 +196,9 @@ def _boundary(row: Observation, name: str, model: str) -> int:
 
 
 def one_in_flight(row: Observation, profile: Profile) -> Observation:
-    """Return the row without the bytes that its run held for other microbatches. In the program of `profiling.trim`,
-    which measurements and estimates execute, a run without the last layer has a second microbatch in flight, a run with
-    it has none. Runs of a profile without a source are taken to have had one in flight.
+    """Return the row without the bytes that its run held for a second microbatch. In the program of `profiling.trim`,
+    which measurements and estimates execute, a second microbatch is in flight in runs without the last layer. Where the
+    profile has no source, all runs count as runs with one microbatch in flight.
     """
     if profile.source is None or row.layers[1] == profile.num_layers:
         return row
@@ -213,10 +213,10 @@ def one_in_flight(row: Observation, profile: Profile) -> Observation:
     return replace(row, peak_bytes=max(row.static_bytes or 0, row.peak_bytes - held))
 
 
-# -- The ranges of layers that can be a stage within some bytes, and their bytes at every place of a pipeline.
+# -- The ranges of layers that fit into a given number of bytes as a stage, and their bytes at every place.
 #
-# These are values of `StageCosts.matrix`, for searches that need them at a hundred places of a pipeline: of a
-# thousand layers few ranges are short enough to matter, and only those are computed. `planners.exact` reads them.
+# These are values of `StageCosts.matrix`. `planners.exact` needs them at a hundred places of a pipeline: of a thousand
+# layers few ranges are short enough to fit, and only those are computed.
 
 
 _Parts = Sequence[tuple[Sequence[int], Bytes]]
@@ -225,7 +225,7 @@ _Parts = Sequence[tuple[Sequence[int], Bytes]]
 @dataclass(frozen=True)
 class Ranges:
     """N ranges of layers in rising order of (first, end), and their bytes. firsts, ends: [N]; layers first .. end-1.
-    alone: [N] bytes that do not depend on the stage. parts: of those that do, (its count at each stage, bytes [N]).
+    alone: [N] bytes that do not depend on the stage. parts: the others, as (count at each stage, bytes of one [N]).
     """
 
     num_layers: int
@@ -235,7 +235,7 @@ class Ranges:
     parts: _Parts
 
     def bytes(self, stage: int, chosen: slice) -> Bytes:
-        """Return the bytes of these ranges as this stage; do not write to them."""
+        """Return the bytes of the `chosen` ranges as this stage; do not write to the array."""
         sizes = self.alone[chosen]
         for counts, part in self.parts:
             if counts[stage]:
@@ -243,7 +243,7 @@ class Ranges:
         return sizes
 
     def within(self, most: int, stages: int) -> Ranges:
-        """Return, perhaps with others, the ranges of at most `most` bytes as one of the first `stages` stages."""
+        """Return at least the ranges that take `most` bytes or less as one of the first `stages` stages."""
         kept = (_least(self.alone, self.parts, stages) <= most).nonzero()[0]
         alone, parts = _chosen(self.alone, self.parts, kept)
         return replace(self, firsts=self.firsts[kept], ends=self.ends[kept], alone=alone, parts=parts)
@@ -251,7 +251,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class _Asked(Ranges):
-    """Ranges whose bytes follow no rule and are computed at every place."""
+    """Ranges of costs without parts; their bytes come from `costs.matrix` of every place."""
 
     costs: StageCosts
     stages: int
@@ -264,7 +264,7 @@ class _Asked(Ranges):
 
 
 def ranges_within(costs: StageCosts, stages: int, most: int) -> Ranges:
-    """Return, perhaps with others, every range that takes at most `most` bytes as some stage of `stages`."""
+    """Return at least the ranges that take `most` bytes or less as one of `stages` stages."""
     num_layers = costs.num_layers
     if isinstance(costs, InflightCosts):
         counts = np.array(waiting(costs.run, stages, costs.one_memory)).T.tolist()
@@ -275,7 +275,7 @@ def ranges_within(costs: StageCosts, stages: int, most: int) -> Ranges:
     else:
         firsts, ends = np.triu_indices(num_layers)
         return _Asked(num_layers, firsts, ends + 1, ends, (), costs, stages)
-    # flat: one number per range, which is gathered faster than two
+    # flat: numpy gathers by one index faster than by two
     alone, parts = alone.ravel(), [(count, part.ravel()) for count, part in parts]
     kept = (_least(alone, parts, stages) <= most).nonzero()[0]
     firsts = kept // (num_layers + 1)
@@ -283,7 +283,7 @@ def ranges_within(costs: StageCosts, stages: int, most: int) -> Ranges:
 
 
 def _least(alone: Bytes, parts: _Parts, stages: int) -> Bytes:
-    """Return lower bounds of the bytes as one of the first `stages` stages."""
+    """Return lower bounds of the ranges' bytes over the first `stages` stages."""
     least = alone
     for counts, part in parts:
         low, high = min(counts[:stages]), max(counts[:stages])

@@ -1,5 +1,5 @@
-"""Bytes of any range of layers at each of its actions, from the runs of single layers and of pairs. Each number is a
-maximum over saved prefixes as in `composition`. Rows without `action_bytes` tell one peak, for every action.
+"""Bytes of any range of layers at each action, from the runs of single layers and pairs: the maximum over its layers of
+what a layer needs and the layers before saved (`composition`). Without `action_bytes`, a row's peak is for all actions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["BackwardWork", "RangeBytes", "bytes_by_kind", "kinds_on"]
 
 # -- The bytes of the optimizer's moments that wait in the host tier, by the layers of a rank; and of gradients.
 #
-# `RangeBytes` counts moments out of what a rank always holds, and `fold` into its host tier.
+# `RangeBytes` subtracts such moments from the resident bytes of a rank, and `fold` adds them to its host tier.
 
 
 def likely_gradients(profile: Profile, static: Bytes) -> Bytes:
@@ -48,13 +48,13 @@ class MomentBytes:
 
     @property
     def known(self) -> bool:
-        """True where the profile tells the moments' bytes."""
+        """True where the profile has the moments' bytes."""
         return self._sizes is not None
 
     def of(self, layers: Collection[int], away: Collection[int]) -> dict[int, int]:
         """Return layer -> the bytes of its moments, in rising order, for the layers in `away`, whose moments are not on
-        the device. layers: all of the rank; the moments of a shared parameter belong to the first that uses it. Raises
-        CapslogError where the profile does not tell them.
+        the device. layers: all of the rank; moments of a shared parameter belong to the first layer that uses it.
+        Raises CapslogError where the profile lacks the moments' bytes.
         """
         if not away:
             return {}
@@ -71,9 +71,9 @@ class MomentBytes:
         return moment_bytes
 
     def at_update(self, layers: Collection[int], away: Collection[int], gradients: Bytes, work: Bytes) -> int:
-        """Return the peak bytes of moments and gradients on the device while the `away` layers are updated, one after
-        the other, after all others: the moments of two neighbours and the gradients not yet used up are on the device
-        at a time. gradients: [L] bytes, of parameters with moments. work: [L] additional bytes of each layer's update.
+        """Return the peak bytes of moments and gradients on the device while the `away` layers are updated, after all
+        other layers and one at a time: the moments of two neighbours and the gradients not yet applied are on the
+        device. gradients: [L] bytes, of parameters with moments. work: [L] additional bytes of each layer's update.
         """
         rows = [(layer, size) for layer, size in self.of(layers, away).items() if size]
         gradients_left, before, most = sum(int(gradients[layer]) for layer, _ in rows), 0, 0
@@ -90,7 +90,7 @@ Known = TypeVar("Known")
 
 
 class _Sums(NamedTuple):
-    """Bytes of each layer alone [L], and by how much they rise beside the layer before [L - 1]."""
+    """Bytes of each layer alone [L], and the bytes that each layer adds to the layer before [L - 1]."""
 
     alone: Bytes
     more: Bytes
@@ -105,8 +105,8 @@ class _Sums(NamedTuple):
 
 class _Halves(NamedTuple):
     """Bytes of split backwards, of single layers [L] and pairs [L - 1]. held: between the halves. noted: the gradients
-    among them; seeds: [L], of these the gradients of a layer's outputs. of_loss: freed with the loss. most: by name,
-    the peak of each half, with all that was there when it began.
+    in `held`; seeds: [L], the gradients of a layer's outputs in `noted`. of_loss: freed with the loss. most: name ->
+    the peak of a half, with the bytes in memory before.
     """
 
     held: _Sums
@@ -118,7 +118,7 @@ class _Halves(NamedTuple):
 
 class BackwardWork(NamedTuple):
     """Peak bytes of a backward action at a range of layers, ints or arrays. whole: while all inputs of the range are
-    held. later: after some were freed. gone: bytes of the inputs that may have been freed then.
+    held. later: after some inputs were freed. gone: the most bytes of freed inputs.
     """
 
     whole: Any
@@ -127,7 +127,7 @@ class BackwardWork(NamedTuple):
 
     @classmethod
     def of(cls, most: Bytes, freed: Bytes) -> BackwardWork:
-        """Make it from each layer's peak bytes (most), and the bytes of inputs freed before (freed)."""
+        """Make the record from each layer's peak bytes (most), and the bytes of inputs freed before (freed)."""
         later = freed > 0
         if not later.any():
             return cls(int(most.max()))
@@ -139,8 +139,8 @@ class BackwardWork(NamedTuple):
         return max(self.whole, self.later)
 
     def without(self, elsewhere: Any) -> Any:
-        """Return the peak without input bytes that are counted elsewhere; negative: bytes that are added to it."""
-        if isinstance(elsewhere, int):  # several times quicker
+        """Return the peak. elsewhere: input bytes to leave out, since they count elsewhere; negative: bytes to add."""
+        if isinstance(elsewhere, int):  # several times faster than numpy
             return max(self.whole - elsewhere, self.later - max(0, elsewhere - self.gone) - min(0, elsewhere))
         still = np.maximum(0, elsewhere - self.gone) + np.minimum(0, elsewhere)
         return np.maximum(self.whole - elsewhere, self.later - still)
@@ -151,17 +151,17 @@ MOVING = ("grain", "parts", "peaks")
 
 
 class RangeBytes(CutBytes):
-    """Bytes of one profile's layers, as a call of `grain` microbatches has them. model: the memory model that asks, for
-    errors. recompute: prefer rows of a run with recomputation, where there is a choice. alone: see `CutBytes`. parts:
-    of layers that run again; None: none. Raises CapslogError naming the run or field that the profile lacks.
+    """Bytes of one profile's layers in calls of `grain` microbatches. model: name of the memory model, for errors.
+    recompute: prefer rows of runs with recomputation. alone: see `CutBytes`. parts: recomputed parts of layers; None:
+    no parts. Raises CapslogError naming the run or field that the profile lacks.
 
     Attributes:
-        one_memory: the device is the CPU, so that messages and what waits on the host share its memory.
-        told: True where the rows tell the bytes of each action; else the gradients are part of every backward.
+        one_memory: True where the device is the CPU: messages and what waits on the host are in its memory.
+        told: True where the rows have the bytes of each action; else their peaks include the gradients of outputs.
         shared_parameters: those that several layers use.
-        moments, moments_wait: the optimizer's moments; True where those of all layers wait in the host tier.
-        gradients: of each layer's parameters [L]; where the rows do not tell, by the layers' parameter_bytes; without
-            these 0: gradients then count as resident.
+        moments, moments_wait: the optimizer's moments; True where all moments wait in the host tier.
+        gradients: bytes, of each layer's parameters [L]; from the rows, else from the layers' parameter_bytes; without
+            these 0, and gradients count as resident.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class RangeBytes(CutBytes):
         self._update, self._shared = self._part(single, "update_bytes"), self._part(single, "shared_bytes")
         self._pair_shared = self._part(pair, "shared_bytes")
         if self._knows("moved_bytes", rows):
-            # tensors that the layers on both sides of a cut save; rows with recomputation tell no more of their outputs
+            # tensors that the layers on both sides of a cut save: all that rows with recomputation show of the outputs
             both = self._moved.alone[1:] - self._moved.more
             self._shared[:-1] = np.maximum(self._shared[:-1], both)
             self._pair_shared[:-1] = np.maximum(self._pair_shared[:-1], both[1:])
@@ -212,7 +212,7 @@ class RangeBytes(CutBytes):
 
     @classmethod
     def of_ranks(cls, profile: Profile, recompute: bool) -> RangeBytes:
-        """Return the bytes of a profile for ranks. Searches of one profile share them, and all that `once` holds."""
+        """Return the bytes of a profile for memory model `ranks`. Searches share them, with the results of `once`."""
         for ranges in tuple(_RECENT):
             if ranges._profile is profile and ranges._recompute == recompute:
                 return ranges
@@ -220,7 +220,7 @@ class RangeBytes(CutBytes):
         return ranges
 
     def of_stage(self, layers: Collection[int]) -> RangeBytes:
-        """Return the bytes of the same layers in a stage of these layers with direct routes."""
+        """Return the bytes of the same layers in a stage of `layers` with direct routes."""
         alone = StageTensors.of(self.tensors, layers, self.num_layers)
         return self._like(RangeBytes(self._profile, self._model, self._recompute, alone, self._grain))
 
@@ -230,8 +230,8 @@ class RangeBytes(CutBytes):
         return self if grain == self._grain else self.once(("grain", grain), lambda: self._like(RangeBytes(*arguments)))
 
     def treating(self, interval: MemoryInterval) -> RangeBytes:
-        """Return the bytes of the same layers where these parts of them run again; of an interval without parts the
-        same bytes. Raises CapslogError where the profile has no run of all its layers with these parts.
+        """Return the bytes of the same layers with the interval's parts recomputed; `self` for an interval without
+        parts. Raises CapslogError where the profile lacks a run of the interval's layers with these parts.
         """
         if not (parts := interval.parts):
             return self
@@ -270,11 +270,11 @@ class RangeBytes(CutBytes):
         return self._staying.range(first, end)
 
     def only_entered(self, layer: int) -> int:
-        """Return the remaining part of a layer's `saved`: inputs of its graph that nothing else needs."""
+        """Return the rest of a layer's `saved`: inputs of its graph that nothing else needs."""
         return max(0, int(self._saved.alone[layer] - self._moved.alone[layer] - self._staying.alone[layer]))
 
     def statistics(self, first: int, end: int) -> int:
-        """Return bytes of the running statistics that a forward of the range keeps until the end of the step."""
+        """Return the bytes of running statistics that a forward of the range keeps until the end of the step."""
         return int(self._statistics[first:end].sum())
 
     def forward(self, first: int, end: int) -> int:
@@ -282,7 +282,7 @@ class RangeBytes(CutBytes):
         return self.once(("F", first, end), lambda: int(self._prefixes("forward_bytes", first, end).max()))
 
     def bare(self, first: int, end: int) -> int:
-        """Return the peak of a forward that keeps only its inputs, these included."""
+        """Return the peak of a forward that keeps only its inputs, with these inputs."""
         alone = self._single["bare_bytes"][first:end]
         if not self.told or end == first + 1:
             return min(int(alone.max()), self.forward(first, end)) if not self.told else int(alone[0])
@@ -308,7 +308,7 @@ class RangeBytes(CutBytes):
 
     def held_between_halves(self, first: int, end: int) -> int:
         """Return the bytes held between the halves of a backward: the rest of the graph and the noted gradients. Raises
-        CapslogError, as the two methods below, where the profile does not tell the halves.
+        CapslogError where the profile lacks the halves, as do `input_half` and `weight_half`.
         """
         if (until := self._differentiated_later(first, end)) == first:
             return self._halves.held.range(first, end) + self._held_by_longer_graphs(first, end)
@@ -341,7 +341,7 @@ class RangeBytes(CutBytes):
         return self.once(("I", first, end), found)
 
     def weight_half(self, first: int, end: int, makes_gradients: bool = False) -> int:
-        """Return the peak of the weight half, with all held between the halves and any parameter gradients made."""
+        """Return the peak of the weight half, with all bytes held between the halves and parameter gradients made."""
 
         def found() -> int:
             if (until := self._differentiated_later(first, end)) > first:
@@ -365,7 +365,7 @@ class RangeBytes(CutBytes):
 
     def _held_by_longer_graphs(self, first: int, end: int) -> int:
         """Return additional bytes between the halves where a graph of a stage with direct routes spans several graphs
-        of the rows: the layers before the last of these keep all that they saved.
+        of the rows: the layers before the last of these graphs keep all that they saved.
         """
         extra, until = 0, end
         while until > first:
@@ -378,8 +378,8 @@ class RangeBytes(CutBytes):
         return extra
 
     def _differentiated_later(self, first: int, end: int) -> int:
-        """Return the end of the first graph of the range where the weight half differentiates all of it, since its
-        inputs need no gradient; else, and where the rows describe the whole range, `first`.
+        """Return the end of the range's first graph where the weight half differentiates the whole graph, since its
+        inputs need no gradient; else, and where the rows describe the whole range, return `first`.
         """
         entered = self.read_with_gradient(first, first + 1) if self.tensors else first
         told = end == first + 1 or (end == first + 2 and self.joined[first + 1] == self.joined_in_rows[first + 1])
@@ -388,11 +388,11 @@ class RangeBytes(CutBytes):
         return dict(self.graph_ends(first, end))[first]
 
     def _prefix(self, first: int, until: int, end: int) -> int:
-        """Return the bytes that the layers before `until` save in addition to those behind it."""
+        """Return the bytes that the layers before `until` save in addition to the layers behind it."""
         return self.saved(first, end) - (self.saved(until, end) if until < end else 0)
 
     def _halves_at_work(self, name: str, held: _Sums, first: int, end: int) -> tuple[Bytes, Bytes]:
-        """Return, for each pair of the range or its only layer, the bytes held by the layers before it, and its own."""
+        """Return, for each pair of the range or its only layer, the bytes held by the layers before, and the peak."""
         single, pair = self._halves.most[name]
         if end == first + 1:
             return np.zeros(1, dtype=np.int64), single[first:end]
@@ -421,7 +421,7 @@ class RangeBytes(CutBytes):
         return int(self.gradients[first:end].sum())
 
     def shared(self, first: int, end: int, offloaded: bool = False) -> int:
-        """Return a lower bound of output bytes that the range's graph keeps. offloaded: less inputs only it needs."""
+        """Return a lower bound of the output bytes that the range's graph keeps. offloaded: less inputs passed on."""
         size = int(self._shared[first] if end == first + 1 else self._pair_shared[end - 2])
         if offloaded:
             part = max(first, end - 2), end
@@ -432,8 +432,7 @@ class RangeBytes(CutBytes):
 
     def resident(self, layers: Collection[int], away: Collection[int] = ()) -> int:
         """Return the bytes that a rank of these layers always holds: parameters, moments, buffers (and gradients, see
-        `gradients`), and once what its libraries keep. away: layers whose moments are in the host tier or on another
-        rank.
+        `gradients`), and what its libraries keep. away: layers whose moments are in the host tier or on another rank.
         """
         total = sum(
             int(self._resident.more[layer - 1] if layer - 1 in layers else self._resident.alone[layer])
@@ -445,16 +444,16 @@ class RangeBytes(CutBytes):
             apart = sum(after - before > 1 for before, after in pairwise(uses))
             trained = all(self.gradients[layer] >= parameter.bytes for layer in uses)
             total -= int(apart * parameter.bytes * (1 + sum(kept_copies(self._profile.conditions)) if trained else 1))
-        # where rows tell no actions, the libraries' bytes are in their peaks
+        # the peaks of rows without action bytes include the libraries' bytes
         kept = self.once(("lasting",), lambda: [(lasting(rows) * self.told).tolist() for rows in self._rows])
         (single, pair), both = kept, [layer - 1 for layer in layers if layer - 1 in layers]
         total += max([*(single[layer] for layer in layers), *(pair[layer] for layer in both)], default=0)
         return total - sum(self.moments.of(layers, layers if self.moments_wait else away).values())
 
     def update(self, layers: Collection[int], away: Collection[int] = (), elsewhere: Collection[int] = ()) -> int:
-        """Return the peak of the update beside the resident bytes; elsewhere: layers that other ranks update."""
+        """Return the peak of the update, less the resident bytes. elsewhere: layers that other ranks update."""
         away = layers if self.moments_wait else away
-        # kernels of a CPU update in place, those of a GPU all parameters together; other bytes are for the norms
+        # CPU kernels update in place, GPU kernels update all parameters together; other bytes are for the norms
         work = np.minimum(self._update, self.gradients) * (not self.one_memory)
         together = sum(int(work[layer]) for layer in layers if layer not in away and layer not in elsewhere)
         if MOMENTS in self._profile.conditions:  # rounded moments are widened one layer after the other
@@ -464,15 +463,15 @@ class RangeBytes(CutBytes):
         return max(sum(int(self.gradients[layer]) for layer in layers) + besides, waiting)
 
     def once(self, key: tuple[object, ...], make: Callable[[], Known]) -> Known:
-        """Return the result of `make`, computed once; valid wherever the moments wait, unless the key begins with a
-        word of `MOVING`.
+        """Return the result of `make`, computed once per key. Where the result depends on the place of the moments, the
+        key must begin with a word of `MOVING`.
         """
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
     def _prefixes(self, name: str, first: int, end: int) -> Bytes:
-        """Return the peak at each layer of the range, with the bytes that the layers before it saved."""
+        """Return the peak at each layer of the range, with the bytes that the layers before have saved."""
         held = self._saved.alone[first] + np.append(0, np.cumsum(self._saved.more[first : max(first, end - 2)]))
         peaks = np.empty(end - first, dtype=np.int64)
         peaks[0] = self._single[name][first]
@@ -480,9 +479,9 @@ class RangeBytes(CutBytes):
         return peaks
 
     def _seeds(self, first: int, end: int) -> Bytes:
-        """Return, by layer of the range, by how much the gradient that began the backward of its graph, and lives as
-        long, is larger than that of its own outputs. Layers share a graph where only the next layer reads each tensor
-        with a gradient (`engine/stage`).
+        """Return, by layer of the range, by how many bytes the gradient of its graph's outputs, which lives as long as
+        the graph's backward, exceeds the gradient of the layer's outputs. Layers share a graph where only the next
+        layer reads each tensor with a gradient (`engine/stage`).
         """
         excess = np.zeros(end - first, dtype=np.int64)
         for layer, until in self.graph_ends(first, end):
@@ -504,7 +503,7 @@ class RangeBytes(CutBytes):
         return self._known_part(rows, "graph_bytes", _column(rows, "saved_bytes"))
 
     def _beside(self, rows: Sequence[Observation], name: str) -> Bytes:
-        """Return the peak of an action, with its inputs, or with its graph and the gradients of its outputs."""
+        """Return the peak of a forward with its inputs, or of a backward with its graph and output gradients."""
         if not self.told:
             kept = [one_in_flight(row, self._profile) for row in rows]
             return np.array([row.peak_bytes - (row.static_bytes or 0) for row in kept], dtype=np.int64)
@@ -521,14 +520,14 @@ class RangeBytes(CutBytes):
 
 
 _RECENT: deque[RangeBytes] = deque(maxlen=4)
-"""Of the last profiles that were searched. They hold their profiles, whose identity so stays theirs."""
+"""Bytes of the last profiles searched. Each refers to its profile, so that no other profile gets its identity."""
 
 
 def _column(rows: Sequence[Observation], name: str) -> Bytes:
     return np.array([getattr(row, name) for row in rows], dtype=np.int64)
 
 
-# -- Allocated bytes of a device by kind, for people: weights, gradients, optimizer states, activations
+# -- Allocated bytes of a device by kind, for reports: weights, gradients, optimizer states, activations
 
 
 def kinds_on(plan: Plan, profile: Profile, place: int, of: str, peak_bytes: int) -> dict[str, int]:
@@ -551,9 +550,9 @@ def bytes_by_kind(
 
     elsewhere: layers, without shared parameters, whose optimizer states another replica keeps.
 
-    A parameter of several layers counts once. Weights of 16 bits with masters have a kind of their own. The rest, what
-    the forward saves, workspaces and messages, is one kind. Empty where the profile does not tell the parameters, or
-    the peak is smaller than what they need.
+    A parameter of several layers counts once. Masters of 16-bit weights are a kind of their own. The rest is one kind:
+    what the forward saves, workspaces and messages. Empty where the profile lacks the bytes of parameters, or the peak
+    is smaller than the other kinds.
     """
     chosen = [profile.layers[layer] for layer in sorted(layers)]
     if any(layer.parameter_bytes is None or layer.static_bytes is None for layer in profile.layers):

@@ -29,8 +29,8 @@ class SharedInputs(NamedTuple):
 
 
 class PrecedingSegments(NamedTuple):
-    """Segments before a cut that may hold inputs of those behind it. last: the last one with a backward. stays, leaves:
-    the last one that runs again from inputs on the device, or in the host tier.
+    """Segments before a cut that may hold inputs of the segments behind it. last: the last segment with a backward.
+    stays, leaves: the last segment that is recomputed from inputs on the device, or from inputs in the host tier.
     """
 
     last: MemoryInterval | None = None
@@ -38,7 +38,7 @@ class PrecedingSegments(NamedTuple):
     leaves: MemoryInterval | None = None
 
     def behind(self, part: MemoryInterval, kept: bool) -> PrecedingSegments:
-        """Return this with one more segment; kept: it has a backward."""
+        """Return the record with one more segment. kept: the segment has a backward."""
         if not kept:
             return self
         if not part.recomputes:
@@ -69,11 +69,11 @@ class CallSegment:
     """Layers with one treatment, and their bytes in one call.
 
     kept: True where they have a backward (the first frozen layers have none, and nothing of them is kept).
-    inputs: of all tensors before them; entered: the part that is held; read: the part that their graph keeps.
-    graph: of their whole graph; stays: the part on the device while the call waits; taken: the offloaded part.
-    forward, again: peaks of F and of running again, with the inputs. gradient: of their outputs.
-    backward, first_backward: of B at them with their whole graph; the latter makes the parameters' gradients (`made`).
-    input_half, weight_half, first_weight_half: of I and W likewise; between: what remains after I. 0 if not split.
+    inputs: all tensors across the cut before them; entered: the part that the call holds; read: that their graph keeps.
+    graph: their whole graph; stays: the part on the device while the call waits; taken: the offloaded part.
+    forward, again: peaks of F and of the recomputation, with the inputs. gradient: of their outputs.
+    backward, first_backward: peaks of B with their whole graph; first_backward makes parameter gradients (`made`).
+    input_half, weight_half, first_weight_half: likewise of I and W; between: bytes after I. 0 if not split.
     """
 
     part: MemoryInterval
@@ -98,7 +98,7 @@ class CallSegment:
     @classmethod
     def of(cls, ranges: RangeBytes, part: MemoryInterval, split: bool = False) -> CallSegment:
         """Return the segment of this interval, or of this piece of kind KEEP. split: the backward is in two halves.
-        Raises CapslogError where the profile does not tell them.
+        Raises CapslogError where the profile lacks the bytes of the halves.
         """
         ranges = ranges.treating(part)
         return ranges.once((cls, part.first, part.end, part.kind, split), lambda: cls._of(ranges, part, split))
@@ -136,55 +136,55 @@ class CallSegment:
         )  # fmt: skip
 
     def once(self, beside: Bytes, entered: Bytes) -> Bytes:
-        """Return the bytes of its `entered` inputs that segments before it count; beside: those of all its inputs."""
+        """Return the bytes of the `entered` inputs that earlier segments count; beside: those of all inputs."""
         return _larger(0, _smaller(beside, beside + entered - self.inputs))
 
     def waits(self, beside: SharedInputs) -> Bytes:
-        """Return the bytes that it adds on the device while the call waits."""
+        """Return the bytes that the segment adds on the device while the call waits."""
         return self.stays - (0 if self.part.offloads else self.once(beside.stay, self.entered))
 
     def leaving(self, beside: SharedInputs) -> Bytes:
-        """Return the bytes that it adds on the device before the call's O."""
+        """Return the bytes that the segment adds on the device before the call's O."""
         return self.stays + self.taken - self.once(_larger(beside.stay, beside.taken), self.entered)
 
     def returned(self, beside: SharedInputs, later: bool) -> Bytes:
-        """Return the bytes that it adds to those that come back from the host tier."""
+        """Return the bytes that the segment adds to those that come back from the host tier."""
         return _larger(0, self.taken - later * self.once(beside.taken, self.entered))
 
     def rebuilt(self, beside: SharedInputs, later: bool) -> Bytes:
-        """Return the bytes that its graph, after it has run again, adds to those of the segments before it."""
+        """Return the bytes that the segment's recomputed graph adds to the bytes of earlier segments."""
         return self.graph - self.once(self._there(beside, later), self.read)
 
     def rerun(self) -> Bytes:
-        """Return the peak of running it again, beside its inputs."""
+        """Return the peak of the segment's recomputation, less its inputs."""
         return _larger(0, self.again - self.inputs)
 
     def backward_works(
         self, works: Sequence[BackwardWork], size: Bytes, beside: SharedInputs, later: bool, ready: bool
     ) -> list[Bytes]:
-        """Return its own peak while B or I computes it, for each of `works`, the bytes for its whole graph. size: the
-        bytes that it holds when all is back. ready: R has run it again.
+        """Return the segment's peak in B or I for each of `works`, the peaks with its whole graph. size: the bytes that
+        it holds when offloaded bytes are back. ready: R has recomputed it.
         """
         elsewhere = self.graph - (self.rebuilt(beside, later) if self.part.recomputes else size)
         if not self.part.recomputes or ready:
             return [work.without(elsewhere) for work in works]
-        missing = self.inputs - self.entered  # inputs that only other stages read were there in F alone
+        missing = self.inputs - self.entered  # inputs that only other stages read, in memory only during F
         again = self.again - missing + self.gradient - self._there(beside, later)
         return [_larger(work.without(elsewhere), again) for work in works]
 
     def _there(self, beside: SharedInputs, later: bool) -> Bytes:
-        """Return the part of its inputs, or of those that came back, that segments before it hold as well."""
+        """Return the bytes of the inputs (or of their copies from the host tier) that earlier segments also hold."""
         return later * beside.taken if self.part.offloads else beside.stay
 
 
 class Sums(NamedTuple):
     """Bytes of the segments of one call, summed from the first segment on.
 
-    waits: on the device while the call waits; held: before its O, where it has one; host: in the host tier, coming
-        back.
-    back: on the device after that, when R has run its segment again; between: between the halves of a split backward.
-    forward, again, backward, first_backward, inputs, weights, first_weights: the peaks of F, R, B, I and W, with
-        everything of this call, also what remains after I; "first" where the parameters' gradients are made.
+    waits: on the device while the call waits; held: on the device before its O, if it has an O; host: bytes that come
+        back from the host tier.
+    back: on the device when these are back and R has recomputed its segment; between: after I of a split backward.
+    forward, again, backward, first_backward, inputs, weights, first_weights: the peaks of F, R, B, I and W, with all
+        bytes of this call, also those that remain after I; "first": the parameters' gradients are made.
     """
 
     waits: Bytes = 0
@@ -201,8 +201,8 @@ class Sums(NamedTuple):
     first_weights: Bytes = 0
 
     def behind(self, segment: CallSegment, beside: SharedInputs, later: bool, ready: bool = False) -> Sums:
-        """Return the sums with one more segment. later: the call has an O, until which all stays; else each segment
-        leaves when F has run it. ready: this is the segment that R runs again.
+        """Return the sums with one more segment. later: the call's O moves all offloaded bytes; else each segment's
+        bytes are moved when F has run it. ready: R recomputes this segment.
         """
         forward = _larger(self.forward, self.held + segment.forward - _larger(beside.stay, later * beside.taken))
         if not segment.kept:
@@ -243,26 +243,26 @@ def _smaller(first: Bytes, second: Bytes) -> Bytes:
 
 # -- Bytes that one call of a stage holds and needs at each of its actions, under the stage's memory intervals.
 #
-# A stage's layers form segments: layers outside every interval keep their graph, the others run again or are
-# offloaded. `fold` adds these numbers up over the calls of a rank; no position is known here.
+# A stage's layers form segments: layers outside every interval keep their graph, the others are recomputed or
+# offloaded. `fold` adds these bytes at the positions of a rank's actions.
 #
-# Where a profile knows the tensors of every cut, a tensor that several of a call's segments hold counts once, on the
-# device and, where a call's O moves them together, in the host tier. Tensors that come back are copies, apart from
-# those that stayed.
+# Where a profile has the tensors of every cut, a tensor that several segments of a call hold counts once, on the
+# device and, where the call's O moves these segments together, in the host tier. Tensors that come back are copies,
+# separate from those that stayed.
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """Bytes of one call of a stage. "Additional" bytes leave out those that were there when the action began.
+    """Bytes of one call of a stage. "Additional" bytes exclude the bytes in memory before the action, as its inputs.
 
-    forward: additional bytes of F, whose inputs were there. behind: without its first segment, whose end frees the
-        inputs that are not kept. held: what remains after F, without the outputs passed on.
-    shared: the part of the outputs that is among `held`; input_kept: that of the inputs, input_kept_then: after R.
-    away: the part of `held` that O moves off the device; host: bytes then in the host tier that come back, at L or else
-        at the next R or B. Without an O they have left when F ends.
-    recompute: additional bytes of R, after what returns; grown: held bytes that R adds.
-    backward, first_backward: of B, with everything of this call and the gradients of the outputs; the latter where it
-        makes the parameters' gradients. halves: of I and W, where the backward is split.
+    forward: additional bytes of F. behind: of F without its first segment, whose end frees the inputs that are not
+        kept. held: bytes after F, without the outputs passed on.
+    shared: the outputs in `held`; input_kept, input_kept_then: the inputs in `held`, and those held after R.
+    away: the part of `held` that O moves off the device; host: the bytes in the host tier that come back, at L or, if
+        the call has none, at the next R or B. Without an O they are moved before F ends.
+    recompute: additional bytes of R, when offloaded bytes are back; grown: held bytes that R adds.
+    backward, first_backward: of B, with all bytes of this call and the gradients of the outputs; first_backward makes
+        the parameters' gradients. halves: of I and W, where the backward is split.
     """
 
     forward: int
@@ -282,8 +282,8 @@ class Treatment:
 
 @dataclass(frozen=True)
 class TreatedHalves:
-    """Bytes of a call whose backward is split, with everything of this call. inputs: of I, with the gradients of the
-    outputs. between: what remains after I. weights, first_weights: of W; the latter makes the parameters' gradients.
+    """Bytes of a call whose backward is split, with all bytes of this call. inputs: of I, with the gradients of the
+    outputs. between: after I. weights, first_weights: of W; first_weights makes the parameters' gradients.
     """
 
     inputs: int = 0
@@ -301,16 +301,16 @@ def treated(
     whole: bool = False,
     split: bool = False,
 ) -> Treatment:
-    """Return the bytes of a call of a stage with these ranges of layers and these intervals.
+    """Return the bytes of a call of a stage with these ranges of layers (`pieces`) and memory intervals.
 
-    recomputed: the list has an R for the call, which runs the last recompute interval again; else B does.
-    later: the list has an O for the call, until which all stays; else each segment leaves when F has run it.
-    whole: the backward follows at once: nothing goes to the host tier, and the last segment keeps its graph; the others
-        run again in B where their intervals require it. (The ends of graphs do not change.)
+    recomputed: the call has an R, which runs the last recompute interval again; else B does.
+    later: the call has an O, which moves all offloaded bytes; else each segment's bytes are moved when F has run it.
+    whole: the backward follows at once: nothing is offloaded, and the last segment keeps its graph; B recomputes the
+        others as their intervals say. (The ends of graphs do not change.)
     split: the backward is in two halves.
 
-    Raises CapslogError where the profile does not tell the bytes of layers of which parts run again; and, with `split`,
-    those of the halves.
+    Raises CapslogError where the profile lacks the bytes of layers with recomputed parts, or, with `split`, of the
+    halves.
     """
     first, end = pieces[0][0], pieces[-1][1]
     if end < ranges.num_layers and not ranges.carries[end]:  # frozen layers: F keeps nothing, R and B do nothing
@@ -323,7 +323,7 @@ def treated(
         part = last.part
         kept = ranges.treating(part)
         shared = ranges.inputs_kept(part.first, end, end) if part.recomputes else kept.shared(part.first, end)
-    # every input of a recomputed first segment is kept as it is; an offloaded input comes back as another tensor
+    # a recomputed first segment keeps its inputs themselves; an offloaded input comes back as another tensor
     input_read = start.read if start.kept and not start.part.offloads else 0
     input_kept = start.stays if start.part.recomputes else input_read
     again = max(

@@ -42,29 +42,29 @@ JOINED = "joined_variants"
 """Condition: the variants whose neighbouring layers pass tensors to each other without conversion."""
 
 KEPT_WHOLE = "kept_whole"
-"""Condition: the parts of a captured model that run as a whole, as Python, or are one layer, and the reasons."""
+"""Condition: the parts of a captured model that run as Python, or that are one layer, with the reasons."""
 
 JOINED_PARTS = "joined_parts"
-"""Condition: layers that hold several parts -> the others of these, which no cut may part."""
+"""Condition: name of a layer that holds several parts of the model -> its other parts, which no cut can separate."""
 
 HYBRID_LETTERS = "hybrid_letters"
-"""Condition: what each layer of a hybrid model holds, in the letters of Megatron's patterns (`model/names`), with |
+"""Condition: the modules of each layer of a hybrid model in the letters of Megatron's patterns (`model/names`), with |
 between layers.
 """
 
 LAST_HOLDS = "last_layer"
-"""Condition: all modules of the last layer, which is called after the first of them."""
+"""Condition: all modules of the last layer, whose name is that of the first module."""
 
 MOMENTS = "moments"
-"""Condition: the dtype in which moments are kept, if the update uses another one."""
+"""Condition: the dtype in which moments are stored, if the update uses another dtype."""
 
 PART_SECONDS = "seconds_of_parts"
-"""Condition: seconds by which a backward is longer where parts of a layer run again in it, for the layers and parts of
-the plan that the run is given: [layer, parts, seconds].
+"""Condition: rows [layer, parts, seconds] for the layers and parts of the given plan: the seconds by which recomputing
+the parts lengthens the layer's backward.
 """
 ONE_MICROBATCH = "one_microbatch"
-"""Condition: numbers of the layers that take one microbatch per call, since they would compute something else for
-several together; in profiles that have runs of larger calls."""
+"""Condition: numbers of the layers that take one microbatch per call, since several together change their result; in
+profiles that have runs of larger calls."""
 
 _MOST = 100
 """Largest factor: more than any allocator reserves per allocated byte or any optimizer keeps per parameter byte, and
@@ -72,7 +72,7 @@ small enough that products of bytes stay finite."""
 
 
 def checked(conditions: Any) -> dict[str, Any]:
-    """Return the conditions, numbers as int or float. Raises CapslogError naming one of a wrong type or range."""
+    """Return the conditions, numbers as int or float. Raises CapslogError naming a condition of wrong type or range."""
     if not isinstance(conditions, Mapping):
         raise CapslogError("conditions must be an object that maps names to values")
     checked_conditions = dict(conditions)
@@ -84,14 +84,14 @@ def checked(conditions: Any) -> dict[str, Any]:
 
 
 def kept_copies(conditions: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the bytes kept beside a trained parameter and its gradient, as multiples of the parameter's bytes: for the
-    optimizer (2, as with AdamW, without that condition), and for a 16-bit copy.
+    """Return the bytes kept beside a trained parameter and its gradient, as multiples of the parameter's bytes: of the
+    optimizer (2, as with AdamW, where the condition is missing), and of a 16-bit copy.
     """
     return conditions.get("optimizer_copies", 2), conditions.get("weight_copies", 0)
 
 
 def _headroom(value: Any, name: str) -> Any:
-    """Check the bytes beyond a stage's peak, as `memory.costs` reads them; "parts" is for people."""
+    """Check the bytes beyond a stage's peak, as `memory.costs` reads them; "parts" only explains them."""
     if not isinstance(value, Mapping):
         raise CapslogError(f'{name} must be an object such as {{"fixed_bytes": 0, "fragmentation": 1.0}}')
     fields.refuse_unknown(value, ["fixed_bytes", "fragmentation", "parts"], f"field of {name}")

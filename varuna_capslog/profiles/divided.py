@@ -1,8 +1,8 @@
 """The profile of one card of a stage that another system divides over several cards. Imports no torch.
 
-Rules: matrices and, by sequence parallelism, all activations are divided by `tensor`, activations and attention also by
-`context` (Korthikanti et al. 2022, Sec. 4.2.2; Megatron's context parallelism). `zero` divides over data x context
-cards as Megatron's distributed optimizer (level 1) and FSDP (2, 3), experts over their own replicas.
+Rules: `tensor` divides matrices and, by sequence parallelism, all activations; `context` divides activations and
+attention (Korthikanti et al. 2022, Sec. 4.2.2; Megatron's context parallelism). `zero` divides over replicas: at level
+1 as Megatron's distributed optimizer, at levels 2 and 3 as FSDP (`config.parallel.Divisors`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _OF_KINDS = dict[str, float]
 
 @dataclass(frozen=True)
 class Network:
-    """Links between the cards of a stage, in bytes per second (None: bytes take no time).
+    """Links between the cards of a stage, in bytes per second.
 
-    bandwidth: between nodes. node_bandwidth: within one; None: as between. node_cards: of a node; None: one node has
-    all. Neighbouring cards share tensors, then contexts, then samples, so that small groups lie within a node.
+    bandwidth: between nodes; None: takes no time. node_bandwidth: within a node; None: as `bandwidth`. node_cards: in a
+    node; None: all cards. Neighbouring cards form tensor groups, these context groups, so small groups lie in one node.
     """
 
     bandwidth: float | None = None
@@ -40,7 +40,7 @@ class Network:
     node_cards: int | None = None
 
     def seconds(self, count: float, span: int) -> float:
-        """Return the seconds that a card needs to send `count` bytes within a group that spans so many cards."""
+        """Return the seconds in which a card sends `count` bytes within a group that spans `span` cards."""
         near = self.node_cards is None or span <= self.node_cards
         rate = self.node_bandwidth or self.bandwidth if near else self.bandwidth
         return 0.0 if rate is None else count / rate
@@ -49,17 +49,16 @@ class Network:
 def divided(profile: Profile, divisors: Divisors, network: Network | None = None) -> Profile:
     """Return the profile of one card of each stage: bytes and seconds divided, messages added to the seconds.
 
-    Messages do not overlap with work and have no latency. Those of each microbatch are in `forward_seconds` and
-    `backward_seconds`, those of each step in the condition `UPDATE_RATE`. Rows are shared evenly by experts.
-
-    Raises CapslogError for a profile that is not an estimate with the parts of each layer.
+    Assumptions: messages do not overlap with computation and have no latency; each expert gets equally many tokens.
+    `forward_seconds` and `backward_seconds` include the messages of a microbatch, the condition `UPDATE_RATE` those of
+    a step. Raises CapslogError for a measured profile, and for an estimate in which a layer has no `divisible`.
     """
     return _Division(profile, divisors, network or Network()).profile()
 
 
 def worst_routing(profile: Profile, divisors: Divisors) -> tuple[int, float]:
-    """Return the bytes that the heaviest layer of the undivided profile saves more on one card for each microbatch,
-    and the seconds that it takes longer, if all rows go to the experts of this card; 0 without experts.
+    """Return the additional bytes that a card saves per microbatch, and its additional seconds, if all tokens of each
+    layer go to this card's experts: the maximum over layers, 0 without experts. profile: not yet divided.
     """
     more = (divisors.expert - 1) / (divisors.tensor * divisors.context)
     parts = [layer.divisible for layer in profile.layers if layer.divisible is not None]
@@ -116,7 +115,7 @@ class _Division:
     # -- bytes
 
     def _shared(self, kinds: Mapping[str, float], level: int) -> float:
-        """Bytes of parameters of each kind on one card; level: of `zero`, see `Divisors.shards`."""
+        """Return the sum over the kinds of the bytes on one card; level: as in `Divisors.shards`."""
         return sum(size / self._divisors.shards(kind, level) for kind, size in kinds.items())
 
     def _passed(self, size: int) -> int:
@@ -188,10 +187,10 @@ class _Division:
         return ActionBytes(**of_card)
 
     def _working(self, size: int, places: Sequence[int], backward: bool = False, first: bool = False) -> int:
-        """Bytes that one card needs in an action beside what was there: activations, and in a backward gradients.
+        """Return the bytes that an action adds on one card: activations, and gradients in a backward.
 
-        A backward beside gradients holds one more of the largest parameter, the first one makes all. From level 2 of
-        `zero` a layer's whole gradients are there until they are shared, at level 3 also its gathered weights.
+        The first backward makes all gradients; a later one adds a gradient of the largest parameter. From level 2 of
+        `zero` on, it holds a layer's whole gradients. At level 3, every action holds a layer's gathered weights.
         """
         divisors, gradients = self._divisors, [self._gradients[place] for place in places]
         part, fresh = 0.0, 0.0
@@ -208,7 +207,7 @@ class _Division:
         return math.ceil((size - cut * part) / self.tokens + cut * fresh + more)
 
     def _largest(self, place: int) -> tuple[float, float]:
-        """Bytes of a layer's largest gradient, alone and on one card of those that share it."""
+        """Return the bytes of a layer's largest gradient: the whole, and the part on one card."""
         parts, total = self._parts[place], sum(self._gradients[place].values())
         sizes = [
             (parts.largest_matrix_share * total, self._divisors.shards("matrix")),
@@ -221,7 +220,7 @@ class _Division:
     def _seconds(
         self, record: Observation | LayerProfile, places: Sequence[int], microbatches: int = 1
     ) -> dict[str, Any]:
-        """Seconds of one card for a run or a layer. microbatches: of one call."""
+        """Return the seconds of one card for a run or a layer. microbatches: number in one call."""
         forward = sum(self._messages(place)[0] for place in places) * microbatches
         backward = sum(self._messages(place)[1] for place in places) * microbatches
         more = {"forward_seconds": forward, "backward_seconds": backward, "input_seconds": backward}
@@ -250,21 +249,21 @@ class _Division:
         return forward, backward
 
     def _step_seconds(self, place: int) -> float:
-        """Seconds of a card's messages for one layer in each step: gradients are summed, new weights handed out."""
+        """Return the seconds of a card's messages for one layer in each step: the sum of gradients, the new weights."""
         zero = self._divisors.zero
         gradients = self._replica_seconds(self._gradients[place])
         weights = self._replica_seconds(self._weights[place])
         return {0: 2 * gradients, 1: gradients + weights, 2: weights, 3: 0.0}[zero]
 
     def _replica_seconds(self, kinds: Mapping[str, float]) -> float:
-        """Seconds of one all-gather or reduce-scatter of parameters among the cards that hold the same ones."""
+        """Return the seconds of one all-gather or reduce-scatter among the cards that hold the same parameters."""
         divisors = self._divisors
         sizes = (_sent(divisors.replicas(kind)) * size / divisors.shards(kind) for kind, size in kinds.items())
         return self._network.seconds(sum(sizes), divisors.cards)
 
 
 def _sent(cards: int) -> float:
-    """Part of the bytes that each of these cards sends in an all-gather, reduce-scatter or all-to-all."""
+    """Return the fraction of the bytes that each card sends in an all-gather, reduce-scatter or all-to-all."""
     return (cards - 1) / cards
 
 

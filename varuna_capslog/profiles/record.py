@@ -36,46 +36,45 @@ __all__ = [
 
 # -- Bytes of one microbatch at each of its actions on a stage; a part of an observation.
 #
-# An estimate reads them from the stage's own program, and the fold of a rank's actions (`memory/fold`) adds them up.
-# Without them only a stage's peak is known, but not the action that causes it.
+# Estimates have them, and the fold of a rank's actions (`memory/fold`) adds them up. Without them only the peak of a
+# stage is known, not the action that causes it.
 
 
 HALVES = ("input_half_bytes", "weight_half_bytes", "first_weight_half_bytes", "noted_bytes", "noted_seed_bytes")
-"""Fields of a profile about backwards in two halves."""
+"""Fields of ActionBytes for a backward in two halves: first the gradients of inputs, then those of weights."""
 LATER = (*HALVES, "moment_bytes", "lasting_bytes")
 """Fields that a file leaves out where they are not known."""
 
 LEAST_MOMENT_BYTES = 512
-"""Smaller moments stay on the device: an allocator for a GPU gives no smaller blocks, and step counts are read on the
-host."""
+"""Smaller moments stay on the device: a GPU's allocator has no smaller blocks, and step counts are read on the host."""
 
 
 @dataclass(frozen=True)
 class ActionBytes:
-    """Bytes of one microbatch on one stage, each the peak beside the bytes that were there when the action began.
+    """Bytes of one microbatch on one stage. Bytes of an action are its peak, less the bytes that were in memory before.
 
-    forward_bytes, bare_bytes: of a forward (or a recomputation) that keeps its graph, and of a forward that keeps none;
-        the inputs were there.
-    backward_bytes, first_backward_bytes: of a backward where the parameters have gradients already, and of one that
-        makes them; the graph and the gradients of the outputs were there.
-    update_bytes: between the last backward and the end of the step, beside static_bytes.
+    forward_bytes, bare_bytes: of a forward (or a recomputation) that keeps its graph, and of a forward that does not;
+        in memory before: the inputs.
+    backward_bytes, first_backward_bytes: of a backward that adds to the parameters' gradients, and of a backward that
+        makes them; in memory before: the graph and the gradients of the outputs.
+    update_bytes: the peak between the last backward and the end of the step, less static_bytes.
     gradient_bytes: the parameters' gradients, a part of static_bytes.
-    shared_bytes: the part of boundary_out_bytes whose storages the graph keeps as well.
-    statistics_bytes: running statistics, which a forward leaves until the end of the step.
+    shared_bytes: the part of boundary_out_bytes whose storages the graph also keeps.
+    statistics_bytes: running statistics, which a forward makes and which stay until the end of the step.
     graph_bytes: the bytes that a backward frees, the stage's inputs included: `saved_bytes` and tensors that autograd
-        does not show (random number states), but none that others hold as well (targets). None: not known, here and
-        below.
-    moved_bytes: the part of it that "offload" takes to the host tier: the layers' saved tensors.
-    staying_bytes: the part that then stays: tensors that the loss reads and saves, and those that autograd hides.
-    input_half_bytes: of the half of a backward that gives the inputs' gradients; graph and output gradients were there.
-    weight_half_bytes, first_weight_half_bytes: of the other half where the parameters have gradients already, and of
-        one that makes them; the bytes held between the halves (`weight_bytes` of the observation) were there.
-    noted_bytes: the gradients that the first half keeps for the other, a part of the bytes held between them.
-    noted_seed_bytes: the part of these with which the backward began: gradients of the outputs.
+        does not show (random number states), but no tensors that others also hold (targets). None, here and below: not
+        known.
+    moved_bytes: the part of graph_bytes that "offload" moves to the host tier: the layers' saved tensors.
+    staying_bytes: the part that stays: tensors that the loss reads and saves, and those that autograd does not show.
+    input_half_bytes: of the backward half that computes the inputs' gradients; in memory before: as for backward_bytes.
+    weight_half_bytes, first_weight_half_bytes: of the half that adds to the parameters' gradients, or makes them; in
+        memory before: the bytes held between the halves (`weight_bytes` of the observation).
+    noted_bytes: the gradients that the first half keeps for the second, a part of the bytes held between them.
+    noted_seed_bytes: the part of noted_bytes with which the backward began: gradients of the outputs.
     moment_bytes: moments of LEAST_MOMENT_BYTES or more, which may wait in the host tier; a part of static_bytes.
-    lasting_bytes: bytes beside static_bytes that remain from the first step on and are no tensor of the stage, such as
-        the workspaces of cuBLAS; a part of the row's peak_bytes. A rank has the maximum of its layers once, whatever
-        its stages and calls.
+    lasting_bytes: bytes beyond static_bytes that remain from the first step on and are no tensor of the stage, such as
+        the workspaces of cuBLAS; a part of the row's peak_bytes. A rank counts the maximum of its layers once, for all
+        stages and calls.
     """
 
     forward_bytes: int
@@ -106,14 +105,14 @@ class ActionBytes:
 
 @dataclass(frozen=True)
 class Divisible:
-    """Parts of a layer that cards of one stage can divide in another system (`config/parallel`), of one microbatch.
+    """Parts of a layer that another system can divide among the cards of a stage (`config/parallel`), for a microbatch.
 
-    matrix_share, expert_share: parts of the layer's parameters in matrices, and in experts; the rest is whole on every
-        card: norms, biases, the router, and projections that a norm over their whole output follows.
-    largest_matrix_share, largest_expert_share: parts of the largest parameter of each kind.
-    gathered_bytes, scattered_bytes: inputs of divided matrices, and sums behind them, once each.
-    attended_bytes: keys and values. exchanged_bytes: rows that go to their experts.
-    expert_row_bytes: what the experts' products read and write. expert_seconds: of these products in the forward.
+    matrix_share, expert_share: fractions of the layer's parameters in matrices, and in experts; each card has all other
+        parameters whole: norms, biases, the router, and projections whose whole output a norm reads.
+    largest_matrix_share, largest_expert_share: fractions in the largest parameter of each kind.
+    gathered_bytes: inputs that divided matrices gather, each once. scattered_bytes: outputs that are reduce-scattered.
+    attended_bytes: keys and values. exchanged_bytes: tokens that are sent to their experts.
+    expert_row_bytes: inputs and outputs of the experts' matrix products. expert_seconds: their forward seconds.
     """
 
     matrix_share: float
@@ -152,7 +151,7 @@ _SECONDS_OF_HALVES = ("input_seconds", "weight_seconds")
 _PARTS_OF_A_RUN = ("static_bytes", "saved_bytes", "transient_bytes", *_SECONDS, *_SECONDS_OF_HALVES, "weight_bytes")
 """Fields of a layer that are copied from the run of that layer alone."""
 _NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "compile_seconds", "action_bytes", "divisible", "parts")
-"""Of layers and observations, since profile/2; left out of a file where they are None."""
+"""Fields of layers and observations that profile/2 added; a file leaves them out where they are None."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +163,9 @@ class LayerProfile:
     static_bytes: parameters, gradients and optimizer state. parameter_bytes: the parameters alone.
     saved_bytes: kept by the forward for the backward. transient_bytes: isolated_bytes less static_bytes.
     boundary_bytes: the tensors that cross the cut behind the layer in the forward direction.
-    backward_seconds: without recomputation. input_seconds, weight_seconds: its two halves, where it is split.
+    backward_seconds: without recomputation. input_seconds, weight_seconds: of its two halves, where it is split.
     weight_bytes: held between the two halves: the rest of the graph, and the gradients noted in it.
-    divisible: what cards of one stage can divide; known in estimates.
+    divisible: parts that cards of one stage can divide; only in estimates.
     """
 
     name: str
@@ -186,7 +185,7 @@ class LayerProfile:
 
     @property
     def input_part(self) -> float:
-        """Seconds of the input half of the backward: by its share in the profile, or half of the backward."""
+        """Seconds of the backward's input half, by the profile's halves; without these half of the backward."""
         backward, first, second = self.backward_seconds or 0.0, self.input_seconds, self.weight_seconds
         if first is None or second is None or not first + second:
             return 0.5 * backward
@@ -259,10 +258,10 @@ class Observation:
     input: size of the input (a shape, or names to shapes).
     parallel: {"kind", "degree"} of the parallelism inside the stage; kind: "none", "data" or "tensor".
     memory_action: "none", "recompute" or "offload".
-    boundary_in_bytes, boundary_out_bytes: cross the cuts before and behind. Halves of the backward: see `LayerProfile`.
-    variant: name of the layers' implementation; None: the plain one.
-    compile_seconds: of torch.compile, if any (few if on disk). action_bytes: None: only the peak is known.
-    parts: of each layer, that ran again inside its backward (`plans.parts.LAYER_PARTS`); None: none.
+    boundary_in_bytes, boundary_out_bytes: tensors across the cuts before and behind the stage.
+    input_seconds, weight_seconds, weight_bytes: see `LayerProfile`. variant: see `runs.text_of`.
+    compile_seconds: of torch.compile; small where its code was on disk. action_bytes: None: only the peak is known.
+    parts: the parts that each layer recomputed inside its backward (`plans.parts.LAYER_PARTS`); None: no parts.
     """
 
     layers: tuple[int, int]
@@ -306,7 +305,7 @@ class Observation:
 
     @property
     def condition(self) -> str:
-        """Text of the conditions that must be equal in rows that are used together."""
+        """Text of the conditions that must be equal in all rows of a calculation."""
         parts = [self.device, self.microbatch_size, self.input, dict(self.parallel), self.memory_action]
         parts += [] if self.variant is None else [self.variant]
         parts += [] if self.parts is None else [list(self.parts)]
@@ -315,12 +314,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class Profile:
-    """Layers of a model in chain order, with costs; only they are required. Raises CapslogError for invalid values.
+    """Layers of a model in chain order, with costs. Raises CapslogError for invalid values.
 
     source: "measured" or "estimated".
-    conditions: when the numbers hold: device, dtype, microbatch_size, input shape, optimizer, recompute, torch version,
-        ...
-    tensors: those that layers pass on; with them the chain is one order of a graph.
+    conditions: under which the numbers hold: device, dtype, microbatch_size, input shape, optimizer, recompute, torch
+        version, ...
+    tensors: passed between layers. With them the chain is known as a graph; without them as a line.
     by_degree: runs of the same ranges of layers on several devices (`parallel`), `microbatch_size` samples at a time.
     """
 
@@ -377,13 +376,13 @@ class Profile:
         return len(self.layers)
 
     def samples(self, grain: int) -> int:
-        """Samples of a call of `grain` microbatches, by the first observation; 0 where there is none."""
+        """Return the samples in a call of `grain` microbatches, by the first observation; 0 without observations."""
         return grain * self.observations[0].microbatch_size if self.observations else 0
 
     @functools.cached_property
     def call_seconds(self) -> Mapping[int, tuple[list[float], list[float]]]:
-        """Grain -> seconds of a forward and of a backward of every layer in calls of so many microbatches: 1, and those
-        of which each layer has a run alone that tells both. Raises CapslogError as `column`.
+        """Grain (microbatches in a call) -> forward seconds and backward seconds of every layer: grain 1, and grains
+        for which every layer has a run alone with both seconds. Raises CapslogError as `column`.
         """
         alone: dict[int, dict[int, Observation]] = {}
         for row in self.observations:
@@ -415,7 +414,7 @@ class Profile:
 
     @property
     def known_edges(self) -> list[tuple[int, int]] | None:
-        """`edges`; None without `tensors`, since then they are not known."""
+        """`edges`; None without `tensors`."""
         return self.edges if self.tensors else None
 
     @functools.cached_property
@@ -441,7 +440,7 @@ class Profile:
         return values
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form: the short one, with `shared` and `observations` where there are any."""
+        """Return the JSON form; without `shared`, `observations`, `by_degree` and `tensors` where they are empty."""
         old, new = FORMATS
         rows = (*self.layers, *self.observations)
         newer = any(getattr(row, name, None) is not None for row in rows for name in _NEW_FIELDS)
@@ -477,7 +476,7 @@ class Profile:
         return fields.within(where, lambda: cls(**_parts(value)))
 
     def _places(self) -> list[tuple[str, int]]:
-        """Every place that names layers, with the end of its last layer."""
+        """Return the name of each field that holds layer numbers, and the end of its last layer."""
         shared = [(f"shared[{i}] ({row.name})", row.layers[-1] + 1) for i, row in enumerate(self.shared)]
         # a reader may be L, the loss
         read = [(f"tensors[{i}] ({tensor.name})", tensor.readers[-1]) for i, tensor in enumerate(self.tensors)]
@@ -487,7 +486,7 @@ class Profile:
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile file, short or full form. Raises CapslogError naming the file and the field."""
+    """Read a profile file of either format. Raises CapslogError naming the file and the field."""
     return Profile.from_json(files.read_json(path), where=str(path))
 
 
@@ -505,9 +504,9 @@ def layers_of_runs(
     """Compute every layer's row from the 2L-1 runs of single layers and neighbouring pairs, all of one condition.
 
     CAPSlog, Sec. III-A with n = 1: M_i(l) is the peak of layer l alone (C1), M_a(l) the peak of {l-1, l} (C3) less the
-    peak of {l-1} (C2). The other parts are those of the single-layer run. With `grown_from_first`, as in mCAP, M_a(l)
-    is {0 .. l} less {0 .. l-1}. Raises CapslogError for a run that is missing, twice there, or under another condition
-    than the first.
+    peak of {l-1} (C2). All other fields come from the single-layer run. With `grown_from_first`, as in mCAP, M_a(l) is
+    the peak of {0 .. l} less the peak of {0 .. l-1}. Raises CapslogError where a run is missing or duplicate, or has
+    another condition than the first run.
     """
     peak: dict[tuple[int, int], Observation] = {}
     for run in runs:
@@ -540,7 +539,7 @@ def layers_of_runs(
 
 
 def check_parallel(value: Any, kinds: Sequence[str] = PARALLEL_KINDS) -> dict[str, Any]:
-    """Return the checked {"kind", "degree"} of the parallelism inside a stage. Raises CapslogError for others."""
+    """Return the checked {"kind", "degree"} of the parallelism inside a stage. Raises CapslogError where invalid."""
     if not isinstance(value, Mapping):
         raise CapslogError('parallel must be an object such as {"kind": "none", "degree": 1}')
     fields.refuse_unknown(value, ("kind", "degree"))
@@ -571,7 +570,7 @@ def _parts(value: Any) -> dict[str, Any]:
 
 
 def _plain(row: Any) -> dict[str, Any]:
-    """Return a row in the form of JSON; fields that only profile/2 has are left out where they are None."""
+    """Return the JSON form of a row, without fields of profile/2 that are None."""
     values = dataclasses.asdict(row)
     if (actions := values.get("action_bytes")) is not None:
         values["action_bytes"] = {name: size for name, size in actions.items() if size is not None or name not in LATER}
@@ -591,12 +590,12 @@ def _set(record: Any, name: str, value: Any) -> None:
     object.__setattr__(record, name, value)
 
 
-# -- Bytes that layers always hold besides (snapshots, copies, or waiting gradients), added to a profile. Searches then
-#    count these bytes without knowing what they are.
+# -- Bytes that layers always hold beyond a profile's (snapshots, copies, or waiting gradients), added to the profile:
+#    planners need no rule for them.
 
 
 def with_beside(profile: Profile, beside: Sequence[int]) -> Profile:
-    """Return the profile with `beside[layer]` more bytes of each layer in every run; the same where all are 0."""
+    """Return the profile with `beside[layer]` more bytes for each layer of every run."""
     if not any(beside):
         return profile
 

@@ -1,5 +1,5 @@
-"""Lists the stage runs that a profile needs, and the launches into which three profilers group them. Each run trains a
-stage of one or two layers and reads its peak.
+"""Lists the stage runs that a profile needs, and the launches into which CAPSlog and mCAP group them. Each run trains a
+stage and reads its peak.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Partitioning:
 
     @property
     def stages(self) -> list[StageRun]:
-        """Layers on each GPU."""
+        """Layers (first, end) on each GPU."""
         ends = [sum(self.layers_per_gpu[: gpu + 1]) for gpu in range(len(self.layers_per_gpu))]
         return [(end - layers, end) for end, layers in zip(ends, self.layers_per_gpu, strict=True)]
 
@@ -62,9 +62,9 @@ def stage_runs(num_layers: int) -> list[StageRun]:
 def capslog_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
     """Return CAPSlog's trimmed profiling partitionings, Sec. III-A: those for M_i, then those for M_a.
 
-    8, 15 and 16 of them for 25, 42 and 48 layers on 8 GPUs, as the paper's Fig. 12 counts. The two series for M_a
-    (pairs that begin at an even and at an odd layer) each continue until none of their pairs is missing. Raises
-    CapslogError for fewer than 3 GPUs when the layers outnumber them: the method gains gpus - 2 stages a launch.
+    For 25, 42 and 48 layers on 8 GPUs these are 8, 15 and 16 launches, as in the paper's Fig. 12. The two series for
+    M_a (pairs that begin at an even layer, and at an odd layer) each end when all their pairs are measured. Raises
+    CapslogError for 1 or 2 GPUs and more layers than GPUs: a launch measures only gpus - 2 new stages.
     """
     num_layers, gpus = _checked(num_layers, gpus)
     isolated = _series(num_layers, gpus, size=1, begin=0)
@@ -75,11 +75,11 @@ def capslog_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
 
 def _series(num_layers: int, gpus: int, size: int, begin: int) -> list[Partitioning]:
     """Return the partitionings [Z, size, ..., size, R] that measure ranges of `size` layers, one after another from
-    layer `begin` on. Z grows by the layers that the launch before measured. GPU 0 is measured too in the first launch
-    where it holds a range, GPU G-1 in a launch where the remaining layers are one range.
+    layer `begin` on. Z grows by the layers that the launch before measured. GPU 0 is also measured in the first launch
+    if it holds a range there, and GPU G-1 in a launch whose remaining layers are one range.
     """
     launches = []
-    reached = begin  # Layers below this one lie on GPU 0 or before.
+    reached = begin  # GPU 0 holds the layers before this layer.
     while reached + size <= num_layers:
         layers = [reached] if reached else []
         slots = gpus - len(layers)
@@ -96,10 +96,10 @@ def _series(num_layers: int, gpus: int, size: int, begin: int) -> list[Partition
 def mcap_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
     """Return mCAP's profiling partitionings, which keep the whole model in memory: [k, 1, ..., 1, rest] for k = 1 .. L.
 
-    M_i comes from the GPUs with one layer, M_a(l) from GPU 0 growing from layers 0 .. l-1 to 0 .. l. That is L
-    launches, the 25, 42 and 48 that the paper's Fig. 12 prints; its text gives the formula L - G + 1 (18, 35 and 41),
-    which is the number of those that use every GPU, and leaves out M_a of the last G - 1 layers. The lists are our
-    inference from both numbers and the criteria C1 to C3. Raises CapslogError as `capslog_partitionings`.
+    M_i comes from the GPUs with one layer, M_a(l) from GPU 0 when it holds layers 0 .. l-1 and then 0 .. l. These are L
+    launches, the 25, 42 and 48 of the paper's Fig. 12. The paper's text has the formula L - G + 1 (18, 35 and 41): the
+    launches that use every GPU, without M_a of the last G - 1 layers. We inferred the lists from both numbers and the
+    criteria C1 to C3. Raises CapslogError as `capslog_partitionings`.
     """
     num_layers, gpus = _checked(num_layers, gpus)
     launches = []
@@ -123,9 +123,9 @@ def _checked(num_layers: int, gpus: int) -> tuple[int, int]:
     return num_layers, gpus
 
 
-# -- Rows of a profile for variants of layers, and the profile of one choice of variants. Rows of single layers have
-# their `variant`; rows of two layers both, as "sdpa,plain". Memory models read the rows of the layers as configured,
-# with none.
+# -- Rows of a profile for variants of layers, and the profile of one choice of variants. The `variant` of a row is the
+# variant of its layer, or both variants of two layers, such as "sdpa,plain". Memory models read only rows without a
+# variant: layers as configured.
 
 
 PLAIN = "plain"
@@ -138,7 +138,7 @@ def text_of(names: Sequence[str]) -> str | None:
 
 
 def variant_pairs(alternatives: Mapping[int, Sequence[str]], num_layers: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield first layer and names of the runs that `alternatives` (layer -> variants) need: single layers, pairs."""
+    """Yield (first layer, names) of the runs of layers and pairs that `alternatives` (layer -> variants) need."""
     names_of_layer = {layer: (PLAIN, *alternatives.get(layer, ())) for layer in range(num_layers)}
     for first, end in stage_runs(num_layers):
         choices: list[tuple[str, ...]] = [()]
@@ -148,7 +148,7 @@ def variant_pairs(alternatives: Mapping[int, Sequence[str]], num_layers: int) ->
 
 
 def alternatives_of(profile: Profile) -> dict[int, tuple[str, ...]]:
-    """Return layer -> the variants that the profile has rows of, in their order there."""
+    """Return layer -> the variants for which the profile has rows, in the order of these rows."""
     alternatives: dict[int, tuple[str, ...]] = {}
     for row in profile.observations:
         if row.variant is not None and row.layers[1] - row.layers[0] == 1:
@@ -187,8 +187,8 @@ _Rows = Mapping[tuple[tuple[int, int], str | None], Observation]
 def _with_savings(
     profile: Profile, chosen: Mapping[int, str], rows: _Rows, rows_of_choice: Sequence[Observation]
 ) -> list[Observation]:
-    """Return the rows of a choice, with less time for each layer that follows a layer of the same joined variant. The
-    layer saves a conversion: the time that the pair takes less than both layers alone, minus that of a plain pair.
+    """Return the rows of a choice, with less time for each layer behind a layer of the same joined variant, since a
+    conversion is saved: its time is `_spared` of the two layers, less `_spared` of the two plain layers.
     """
     joined, less = profile.conditions.get(JOINED, ()), dict[int, tuple[float, float]]()
     for layer in range(1, profile.num_layers):
@@ -209,7 +209,7 @@ def _with_savings(
 
 
 def _spared(rows: _Rows, layer: int, name: str) -> tuple[float, float]:
-    """Forward and backward seconds by which this layer and the one before are faster together than alone."""
+    """Return the forward and backward seconds that this layer and the layer before save in one run of both."""
     alone = text_of([name])
     parts = rows[(layer - 1, layer), alone], rows[(layer, layer + 1), alone]
     pair = rows[(layer - 1, layer + 1), text_of([name, name])]

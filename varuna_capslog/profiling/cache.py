@@ -1,5 +1,5 @@
-"""Stores measured profiles between runs: one file per model and conditions. A cache may lose everything at any time, so
-a file that cannot be read is no error: the profile is measured again.
+"""Stores profiles between runs: one file per model and conditions. A cache may lose everything at any time, so a file
+that cannot be read is no error: the profile is made again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TOLD = (
     *("profiling", "attention", "seconds", "headroom", "limits"),
     *(UPDATE_RATE, KEPT_WHOLE, LAST_HOLDS, JOINED_PARTS, HYBRID_LETTERS, PART_SECONDS, ONE_MICROBATCH),
 )
-"""Conditions that are known only after the measurement or estimate, and are no part of a cache key."""
+"""Conditions that are known only after the measurement or estimate, and so are no part of a cache key."""
 
 
 def folder() -> Path | None:
@@ -48,7 +48,7 @@ def folder() -> Path | None:
 
 
 def cpu_name() -> str:
-    """Return the model of this machine's processor, or its architecture where the model is not known."""
+    """Return the model of this machine's processor, or its architecture where the model is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -96,8 +96,8 @@ def store(profile: Profile) -> None:
 
 
 def kept(conditions: Mapping[str, Any], model: str, make: Callable[[], Profile]) -> Profile:
-    """Return the profile stored under these conditions; where there is none, store and return the result of `make`. The
-    profile gets the model's current name `model`; it may have been stored under another name.
+    """Return the profile stored under these conditions; without one, store and return the result of `make`. The profile
+    gets the name `model`, since it may have been stored under another name.
     """
     profile = load(conditions)
     if profile is None:
@@ -107,7 +107,7 @@ def kept(conditions: Mapping[str, Any], model: str, make: Callable[[], Profile])
 
 
 def _lasting(conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conditions without those that are only known afterwards."""
+    """Return the conditions without `_TOLD`."""
     return {key: value for key, value in conditions.items() if key not in _TOLD}
 
 
@@ -119,7 +119,7 @@ def _path(conditions: Mapping[str, Any]) -> Path | None:
 def model_digest(workload: Workload, chain: Chain) -> str:
     """Return the SHA-256 of all that a model's costs depend on: layers, module classes, settings, shapes, source files.
 
-    Weights do not count. Equal in every process and on every machine with the same files.
+    The values of weights do not count. Equal in every process and on every machine with the same files.
     """
     digest = hashlib.sha256()
     sources: set[type] = {type(workload)}

@@ -1,8 +1,8 @@
 """Corrects the seconds of estimates by measured profiles of this machine's device.
 
-`learn` compares a profile's measured seconds with those of the operators' classes. The factors of `rates.GROUPS` that
-fit best are stored per kind of device, and `corrected_speed` applies them to estimates of that kind. The newest profile
-of each model counts; to forget all, delete the file, which is beside the cached profiles.
+`learn` stores the measured seconds of a profile's runs, and their work by operator class, per kind of device.
+`corrected_speed` computes the factors of `rates.GROUPS` that fit best, and applies them to estimates of that kind. The
+newest profile of each model counts. To forget all, delete the file in `speeds`, beside the folder of cached profiles.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = ["Calibration", "corrected_speed", "device_kind", "learn"]
 _log = logging.getLogger(__name__)
 
 _LEAST_RUNS = 8
-"""Forwards and backwards below which nothing is corrected."""
+"""Smallest number of measured forwards and backwards with which estimates are corrected."""
 _MODELS = 24
 _SHEET_WEIGHT = 0.02
-"""Weight of a factor of 1, as a part of all measured runs."""
+"""Weight of a factor of 1 (the data sheet), as a fraction of the weight of all measured runs."""
 _SMALLEST, _LARGEST = 0.1, 30.0
 
 
@@ -53,9 +53,9 @@ class MeasuredRun:
 class Calibration:
     """Measured runs of one kind of device, and the corrections that follow from them.
 
-    device: its kind in `GPUS`, or a name made of torch's and the number of threads.
+    device: its kind in `GPUS`, or else a name (`device_kind`).
     base: seconds of a unit of each class before any correction.
-    host_seconds: of the host for each operator, 0 on a CPU.
+    host_seconds: time of the host for each operator, 0 on a CPU.
     rates_version: `rates.RATES_VERSION` of `base` and `host_seconds`.
     models: digest of a model -> the runs of its newest profile.
     date: of the newest profile.
@@ -81,15 +81,15 @@ class Calibration:
         return list(seconds.values())
 
     def factors(self) -> dict[str, float]:
-        """Return the factor of each group that minimises the sum of squared relative errors of all runs; 1 for a group
-        that no run has. A run counts by its part of the seconds of its model.
+        """Return the factor of each group that minimises the weighted sum of squared relative errors of all runs; 1 for
+        a group that no run has. The weight of a run is its fraction of its model's seconds.
 
-        Coordinate descent on a quadratic of four bounded variables, which is convex, so that it ends at the minimum.
+        Coordinate descent on a quadratic of four bounded variables: it is convex, so the descent ends at the minimum.
         """
         rows, weights = [], []
         for runs in self.models.values():
             total = sum(run.seconds for run in runs)
-            # a run that the host limits tells nothing about the device
+            # the seconds of a run that the host limits say nothing about the device
             of_device = [run for run in runs if not self._is_of_host(run)]
             rows += [np.array(self.parts(run)) / run.seconds for run in of_device]
             weights += [run.seconds / total for run in of_device]
@@ -101,7 +101,7 @@ class Calibration:
             for place in np.flatnonzero(shares.any(axis=0)):
                 column = shares[:, place]
                 residual = 1.0 - shares @ factors + column * factors[place]
-                # the sheet's factor of 1 counts as a part of all runs
+                # the data sheet's factor of 1 has a fraction of the weight of all runs
                 sheet = _SHEET_WEIGHT * float(weight @ column**2)
                 best = (float(weight * column @ residual) + sheet) / (float(weight @ column**2) + sheet)
                 factors[place] = min(max(best, _SMALLEST), _LARGEST)
@@ -129,19 +129,19 @@ class Calibration:
         return dataclasses.replace(self.uncorrected, seconds_of=seconds, host_seconds=host_seconds, source=source)
 
     def error(self, speed: Speed) -> float:
-        """Return the median relative error of all runs by a speed."""
+        """Return the median relative error, over all runs, of the seconds by a speed."""
         return statistics.median(abs(speed.seconds(run.work) / run.seconds - 1) for run in self.runs)
 
     def with_profile(self, model: str, runs: Sequence[MeasuredRun], date: str) -> Calibration:
-        """Return the same with the newest profile of a model; above `_MODELS` models the oldest one is dropped."""
+        """Return the calibration with a model's newest profile; beyond `_MODELS` models the oldest is dropped."""
         models = {key: value for key, value in self.models.items() if key != model} | {model: list(runs)}
         kept = dict(list(models.items())[-_MODELS:])
         return dataclasses.replace(self, models=kept, date=date)
 
 
 def device_kind(device: str, name: str, threads: int | None = None) -> str:
-    """Return the key of a device's corrections: its kind in `GPUS`, or its `name` by torch or the processor, in small
-    letters. `device`: its type. `threads`: of a CPU.
+    """Return the key of a device's corrections: its kind in `GPUS`, or its `name`, from torch or of the processor, in
+    small letters. `device`: its type. `threads`: of a CPU.
     """
     if device != "cpu":
         try:
@@ -155,7 +155,7 @@ def device_kind(device: str, name: str, threads: int | None = None) -> str:
 def corrected_speed(device: str, gpu: str = "", threads: int | None = None) -> Speed:
     """Return the speed for estimates of a device: `rates.speed_of`, corrected if profiles of its kind were measured.
 
-    gpu: kind of GPU (`base.gpus`); "" for none in particular, which nothing corrects.
+    gpu: kind of GPU (`base.gpus`); "" for no particular kind, without corrections.
     threads: of a worker on a CPU; None: those of this process.
     """
     kind = gpu if device != "cpu" else device_kind("cpu", cache.cpu_name(), threads or torch.get_num_threads())
@@ -206,7 +206,7 @@ def _path(kind: str) -> Path | None:
 
 
 def _read(kind: str) -> Calibration | None:
-    """Return the stored calibration of a kind of device, if made with today's rates; log a file that is invalid."""
+    """Return the stored calibration of a kind of device, if made with the current rates; log an invalid file."""
     path = _path(kind)
     if path is None or not path.exists():
         return None

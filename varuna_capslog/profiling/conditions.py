@@ -48,10 +48,10 @@ __all__ = [
 ]
 
 Progress = Callable[[int, int, str], None]
-"""Called with (runs done, all runs, what has just ended); first with 0 runs done."""
+"""Called with (runs done, all runs, text about the run that ended); first with 0 runs done."""
 
 _SAMPLES = 256
-"""Minibatches that are sampled."""
+"""Number of random minibatches whose input sizes are read."""
 
 Inputs = Mapping[str, TensorSpec]
 
@@ -63,13 +63,13 @@ class RunConditions:
     device: its type, such as "cpu" or "cuda".
     input: shape of every input of the chain.
     precision, weights: as in the config's `train` section. recompute, stage_inputs: as in its `pipeline` section.
-    blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
+    blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is in memory.
     halves: True where the training run splits its backwards: each row then has the bytes of the halves too.
-    recipe: of the update of parameters, which determines the optimizer state of each.
-    gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for none in particular.
+    recipe: of the optimizer, which determines the optimizer state of each parameter.
+    gpu: kind of GPU (`base.gpus`) that an estimate's seconds are for; "" for no particular kind.
     grains: microbatches of one call, other than 1, that a stage may take (`profile.grains`); an estimate has rows of
         calls of these sizes too.
-    parts: (layer, its parts that run again) of that plan, of which an estimate has the seconds too.
+    parts: (layer, its recomputed parts) in the plan file of the run; an estimate has rows and seconds of these too.
     """
 
     device: str = "cpu"
@@ -88,8 +88,8 @@ class RunConditions:
 
     def types(self, chain: Chain) -> dict[str, Any]:
         """Return a profile's conditions about dtypes and the copies of this chain's parameters: "dtype"; with weights
-        of 16 bits "weights" and "weight_copies" (their bytes divided by those of the trained parameters); and those of
-        `Recipe.described`.
+        of 16 bits "weights" and "weight_copies" (bytes of these weights per byte of the trained parameters); and the
+        conditions of `Recipe.described`.
         """
         parameters = chain.named_parameters().values()
         told: dict[str, Any] = {"dtype": self.precision}
@@ -158,7 +158,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         microbatch_size=config.train.microbatch_size,
         input=shapes_of(inputs),
         precision=config.train.precision,
-        # only a run that recomputes tells what a forward without a graph needs
+        # only a run that recomputes shows the bytes of a forward without a graph
         recompute=run.recomputes or any(stage.recomputes(run) for stage in stages),
         stage_inputs=run.stage_inputs,
         blocks=run.num_blocks,
@@ -173,7 +173,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
 
 @functools.cache
 def kind_here() -> str:
-    """Return the kind in `GPUS` of this machine's GPUs; "" where there are none, several kinds, or none of the table.
+    """Return the kind in `GPUS` of this machine's GPUs; "" without GPUs, and for several or unknown kinds.
 
     It runs `nvidia-smi`: torch would start CUDA, which takes memory, and processes forked later could not use it.
     """
@@ -229,8 +229,8 @@ def profile_of(
 
 
 def _modules_of_last(chain: Chain) -> list[str]:
-    """Return the name of the last layer, and of the other modules whose parameters it has (the norm of a captured
-    model, for example, has the head behind it); only its name where parameters have other names than in the model.
+    """Return the name of the last layer, and of the other modules whose parameters it has (in a captured model, the
+    layer of the last norm also has the head); only its name where its parameters are not named as in the model.
     """
     last = chain.layers[-1]
     called = {layer.name: [name for name, _ in layer.module.named_parameters()] for layer in chain.layers}
@@ -243,7 +243,7 @@ def _modules_of_last(chain: Chain) -> list[str]:
 
 
 def _tensors(chain: Chain, specs: Sequence[Inputs]) -> tuple[TensorRecord, ...]:
-    """Return the tensors that the layers pass on, one entry per name and writer, with all readers; none without any."""
+    """Return the tensors that the layers pass on, one entry per name and writer, with all readers."""
     records = []
     for (name, writer), readers in sorted(chain.readers.items(), key=lambda entry: entry[0].writer):
         spec = specs[writer + 1][name]
@@ -256,8 +256,8 @@ def _tensors(chain: Chain, specs: Sequence[Inputs]) -> tuple[TensorRecord, ...]:
 class InputSizes:
     """Inputs of one microbatch.
 
-    largest: of those that the run can meet.
-    sampled: of random minibatches, the smallest first; one entry where all are alike.
+    largest: the largest that can occur in the run.
+    sampled: of random minibatches, the smallest first; one entry where all are equal.
     """
 
     largest: Inputs
@@ -280,7 +280,7 @@ class InputSizes:
 
 
 def input_sizes(workload: Workload, microbatch_size: int) -> InputSizes:
-    """Return the input sizes of training with this workload; every call takes the same samples."""
+    """Return the input sizes of training with this workload, from the same samples in every call."""
     sampled = workload.sampled_inputs(microbatch_size, _SAMPLES)
     return InputSizes(workload.profile_inputs(microbatch_size), tuple(sorted(sampled, key=_num_bytes)))
 

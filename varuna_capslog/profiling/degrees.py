@@ -1,9 +1,9 @@
 """Runs of stages that several devices share, by data or tensor parallelism, for `Profile.by_degree`.
 
 CAPTURE (Sec. III-A) profiles every layer alone and every pair on 1, 2 and 4 devices, each with two batch sizes. Here
-these are trimmed runs (`trim`) with several measured ranks; the last rank plays the neighbour stages. On `data` devices
-each has a replica of the layers and 1 of `degree` equal parts of the batch. On `tensor` devices each has one part of
-every layer that can be split (`model/splitting`); the first device has the other layers and the sums.
+these are trimmed runs (`trim`) with several measured ranks; the last rank stands in for the neighbour stages. With
+kind `data`, each device has a replica of the layers and an equal part of the batch. With kind `tensor`, each has a part
+of every layer that can be split (`model/splitting`); the first device also has the other layers, and adds the parts.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from varuna_capslog.schedules.actions import Action
 __all__ = ["SharedStages", "Sharing", "sharings", "with_degrees"]
 
 MOST_MEASURED = 4
-"""Devices of a measured stage; an estimate may have any number."""
+"""Largest number of devices of a measured stage; estimates have no limit."""
 _MESSAGE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Way in which `degree` devices share a stage. kind: "data" or "tensor". samples: of a call, of all devices."""
+    """Way in which `degree` devices share a stage. kind: "data" or "tensor". samples: of a call on all devices."""
 
     kind: str
     degree: int
@@ -80,8 +80,8 @@ class Sharing:
 
 
 def sharings(degrees: Sequence[int], microbatch_size: int) -> Iterator[Sharing]:
-    """Yield the ways to share a stage, with two batch sizes each: a quarter and half of `microbatch_size`, or where
-    that is too little, one and two samples for each device of the largest degree.
+    """Yield the ways to share a stage, with two batch sizes each: a quarter and half of `microbatch_size`, rounded down
+    to multiples of the largest degree; at least one and two samples for each of its devices.
     """
     largest = max(degrees)
     small = largest * max(1, microbatch_size // (4 * largest))
@@ -94,7 +94,7 @@ class SharedStages:
     """Runs of the stages of a config's chain on devices that share them.
 
     Attributes:
-        can_share: False where no layer can be split into so many parts.
+        can_share: False where no layer can be split into `degree` parts.
     """
 
     def __init__(self, config: Config, sharing: Sharing, memo: Memo) -> None:
@@ -114,11 +114,11 @@ class SharedStages:
         self._firsts = [*(wholes.index(name) for name in self._names), len(wholes)]
 
     def estimated(self, first: int, end: int) -> Observation:
-        """Estimate the bytes of layers first .. end-1 of the config's chain on the fullest of the devices. Raises
-        CapslogError where a layer or the loss cannot run on fake tensors.
+        """Estimate the largest peak of the devices for layers first .. end-1 of the config's chain. Raises CapslogError
+        where a layer or the loss cannot run on fake tensors.
         """
         run, last = self._run(first, end), self.sharing.degree - 1
-        ranks = sorted({0, last})  # the others work as the last one does
+        ranks = sorted({0, last})  # the others have the bytes of the last rank
         return self._row(first, end, [self._estimated_bytes(run, rank) for rank in ranks])
 
     def _estimated_bytes(self, run: TrimmedRun, rank: int) -> int:
@@ -137,11 +137,11 @@ class SharedStages:
         return replay(events).allocated_bytes if quirks.has("caching allocator") else peak_bytes
 
     def measured(self, runs: Sequence[StageRun]) -> list[Observation]:
-        """Measure the bytes of these ranges of layers, one after the other, on a process for each device.
+        """Measure these ranges of layers one after the other, with a process for each device.
 
         Raises:
-            DoesNotFit: the devices of a run need more memory than there is; nothing is tried then.
-            CapslogError: a run failed (which, and why).
+            DoesNotFit: the devices of a run need more memory than there is; no run is started then.
+            CapslogError: a run failed; the error names the run and the reason.
         """
         config, conditions, degree = self.config, self._conditions, self.sharing.degree
         workload, chain = self._estimator.workload, self._estimator.chain
@@ -196,7 +196,7 @@ class SharedStages:
 
 
 def _config_of(config: Config, sharing: Sharing) -> Config:
-    """Return the config of a run with this many samples in a call."""
+    """Return the config of a run with the samples of `sharing` in a call."""
     if config.splits:
         raise CapslogError(
             f"splits is {dict(config.splits)}, but runs by degree split the layers themselves; leave splits out"
@@ -210,8 +210,8 @@ def _config_of(config: Config, sharing: Sharing) -> Config:
 def shared_pipeline(
     chain: Chain, run: TrimmedRun, conditions: RunConditions, sharing: Sharing, real: bool
 ) -> TrimmedPipeline:
-    """Return the trimmed pipeline of a run on ranks 0 .. degree-1; the next rank plays the neighbour stages. Every rank
-    works in the order of a run on one device (`trim.program`). chain, real: see `trimmed_chain`.
+    """Return the trimmed pipeline of a run on ranks 0 .. degree-1; rank `degree` stands in for the neighbour stages.
+    Every rank has the order of actions of one device (`trim.program`). chain, real: see `trimmed_chain`.
     """
     built, before, after = trimmed_chain(chain, run, real), int(run.has_upstream), int(run.has_downstream)
     end, count = len(built) - after, MICROBATCHES * sharing.blocks
@@ -232,7 +232,7 @@ def shared_pipeline(
 
 
 def _shared_stages(chain: Chain, begin: int, end: int, sharing: Sharing) -> Iterator[PlanStage]:
-    """Yield a stage for each replica, or for every row of neighbouring parts of one rank."""
+    """Yield a stage for each replica, or for each sequence of consecutive parts on one rank."""
     if sharing.kind == "data":
         for rank in range(sharing.degree):
             yield PlanStage(((begin, end),), (rank,), (rank,) if sharing.degree > 1 else None, memory=None)
@@ -273,7 +273,7 @@ def _shared_rows(schedule: Schedule, layout: Layout, before: int, sharing: Shari
 def _roles(
     sharing: Sharing, source: Callable[[], Workload], rank: int, port: int, device: torch.device
 ) -> tuple[Role, list[Role]]:
-    """Return the role of one device of a shared stage, or of the rank behind them, which plays the neighbours."""
+    """Return the role of one device of a shared stage, or of the next rank, which stands in for the neighbours."""
     workload = source()
     chain = skeleton(workload)
 
@@ -300,8 +300,8 @@ def _roles(
 
 
 def with_degrees(config: Config, profile: Profile, degrees: Sequence[int], progress: Progress | None = None) -> Profile:
-    """Return the profile with the runs of every layer and every pair on so many devices: estimated or measured, as the
-    profile is. Kinds and degrees that no layer can be split for are left out.
+    """Return the profile with the runs of every layer and every pair on these numbers of devices: estimated or
+    measured, as the profile is. Tensor degrees into which no layer can be split are left out.
 
     Raises CapslogError: no degrees, or more than `MOST_MEASURED` for measured runs; as `SharedStages`.
     """

@@ -1,8 +1,8 @@
-"""Profiles without a device: every stage's real program of a step on fake tensors, its storages followed.
+"""Makes profiles without a device: runs every stage's program of a step on fake tensors, and follows their storages.
 
-The runs, the record and the meaning of every number are those of `measure`; the bytes are those of `hollow`, the
-seconds those of `rates`. Runs that do the same work are run once. Nothing is allocated, and the device that the profile
-is for need not be there.
+Runs, record and the meaning of every number are as in `measure`; bytes come from `estimation/hollow`, seconds from
+`estimation/rates`. Runs with equal work are made once. No tensor has memory, and the profile's device need not be
+present.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ __all__ = [
 ]
 
 _USUAL = (0.1, 0.5, 0.9)
-"""Input sizes that fragmentation is simulated with besides the largest, as parts of the sampled minibatches."""
+"""Quantiles of the sampled input sizes for which fragmentation is simulated, besides the largest size."""
 _SIMULATED = 6
-"""Stages that it is simulated for."""
+"""Number of stages for which fragmentation is simulated."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Memo:
     """Results that estimators of related models share.
 
     runs, halves: results of runs by key.
-    alive: objects that the keys name by identity; they stay alive, so that no identity is used twice.
-    recipes: for the operators of runs that are not known yet.
-    estimators: of configs, by their text and conditions, and by what of it decides the model.
+    alive: objects whose identities are in the keys; kept here so that no identity is used twice.
+    recipes: results of operators (`lifetimes.Recipes`), for further runs.
+    estimators: of configs, by config and conditions as text, and by the part of this text that determines the model.
     speeds: by device, kind of GPU and threads; a CPU is measured once, so that its seconds can be compared.
     """
 
@@ -94,14 +94,14 @@ class StageEstimator:
     """Estimates stages of one workload under one set of conditions.
 
     Args:
-        conditions: their device need not be there; their `input` is taken from `inputs`.
+        conditions: of the runs; their device need not be present, and `inputs` replaces their `input`.
         inputs: specs of the chain's inputs; None: the workload's `profile_inputs`.
-        speed: for the seconds; None: that of `calibration` for the device.
-        memo: shared by estimators of related models, so that work in common is run once.
-        grain: microbatches of one call; the other arguments are of one microbatch.
+        speed: for the seconds; None: from `calibration` for the device.
+        memo: shared by estimators of related models, so that equal runs are made once.
+        grain: microbatches of one call; the other arguments are for one microbatch.
 
     Raises:
-        CapslogError: estimates do not know the device, or a layer cannot run on these inputs.
+        CapslogError: estimates do not support the device, or a layer cannot run on these inputs.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class StageEstimator:
         self.speed = speed or corrected_speed(conditions.device, conditions.gpu)
         with torch.random.fork_rng(devices=[]):
             self.chain = skeleton(workload)
-        # a factory's example inputs are known once it was called
+        # a factory's example inputs are known after it was called
         inputs = workload.profile_inputs(conditions.microbatch_size) if inputs is None else inputs
         self._inputs, one_microbatch = inputs, inputs
         inputs = joined_inputs([inputs] * grain, range(grain))
         self.conditions = replace(conditions, input=shapes_of(inputs))
         with quirks.dispatch():
-            # on CPU tensors in any case, as the runs: both then see the same operators
+            # always on CPU tensors, as in the runs, so that both have the same operators
             shapes = ShapeTable(self.chain, "cpu", conditions.precision, conditions.weights)
             self.specs, outputs = shapes.boundaries(inputs), shapes.boundaries(one_microbatch)[-1]
         self._goal, self._loss = workload.profile_targets(conditions.microbatch_size), cast(LossFunction, workload.loss)
@@ -140,12 +140,12 @@ class StageEstimator:
 
     @property
     def recipes(self) -> Recipes:
-        """Recipes of the operators that its runs met."""
+        """Recipes of the operators in the runs so far."""
         return self._memo.recipes
 
     @classmethod
     def of_config(cls, config: Config, memo: Memo | None = None) -> StageEstimator:
-        """Return the estimator for the training run of a config, at its largest inputs; from the memo if it has one."""
+        """Return the estimator for a config's training run at its largest inputs; from the memo if it is there."""
         from varuna_capslog.config.reading import dump_config  # imports pydantic, which costs of workloads do without
 
         memo, conditions = memo or Memo(), conditions_of_run(config, {})
@@ -183,7 +183,7 @@ class StageEstimator:
         return self._changed(conditions=replace(conditions, input=self.conditions.input))
 
     def with_one_block(self) -> StageEstimator:
-        """Return the same with one accumulation block, in which all but the first backward find gradients."""
+        """Return the estimator with one accumulation block, where all backwards but the first add to gradients."""
         if self.conditions.blocks == 1:
             return self
         return self._changed(conditions=replace(self.conditions, blocks=1))
@@ -201,9 +201,9 @@ class StageEstimator:
         return estimator
 
     def stage(self, first: int, end: int, parts: tuple[str, ...] = ()) -> StageEstimate:
-        """Estimate the stage of layers first .. end-1, any range of the chain. parts: of each layer, that run again
-        inside its backward; all else is kept then. Raises CapslogError where a layer or the loss cannot run on fake
-        tensors, and where a layer does not show its parts.
+        """Estimate the stage of layers first .. end-1, any range of the chain. parts: parts of each layer that its
+        backward recomputes; all other parts are kept then. Raises CapslogError where a layer or the loss cannot run on
+        fake tensors, or a layer's parts cannot be found.
         """
         run = replace(self.trimmed_run(first, end), parts=parts)
         key = (self.run_key(first, end), self.speed, parts)
@@ -228,9 +228,7 @@ class StageEstimator:
         return TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
 
     def part_seconds(self, layer: int, parts: tuple[str, ...]) -> float:
-        """Estimate the seconds by which the backward of a layer is longer where its parts run again in it; raises as
-        `stage`, and where the layer does not show them.
-        """
+        """Estimate the seconds by which recomputing these parts lengthens the layer's backward; raises as `stage`."""
         with_parts, plain = self.stage(layer, layer + 1, parts), self.stage(layer, layer + 1)
         return max(0.0, with_parts.backward_seconds - plain.backward_seconds)
 
@@ -246,7 +244,7 @@ class StageEstimator:
 
 
 def estimate_workload(workload: Workload, conditions: RunConditions | None = None) -> Profile:
-    """Profile a workload, also one that no config describes, without running it; see `StageEstimator`."""
+    """Profile a workload, also without a config, and without running it; see `StageEstimator`."""
     return estimated_profile(StageEstimator(workload, conditions))
 
 
@@ -264,7 +262,7 @@ def estimate_config(
     """Profile the model of a config under the conditions of its training run, without a device. Raises CapslogError
     where a layer or the loss cannot run on fake tensors.
 
-    use_cache: take the estimate that was made of the same model and conditions before, and keep a new one.
+    use_cache: return the stored estimate of the same model and conditions, if any; store a new estimate.
     """
     estimator = StageEstimator.of_config(config, memo)
     sizes, transport = input_sizes(estimator.workload, config.train.microbatch_size), config.pipeline.transport
@@ -335,7 +333,7 @@ def _rows(
 
 
 def _rows_with_parts(estimator: StageEstimator) -> list[Observation]:
-    """Return the rows of each layer of which parts run again, and of neighbours with the same parts."""
+    """Return the rows of each layer with recomputed parts, and of neighbours with the same parts."""
     parts = set(estimator.conditions.parts)
     singles = [row_of(estimator, layer, layer + 1, names) for layer, names in sorted(parts)]
     pairs = [(layer, names) for layer, names in sorted(parts) if (layer + 1, names) in parts]
@@ -346,7 +344,7 @@ def row_of(estimator: StageEstimator, first: int, end: int, parts: tuple[str, ..
     """Return the row of layers first .. end-1 for a profile. parts: as for `StageEstimator.stage`; such a row has no
     halves of a backward.
     """
-    # with a block for every microbatch, no backward would find the parameters' gradients
+    # with a block for every microbatch, no backward would add to the parameters' gradients
     one_block, stage = estimator.with_one_block(), estimator.stage(first, end, parts)
     conditions = estimator.conditions
     size, recompute = estimator.grain * conditions.microbatch_size, conditions.recompute and not parts
@@ -364,7 +362,7 @@ def row_of(estimator: StageEstimator, first: int, end: int, parts: tuple[str, ..
 
 
 def _with_fixed(profile: Profile, several: StageEstimator) -> tuple[TensorRecord, ...]:
-    """Return the profile's tensors; fixed: as large in the calls of an estimator of several microbatches."""
+    """Return the profile's tensors; `fixed` where a tensor has the same size in the larger calls of `several`."""
     return tuple(
         replace(
             tensor,
@@ -393,7 +391,7 @@ def _headroom(
 
 
 def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[str, Any]:
-    """Return all conditions of the numbers in the form of JSON, as far as they are known beforehand."""
+    """Return the conditions of an estimate that are known before it, in the form of JSON."""
     conditions, chain = estimator.conditions, estimator.chain
     dilations = {
         step

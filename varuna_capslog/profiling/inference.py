@@ -1,7 +1,7 @@
 """Profiles for inference: one forward of every layer and of every two neighbours, on fake tensors and without graphs.
 
-The bytes are those of `estimation/hollow`, without a training step. The caches of the layers for each sequence are
-listed beside them, since they stay, however many microbatches have passed.
+The bytes come from `estimation/hollow`, without a training step. The layers' caches per sequence are listed separately,
+since they stay in memory between microbatches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from varuna_capslog.profiling.trim import skeleton
 __all__ = ["Served", "decoding", "estimate_inference"]
 
 _SIMULATED = 6
-"""Stages that fragmentation is simulated for, as in `estimate`."""
+"""Number of runs that are replayed in the allocator's simulation, as in `estimate`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Served:
 
     microbatch_size: sequences, or samples, of one forward.
     device, gpu: "cpu" or "cuda", and the kind of GPU (`base.gpus`) that the seconds are for; "" for none.
-    cache_bytes_per_token: cache of each attending layer for one token, for models that do not tell it; None: nothing.
+    cache_bytes_per_token: of each layer with attention, for models without `cache_bytes`; None: no cache.
     """
 
     microbatch_size: int = 1
@@ -58,8 +58,8 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
     Its conditions name the purpose, the cache of every layer for one sequence and, where layers cache, the seconds of
     every layer for the next token.
 
-    Raises CapslogError: the model cannot be captured, or a layer cannot run on fake tensors; a cache is stated where
-    the model says itself what it caches, or where no layer attends.
+    Raises CapslogError: the model cannot be captured, or a layer cannot run on fake tensors; `cache_bytes_per_token` is
+    given for a model that has `cache_bytes`, or has no tokens or no layer with attention.
     """
     size, speed = served.microbatch_size, corrected_speed(served.device, served.gpu)
     chain, specs = _captured(model, served)
@@ -93,7 +93,7 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
     if any(caches):
         try:
             told[DECODE_SECONDS] = _decode_seconds(model, caches, served, speed)
-        except CapslogError as error:  # a plan of bytes does not need them
+        except CapslogError as error:  # a plan by bytes does not need these seconds
             told["decode"] = f"not estimated: {error}"
     if limits := frozenset().union(*(forward.limits for forward in forwards)):
         told["limits"] = sorted(limits)
@@ -101,7 +101,7 @@ def estimate_inference(model: InferenceModel, served: Served) -> Profile:
 
 
 def decoding(profile: Profile) -> Profile:
-    """Return a profile of inference whose forwards are those for the next token; it has `DECODE_SECONDS`."""
+    """Return the profile of inference with `DECODE_SECONDS`, of the next token, as its forward seconds."""
     pairs = zip(profile.layers, profile.conditions[DECODE_SECONDS], strict=True)
     return replace(profile, layers=tuple(replace(layer, forward_seconds=seconds) for layer, seconds in pairs))
 
@@ -121,8 +121,8 @@ def _forwards(
     served: Served,
     speed: Speed,
 ) -> list[ForwardRun]:
-    """Return the forward of each run of layers, once for all that are alike."""
-    # a forward without graphs makes no tensor that takes a gradient
+    """Return the forward of each run of layers; equal runs are made once."""
+    # new recipes: without graphs no tensor requires a gradient
     recipes, mode, signatures = Recipes(), FakeTensorMode(allow_non_fake_inputs=True), Signatures(chain.layers)
     run_of_key: dict[object, ForwardRun] = {}
     forwards = []
@@ -138,8 +138,8 @@ def _forwards(
 def _decode_seconds(model: InferenceModel, caches: Sequence[int], served: Served, speed: Speed) -> list[float]:
     """Return the seconds of each layer for the next token of every sequence of a forward, with a full cache.
 
-    Its layers run for one token, and what they cache is read once. Raises CapslogError where the model cannot be
-    captured for one token, or has other layers then.
+    The layers run for one token, and read their caches once. Raises CapslogError where the model cannot be captured for
+    one token, or then has another number of layers.
     """
     chain, specs = _captured(model.of_next_token(), served)
     if len(chain) != len(caches):
@@ -171,8 +171,8 @@ def _cache_bytes(model: InferenceModel, served: Served, single: list[ForwardRun]
 def _headroom(forwards: list[ForwardRun], served: Served) -> dict[str, Any]:
     """Return the bytes that a device needs beyond a peak. GPUs communicate over NCCL when they serve.
 
-    Weights and caches are allocated once and stay, so that only a forward's own tensors leave gaps: the bytes that the
-    allocator needs beyond the peak of the largest runs are added, and nothing is multiplied.
+    Weights and caches stay allocated, so only the tensors of a forward leave gaps: the headroom adds the bytes that the
+    allocator needs beyond the peak of the largest runs, and has no factor for fragmentation.
     """
     if served.device == "cpu":
         return state_headroom(served.device, "gloo", [])

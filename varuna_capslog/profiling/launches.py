@@ -1,7 +1,7 @@
 """The three orders in which a profile's real runs are launched, and the time of each launch.
 
-`packed` (ours): all 2L-1 stage runs in one launch, spread over the available workers. `capslog`: that paper's trimmed
-partitionings (Sec. III-A), one launch of new processes after the other, the GPUs that are read in parallel. `mcap`:
+`packed` (ours): all 2L-1 stage runs in one launch, spread over the available workers. `capslog`: the CAPSlog paper's
+trimmed partitionings (Sec. III-A); each is a launch of new processes, whose measured GPUs run in parallel. `mcap`:
 whole pipelines, one after the other.
 """
 
@@ -72,15 +72,15 @@ RunKey = tuple[int, int, str | None]
 
 @dataclass
 class LaunchTimes:
-    """Times of stage runs: (worker, from, to) in seconds, a list per launch. began: when the profile was asked for."""
+    """Times of stage runs: (worker, from, to) in seconds, a list per launch. began: start of the whole profile."""
 
     began: float = field(default_factory=time.perf_counter)
     launches: list[list[tuple[int, float, float]]] = field(default_factory=list)
 
     def report(self, order: str, workers: int) -> dict[str, Any]:
-        """Return the entry of the profile: the paper's |P| is `launches`, its Mean, Total and E2E are the seconds.
+        """Return the profile's condition "profiling": the paper's |P| is `launches`, its Mean, Total, E2E the seconds.
 
-        A round is the work of one worker at a time: a launch of the two papers, or a stage run of the packed order.
+        A round is one stage run on each worker: a launch in the orders of the papers, a part of it in the packed order.
         """
         total = sum(max(end for _, _, end in runs) - min(begin for _, begin, _ in runs) for runs in self.launches)
         rounds = sum(max(Counter(worker for worker, _, _ in runs).values()) for runs in self.launches)
@@ -97,7 +97,7 @@ class LaunchTimes:
 
 
 def devices_of(kind: str, workers: int) -> list[torch.device]:
-    """Device of each worker: the CPU, or the accelerators in turn."""
+    """Return the device of each worker: the CPU, or the accelerators in turn."""
     return list(itertools.islice(itertools.cycle(accelerator.all_devices(kind)), workers))
 
 
@@ -120,7 +120,7 @@ def in_one_launch(
     """Carry out trimmed runs on the available workers, as many at once as fit into the memory free at the start.
 
     Raises:
-        DoesNotFit: a run needs more than there is; nothing is tried then.
+        DoesNotFit: a run needs more memory than is free; no run is started then.
         WorkerFailure: a run failed.
     """
     devices, names = workers.devices, workers.names
@@ -155,8 +155,8 @@ def in_capslog_order(
 ) -> dict[RunKey, Observation]:
     """Carry out trimmed runs in the launches of CAPSlog, Sec. III-A, each with new processes.
 
-    A GPU whose layers are trimmed away needs no process here, and a measured GPU with a measured neighbour gets dummies
-    from its own companion all the same: the source of a tensor makes no difference to either.
+    A GPU whose layers are trimmed away needs no process here. Each measured GPU gets dummies from its own companion,
+    even if its neighbour is measured too: bytes and seconds do not depend on where a tensor comes from.
 
     Raises as `in_one_launch`, and CapslogError for fewer than 3 workers when the layers outnumber them.
     """
@@ -181,12 +181,12 @@ def in_mcap_order(
     clock: LaunchTimes,
     progress: Progress,
 ) -> dict[StageRun, Observation]:
-    """Carry out mCAP's launches of whole pipelines; of a range that several launches measure the first one counts.
+    """Carry out mCAP's launches of whole pipelines; if several launches measure a range, the first of them counts.
 
-    goal: targets and normalisers of the loss. bound_bytes: the most that a stage may take.
+    goal: targets and normalisers of the loss. bound_bytes: (first, end) -> upper bound on a stage's bytes.
 
     Raises:
-        DoesNotFit: a whole pipeline needs more than there is, as it did for the paper's dilated models.
+        DoesNotFit: a whole pipeline needs more memory than is free, as the paper's dilated models did.
         WorkerFailure: a rank failed.
         CapslogError: fewer than 3 workers when the layers outnumber them.
     """
@@ -254,7 +254,7 @@ class _Pipeline:
 
 
 class Ranks(WorkerGroup):
-    """Workers of one launch, a rank each; a failure names the rank's stage."""
+    """Workers of one launch, each of which is a rank; a failure names the rank's stage."""
 
     def failure(self, worker: int, reason: str | None) -> WorkerFailure:
         told = f"the process of stage {worker} died" if reason is None else f"stage {worker}: {reason}"
@@ -262,8 +262,8 @@ class Ranks(WorkerGroup):
 
 
 def _measure_pipeline(pipeline: _Pipeline, workers: Workers) -> tuple[list[Observation], float]:
-    """Start one process per stage, train, read every stage's peak, end them. Returns an observation per stage, and the
-    seconds from the moment when all processes were connected. Raises WorkerFailure where a rank failed or died.
+    """Start one process per stage, train, read every stage's peak, and end the processes. Returns an observation per
+    stage, and the seconds since all processes were connected. Raises WorkerFailure where a rank failed or died.
     """
     rows: dict[int, Observation] = {}
     workers = dataclasses.replace(workers, roles=functools.partial(_roles, pipeline))
@@ -281,7 +281,7 @@ def _measure_pipeline(pipeline: _Pipeline, workers: Workers) -> tuple[list[Obser
 def _roles(
     pipeline: _Pipeline, source: Callable[[], Workload], rank: int, port: int, device: torch.device
 ) -> tuple[Role, list[Role]]:
-    """Return the role of one stage; its neighbours are workers too."""
+    """Return the role of one stage, without neighbour processes: its neighbours are workers too."""
     workload = source()
     chain = with_real_layers(skeleton(workload), range(*pipeline.stages[rank]))
 
@@ -304,10 +304,10 @@ def _observe(
 ) -> Observation:
     """Train the run's layers as this rank's stage.
 
-    All stages but the last have two microbatches in flight, as trimmed ones have. Varuna's own schedule lets early
-    stages run further ahead; what they then keep waits on the host, but on a CPU would count, so that M_i would depend
-    on where in the pipeline a launch puts a layer. The price: a stage's gradient has arrived when the next activation
-    comes, so that a CPU holds one fewer of those under way than in a trimmed run.
+    All stages but the last have two microbatches in flight, as in trimmed runs. In Varuna's own schedule, early stages
+    have more. Their inputs wait on the host, and would count on a CPU: M_i would depend on where in the pipeline a
+    launch puts a layer. The price: a stage's gradient arrives before the next activation, so a CPU holds one message
+    less in transit than in a trimmed run.
     """
     last = len(pipeline.stages) - 1
     ahead = ("F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3")
@@ -325,37 +325,37 @@ def _observe(
 
 # -- Upper bounds on the memory of profiling runs, and the free memory, so that not too many runs start at once.
 #
-# Bounds come from fake tensors, before anything is real. They are generous: a run that needs less than its bound
-# costs only waiting, but a run that needs more could take the machine down.
+# Bounds come from fake tensors, before any run starts. They are generous: a run that needs less than its bound costs
+# only waiting, but a run that needs more could exhaust the machine's memory.
 
 
 _CONTEXT_BYTES = 1 << 30
 _BOUNDARY_COPIES = 4
-"""Of both boundaries, in the measured stage: in use, kept for a recomputation, posted or under way, gradients."""
+"""Copies of both boundaries in the measured stage: in use, kept to recompute, posted or in transit, gradients."""
 _LARGEST_COPIES = 3
-"""Of the largest parameter: a gradient not yet added, a copy in a kernel's own layout, the update's scratch."""
+"""Copies of the largest parameter: a gradient not yet added, a copy in a kernel's layout, scratch of the update."""
 _NEIGHBOUR_COPIES = 6
-"""Of both boundaries, in the host memory of the process that plays the neighbours."""
+"""Copies of both boundaries in the host memory of the process that stands in for the neighbours."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that new work may take on a device now: free by its driver, or available by the system."""
+    """Return the free bytes of a device now: by its driver, or, for the CPU, by the operating system."""
     return available_bytes() if device.type == "cpu" else accelerator.memory_info(device)[0]
 
 
 class BoundTable:
     """Upper bounds on the bytes of trimmed runs, from one fake forward per distinct layer.
 
-    A layer counts twice its trainable parameters (value and gradient; on an accelerator once more, for an update of all
-    of them together), their copies of 16 bits and their optimizer state, the largest one 3 times more, the frozen ones
-    and its buffers once, and twice the bytes that its forward saves (backward holds gradients of at most that size
-    beside them). The loss is not counted.
+    For each layer the bound sums twice its trainable parameters (value and gradient; on an accelerator once more, for
+    an update of all parameters together), their 16-bit copies and optimizer state, 3 times the largest parameter,
+    frozen parameters and buffers, and twice the bytes that its forward saves (the backward also holds gradients of at
+    most that size). The loss is not counted.
 
     Args:
         chain: from `skeleton`.
         specs: of the tensors across the cuts 0 .. L.
         blocks: accumulation blocks; from two on a second sum of gradients counts.
-        weights: the dtype in which parameters are kept; their layers are traced with parameters of float32.
+        weights: the dtype of the parameters in training; layers are traced with float32 parameters.
     """
 
     def __init__(
@@ -374,8 +374,8 @@ class BoundTable:
         self._traced: dict[object, int] = {}
 
     def bound_bytes(self, first: int, end: int, chain: Chain | None = None) -> int:
-        """Return an upper bound on the bytes of the run of layers [first, end) on its device (on the CPU with those of
-        its neighbours). `chain`: another chain, whose layers pass on the same tensors.
+        """Return an upper bound on the bytes of the run of layers [first, end) on its device, on the CPU with the bytes
+        of its neighbours. `chain`: another chain, whose layers pass on the same tensors.
         """
         layers = (chain or self._chain).layers
         on_cpu = self._device_type == "cpu"

@@ -1,7 +1,7 @@
-"""Real runs of every layer and every pair of neighbours, into a `Profile`.
+"""Makes a `Profile` from real runs of every layer and every pair of neighbours.
 
-It decides which runs are needed, has them launched (`launches`), and computes M_i and M_a from the results (CAPSlog,
-Sec. III-A). It never touches a layer itself.
+This module lists the runs, has them launched (`launches`), and computes M_i and M_a from the results (CAPSlog, Sec.
+III-A). Layers run only in worker processes (`worker`).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def profile_config(
     Args:
         workers: processes that measure at the same time, each with a light companion; None: one per pipeline device,
             and always that many in the orders capslog and mcap, which launch pipelines.
-        use_cache: take the profile of the same model and conditions that was measured before, and store a new one.
-        variants: a numerical class: also measure layers with variants of this class or a stricter one
-            (`variant_rows.allowed_variants`). Such runs that do the same work are run once, in one launch with those of
-            the plain layers where the order is packed, else in a later launch.
+        use_cache: return the stored profile of the same model and conditions, if any; store a new profile.
+        variants: a numerical class: also measure layers with variants of this class or a stricter class
+            (`variant_check.allowed_variants`). Runs with equal work are made once, in the launch of the plain layers
+            where the order is packed, else in a later launch.
 
     Raises:
         DoesNotFit: a run needs more memory than there is.
-        CapslogError: there is no such device, or a run failed (which, and why).
+        CapslogError: torch cannot use the device, or a run failed; the error names the run and the reason.
     """
     workload = load_workload(config)
     conditions = conditions_of_run(config, workload.profile_inputs(config.train.microbatch_size))
@@ -93,9 +93,8 @@ def profile_workload(
     """Profile a workload, also one that no config describes.
 
     Args:
-        conditions: of the training that the profile is for; their `input` is taken from the workload. With several GPUs
-            the workers take turns.
-        workers: as in `profile_config`. threads: CPU threads of each worker.
+        conditions: of the training that the profile is for; their `input` is taken from the workload.
+        workers: as in `profile_config`, assigned to the GPUs in turn. threads: CPU threads of each worker.
         order: "packed", "capslog" or "mcap", with this number of `workers`; see `launches`.
         free_bytes: device -> its free bytes.
 
@@ -196,10 +195,10 @@ class _Runs:
         )
 
     def launched(self, clock: LaunchTimes) -> tuple[_Rows, _Rows, Sequence[Mapping[str, TensorSpec]]]:
-        """Run them; return the row of each range of layers, the rows of variants, and the specs across every cut."""
+        """Run all; return the row of each range of layers, the rows of variants, and the specs across every cut."""
         launch, runs = self._launch, stage_runs(len(self._chain))
         progress = launch.progress or (lambda done, total, text: None)
-        # in one launch the processes get ready while this one traces shapes
+        # in one launch the workers start while this process traces shapes
         with self._workers.group(self._count) if launch.order == "packed" else nullcontext() as group:
             conditions = self._conditions
             types = conditions.precision, conditions.weights
@@ -246,7 +245,7 @@ class _Runs:
 
 
 def _largest_first(tasks: Sequence[Task]) -> list[Task]:
-    """Sort tasks by Graham's rule, with bytes for seconds."""
+    """Sort tasks by falling bytes; Graham's rule sorts by falling seconds."""
     return sorted(tasks, key=lambda task: -task[1])
 
 
@@ -280,15 +279,15 @@ def _device_name(device: str) -> str:
     return accelerator.device_name(device) if device != "cpu" else cache.cpu_name()
 
 
-# -- Runs of a whole model on one device with choices of variants, with which sums over layers are compared.
+# -- Runs of a whole model on one device with choices of variants, to check sums of seconds over layers.
 #
-# `start/collage_start` asks for the seconds. A run is a trimmed run (`trim`) of which nothing is trimmed.
+# `start/collage_start` calls `WholeRuns`. A run is a trimmed run (`trim`) with all layers.
 
 
 class WholeRuns:
     """Process that trains the whole chain again and again; a context manager that ends it.
 
-    source: makes the workload, whose own `variants` must be empty, in every process. threads: CPU threads.
+    source: makes the workload in every process; its `variants` must be empty. threads: CPU threads.
     """
 
     def __init__(self, source: Callable[[], Workload], conditions: RunConditions, threads: int = 1) -> None:
@@ -317,7 +316,7 @@ class WholeRuns:
 
     def seconds(self, choices: Sequence[Mapping[int, str]], rounds: int = 1) -> list[list[float]]:
         """Return, for each choice (layer -> variant), the seconds of forward and backward of one microbatch in each
-        round. Every round runs all choices, in another order. Raises CapslogError where one of them cannot run.
+        round. Every round runs all choices, in another order. Raises CapslogError where a choice cannot run.
         """
         names = [tuple(choice.get(at, PLAIN) for at in range(len(self._chain))) for choice in choices]
         seconds_of: dict[tuple[str, ...], list[float]] = {names_of_choice: [] for names_of_choice in names}

@@ -1,9 +1,9 @@
 """Runs every rank's program of a plan on fake tensors, so that its peak is known before the launch.
 
-Where `estimate` runs single layers and pairs between dummies, this runs whole ranks of one plan, whatever stages,
-blocks and action lists it has, with all that is in flight: inputs and graphs that wait, receives posted ahead, messages
-sent and not yet confirmed, blocks of gradients until they are added. On the CPU these share one memory. It takes a few
-seconds, so it confirms a plan and does not search for one.
+`estimate` runs single layers and pairs between dummies; a rehearsal runs whole ranks of one plan, with any stages,
+blocks and action lists, and with everything in flight: waiting inputs and graphs, receives posted ahead, messages sent
+and not yet confirmed, gradient blocks until they are added. On the CPU all are in one memory. A rehearsal takes a few
+seconds, so it confirms a plan but is not part of a search.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class RankRehearsal:
 
     peak_bytes: as its device's allocator counts. events: of that allocator.
     starts: number of events before each instruction of its program.
-    course: (instruction, peak bytes in whole blocks from its beginning to that of the next one), in the order of its
-        program; the last entry, "end", is the exchange of gradients, the vote and the update.
+    course: (instruction, peak bytes in whole blocks until the next instruction), in program order, between the entries
+        "begin" and "update". The exchange of gradients and the vote belong to the last instruction.
     """
 
     peak_bytes: int
@@ -70,7 +70,7 @@ def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_
 
 
 def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[int]:
-    """Return peak bytes of every rank; of equal ranks one is rehearsed, with as few microbatches as show its peak."""
+    """Return peak bytes of every rank. One of equal ranks is rehearsed, with few microbatches that show its peak."""
     conditions = estimator.conditions
     if not Quirks(conditions.device).has("host staging") or not ShortSteps.know(layout, options):
         return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
@@ -97,14 +97,14 @@ def rank_peaks(estimator: StageEstimator, layout: Layout, options: EngineOptions
 
 
 class _Steps:
-    """Rehearsals of a layout's ranks with as few microbatches as show their peaks."""
+    """Rehearsals of a layout's ranks, with few microbatches that show their peaks."""
 
     def __init__(self, estimator: StageEstimator, layout: Layout, options: EngineOptions, short: ShortSteps) -> None:
         self._estimator, self._layout, self._options, self._short = estimator, layout, options, short
         self._of_pipelines: dict[object, RankRehearsal] = {}
 
     def peak_bytes(self, ranks: Sequence[int], work: object) -> int:
-        """Return the peak of equal ranks. work: key of their layers and of how these are treated."""
+        """Return the peak of equal ranks. work: key of their layers and memory intervals."""
         rank = ranks[0]
         if (events := self._stretched_events(rank, work)) is not None:
             return replay(events).allocated_bytes
@@ -119,8 +119,8 @@ class _Steps:
         return _rehearse_ranks(self._estimator, self._layout, step, [rank])[0]
 
     def _stretched_events(self, rank: int, work: object) -> list[Event] | None:
-        """Return the events of a rank's program, from a rehearsal with fewer microbatches that ranks of the same work
-        share; None where that does not show all of them.
+        """Return the events of a rank's program, from a rehearsal with fewer microbatches, shared by ranks of equal
+        `work`; None where that rehearsal does not show all events.
         """
         if (program := self._short.program(rank)) is None:
             return None
@@ -132,10 +132,10 @@ class _Steps:
             try:
                 rehearsal = _rehearse_ranks(self._estimator, pipeline.layout, pipeline.options, [pipeline.rank])[0]
             except CapslogError:
-                return None  # the rehearsal of the layout itself tells the rank
+                return None  # the rehearsal of the layout itself raises the error, naming the rank
             self._of_pipelines[key] = rehearsal
         if [doing for doing, _ in rehearsal.course[1:-1]] != list(map(str, pipeline.program)):
-            return None  # gradients that no layer wants are not sent
+            return None  # the engine does not send gradients that no layer needs
         return stretched(rehearsal.events, rehearsal.starts, pipeline.program, program)
 
 
@@ -178,17 +178,17 @@ def rehearse_plan(
     """Return peak bytes of every rank of any plan that the engine runs, for the run that a config describes.
 
     The config must agree with the plan (`start.choices.with_given_plan`): where a plan of the short form is used in
-    several replicas, the ranks of all of them are listed.
+    several replicas, the list has the ranks of all replicas.
 
-    shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.
-    memo: may know the run's estimator.
+    shapes: of the chain's inputs, by name; None: of the largest inputs that can occur in the run.
+    memo: may hold the run's estimator.
 
-    Raises CapslogError: as `rehearse_layout`; a plan that the engine does not run, named by the field.
+    Raises CapslogError: as `rehearse_layout`; naming the field, for a plan that the engine cannot run.
     """
     layout, estimator = layout_of(plan, config), _estimator(config, shapes, memo)
     blocks, count = config.num_blocks, config.num_microbatches
     if plan.actions is None and config.pipeline.schedule != "gpipe":
-        # more microbatches of a block than any stage has in flight show nothing new; GPipe has all of them
+        # more microbatches of a block than any stage has in flight do not raise a peak; in GPipe all are in flight
         together = math.lcm(*(stage.grain for stage in layout.stages))
         count = blocks * min(count // blocks, together * (3 * len(layout.stages) + 2))
     options = _options(estimator, count, config.pipeline.schedule, blocks, plan.actions)
@@ -205,7 +205,7 @@ def rehearse_config(
     CapslogError: as `rehearse`; also shapes whose names are not those of the chain's inputs.
     """
     pipeline, estimator = config.pipeline, _estimator(config, shapes, memo)
-    # more microbatches than any stage has in flight show nothing new; GPipe has all of them
+    # more microbatches than any stage has in flight do not raise a peak; in GPipe all are in flight
     count = config.num_microbatches // pipeline.replicas
     if pipeline.schedule != "gpipe":
         count = min(count, 3 * len(cuts) + 2)
@@ -296,7 +296,7 @@ class _Positions(StepMeter):
         self._next(str(instruction))
 
     def count_static(self) -> None:
-        # bytes after the last instruction are in the update's entry
+        # called after the vote, so the last instruction's entry includes exchange and vote
         self._next("update")
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Chooses the ranks of a pipeline, and numbers of microbatches, that show the peaks of a whole step.
 
-A rehearsal runs every rank's program on fake tensors; for 32 ranks of 32 microbatches that takes longer than all
-the rest of a plan. Where messages wait in host memory, the bytes on a rank's device depend on its own program
-alone. So a rank's step of a few microbatches has the peak of the whole step if the rank meets the same moments in
-both, and two ranks of the same layers and the same moments have the same peak.
+A rehearsal runs every rank's program on fake tensors; for 32 ranks and 32 microbatches that takes longer than all other
+work on a plan. Where messages wait in host memory, the bytes on a rank's device depend only on its program. So a rank's
+short step, of a few microbatches, has the peak of the whole step if both have the same moments (`_Moment`), and two
+ranks with equal layers and moments have the same peak.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from varuna_capslog.schedules.lower import Instruction, Recv, lower
 __all__ = ["Sample", "ShortSteps"]
 
 _SHORT = range(2, 17)
-"""Microbatches of a short step: the first makes the gradients, the next add to them. More are not worth a search."""
+"""Microbatches of a short step: the first makes the gradients, the next add to them. More would save too little."""
 _WINDOW = 5
-"""Number of preceding instructions in a moment: the leftovers of an action are freed by the next one at the latest."""
+"""Number of preceding instructions in a moment: what an action leaves is freed by the next action at the latest."""
 
 _FORWARD: Doing = ("act", "F")
 _ALIKE = 3
-"""Number of forwards at one moment, which show what a rank keeps of every microbatch."""
+"""Least number of forwards with equal moments; their differences show what a rank keeps of every microbatch."""
 _KEPT_BLOCK = 512
 _MOST_KEPT = 1 << 20
-"""Bytes. Blocks up to this size come from a pool of their own, and are exactly as large as the request rounded up."""
+"""Most bytes kept of a microbatch: blocks up to this size have a pool of their own and the request's rounded size."""
 
 
 class _Moment(NamedTuple):
-    """State of a rank before an instruction: the instructions around it and what they hold; and what came before."""
+    """State of a rank at an instruction, equal for equal moments; and the numbers of earlier forwards and backwards."""
 
     state: object
     doing: Doing
@@ -52,9 +52,9 @@ class _Moment(NamedTuple):
 class Sample:
     """Short step of a rank that keeps tensors of every microbatch until the end of the step.
 
-    few, count: microbatches of this and of the whole step.
-    more: for each instruction, by how many microbatches the whole step is further at the last such moment.
-    forwards: positions of forwards at one moment.
+    few, count: microbatches of the short step and of the whole step.
+    more: for each instruction, how many more microbatches the whole step has passed at the last equal moment.
+    forwards: positions of forwards with equal moments.
     """
 
     few: int
@@ -63,11 +63,11 @@ class Sample:
     forwards: tuple[int, ...]
 
     def peak_bytes(self, events: Sequence[Event], starts: Sequence[int]) -> int | None:
-        """Return the peak of the whole step; None where the short step does not show it: what is kept is large or not
-        the same for each microbatch, the peak comes at the end of the step, or gradients that no layer wants are not
-        sent.
+        """Return the peak of the whole step; None where the short step does not show it: the kept bytes are many or
+        differ between microbatches, the peak is at the end of the step, or the engine leaves out gradients that no
+        layer needs.
 
-        events: of the short step. starts: number of them before each instruction.
+        events: of the short step. starts: number of events before each instruction.
         """
         if len(starts) != len(self.more):
             return None
@@ -76,14 +76,14 @@ class Sample:
         kept_bytes = steps.pop()
         if steps or not 0 <= kept_bytes <= _MOST_KEPT:
             return None
-        end = starts[-1]  # the last instruction; then come the sums over what was kept, and the update
+        end = starts[-1]  # the last instruction; the sums over kept tensors, and the update, follow
         before = self._with_kept(events[:end], starts, kept_bytes)
         peak = replay(before).allocated_bytes
         at_the_end = [(_OF_END, _SPARE * self.count * max(kept_bytes, _KEPT_BLOCK)), *events[end:]]
         return peak if replay([*before, *at_the_end]).allocated_bytes == peak else None
 
     def _with_kept(self, events: Sequence[Event], starts: Sequence[int], kept_bytes: int) -> list[Event]:
-        """Return the events with blocks that stand for what further microbatches would have left by then."""
+        """Return the events with blocks added for the tensors that the whole step's further microbatches keep."""
         filled, blocks = list(events[: starts[0]]), 0
         for start, end, wanted in zip(starts, [*starts[1:], len(events)], self.more, strict=True):
             change = wanted - blocks if kept_bytes else 0
@@ -95,9 +95,9 @@ class Sample:
 
 
 _OF_END = -(1 << 40)
-"""Key below all those of a step's events."""
+"""Key below the keys of all events of a step."""
 _SPARE = 2
-"""Factor on what is kept of every microbatch, for the sums over it at the end of the step."""
+"""Factor on the kept bytes, for the sums over microbatches at the end of the step."""
 
 
 def _changes(events: Iterable[Event]) -> Iterator[int]:
@@ -111,9 +111,9 @@ def _changes(events: Iterable[Event]) -> Iterator[int]:
 
 
 class ShortSteps:
-    """Short steps of one pipeline of one stage per rank, without accumulation in several blocks.
+    """Short steps of one pipeline of one stage per rank.
 
-    options: of the whole step; it has one accumulation block.
+    options: of the whole step, which has one accumulation block.
     inputs_wait: True where the inputs or graphs of microbatches in flight wait on the device.
     """
 
@@ -123,15 +123,15 @@ class ShortSteps:
 
     @staticmethod
     def know(layout: Layout, options: EngineOptions) -> bool:
-        """True where a layout and its step are such a pipeline, without offloading and explicit action lists."""
+        """True for one pipeline of one stage per rank, without offloading, explicit action lists or direct routes."""
         one_each = [stage.rank for stage in layout.stages] == list(range(len(layout.stages)))
         plain = all(stage.grain == 1 and not stage.offloads for stage in layout.stages)
         listed = options.actions is not None or layout.direct
         return one_each and plain and not listed and options.num_blocks == layout.num_blocks == 1
 
     def microbatches(self, rank: int) -> int:
-        """Return the smallest number whose step takes the rank through the same moments as the whole step: the whole
-        number for a rank that keeps tensors of every microbatch until the end of the step (parts of the loss, or
+        """Return the smallest number of microbatches whose step has all moments of the rank's whole step; the whole
+        step's number for a rank that keeps tensors of every microbatch until the end of the step (parts of the loss, or
         running statistics).
         """
         count = self._options.num_microbatches
@@ -141,16 +141,16 @@ class ShortSteps:
         return next((few for few in _SHORT if few < count and self._moments(rank, few) == wanted), count)
 
     def program(self, rank: int) -> Sequence[Instruction] | None:
-        """Return the program of `microbatches` for a rank that keeps nothing of a microbatch until the end of the step
-        and shares no parameters; None for another rank.
+        """Return the rank's program with `microbatches(rank)`; None for a rank that keeps tensors of a microbatch until
+        the end of the step, or shares parameters with another rank.
         """
         if self._collects(rank) or self.doings(rank) is None:
             return None
         return self._programs(self.microbatches(rank))[rank]
 
     def doings(self, rank: int) -> object:
-        """Return a key that is equal for ranks that have the same peak if they have the same layers; None for a rank
-        that shares parameters with another one, with which it exchanges gradients.
+        """Return a key: ranks with equal keys and equal layers have equal peaks. None for a rank that shares parameters
+        with another rank, since these exchange gradients.
         """
         layers, count = set(self._layout.layers_of(rank)), self._options.num_microbatches
         if any(layers & set(shared.layers) and set(shared.layers) - layers for shared in self._chain.shared):
@@ -170,8 +170,8 @@ class ShortSteps:
         return lower(rows, None, graph).programs
 
     def sample(self, rank: int) -> Sample | None:
-        """Return a short step through the moments of the whole step, for a rank that keeps tensors of every microbatch;
-        None for another rank, and where there is no such step.
+        """Return a short step with all moments of the whole step, for a rank that keeps tensors of every microbatch;
+        None for other ranks, and if no step of `_SHORT` has them.
         """
         count = self._options.num_microbatches
         if not self._collects(rank):

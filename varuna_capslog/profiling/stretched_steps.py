@@ -1,10 +1,10 @@
-"""Stretches the allocator's events of a rank's step of two or three microbatches to those of a longer step.
+"""Derives the allocator's events of a rank's long step from those of a step of a few microbatches.
 
-Each instruction of a program has a context: what comes just before and after it, and whether gradients are there yet.
-Instructions of one context allocate the same sizes and release the same tensors, named by the instruction that made
-them. So a short step that meets all contexts of a longer one tells the latter's events in full, also where many more
-microbatches wait. Where two instructions of one context differ, or a name does not lead to a live tensor, there is no
-answer, and the caller rehearses the whole step.
+Each instruction of a program has a context: its kind, the two instructions before it, and whether gradients exist, its
+microbatch keeps its graph, and it is the last one. Instructions of one context allocate the same sizes and release the
+same tensors, named by the instruction that made them. So a short step with all contexts of a longer step gives all its
+events, also where many more microbatches wait. Where two instructions of one context differ, or a name does not lead to
+a live tensor, the result is None, and the caller rehearses a longer step.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from varuna_capslog.schedules.lower import Instruction, Recv, lower
 __all__ = ["Doing", "ShortPipeline", "doing_of", "short_pipeline", "stretched"]
 
 Doing: TypeAlias = tuple[str, str | None]
-"""What an instruction does: ("act", kind), or ("receive" or "send", kind of the message)."""
+"""Kind of an instruction: ("act", kind of the action), or ("receive" or "send", kind of the message)."""
 
 _FORWARD: Doing = ("act", "F")
 _BACKWARD: Doing = ("act", "B")
 _BEFORE = 2
-"""Instructions before one that belong to its context: what an action leaves is released by the next at the latest."""
+"""Number of earlier instructions in a context: what an action leaves is released by the next action at the latest."""
 _NEAR = 3
-"""Distance, in instructions, up to which a tensor's maker can be named by it."""
+"""Largest distance, in instructions, by which the maker of a tensor is named."""
 
 
 def doing_of(instruction: Instruction) -> Doing:
-    """Return what an instruction does, without its microbatch."""
+    """Return the kind of an instruction, without its microbatch."""
     if isinstance(instruction, Action):
         return "act", instruction.kind
     return ("receive" if isinstance(instruction, Recv) else "send"), instruction.message.kind
@@ -69,9 +69,9 @@ def _steps_of(program: Sequence[Instruction]) -> list[tuple[Doing, int | None]]:
 
 @dataclass(frozen=True)
 class ShortPipeline:
-    """Pipeline of two to four stages, one of which is the stage that is asked about, and its step.
+    """Pipeline of two to four stages, one of which is a given stage, and its step.
 
-    rank: of that stage. program: of that rank.
+    rank: of the given stage. program: of this rank.
     """
 
     layout: Layout
@@ -86,8 +86,8 @@ _SCHEDULE = "1f1b"
 def short_pipeline(
     stage: PlanStage, num_layers: int, options: EngineOptions, program: Sequence[Instruction]
 ) -> ShortPipeline | None:
-    """Return the pipeline with the fewest microbatches whose program for a stage has all contexts of another program
-    for it; None where there is none. The schedule need not be that of the other program.
+    """Return the pipeline with the fewest microbatches whose program for `stage` has all contexts of `program`; None
+    where no pipeline has. Its schedule may differ from that of `program`.
     """
     wanted = set(contexts_of(program))
     for microbatches in range(2, sum(doing == _FORWARD for doing, _ in _steps_of(program))):
@@ -101,7 +101,7 @@ def short_pipeline(
 
 
 def _pipeline(stage: PlanStage, num_layers: int, options: EngineOptions, below: int) -> ShortPipeline:
-    """Return the pipeline of a stage with one before it, if it is not the first, and `below` stages behind it."""
+    """Return the pipeline of a stage, one stage before it, if it is not the first, and `below` stages behind it."""
     rank = 1 if stage.first else 0
     cuts = [*([0] if rank else []), stage.first, *range(stage.end, stage.end + below)]
     stages = list(Layout.pipelines(cuts, num_layers).stages)
@@ -113,7 +113,7 @@ def _pipeline(stage: PlanStage, num_layers: int, options: EngineOptions, below: 
 
 
 _Maker: TypeAlias = tuple[str, object]
-"""Name of the instruction that made a tensor, as seen from the one that releases it."""
+"""Name of the instruction that made a tensor, relative to the instruction that releases the tensor."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class _Allocation:
 
 @dataclass
 class _Release:
-    """makers: all names that lead to the maker, the surest first. number: of the maker's allocation."""
+    """makers: all names of the instruction that made the tensor, the surest first. number: of its allocation."""
 
     makers: tuple[_Maker, ...]
     number: int
@@ -133,7 +133,7 @@ _Pattern: TypeAlias = list[_Allocation | _Release]
 
 
 class _Course:
-    """Instructions of a program so far, by name."""
+    """Instructions of a program, by name."""
 
     def __init__(self, program: Sequence[Instruction]) -> None:
         self._steps = _steps_of(program)
@@ -144,7 +144,7 @@ class _Course:
             self._of_microbatch[doing, microbatch] = place
 
     def names(self, maker: int, place: int) -> Iterator[_Maker]:
-        """Yield the names of an instruction as seen from the one at `place`, the surest first."""
+        """Yield the names of instruction `maker`, relative to the instruction at `place`, the surest first."""
         doing, microbatch = self._steps[maker]
         if maker == place:
             yield "this", None
@@ -159,7 +159,7 @@ class _Course:
             yield "first", doing
 
     def place_of(self, name: _Maker, place: int) -> int | None:
-        """Return the instruction that a name leads to from the one at `place`; None for none."""
+        """Return the place of the instruction with this name relative to `place`; None if there is none."""
         kind, of = name
         if kind == "this":
             return place
@@ -181,10 +181,10 @@ class _Course:
 def stretched(
     events: Sequence[Event], starts: Sequence[int], short: Sequence[Instruction], whole: Sequence[Instruction]
 ) -> list[Event] | None:
-    """Return the events of the program `whole` from those of the program `short`; None where they do not show them.
+    """Return the events of program `whole`, derived from those of program `short`; None where this is not possible.
 
-    events, starts: of the short step; `starts` has the number of events before each instruction. What follows the last
-        instruction (sums over ranks, the update) is as it is in the short step.
+    events, starts: of the short step; `starts` has the number of events before each instruction. The events after the
+        last instruction (sums over ranks, the update) are those of the short step.
     """
     patterns = _patterns(events, starts, short)
     if patterns is None:
@@ -216,7 +216,7 @@ def stretched(
 def _released(
     part: _Release, course: _Course, place: int, keys: Mapping[tuple[int, int], int], live: Mapping[int, int]
 ) -> int | None:
-    """Return the key of the live tensor that a release names; None where no name leads to one."""
+    """Return the key of the live tensor that a release names; None where no name leads to a live tensor."""
     for name in part.makers:
         if name[0] == "before":
             key: int | None = part.number
@@ -229,7 +229,7 @@ def _released(
 
 
 def _live(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """Yield keys and bytes of what is not released."""
+    """Yield keys and bytes of the allocations that are not released."""
     live: dict[int, int] = {}
     for key, num_bytes in events:
         if num_bytes:
@@ -267,7 +267,7 @@ def _patterns(
 
 
 def _common(first: _Pattern, second: _Pattern) -> _Pattern | None:
-    """Return the events of two instructions of one context, with the names that hold for both; None: they differ."""
+    """Return the events of two instructions of one context, with the names that hold for both; None if they differ."""
     if len(first) != len(second):
         return None
     common = _Pattern()

@@ -1,8 +1,8 @@
 """One stage alone, its neighbours replaced by dummy tensors: CAPSlog's model trimming (Sec. III-A).
 
 Two ranks train a three-stage pipeline by the engine's own code: the measured rank holds the run's one or two layers,
-the other plays the stage before and the stage after with layers that only pass tensors on. No other layer is ever made
-real.
+the other rank stands in for the stage before and the stage after, with layers that only pass tensors on. No other layer
+gets memory.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ __all__ = [
 
 # -- Chains without memory: a workload's layers with parameters that have shapes only.
 #
-# `trim` makes one or two layers of such a chain real at a time; `measure` reads shapes and bytes from it. Nothing
-# here changes the workload's own modules.
+# A run gives memory to one or two layers of such a chain; `measure` reads shapes and bytes from it. Nothing here
+# changes the workload's own modules.
 
 
 def skeleton(workload: Workload, evaluates: bool = False) -> Chain:
     """Return the workload's chain in training mode with real buffers and all parameters on the meta device; see
-    `built_hollow`. evaluates: its layers run in eval mode too.
+    `built_hollow`. evaluates: its layers also run in eval mode.
     """
     torch.manual_seed(0)
     build = functools.partial(workload.chosen_chain, evaluates)
@@ -95,7 +95,7 @@ def with_real_layers(chain: Chain, indices: Iterable[int]) -> Chain:
     memo = real_tensors([chain.layers[index] for index in wanted])
     modules = [layer.module for layer in chain.layers]
     held = [[*module.parameters(), *module.buffers()] for module in modules]
-    # the others stay as they are: copying a large model for every rank would take longer than its rehearsal
+    # the other modules are not copied: for every rank of a large model, that would take longer than the rehearsal
     copied = [at for at in range(len(chain)) if at in wanted or any(id(tensor) in memo for tensor in held[at])]
     for tensor in (tensor for at in copied for tensor in held[at]):
         memo.setdefault(id(tensor), tensor)
@@ -105,13 +105,13 @@ def with_real_layers(chain: Chain, indices: Iterable[int]) -> Chain:
 
 
 def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[int, Any]:
-    """Return a deep copy's memo with real parameters (`only` those of these identities) and buffers of the layers."""
+    """Return a memo for `deepcopy` with real parameters and buffers of the layers. only: parameters' ids; None: all."""
     memo: dict[int, Any] = {}
     for layer in layers:
         for parameter in layer.module.parameters():
             if id(parameter) not in memo and (only is None or id(parameter) in only):
                 memo[id(parameter)] = real_parameter(parameter)
-        # not left to deepcopy, which cannot copy a tensor, or a generator, into the fake world of an estimate
+        # in the memo, since deepcopy cannot copy tensors and generators under an estimate's FakeTensorMode
         whole_models = [layer.module.model] if isinstance(layer.module, WholeModel) else []
         tensors = [*layer.module.buffers(), *attribute_tensors([layer.module, *whole_models])]
         memo |= {id(tensor): tensor.detach().clone() for tensor in tensors}
@@ -121,7 +121,7 @@ def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[
 
 
 def real_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of that shape in host memory, with values that keep activations finite."""
+    """Return a parameter of the same shape in host memory, with values that keep activations finite."""
     values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
     if not (parameter.is_floating_point() or parameter.is_complex()):  # codes of a quantised weight
         values.zero_()
@@ -132,20 +132,16 @@ def real_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-# -- One stage alone
-
-
-# -- The programs of the two ranks of a trimmed pipeline: the measured rank, and the one that plays its neighbour
-#    stages.
+# -- The programs of both ranks of a trimmed pipeline: the measured rank, and the rank in place of its neighbours.
 #
-# `measure_run` and `play_neighbours` execute them; an estimate does so on fake tensors.
+# `measure_run` and `play_neighbours` execute them; an estimate executes the measured rank's on fake tensors.
 
 
 MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
 MICROBATCHES = 4
-"""From the second one on all gradients are there; the last two then have as much in flight as in a long step."""
+"""All gradients exist from the second microbatch on; then the last two have as much in flight as in a long step."""
 HALVED_MICROBATCHES = 3
-"""Of a run that splits its backwards: the second finds all gradients, and the third stands between its halves."""
+"""With split backwards: all gradients exist at the second, whose halves have the forward of the third between them."""
 
 
 def program(
@@ -156,10 +152,10 @@ def program(
     count: layers of the run. around: True for a stage before it, and for one behind.
     microbatches: at most 4. halves: split the backwards of the run; then there are 3 microbatches.
 
-    A stage with another behind it has a second microbatch in flight while it recomputes and differentiates the first.
-    The neighbour sends ahead as far as real neighbours would, so that as many receives are posted and sends in flight.
-    Where backwards are split, a forward is between the halves: the activation that it receives proves that the gradient
-    of the first half has arrived, so that the second half frees all that the microbatch still holds.
+    A stage with a stage behind it has a second microbatch in flight while it recomputes and differentiates the first.
+    The neighbour sends ahead as far as real neighbours, so that as many receives are posted and sends are in flight.
+    Where backwards are split, a forward lies between the halves. The activation that it receives confirms the gradient
+    that the first half sent, so the second half frees all that the microbatch still holds.
     """
     upstream, downstream = around
     if upstream and downstream:
@@ -193,7 +189,7 @@ def _halved_rows(upstream: bool, downstream: bool) -> list[str]:
     return [neighbour, measured] if neighbour else [measured]
 
 
-# -- one stage alone, its neighbours replaced by dummy tensors
+# -- one trimmed run
 
 
 _TIMED_STEPS = 1
@@ -207,7 +203,7 @@ class TrimmedRun:
     specs: of the tensors across the cuts first .. end.
     targets, normalisers: for the loss, which is computed where the run holds the last layer.
     variants: the variant of each of its layers (`profiles/runs`); (): all as configured.
-    parts: of its layers, that run again inside their backward.
+    parts: parts of its layers that their backward recomputes.
     """
 
     first: int
@@ -268,7 +264,7 @@ def dummy_loss(outputs: Mapping[str, Tensor], _: Any, __: Mapping[str, float]) -
 
 
 class KnownShapes(ShapeTable):
-    """Shapes that are known already, such as a trimmed pipeline's from the whole chain's."""
+    """Shapes that are already known, such as those of a trimmed pipeline, from the whole chain."""
 
     def __init__(self, specs: Sequence[Mapping[str, TensorSpec]]) -> None:
         self._specs = [dict(cut) for cut in specs]
@@ -278,8 +274,8 @@ class KnownShapes(ShapeTable):
 
 
 def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
-    """Put the run's layers between dummies; `chain`, from `skeleton`, is not changed. `real`: the run's parameters get
-    memory (on the measured rank); else only those of the dummies.
+    """Return the run's layers between dummies; `chain`, from `skeleton`, is not changed. `real`: the run's parameters
+    get memory (on the measured rank); else only parameters of the dummies.
     """
     layers = chain.layers[run.first : run.end]
     inside = set(range(run.first, run.end))
@@ -310,10 +306,10 @@ def _parameter_of(chain: Chain, use: tuple[int, str]) -> nn.Parameter:
 
 
 def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: int = MICROBATCHES) -> EngineOptions:
-    """Return options to run dummy microbatches (at most 4) in a schedule's order, whatever values they lead to."""
+    """Return options to run dummy microbatches (at most 4) in a schedule's order, also with values not finite."""
     return EngineOptions(
         num_microbatches=microbatches,
-        # more than two blocks are never alive at once
+        # no more than two gradient blocks of a stage are in memory at once
         num_blocks=1 if conditions.blocks == 1 else microbatches,
         stage_inputs=conditions.stage_inputs,
         precision=conditions.precision,
@@ -327,7 +323,7 @@ def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: i
 
 @dataclass(frozen=True)
 class TrimmedPipeline:
-    """Trimmed run as an engine carries it out: the chain between dummies, and dummy microbatches (at most 4)."""
+    """Trimmed run in the engine's form: the layers between dummies, and dummy microbatches (at most 4)."""
 
     chain: Chain
     layout: Layout
@@ -348,7 +344,7 @@ class TrimmedPipeline:
         """Make the pipeline of a run.
 
         chain, real: see `trimmed_chain`. microbatches: of a step.
-        halves: split the backwards; then there are `HALVED_MICROBATCHES`, and nothing is recomputed.
+        halves: split the backwards; the step then has `HALVED_MICROBATCHES`, and recomputes nothing.
         """
         microbatches = HALVED_MICROBATCHES if halves else microbatches
         around = run.has_upstream, run.has_downstream
@@ -388,7 +384,7 @@ class TrimmedPipeline:
 
 
 def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, communicator: Communicator) -> None:
-    """Play the neighbours of `measure_run`: send and receive the messages of their stages from host memory."""
+    """Stand in for the neighbours of `measure_run`: send and receive their stages' messages from host memory."""
     if not run.has_upstream and not run.has_downstream:
         return
     values = dummy_inputs(run.specs[0])
@@ -411,16 +407,15 @@ def measure_run(
 
     Args:
         chain: from `skeleton`.
-        communicator: of this rank (1) and the rank that plays the neighbours (0).
+        communicator: of this rank (1) and the rank that stands in for the neighbours (0).
 
     Returns:
         Peak bytes of a whole step, update included; static bytes (parameters, gradients, moments, buffers); saved bytes
             (all that a graph keeps alive between forward and backward, the stage's inputs included); medians of
-            seconds. Where the conditions ask for the halves of the backward, further steps with split backwards measure
-            them.
+            seconds. With `conditions.halves`, further steps with split backwards measure the halves.
 
     Raises:
-        CapslogError: the loss refuses the dummy values, so that its backward would go unmeasured.
+        CapslogError: the loss refuses the dummy values, so that its backward would not be measured.
     """
     if not run.has_upstream and not run.has_downstream:
         communicator = Communicator(0, 1, communicator.generation, datetime.timedelta(0))
@@ -441,7 +436,7 @@ def observe(
     run: TrimmedRun,
     conditions: RunConditions,
 ) -> Observation:
-    """Train the one stage of this rank as in `measure_run`, and read it; the other ranks train as many steps.
+    """Train the one stage of this rank as in `measure_run`, and return its row; other ranks train as many steps.
 
     measured: the engine's observer. run: the layers of the stage.
     """
@@ -500,7 +495,7 @@ def dummy_inputs(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
 
 
 def _dummy(spec: TensorSpec) -> Tensor:
-    """Return values that most layers take: floats in [0, 1), ones for integers (valid ids, sizes above 0), False."""
+    """Return values that most layers accept: floats in [0, 1), integers of 1 (valid ids, sizes above 0), False."""
     tensor = spec.empty()
     if spec.dtype.is_floating_point:
         return tensor.uniform_()
@@ -511,8 +506,8 @@ _Seen = tuple[str, Stage, MicrobatchContext, ActionResidue]
 
 
 class MeasuredStage(Observer):
-    """Opens a stage meter around the forwards, recomputations and backwards of an engine with one stage. `refused`: the
-    message of the loss about values that it refused.
+    """Observer that opens a stage meter, or a probe, around the actions of an engine with one stage. `refused`: the
+    loss's message about values that it refused.
     """
 
     def __init__(self) -> None:
@@ -524,8 +519,8 @@ class MeasuredStage(Observer):
 
     @contextlib.contextmanager
     def weighed_by(self, probe: ActionProbe) -> Iterator[list[_Seen]]:
-        """Let the probe see every action of the block; yield the list of the actions, in the order of its windows, with
-        the bytes that they left (`weighing.ActionResidue`).
+        """Let the probe record every action of the block; yield the list of these actions, in the order of its windows,
+        with the bytes that remain after each (`weighing.ActionResidue`).
         """
         self._probe, self._seen = probe, []
         try:
@@ -535,8 +530,8 @@ class MeasuredStage(Observer):
 
     @contextlib.contextmanager
     def watching(self, meter: StageMeter, resident: list[Tensor] | None = None) -> Iterator[None]:
-        """Let the meter time every forward and backward of the block. With the `resident` tensors, it counts the
-        tensors that forwards save, and times nothing.
+        """Let the meter time every forward and backward of the block. With the `resident` tensors, it instead counts
+        the bytes that forwards save.
         """
         self._meter, self._own = meter, resident
         try:

@@ -51,29 +51,28 @@ __all__ = [
 ]
 
 
-# -- Variants on this machine: checked against the plain layers before a run uses them, and measured for a profile.
+# -- The check of variants against the plain layers.
 #
-# `start/choices` calls this once, where a run starts; the workers get what has passed. Layers that do the
-# same work are checked once, on the CPU, on the shapes of the run, or on smaller inputs where these would take too
-# long.
+# `start/choices` calls `checked_choices` once, where a run starts; the workers get the variants that passed. Of equal
+# layers one is checked, on the CPU, with the shapes of the run, or with smaller inputs where the run's take too long.
 
 
 _MOST_WORK = 2e9
-"""Multiplications and additions of one forward of a layer that are checked on the shapes of the run: some tenths of a
+"""Most multiplications and additions of a layer's forward for a check with the shapes of the run: some tenths of a
 second."""
 _LEAST_SIZE = 64
-"""Only sizes from this on are made smaller: those of images and sequences, hardly those of batches or channels."""
+"""Smaller inputs keep sizes that would fall below this: those of batches and channels, hardly images or sequences."""
 _LEAST_LIMIT = 8
 _PARTS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class VariantCheck:
-    """Result of one check, for all layers that do the same work.
+    """Result of one check, for all layers with equal work.
 
-    layers, names: their indices and names. variant: computes them.
+    layers, names: indices and names of these layers. variant: name of their variant.
     inputs: shapes of the layer's inputs in the check, as text. smaller: True where these are smaller than in the run.
-    fault: reason why the variant breaks its promise; empty where it keeps it.
+    fault: reason why the variant breaks its promise; empty where it keeps the promise.
     """
 
     layers: tuple[int, ...]
@@ -98,7 +97,7 @@ class VariantCheck:
 
 def plain_chain(workload: Workload) -> Chain:
     """Return the chain of a workload without its variants and without memory for parameters, in training mode. Raises
-    CapslogError where its layers are built by factories, which no variant can change.
+    CapslogError where its layers come from factories, which no variant can change.
     """
     plain = copy.copy(workload)
     plain.variants = {}
@@ -112,7 +111,7 @@ def plain_chain(workload: Workload) -> Chain:
 def checked_choices(workload: Workload, microbatch_size: int) -> tuple[dict[str, str], list[VariantCheck]]:
     """Return the workload's `variants` without the layers whose variant fails its check, and all checks.
 
-    Where nothing fails the patterns are unchanged, else they are the numbers of the remaining layers, such as `#3`.
+    If no variant fails, the patterns are unchanged; else they are the numbers of the remaining layers, such as `#3`.
     Raises CapslogError as `registry.apply_variants`.
     """
     chain = plain_chain(workload)
@@ -128,9 +127,9 @@ def checked_choices(workload: Workload, microbatch_size: int) -> tuple[dict[str,
 
 
 def check_variants(chain: Chain, chosen: Mapping[int, str], inputs: Mapping[str, TensorSpec]) -> list[VariantCheck]:
-    """Check the variants of some layers of a plain chain, which is not changed; skips layers without a place for them.
+    """Check the chosen variants of a plain chain, which is not changed; skip layers that their variant cannot change.
 
-    chain: its parameters may have shapes only. chosen: layer -> variant. inputs: specs of its inputs in the run.
+    chain: its parameters may have shapes only. chosen: layer -> variant. inputs: specs of the run's inputs.
     """
     sizes = _Sizes(chain, inputs)
     alike: dict[object, list[int]] = {}
@@ -152,7 +151,7 @@ def _keys(alike: Mapping[object, list[int]]) -> Iterator[tuple[str, object, obje
 
 
 class _Sizes:
-    """Specs of the tensors that layers read, on the run's inputs (part 1) or on inputs `part` times smaller."""
+    """Specs of the tensors that layers read, for the run's inputs (part 1) or inputs `part` times smaller."""
 
     def __init__(self, chain: Chain, inputs: Mapping[str, TensorSpec]) -> None:
         self._chain, self._inputs, self._table = chain, inputs, ShapeTable(chain)
@@ -214,9 +213,9 @@ def _check(layer: Layer, name: str, sizes: _Sizes, number: int) -> VariantCheck 
             )
             try:
                 worst = compare(list(_arguments(read, drawn=True)))
-            except (IndexError, RuntimeError, ValueError):  # such as numbers of classes, of which there are fewer
+            except (IndexError, RuntimeError, ValueError):  # drawn integers may be too large, such as for class numbers
                 worst = compare(list(_arguments(read, drawn=False)))
-    except Exception as error:  # a variant may be anybody's code
+    except Exception as error:  # a variant may be third-party code
         reason = " ".join(str(error).split()) or type(error).__name__
         return VariantCheck((), (), name, "the shapes of the run", False, f"it cannot be checked: {reason}")
     if worst.part <= TOLERANCES[variant.numerics]:
@@ -227,10 +226,10 @@ def _check(layer: Layer, name: str, sizes: _Sizes, number: int) -> VariantCheck 
 def _difference(
     plain: nn.Module, rewritten: nn.Module, variant: Variant, unread: Collection[int], arguments: list[Tensor]
 ) -> Difference:
-    """Compare in float32; the gradients of a `close` variant in float64, where the layers can run in it.
+    """Compare in float32; the gradients of a `close` variant in float64, if the layers can run in float64.
 
-    The gradients of a layer with a ReLU jump where a value is near 0: two correct orders of summation in float32 may
-    give values on both sides of it.
+    The gradients of a layer with a ReLU jump where a value crosses 0: two correct orders of summation in float32 may
+    give values on both sides of 0.
     """
     compare = functools.partial(difference, unread=unread)
     if variant.numerics != "close":
@@ -242,14 +241,14 @@ def _difference(
     wide_other, code = copy.deepcopy(rewritten).double(), _code_of(rewritten)
     try:
         wide_difference = compare(copy.deepcopy(plain).double(), wide_other, wide, call=_code_of(wide_other))
-    except RuntimeError:  # types that the layer's code or graph fixes
+    except RuntimeError:  # the layer's code or graph has fixed dtypes
         return compare(plain, rewritten, arguments, call=code)
     narrow = compare(plain, rewritten, arguments, gradients=False, call=code)
     return max(wide_difference, narrow, key=lambda tensor: tensor.part)
 
 
 def _code_of(layer: nn.Module) -> CompiledForward | None:
-    """Return the compiled forward that a run calls for a layer whose variant compiles it."""
+    """Return the compiled forward that a run calls, for a layer that its variant compiles; else None."""
     backend = backend_of(layer)
     return None if backend is None else CompiledForward(layer, backend)
 
@@ -263,8 +262,8 @@ def _work(layer: Layer, read: Sequence[TensorSpec]) -> int:
 
 
 def _arguments(read: Sequence[TensorSpec], drawn: bool) -> Iterator[Tensor]:
-    """Yield arguments: numbers around 0; bools, True in the last quarter, since masks hide, or show, a part; whole
-    numbers from 1 to the smallest of the larger sizes where they are `drawn`, else ones.
+    """Yield arguments: floats around 0; bools that are True in the last quarter, as masks hide, or show, a part;
+    integers from 1 to the smallest size of at least `_LEAST_LIMIT` if they are `drawn`, else ones.
     """
     most = min((size for spec in read for size in spec.shape if size >= _LEAST_LIMIT), default=1)
     for spec in read:
@@ -280,15 +279,14 @@ def _arguments(read: Sequence[TensorSpec], drawn: bool) -> Iterator[Tensor]:
 
 # -- The runs that give the costs of variants: each layer with each variant, and every two neighbours with each pair.
 #
-# The runs are those of any profile, of a chain in which one or two layers are rewritten; these pass on the same
-# tensors as the plain layers. `measure` runs them beside those of the plain layers, and `with_variant_rows` estimates
-# them.
+# The runs are those of any profile, for a chain in which one or two layers are rewritten, and pass on the same tensors
+# as the plain layers. `measure` makes them with the runs of the plain layers, and `with_variant_rows` estimates them.
 
 
 def allowed_variants(numerics: str, more: Sequence[str] = ()) -> list[Variant]:
     """Return the variants that planners may choose and that are at least as strict as `numerics`.
 
-    more: names of variants that are searched only where a config asks for them (`profile.variants`). Raises
+    more: names of variants that planners may choose only if the config names them (`profile.variants`). Raises
         CapslogError for a name in `more` that is unknown or of a weaker class.
     """
     classes, all_variants = list(NUMERICS), known_variants().values()
@@ -321,7 +319,7 @@ class VariantRun:
         return self.first + len(self.names)
 
     def work(self, specs: Sequence[Mapping[str, TensorSpec]]) -> object:
-        """Return a key that is equal for runs that do the same work, done once. specs: across the cuts 0 .. L."""
+        """Return a key that is equal for runs with equal work, of which one is made. specs: across the cuts 0 .. L."""
         signatures = Signatures(self.chain.layers)
         key = key_of_range(self.chain, self.first, self.end, specs[self.first : self.end + 1], signatures)
         return key, self.first > 0, self.end < len(self.chain)
@@ -341,13 +339,13 @@ def variant_runs(chain: Chain, variants: Sequence[Variant]) -> list[VariantRun]:
 
 
 def joined_variants(runs: Sequence[VariantRun]) -> dict[str, list[str]]:
-    """Return the conditions of a profile with these runs about variants that save a conversion between neighbours."""
+    """Return the condition `JOINED` of a profile with these runs; {} if none of the variants is joined."""
     names = {name for run in runs for name in run.names if name != PLAIN and known_variants()[name].joined}
     return {JOINED: sorted(names)} if names else {}
 
 
 def with_variant_rows(profile: Profile, estimator: StageEstimator, variants: Sequence[Variant]) -> Profile:
-    """Return the profile with rows of all `variant_runs` that can be estimated; it is of the estimator's workload."""
+    """Return the profile, of the estimator's workload, with rows of all `variant_runs` that can be estimated."""
     rows, runs = [], variant_runs(estimator.chain, [variant for variant in variants if variant.estimated])
     for run in runs:
         row = row_of(estimator.of_chain(run.chain), run.first, run.end)
@@ -365,7 +363,7 @@ def _rewritten(chain: Chain, variants: Sequence[Variant]) -> dict[tuple[int, str
         for variant in variants:
             if (signature, variant.name) in hopeless:
                 continue
-            # the parameters stay the chain's own, so that what is shared stays shared
+            # the parameters are not copied, so that shared parameters stay shared
             held: dict[int, Any] = {
                 id(tensor): tensor for tensor in (*layer.module.parameters(), *layer.module.buffers())
             }
@@ -378,7 +376,7 @@ def _rewritten(chain: Chain, variants: Sequence[Variant]) -> dict[tuple[int, str
 
 
 def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
-    copies = {number: _copy(module) for number, module in modules.items()}  # its attributes belong to this chain alone
+    copies = {number: _copy(module) for number, module in modules.items()}  # `tell_readers` sets attributes of a module
     layers = [
         dataclasses.replace(layer, module=copies.get(number, layer.module)) for number, layer in enumerate(chain.layers)
     ]
@@ -387,7 +385,7 @@ def _with_modules(chain: Chain, modules: Mapping[int, nn.Module]) -> Chain:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Return a shallow copy of the same class; `copy.copy` would make a plain graph of a rewritten module."""
+    """Return a shallow copy of the same class; `copy.copy` would turn a rewritten module into a plain graph."""
     copied = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     return copied

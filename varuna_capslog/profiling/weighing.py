@@ -30,7 +30,7 @@ _MARK = "capslog action "
 
 
 class Window(NamedTuple):
-    """Live bytes before an action, their peak during it, and after it."""
+    """Live bytes before an action, their peak during the action, and live bytes after it."""
 
     before: int
     most: int
@@ -40,8 +40,8 @@ class Window(NamedTuple):
 class ActionResidue(NamedTuple):
     """Bytes that remain after an action of a microbatch.
 
-    statistics: running statistics. noted: gradients that I has noted. seeds: the part of them that it began with (of
-        the last of several graphs: the gradients of the stage's outputs).
+    statistics: running statistics. noted: gradients that I keeps for W. seeds: the part of `noted` with which I began
+        (with several graphs, only of the last graph: the gradients of the stage's outputs).
     """
 
     statistics: int
@@ -50,7 +50,7 @@ class ActionResidue(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, stage: Stage, context: MicrobatchContext) -> ActionResidue:
-        """Read them after an action of this kind."""
+        """Return the bytes after an action of this kind."""
         statistics = storage_bytes(stage.statistics(context.index))
         if kind != "I":
             return cls(statistics)
@@ -63,7 +63,7 @@ class ActionWeights:
     """Collects the windows of one stage's actions in a step after the first.
 
     engine: its options list the actions, and its layers hold the gradients.
-    block_bytes: of the allocator that the windows are of.
+    block_bytes: block size of the allocator in which the windows are measured.
     """
 
     def __init__(self, engine: PipelineEngine, block_bytes: int = 1) -> None:
@@ -93,7 +93,7 @@ class ActionWeights:
             self._graph_bytes = max(0, window.before - window.after + before - (0 if last else behind))
 
     def count_gradients(self) -> None:
-        """Count gradients and optimizer moments; called between backward and update, when all gradients are there."""
+        """Count gradients and optimizer moments; called between backward and update, when all gradients exist."""
         parameters = [parameter for layer in self._engine.layers for parameter in layer.parameters.values()]
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         self._gradient_bytes = storage_bytes(gradients, self._block_bytes)
@@ -102,7 +102,7 @@ class ActionWeights:
     def result(self, update_bytes: int, meter: StageMeter, lasting_bytes: int | None) -> ActionBytes:
         """Return the bytes of each action.
 
-        update_bytes: the peak after the last action, beside static and lasting bytes.
+        update_bytes: the peak after the last action, less static and lasting bytes.
         meter: has counted the tensors that the stage's forwards save. lasting_bytes: as in `ActionBytes`.
         """
         graph = meter.saved_bytes if self._graph_bytes is None else self._graph_bytes
@@ -127,9 +127,9 @@ class ActionWeights:
 
 @dataclass(frozen=True)
 class Halves:
-    """Bytes and seconds of the two halves of a stage's backward of one microbatch, in the terms of `ActionBytes`.
+    """Bytes and seconds of the two halves of a stage's backward of one microbatch; fields as in `ActionBytes`.
 
-    held_bytes: held between them and freed by W.
+    held_bytes: held between the halves and freed by W.
     """
 
     input_half_bytes: int
@@ -142,7 +142,7 @@ class Halves:
     weight_seconds: float
 
     def told(self, row: Observation) -> Observation:
-        """Return the row of the same stage with these numbers added."""
+        """Return `row`, of the same stage, with these bytes and seconds added."""
         actions = row.action_bytes
         if actions is not None:
             actions = dataclasses.replace(actions, **{name: getattr(self, name) for name in HALVES})
@@ -164,7 +164,7 @@ class HalfWeights:
         self._noted = (0, 0)
 
     def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, residue: ActionResidue) -> None:
-        """Add one action, or ignore it where it is no half of a backward. residue: bytes that remain after it."""
+        """Add one action, unless it is no half of a backward. residue: bytes that remain after the action."""
         if kind not in "IW":
             return
         before, behind = (
@@ -178,8 +178,8 @@ class HalfWeights:
     def result(self, input_seconds: float, weight_seconds: float) -> Halves:
         """Return the bytes and seconds of the halves.
 
-        The second W frees all that was held. Where the first I frees less than the second, the tensors that it made
-        count as held too (a part that torch differentiates as a whole makes its parameters' gradients there).
+        The second W frees all that was held. Where the first I frees less than the second, the tensors that the first I
+        made also count as held: in a part that torch differentiates as a whole, I makes the parameters' gradients.
         """
         most = {key: window.most - window.before for key, window in self._windows.items()}
         gone = {key: window.before - window.after for key, window in self._windows.items()}
@@ -193,17 +193,17 @@ class HalfWeights:
 class ActionProbe(PeakProbe):
     """`PeakProbe` that also gives the window of every action inside it.
 
-    lasting_bytes: bytes on the device beside `held` when the probe was made, as in `ActionBytes`; None on the CPU,
+    lasting_bytes: bytes on the device beyond `held` when the probe was made, as in `ActionBytes`; None on the CPU,
         where they are no part of the peak.
-    windows, end_bytes: the windows in the order of their begins, and the most after the last one; set at the block's
-        end.
+    windows, end_bytes: the windows in the order of their begins, and the peak after the last window; complete at the
+        block's end.
     """
 
     def __init__(self, device: torch.device, held: Sequence[Tensor] = ()) -> None:
         super().__init__(device, held)
         self.lasting_bytes: int | None = None
         if device.type != "cpu":
-            gc.collect()  # layers of an earlier run, which would count in this one's peak
+            gc.collect()  # frees layers of an earlier run, which would count in this run's peak
             there = storage_bytes(tensor for tensor in held if tensor.device.type == device.type)
             self.lasting_bytes = max(0, accelerator.allocated_bytes(device) - there)
         self._highest = 0
@@ -248,7 +248,7 @@ class ActionProbe(PeakProbe):
             waiting.extend(event.children)
             if event.name.startswith(_MARK):
                 marks[int(event.name.removeprefix(_MARK))] = event.start_time_ns, event.end_time_ns
-        # a mark that begins at a time comes before the allocations of that time, one that ends behind them
+        # at equal times, begins of marks come before allocations, and ends of marks after them
         course = [(time, 1, address, size) for time, address, size in _allocations(tree)]
         course += [(begin, 0, number, 0) for number, (begin, _) in marks.items()]
         course += [(end, 2, number, 0) for number, (_, end) in marks.items()]

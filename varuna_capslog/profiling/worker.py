@@ -1,6 +1,6 @@
 """The processes of a profile: workers that measure one trimmed run after another, each with its own neighbour process.
 
-A worker builds the chain's skeleton once and then forks the process that plays its neighbours, so that torch is
+A worker makes the chain's skeleton once and then forks the process that stands in for its neighbours, so that torch is
 imported only once. No process outlives the process that started it.
 """
 
@@ -56,9 +56,9 @@ __all__ = [
 
 _MESSAGE_SECONDS = 3600.0
 _GRACE_SECONDS = 10.0
-"""Time that a worker which lost a neighbour waits for the neighbour's process to report the reason, or to end."""
+"""Time for which a worker that lost a neighbour waits until the neighbour's process reports the reason, or ends."""
 _LAST_WORD_SECONDS = 2.0
-"""Time that a worker which lost another worker waits, so that the failed worker reports first."""
+"""Time for which a worker that lost another worker waits, so that the lost worker reports first."""
 
 T = TypeVar("T")
 
@@ -66,21 +66,21 @@ Task = tuple[TrimmedRun, int]
 """A run and an upper bound on its bytes."""
 
 Play = Callable[[TrimmedRun, RunConditions], "Observation | None"]
-"""Runs the part of one process and returns its measurement; None where it plays stages around the measured one."""
+"""Executes one process's part of a run. Returns the measurement; None if the process stands in for neighbour stages."""
 
 Role = Callable[[], Play]
-"""Called once in the process that plays the part, before its first run."""
+"""Called once in the process, before its first run; returns its `Play`."""
 
 Roles = Callable[[Callable[[], Any], int, int, torch.device], tuple[Role, list[Role]]]
-"""From (source, the worker's number, the store's port, device): the worker's role, and those of its neighbours, each of
-which gets a process forked from the worker's."""
+"""(source, the worker's number, the store's port, device) -> the worker's role, and the roles of its neighbours; each
+neighbour is a process forked from the worker's."""
 
 FreeBytes = Callable[[torch.device], int]
 """Device -> its free bytes."""
 
 
 class WorkerFailure(CapslogError):
-    """A worker could not be started, or a run did not end. `run` is None for a start."""
+    """Error where a worker could not be started, or failed in a run. run: None where it was not started."""
 
     def __init__(self, task: Task | None, reason: str) -> None:
         super().__init__(reason)
@@ -89,7 +89,7 @@ class WorkerFailure(CapslogError):
 
 @dataclass(frozen=True)
 class ReadyValue(Generic[T]):
-    """Source that returns an existing value; it can be sent to the workers where the value can be pickled."""
+    """Source that returns an existing value; it can be sent to workers if the value can be pickled."""
 
     value: T
 
@@ -102,8 +102,8 @@ class Workers:
     """Settings with which processes are started.
 
     source: makes the workload in every process.
-    devices: one per worker. threads: CPU threads of each worker; their neighbours have one.
-    preload: modules that are imported once, before processes fork; one that cannot be imported is left out.
+    devices: one per worker. threads: CPU threads of each worker; neighbours have one thread.
+    preload: modules to import once, before processes fork; modules that cannot be imported are left out.
     conditions: of all runs. free_bytes: device -> its free bytes. names: of the layers.
     roles: the roles of a worker and its neighbours; None: stages on our own engine.
     """
@@ -123,8 +123,8 @@ class Workers:
 
 
 class WorkerGroup:
-    """Workers, which use the first `count` devices, each with a pipe to it; a context manager that ends all of them,
-    however it is left. idle: workers that are ready for a run.
+    """Processes of the first `count` workers, with a pipe to each; a context manager that always ends the processes.
+    idle: numbers of the workers that are ready for a run.
     """
 
     def __init__(self, workers: Workers, count: int) -> None:
@@ -179,8 +179,8 @@ class WorkerGroup:
             raise self.failure(worker, None) from error
 
     def finished(self) -> Iterator[tuple[int, Task, Observation]]:
-        """Wait for messages; yield (worker, task, result) of every run that has ended (none: workers became ready).
-        Raises WorkerFailure where a run failed or its worker died.
+        """Wait for messages; yield (worker, task, result) of every run that has ended, if any: a message may also say
+        that a worker is ready. Raises WorkerFailure where a run failed or its worker died.
         """
         for ready in multiprocessing.connection.wait(self._pipes):
             worker = self._pipes.index(ready)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ class WorkerGroup:
                 yield worker, self._doing.pop(worker), value
 
     def failure(self, worker: int, reason: str | None) -> WorkerFailure:
-        """Return the error for a worker that failed; `reason` is None where its process ended without one."""
+        """Return the error for a worker that failed; reason: None where its process ended without a report."""
         if reason is None:
             process = self._processes[worker]
             process.join(_GRACE_SECONDS)
@@ -218,7 +218,7 @@ def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> 
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *preload])
-    # Ctrl-C is for this process: the server, which is busy importing, would answer it with a traceback.
+    # Ctrl-C is for this process alone: the fork server, while it imports, would print a traceback.
     resource_tracker.ensure_running()  # first: it unblocks the signal again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -243,7 +243,7 @@ def _work(
     neighbours: list[tuple[BaseProcess, Connection]] = []
     try:
         measured, others = roles(source, number, port, device)
-        # before any thread or context of a device exists here
+        # forked before this process has threads or a device context
         pipes = [multiprocessing.Pipe() for _ in others]
         for role, (ours, theirs) in zip(others, pipes, strict=True):
             foreign = [pipe, *(end for pair in pipes for end in pair if end is not theirs)]
@@ -263,7 +263,7 @@ def _work(
             pass_on(task, [ours for _, ours in neighbours])
             report(pipe, "done", play(*task))
     except PeerLost as error:
-        if not neighbours:  # the lost rank is a worker too, and its own report tells the cause
+        if not neighbours:  # the lost rank is a worker too, and reports the cause itself
             time.sleep(_LAST_WORD_SECONDS)
         report(pipe, "failed", cause_of_loss(error, neighbours))
     except Exception as error:
@@ -271,7 +271,7 @@ def _work(
 
 
 def _neighbour(tasks: Connection, foreign: Sequence[Connection], role: Role) -> None:
-    """Play the stages around a worker's runs; `foreign` are ends of pipes that it must not keep open."""
+    """Stand in for the stages around a worker's runs. foreign: ends of pipes that this process must not keep open."""
     belong_to_parent()
     renew_threads()
     for connection in foreign:
@@ -287,7 +287,7 @@ def _neighbour(tasks: Connection, foreign: Sequence[Connection], role: Role) -> 
 def _engine_roles(
     source: Callable[[], Workload], number: int, port: int, device: torch.device
 ) -> tuple[Role, list[Role]]:
-    """Return the roles on our own engine: one neighbour plays the stages before and behind."""
+    """Return the roles on our own engine: one neighbour process stands in for the stages before and behind."""
     workload = source()
     chain = skeleton(workload)
 
@@ -312,7 +312,7 @@ def next_task(pipe: Connection) -> tuple[TrimmedRun, RunConditions] | None:
 
 
 def pass_on(task: tuple[TrimmedRun, RunConditions], neighbours: Sequence[Connection]) -> None:
-    """Send a run to the processes that play the stages around it. Raises PeerLost where one of them has ended."""
+    """Send a run to the processes that stand in for the stages around it. Raises PeerLost where one has ended."""
     for pipe in neighbours:
         try:
             pipe.send(task)
@@ -345,9 +345,9 @@ def cause_of_loss(lost: PeerLost, neighbours: Sequence[tuple[BaseProcess, Connec
 
 
 def _last_message(pipe: Connection, deadline: float) -> tuple[str | None, str]:
-    """Return (kind, text) of a neighbour's last message; kind is None where there is none.
+    """Return (kind, text) of a neighbour's last message; kind is None without a message.
 
-    A pipe whose other end is closed is ready, too: `poll` returns True, and only `recv` shows that nothing was sent.
+    `poll` also returns True for a pipe whose other end is closed, and only `recv` shows that nothing was sent.
     """
     try:
         if pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -374,13 +374,13 @@ def _how_it_ended(status: int | None) -> str:
 
 
 def sentence(error: Exception) -> str:
-    """Return a worker's report of an error: its first line, and its type where it is no `CapslogError`."""
+    """Return a worker's report of an error: its first line, after its type if it is no `CapslogError`."""
     text = str(error).split("\n", 1)[0]
     return text if isinstance(error, CapslogError) else f"{type(error).__name__}: {text}"
 
 
 def follow_client() -> None:
-    """Make this worker end at once when the process that profiles is gone, also in the middle of a long run."""
+    """Make this worker end at once when the profiling process has ended, also in the middle of a long run."""
     client = multiprocessing.parent_process()
     assert client is not None
 

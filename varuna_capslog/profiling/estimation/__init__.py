@@ -1,1 +1,1 @@
-"""The estimator's models of a device (allocator, workspaces of kernels, launch times) and its runs on fake tensors."""
+"""The estimator's models of a device (allocator, kernels' workspaces, speed), and its runs on fake tensors."""

@@ -4,22 +4,22 @@ Plain Python on numbers: no device, no torch. Rules and constants are those of t
 installed header c10/core/AllocatorConfig.h, the rules of c10/cuda/CUDACachingAllocator.cpp), with default settings and
 one stream:
 
-- sizes are rounded up to 512 bytes; up to 1 MiB they come from the small pool, above from the large one;
-- the smallest free block of the pool that is large enough is taken, of equal ones that of the lowest address;
-- where there is none the device gives a new segment: 2 MiB for the small pool; for the large one 20 MiB below 10 MiB,
-  else the size rounded up to 2 MiB;
+- sizes are rounded up to 512 bytes; blocks up to 1 MiB come from the small pool, larger blocks from the large pool;
+- the pool's smallest free block that is large enough is taken, of blocks of equal size the one at the lowest address;
+- if no block is large enough, the device gives a new segment: 2 MiB for the small pool; for the large pool 20 MiB if
+  the size is below 10 MiB, else the size rounded up to 2 MiB;
 - a block is split if more than 1 MiB (small pool: 512 bytes or more) would be left; else it is used whole, and its
   surplus counts as allocated;
-- a freed block joins free neighbours of its segment. Segments are returned to the device only where a new one does not
-  fit in it: then all that are idle.
+- a freed block joins free neighbours of its segment. Only where a new segment does not fit on the device, all idle
+  segments are returned to it.
 
-So the bytes reserved on a device with plenty bound what a run needs from above, and `least_capacity` tells what it
-needs.
+So the bytes reserved on a device with enough memory are an upper bound of a run's need; `least_capacity` computes the
+need itself.
 
 With `expandable_segments:True` (PYTORCH_ALLOC_CONF) each pool is one range of addresses that grows at its end, in pages
-of 2 MiB in the small pool and 20 MiB in the large one; a free block at the end counts towards the request. The rest of
-a block is split off, from 512 bytes on. The free block at the end is taken only where no other is large enough. Pages
-that are free again stay mapped, as no device here runs out.
+of 2 MiB in the small pool and 20 MiB in the large pool; a free block at the end counts towards the request. The rest of
+a block is split off if it has 512 bytes or more. The free block at the end is taken only if no other is large enough.
+Freed pages stay mapped, since no device runs out of memory here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Event = tuple[int, int]
-"""(key, bytes above 0) for an allocation, (key, 0) for its release; a key may be used again after that."""
+"""(key, bytes above 0) for an allocation, (key, 0) for its release, after which the key may be used again."""
 
 _MIB = 1 << 20
 _SMALLEST_BLOCK = 512
@@ -53,7 +53,7 @@ LARGE_SEGMENT = 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB
 _SEGMENT_STEP = 2 * _MIB
 _SMALL_ADDRESSES = 1 << 50
-"""Where the expandable segment of the small pool begins, far above that of the large one."""
+"""Address at which the small pool's expandable segment begins, far above the large pool's segment."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AllocatorPeaks:
     """Peaks of allocated and reserved bytes, and the number of segments.
 
     `allocated_bytes` is the value of `torch.cuda.max_memory_allocated`: whole blocks, not requests. `remainder_bytes`
-    of them were not requested: the surplus of blocks beyond their requests rounded up to 512 bytes.
+    is the part not requested: the surplus of blocks beyond their requests, rounded up to 512 bytes.
     """
 
     allocated_bytes: int
@@ -72,7 +72,7 @@ class AllocatorPeaks:
 
 @dataclass(eq=False)
 class _Block:
-    """Part of a segment, with its neighbours in it."""
+    """Part of a segment, and its neighbours in the segment."""
 
     address: int
     size: int
@@ -83,11 +83,11 @@ class _Block:
 
 
 class CachingAllocator:
-    """Allocator, empty at first. expandable: by the rules of expandable segments. capacity: most bytes of all segments,
-    without expandable ones; None: no limit.
+    """Allocator, empty at first. expandable: follow the rules of expandable segments. capacity: most bytes of all
+    segments, ignored with expandable segments; None: no limit.
 
     Attributes:
-        allocated_bytes, reserved_bytes, segments: at present.
+        allocated_bytes, reserved_bytes, segments: current values.
     """
 
     def __init__(self, expandable: bool = False, capacity: int | None = None) -> None:
@@ -97,17 +97,17 @@ class CachingAllocator:
         self._remainder = 0
         self._peak_allocated = self._peak_remainder = 0
         self._given: dict[int, _Block] = {}
-        # pool (small or not) -> its free blocks, by size and then address; and each by its address
+        # pool (small or not) -> (size, address) of its free blocks, sorted; and address -> free block
         self._order: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._free_at: dict[int, _Block] = {}
         self._expandable, self._capacity = expandable, capacity
         self._next_address = 0
-        # of expandable segments: pool -> the block at the end of the mapped range
+        # pool -> the block at the end of its expandable segment
         self._last: dict[bool, _Block] = {}
 
     @property
     def peaks(self) -> AllocatorPeaks:
-        """Peaks so far, and the reserved bytes of now: without a capacity, their peak."""
+        """Peaks so far; the reserved bytes are the current ones, which without a capacity are the peak."""
         return AllocatorPeaks(self._peak_allocated, self.reserved_bytes, self.segments, self._peak_remainder)
 
     def allocate(self, key: int, num_bytes: int) -> None:
@@ -174,7 +174,7 @@ class CachingAllocator:
                     f"a segment of {length} bytes does not fit beside {self.reserved_bytes} of {self._capacity}; give "
                     "the device more memory"
                 )
-        # segments lie one behind another, but blocks never join across their borders
+        # segments have consecutive addresses, but blocks never join across their borders
         block = _Block(self._next_address, length, small)
         self._next_address += length
         self.reserved_bytes += length
@@ -227,8 +227,8 @@ class CachingAllocator:
 
 
 def replay(events: Iterable[Event], expandable: bool = False) -> AllocatorPeaks:
-    """Return the peaks of an allocator that begins empty and executes `events` in order. `expandable`: by the rules of
-    expandable segments. Raises CapslogError, with its number, for an event that cannot follow the earlier events.
+    """Return the peaks of an allocator that begins empty and executes `events` in order. `expandable`: see
+    `CachingAllocator`. Raises CapslogError with the number of an event that cannot follow the earlier events.
     """
     allocator = CachingAllocator(expandable)
     _execute(allocator, events)
@@ -249,14 +249,14 @@ def _execute(allocator: CachingAllocator, events: Iterable[Event]) -> None:
 
 
 def least_capacity(runs: Sequence[Sequence[Event]], floor: int = 0) -> int:
-    """Return the fewest bytes, from `floor` on and up to 1 % too many, of a device on which an allocator can execute
-    each of the runs, which begin with it empty. Raises CapslogError as `replay`.
+    """Return the fewest bytes, at least `floor` and up to 1 % too many, of a device on which an allocator, empty at
+    first, can execute each of the runs. Raises CapslogError as `replay`.
     """
     if floor and _fit_in(runs, floor):
         return floor
     peaks = [replay(run) for run in runs]
     high = max((peak.reserved_bytes for peak in peaks), default=0)
-    low = max([floor, *(peak.allocated_bytes - 1 for peak in peaks)])  # does not do
+    low = max([floor, *(peak.allocated_bytes - 1 for peak in peaks)])  # too few bytes
     while high - low > low // 100 + 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _fit_in(runs, middle) else (middle, high)
@@ -278,5 +278,5 @@ def rounded(num_bytes: int) -> int:
 
 
 def round_up(value: int, step: int) -> int:
-    """Return the next multiple of `step`; the value itself where it is one."""
+    """Return the smallest multiple of `step` that is not below `value`."""
     return -(-value // step) * step

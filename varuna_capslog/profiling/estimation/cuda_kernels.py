@@ -1,8 +1,8 @@
-"""Bytes that CUDA kernels take beside their results and give back, from shapes, types and the kind of GPU alone.
+"""Temporary bytes of CUDA kernels, without their results, from shapes, dtypes and the kind of GPU alone.
 
-`quirks` explains each entry. Buffers of reductions and of embeddings follow torch's source; those of attention and
-convolutions were read off the allocator of an H200 (torch 2.11, cuDNN 9.19) and are assumed of other kinds.
-`tests/profiling/estimation/test_cuda_kernels.py` compares each with its reading.
+`quirks` explains each entry. Buffers of reductions and of embeddings follow torch's source; buffers of attention and
+convolutions were read off the allocator of an H200 (torch 2.11, cuDNN 9.19) and are assumed for other kinds of GPU.
+`tests/profiling/estimation/test_cuda_kernels.py` compares each buffer with the reading.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256
 
 @dataclass
 class _Reduction:
-    """Split of each output's inputs in a kernel; both steps grow as they are split over threads and blocks."""
+    """Split of a reduction in a kernel; a step grows where inputs or outputs are split over threads or blocks."""
 
     outputs: int
     inputs: int
@@ -130,14 +130,14 @@ def _reduced(args: Sequence[Any], result: Tensor, gpu: Gpu) -> Blocks:
 
 
 def _normed(args: Sequence[Any], result: Tensor, gpu: Gpu) -> Blocks:
-    """linalg_vector_norm: its dimensions come after the order."""
+    """Return the blocks of linalg_vector_norm, whose argument for the dimensions comes after the order."""
     x = args[0]
     dims = args[2] if len(args) > 2 and args[2] else range(x.dim())
     return _reduced((x, list(dims)), result, gpu)
 
 
 def _normed_in_pieces(args: Sequence[Any], result: Tensor, gpu: Gpu) -> Blocks:
-    """Return the blocks of one piece, and those of the norms of all."""
+    """Return the blocks of one piece, and the bytes of the norms of all pieces."""
     x, size = args[0], piece_of("cuda")
     return *_normed((x[:size],), result, gpu), -(-x.numel() // size) * rounded(1)
 
@@ -167,8 +167,8 @@ def _embedding_backward(args: Sequence[Any], result: Tensor, gpu: Gpu) -> Blocks
 
 
 def _flash_backward(args: Sequence[Any], result: Any, gpu: Gpu) -> Blocks:
-    """A float32 gradient of the queries, the row sums of the softmax, and two copies; where heads share keys and
-    values, also the gradients of these for each head (mha_bwd, flash_api.cpp).
+    """Return a float32 gradient of the queries, the row sums of the softmax, and two copies; where heads share keys and
+    values, also the gradients of keys and values for each head (mha_bwd, flash_api.cpp).
     """
     query, key = args[1], args[2]
     rows = math.prod(query.shape[:2]) * round_up(query.shape[2], 128)
@@ -202,7 +202,7 @@ def _convolved(args: Sequence[Any], result: Tensor, gpu: Gpu) -> Blocks:
 
 
 def _convolved_backward(args: Sequence[Any], result: Any, gpu: Gpu) -> Blocks:
-    """First the gradient of the input, then that of the weights, then that of the bias."""
+    """Return the largest of three successive needs: for the gradients of input, weights and bias."""
     gradient, x, w, mask = args[0], args[1], args[2], args[10]
     of_input = _workspace(x, w, gradient, args[4:10]) if mask[0] else 0
     of_weights = _workspace(x, w, gradient, args[4:10], of_weights=True) if mask[1] else 0
@@ -213,10 +213,10 @@ def _convolved_backward(args: Sequence[Any], result: Any, gpu: Gpu) -> Blocks:
 def _workspace(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any], of_weights: bool = False) -> int:
     """Return bytes for cuDNN's convolution of images: copies in channels last, and partial sums of weight gradients.
 
-    Images that are channels last already need no copies, except where a pixel's channels do not fill 16 bytes; neither
-    do kernels of one element without stride, which are products, and kernels for one channel, which are torch's own.
+    No copies are needed for images in channels last, if a pixel's channels fill 16 bytes; for kernels of one element
+    without stride, which are products; and for kernels of one channel, which are torch's.
 
-    options: stride, padding, dilation, whether it is transposed, padding of the output, groups.
+    options: stride, padding, dilation, transposed or not, padding of the output, groups.
     """
     stride, groups = options[0], options[5]
     if x.dim() != 4 or x.itemsize not in _ALIGNED:
@@ -241,8 +241,8 @@ def _workspace(x: Tensor, w: Tensor, y: Tensor, options: Sequence[Any], of_weigh
 def _of_product(x: Tensor, w: Tensor, y: Tensor, pixels: int, of_weights: bool, parts: int) -> int:
     """Return bytes of one-element kernels on several images with the channels first; few pixels use other products.
 
-    Gradients of small weights are summed image by image; those of large ones, and of images that do not fill 16 bytes,
-    need copies with the channels last. With 16 bits and odd pixels the forward needs these copies.
+    Gradients of small weights are summed image by image. Gradients of large weights, and of images that do not fill 16
+    bytes, need copies with the channels last, as does the forward with 16 bits and an odd number of pixels.
     """
     odd_halves = x.itemsize == 2 and pixels % 2 == 1
     if not of_weights:
@@ -255,7 +255,7 @@ def _of_product(x: Tensor, w: Tensor, y: Tensor, pixels: int, of_weights: bool, 
 
 
 def _parts_bytes(w: Tensor, itemsize: int) -> int:
-    """Return bytes of partial sums of a weight gradient: about a dozen small ones, none where a sum is large."""
+    """Return bytes of partial sums of a weight gradient: about a dozen, up to a limit; none of large 16-bit weights."""
     sum_bytes = 4 * w.numel()
     if itemsize == 4:
         return min(14 * sum_bytes, 8 << 20)
@@ -283,4 +283,4 @@ CUDA_KERNELS: dict[Any, CudaKernel] = {
     _aten.convolution.default: _convolved,
     _aten.convolution_backward.default: _convolved_backward,
 }
-"""By operator; every other one takes nothing."""
+"""Operator -> its kernel; other operators take no bytes."""

@@ -1,7 +1,7 @@
-"""What cards of one stage could divide of a layer in another system, found from the operators of its forward.
+"""Finds the parts of a layer that another system could divide among the cards of a stage, from its forward's operators.
 
-The rules are Megatron's for tensor parallelism with sequence parallelism, and for experts: between two divided matrices
-a tensor has its features divided, elsewhere its tokens. Only operators and shapes decide, no names of modules.
+The rules are Megatron's for tensor parallelism with sequence parallelism, and for experts: a tensor is divided by
+features between two divided matrices, elsewhere by tokens. Only operators and shapes count, not names of modules.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["DivisibleMeter"]
 
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "linear": (0, 1), "bmm": (0, 1), "baddbmm": (1, 2)}
 _PRODUCTS |= {"_grouped_mm": (0, 1), "grouped_mm_fallback": (0, 1)}
-"""Operator -> places of the rows and of the matrix."""
+"""Operator -> numbers of the arguments with the rows and with the matrix."""
 _COPIES = frozenset({"_to_copy", "clone", "contiguous", "t", "transpose"})
-"""What is still a parameter: its copy in another type or order."""
+"""Operators whose result still counts as the parameter: copies in another dtype or order."""
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "rms_norm"})
 _STEPS_OF_A_NORM = 3
-"""Operators before the root of a norm that is written out: the mean, and the small number that is added."""
+"""Operators before the root of a norm that is written as single operators: the mean, the sum with a small number."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class _Call:
     """Operator of a forward, with the storages of its inputs and outputs.
 
     rows, matrix: of a product, an embedding (rows: None) or attention (rows: the keys, matrix: the values).
-    row_bytes, matrix_bytes: elements that strides of 0 repeat are counted once; of a copy those of its input. width: of
-    the last dimension. norm: it normalises over that.
+    row_bytes, matrix_bytes: elements that strides of 0 repeat count once; of a clone, the bytes of its input. width: of
+    the last dimension. norm: True where it normalises over the last dimension.
     """
 
     name: str
@@ -52,7 +52,7 @@ class _Call:
 
 @dataclass
 class _Sums:
-    """Sums of the last pass over the calls."""
+    """Sums of one pass over the calls."""
 
     gathered: int = 0
     scattered: int = 0
@@ -95,7 +95,7 @@ class DivisibleMeter:
             more = {"row_bytes": _unique_bytes(args[0])}
         elif name in _NORMS or name == "mean":
             more = {"width": args[0].shape[-1] if args[0].dim() else 0, "norm": name in _NORMS}
-        elif name == "rsqrt":  # what a mean before it has begun is a norm, and no loss
+        elif name == "rsqrt":  # a mean just before a root belongs to a norm, not to a loss
             recent = self._calls[-_STEPS_OF_A_NORM:]
             self._calls[-_STEPS_OF_A_NORM:] = [replace(call, norm=call.norm or call.name == "mean") for call in recent]
         places = tuple(map(_storage, inputs)), tuple(map(_storage, outputs))
@@ -103,7 +103,7 @@ class DivisibleMeter:
 
     @property
     def count(self) -> int:
-        """Operators so far."""
+        """Number of operators so far."""
         return len(self._calls)
 
     def divisible(self) -> Divisible:
@@ -133,18 +133,18 @@ class DivisibleMeter:
         )
 
     def _routers(self) -> set[int]:
-        """Matrices with a row for each expert: every card has them whole."""
+        """Return the numbers of the matrices with a row for each expert, which every card has whole."""
         counts = {shape[0] for shape in self._shapes if len(shape) == 3}
         return {number for number, shape in enumerate(self._shapes) if len(shape) == 2 and shape[0] in counts}
 
     def _passed(self, whole: set[int]) -> _Sums:
-        """Follow the calls once. whole: matrices that no card divides; more of them stand in the result's `whole`."""
+        """Follow the calls once. whole: matrices that no card divides; the result's `whole` has more such matrices."""
         sums, parameter_of = _Sums(), dict(self._parameters)
         divided: set[int] = set()  # storages with divided features
         gathered: set[int] = set()  # storages that were gathered as inputs of matrices
         routed: set[int] = set()  # storages of rows at their experts
         behind: dict[int, int] = {}  # storage -> the matrix whose whole output it holds
-        thin: dict[int, int] = {}  # storage of repeated keys or values -> their bytes before
+        thin: dict[int, int] = {}  # storage of repeated keys or values -> their bytes before the repetition
         for call in self._calls:
             number = None if call.matrix is None else parameter_of.get(call.matrix)
             state = any(place in divided for place in call.inputs)
@@ -206,6 +206,6 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _unique_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements, those that strides of 0 repeat counted once."""
+    """Return the bytes of a tensor's elements; elements that strides of 0 repeat count once."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in pairs if stride) * tensor.itemsize if tensor.numel() else 0

@@ -5,18 +5,18 @@
     reserved = allocated * fragmentation        what the caching allocator needs of the device
     device   = reserved + fixed_bytes           what the driver counts as used
 
-"parts" names all parts of both, each with its bytes or its factor and its source: read off a device, in somebody's
-print or in torch's source, replayed by the allocator's rules, or assumed.
+"parts" lists all parts of both numbers, each with its bytes or factor and its source: read off a device, published,
+torch's source, replayed by the allocator's rules, or assumed.
 
-Fragmentation is simulated: blocks of one size leave gaps that suit none of the next. Traces of one stage at several
-input sizes are replayed as one long run, and the smallest device on which torch's allocator can run it is compared with
-the peak predicted for the largest size. With more memory the allocator reserves more (up to 1.6 times the peak), but
-before it fails it gives idle segments back. On an H200 the replay of eight traces of whole runs met the real allocator
-to the byte in seven, and to 2 % in one (docs/gpu.md).
+Fragmentation is simulated: blocks of one step's sizes leave gaps that the next step's blocks do not fit. Traces of one
+stage at several input sizes are replayed as one long run, and the smallest device on which torch's allocator can run it
+is compared with the peak predicted for the largest size. With more memory the allocator reserves more (up to 1.6 times
+the peak), but before it fails it returns idle segments. On an H200 seven of eight replayed traces of whole runs were
+equal to the real allocator, and one differed by 2 % (docs/gpu.md).
 
-Single layers and pairs, whose traces a profile has, lie in more gaps than the stages of a plan, so the mildest of the
-largest decides, with at least `LEAST_FACTOR` (`benchmarks/gpu_bytes`). Where a stage is smaller than a segment, gaps do
-not grow with the peak, so a segment is added as bytes.
+Single layers and pairs, whose traces a profile has, have more gaps than the stages of a plan, so the lowest factor of
+the largest runs decides, but at least `LEAST_FACTOR` (`benchmarks/gpu_bytes`). Where a stage is smaller than a segment,
+gaps do not grow with the peak, so a segment is added as bytes.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ __all__ = [
 ]
 
 CONTEXT_BYTES, HOPPER_CONTEXT_BYTES = 512 << 20, 771 << 20
-"""Of a CUDA context with the kernels that a training step loads. From Hopper on 771 MiB, read off an H200 (torch 2.11,
-CUDA 13.0; 527 MiB before the first kernel); of earlier kinds assumed."""
+"""Bytes of a CUDA context with the kernels that a training step loads. From Hopper on 771 MiB, read off an H200 (torch
+2.11, CUDA 13.0; 527 MiB before the first kernel); for earlier kinds of GPU assumed."""
 COMMUNICATOR_BYTES = 544 << 20
-"""Of one NCCL communicator of two ranks: as printed for A100s over NVLink (github.com/NVIDIA/nccl/issues/964). Over
-PCIe it has fewer channels and takes less; a third rank took 144 MiB more there."""
+"""Bytes of one NCCL communicator of two ranks, as printed for A100s over NVLink (github.com/NVIDIA/nccl/issues/964).
+Over PCIe it has fewer channels and takes less; a third rank took 144 MiB more there."""
 COMMUNICATORS = 4
-"""Of a rank between two neighbours: one for each direction to each (`engine.pair_groups`). Over gloo messages wait on
-the host."""
+"""NCCL communicators of a rank with two neighbours: one per neighbour and direction (`engine.pair_groups`). Over gloo
+messages wait on the host."""
 UNSEEN_PART = 0.01
-"""Of a stage's peak on the CPU, for scratch of kernels that the table of quirks leaves out: the lowest estimate of
+"""Fraction of a stage's peak on the CPU, for scratch of kernels that `quirks` leaves out: the lowest estimate of
 `benchmarks/truth` was 0.7 % under the real allocator."""
 
 LEAST_FACTOR = 1.05
-"""On a peak, for gaps between blocks: ranks of plans needed up to 1.044 times theirs, a segment apart."""
+"""Least factor on a peak for gaps between blocks: ranks of plans needed up to 1.044 times their peak, and a segment."""
 _STEPS = 8
 _ORDERS = 3
 _CUBLAS_THREADS = 2
-"""That multiply matrices on one device: the one that runs forwards, and autograd's own."""
+"""Threads that multiply matrices on one device: the thread that runs forwards, and autograd's thread."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class StepTrace:
 
 
 def run_of_steps(traces: Sequence[Sequence[Event]], order: Sequence[int]) -> list[Event]:
-    """Return the events of a run: the lasting allocations (made first in the first trace and never released), then the
-    steps by number.
+    """Return the events of a run: the lasting allocations (made at the beginning of the first trace, never released),
+    then the steps in `order`.
 
     Other allocations that a step does not release are released at its end. Every trace begins with the same number of
     lasting allocations.
@@ -100,7 +100,7 @@ def run_of_steps(traces: Sequence[Sequence[Event]], order: Sequence[int]) -> lis
 
 
 def _staying(events: Sequence[Event]) -> int:
-    """Return the number of allocations at the very beginning that are never released."""
+    """Return the number of allocations at the beginning that are never released."""
     released = {key for key, size in events if not size}
     for number, (key, size) in enumerate(events):
         if not size or key in released:
@@ -109,13 +109,13 @@ def _staying(events: Sequence[Event]) -> int:
 
 
 def least_bytes(traces: Sequence[StepTrace], floor: int = 0) -> int:
-    """Return the memory in which the `runs_of_sizes` run, at least `floor` (up to 1 % too much)."""
+    """Return the bytes that `runs_of_sizes` need, at least `floor` (up to 1 % too many)."""
     return least_capacity(runs_of_sizes(traces), floor)
 
 
 def fragmentation(stages: Sequence[Sequence[StepTrace]]) -> float:
-    """Return the factor on a peak, beside a segment, for the gaps between blocks: at least `LEAST_FACTOR`, else that of
-    the stage with the fewest gaps. stages: of each, its traces at several sizes.
+    """Return the factor on a peak, in addition to a segment, for the gaps between blocks: the factor of the stage with
+    the fewest gaps, at least `LEAST_FACTOR`. stages: each stage's traces at several sizes.
     """
     factor = math.inf
     for traces in stages:
@@ -131,8 +131,8 @@ def fragmentation(stages: Sequence[Sequence[StepTrace]]) -> float:
 def runs_of_sizes(traces: Sequence[StepTrace]) -> list[list[Event]]:
     """Return the events of runs in which steps of several sizes follow one another.
 
-    One trace: its step twice over. Several: steps in a few random orders, the largest size once in each, at the
-    beginning, in the middle or at the end.
+    One trace: its step twice. Several traces: steps in a few random orders, with the largest size at the beginning, in
+    the middle or at the end.
     """
     events = [trace.events for trace in traces]
     largest = max(range(len(traces)), key=lambda number: traces[number].peak_bytes)
@@ -152,13 +152,13 @@ def _orders(count: int, largest: int) -> Iterable[list[int]]:
 
 
 def context_bytes(gpu: str) -> int:
-    """Return the bytes of the context on a kind of GPU (`base.gpus`); "" for none in particular."""
+    """Return the bytes of the context on a kind of GPU (`base.gpus`); "" for no particular kind."""
     return HOPPER_CONTEXT_BYTES if gpu and GPUS[gpu].hopper_or_later else CONTEXT_BYTES
 
 
 def cublas_bytes(gpu: str) -> int:
-    """Return the bytes of cuBLAS that peaks may not count: 0 on a known kind of GPU (`base.gpus`), on "" the difference
-    to Hopper's workspaces. By torch's source (ATen/cuda/CublasHandlePool.cpp), with CUBLAS_WORKSPACE_CONFIG not set.
+    """Return the bytes of cuBLAS that peaks may miss: 0 for a known kind of GPU (`base.gpus`), for "" the difference to
+    Hopper's workspaces. From torch's source (ATen/cuda/CublasHandlePool.cpp), with CUBLAS_WORKSPACE_CONFIG not set.
     """
     return 0 if gpu else _CUBLAS_THREADS * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE)
 
@@ -173,8 +173,8 @@ def state_headroom(
     """Return the value of `conditions["headroom"]`.
 
     device: "cpu" or "cuda". transport: of the run, "gloo" or "nccl".
-    stages: of some stages of the size of those that decide whether a plan fits, traces at several input sizes.
-    gpu: its kind (`base.gpus`); "" for none in particular. communicators: of a rank, with NCCL.
+    stages: traces at several input sizes of some stages as large as the stages that decide whether a plan fits.
+    gpu: kind of GPU (`base.gpus`); "" for no particular kind. communicators: of a rank, with NCCL.
     """
     if device == "cpu":
         return {

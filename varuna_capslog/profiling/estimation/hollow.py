@@ -1,7 +1,7 @@
-"""One trimmed stage on fake tensors: the engine's own program of a step, with nothing behind its tensors.
+"""Runs one trimmed stage on fake tensors: the engine's own program of a step, on tensors without memory.
 
-The stage, executor, gradient book and optimizer are those that train, so that all that they keep or free is followed as
-it happens; only the messages and the device are simulated.
+Stage, executor, gradient book and optimizer are the engine's, so every tensor that they keep or free is followed; only
+messages and the device are simulated.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ _CPU = torch.device("cpu")
 class HollowRun(StepTrace):
     """Allocations of a step of a stage; the peak is as the device's allocator counts.
 
-    static_bytes: parameters, gradients, moments and buffers when all gradients are there.
-    saved_bytes: saved by a forward for its backward, the stage's inputs included; and a caching allocator's surplus
-        beyond the requests at the peak, for one graph.
+    static_bytes: parameters, gradients, moments and buffers when all gradients exist.
+    saved_bytes: saved by a forward for its backward, the stage's inputs included; and, for one graph, the bytes of
+        blocks at the peak beyond the requests, with a caching allocator.
     forward_seconds, backward_seconds: of one microbatch, by `rates`.
     update_seconds: of norm, clipping and optimizer, with as many launches for one layer as for all.
-    work: of forward ("F"), backward ("B") and update ("U"), by class. actions: bytes of each of its actions.
-    attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
-    limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
-    divisible: of a stage of one layer; None: of several.
+    work: of forward ("F"), backward ("B") and update ("U"), by class. actions: bytes of each action.
+    attention: "eager" where the layers make softmax matrices, "fused" where they call a fused attention kernel.
+    limits: names of the `quirks.LIMITS` that apply to the run, because of which its bytes are too low.
+    divisible: of a stage of one layer; None for several layers.
     """
 
     static_bytes: int
@@ -99,7 +99,7 @@ def run_hollow(
 ) -> HollowRun:
     """Run one step of a trimmed stage that has trained before: with optimizer moments, but without gradients.
 
-    mode: allows inputs that are not fake; best the same one for all runs of a chain.
+    mode: allows inputs that are not fake; best one mode for all runs of a chain.
     chain: from `skeleton`. quirks, speed: of the device that the run is for. recipes: see `Lifetimes`.
 
     Raises CapslogError where a layer or the loss cannot run on fake tensors.
@@ -112,11 +112,11 @@ def run_hollow(
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
         work, actions = meter.work, meter.actions
         assert actions is not None
-        # the last stage forwards in its recomputation only
+        # the last stage computes its layers only in the recomputation
         work["F"] = max(work["F"], work.pop("R"), key=speed.seconds)
         saved_bytes = meter.saved_bytes
         if quirks.has("caching allocator"):
-            # such an allocator gives somewhat more than requested, mostly with saved tensors
+            # a caching allocator gives somewhat more than requested, mostly for saved tensors
             peaks = replay(events)
             graphs = 1 if conditions.recompute or not run.has_downstream else 2
             peak_bytes = peaks.allocated_bytes
@@ -169,7 +169,7 @@ def fake_step(
     """Run one step of an engine as if it had trained before, inside a `FakeTensorMode` and the quirks' dispatch.
 
     Args:
-        names: of the layers in an error, and the pronoun that refers to them.
+        names: for an error, the layers' names and their pronoun ("it" or "them").
         meter: the engine's observer.
 
     Returns:
@@ -210,8 +210,8 @@ def fake_step(
 def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
     """Return the number of microbatches that shows the peak of any longer step.
 
-    The second microbatch is the first to find all gradients. Where inputs or graphs of others wait on the device, a
-    third is needed to have one waiting then; and where messages do, a fourth, as in a measured run.
+    The backward of the second microbatch is the first with all gradients in memory. Where inputs or graphs wait on the
+    device, a third microbatch must wait then; where messages do too, a fourth, as in a measured run.
     """
     if not quirks.has("host staging"):
         return 4
@@ -219,7 +219,7 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
 
 
 def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
-    """Give the optimizer its moments and the kernels of the device, as if the engine had trained before."""
+    """Give the optimizer moments, as if the engine had trained before, and the device's kernels."""
     for address, value in engine.optimizer.values.items():
         engine.optimizer.take_moments(address, engine.options.recipe.fresh(value), copy=False)
     if quirks.has("foreach update"):
@@ -232,7 +232,7 @@ def hollow_ready(table: ShapeTable, conditions: RunConditions) -> Ready:
 
 
 class HollowTier(HostTier):
-    """Host tier that counts bytes and allocates none: it is not the device's memory."""
+    """Host tier that counts bytes and allocates none, since host memory is not device memory."""
 
     def __init__(self) -> None:
         super().__init__(_CPU)
@@ -257,14 +257,14 @@ class StepMeter(Observer):
     _followed: Lifetimes
 
     def begin(self, engine: PipelineEngine, resident: Collection[int], followed: Lifetimes) -> None:
-        """Prepare for the step. resident: earlier storages, which no forward saves. followed: shows every operator."""
+        """Prepare for the step. resident: storages from before the step, which no forward saves."""
         self._followed = followed
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         return self._followed.with_actual_tensors()
 
     def count_static(self) -> None:
-        """Called between backward and update, when all gradients are there."""
+        """Called between the vote and the update, when all gradients exist."""
 
     def end(self) -> None:
         """Called after the step."""
@@ -292,7 +292,7 @@ class _Meter(StepMeter):
 
     @property
     def divisible(self) -> Divisible | None:
-        """Parts of the forward, or of the recomputation where the last stage forwards in it only."""
+        """Parts of the forward, or of the recomputation if only that computes the layers (last stage)."""
         meter = max(self._parts.values(), key=lambda meter: meter.count, default=None)
         return None if meter is None else meter.divisible()
 
@@ -377,7 +377,7 @@ class _Meter(StepMeter):
 
 class SilentCommunicator(Communicator):
     """Communicator of one rank without peers: it makes and frees buffers, and sends no messages. `staged`: messages
-    wait in host memory, as CUDA tensors' do; they reach the device when they are waited for.
+    wait in host memory, as with CUDA tensors, and reach the device when the rank waits for them.
     """
 
     def __init__(self, rank: int, world_size: int, staged: bool) -> None:
@@ -414,8 +414,8 @@ class _Staged(Pending):
 
 # -- The two halves of a stage's backward on fake tensors: the bytes of each, and those held between them.
 #
-# `estimate` calls `run_halves` where the run that a profile is for splits its backwards. The program is that of
-# `profiling.trim`; storages are followed as above.
+# `estimate` calls `run_halves` if the training run splits its backwards. The program is that of `profiling.trim`;
+# storages are followed as above.
 
 
 def run_halves(
@@ -429,7 +429,7 @@ def run_halves(
     recipes: Recipes,
 ) -> Halves:
     """Run one step of a trimmed stage that splits its backwards, without recomputation; arguments and errors are those
-    of `run_hollow`. The seconds of each half are those of its own operators by `rates`.
+    of `run_hollow`. The seconds of each half are those of its operators by `rates`.
     """
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, halves=True), _HalvesMeter(speed)
@@ -465,17 +465,17 @@ class _HalvesMeter(StepMeter):
         followed.lately_bytes = followed.live_bytes
 
 
-# -- The loss of a call of several microbatches, as the engine computes it: separately for each, from its outputs.
+# -- The loss of a call of several microbatches, as the engine computes it: for each microbatch from its outputs.
 #
-# An estimate of such calls runs a stage on one microbatch that is as large as all of them.
+# An estimate of such calls runs a stage on one microbatch as large as all of them together.
 
 
 def loss_of_each(loss: LossFunction, single: Mapping[str, TensorSpec], all_: Mapping[str, TensorSpec]) -> LossFunction:
-    """Return a loss function that sums the losses; its targets are a list with those of each microbatch.
+    """Return a loss function that sums the losses of the microbatches; its targets are a list, one entry for each.
 
     single, all_: the outputs of one microbatch, and of all in one call. Tensors that grow in several dimensions are
-        split in all of them: no stage that makes them takes several microbatches (`engine.grains.sample_dimensions`),
-        but a profile has runs of all layers.
+        split in all of them: a stage that makes such tensors never takes several microbatches
+        (`engine.grains.sample_dimensions`), but a profile has runs of all layers.
     """
     grown = {
         name: [place for place, size in enumerate(spec.shape) if size != single[name].shape[place]]
@@ -501,19 +501,19 @@ def loss_of_each(loss: LossFunction, single: Mapping[str, TensorSpec], all_: Map
     return together
 
 
-# -- One forward of a range of layers on fake tensors, without graphs and with nothing behind its tensors.
+# -- One forward of a range of layers on fake tensors, without graphs.
 #
-# `inference` calls `run_forward`. What runs is `Chain.run_stage` under `no_grad`, with the layers in eval mode;
-# lifetimes, kernels and the allocator are those of the estimates for training.
+# `inference` calls `run_forward`, which runs `Chain.run_stage` under `no_grad`, with the layers in eval mode.
+# Lifetimes, kernels and the allocator are those of the estimates for training.
 
 
 @dataclass(frozen=True)
 class ForwardRun(StepTrace):
     """Allocations of one forward of some layers; the peak is as the device's allocator counts.
 
-    weight_bytes: parameters and buffers, in the peak too. seconds: by `rates`.
-    attends: True where the layers attend to other tokens.
-    limits: names of `quirks.LIMITS` that it met, because of which its bytes are too low.
+    weight_bytes: parameters and buffers, a part of the peak. seconds: by `rates`.
+    attends: True where the layers have attention.
+    limits: names of the `quirks.LIMITS` that apply to the run, because of which its bytes are too low.
     """
 
     weight_bytes: int
@@ -532,7 +532,7 @@ def run_forward(
     recipes: Recipes,
 ) -> ForwardRun:
     """Run one forward of layers [first, end) of one microbatch; other arguments and errors as in `run_hollow`.
-    `inputs`: specs of the tensors across the cut before the first of them.
+    `inputs`: specs of the tensors across the cut before layer `first`.
     """
     first, end = layers
     watch = _Watch(speed)

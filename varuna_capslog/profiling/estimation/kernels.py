@@ -1,6 +1,6 @@
-"""Bytes that kernels of torch take on a CPU beside their results and give back, from shapes alone.
+"""Temporary bytes of torch's CPU kernels, without their results, from shapes alone.
 
-`quirks` explains each entry and gives its source. The largest part are the layouts in which oneDNN convolves.
+`quirks` explains each entry and gives its source. Most of this file is about the layouts in which oneDNN convolves.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ __all__ = ["KERNELS"]
 
 # -- Bytes that oneDNN's convolutions take on the CPU where the channels of an image lie together (channels last).
 #
-# Such images are read as they lie; what is copied are weights, in blocks of channels and
-# features. The sizes were measured with torch 2.15 (oneDNN 3.13) on AVX-512; `test_kernels` holds them to the
-# allocator.
+# Such images are not copied; weights are, in blocks of channels and features. The sizes were measured with torch 2.15
+# (oneDNN 3.13) on AVX-512; `test_kernels` compares them with the allocator.
 
 
 _BLOCK = 16
 _PAGE = 4096
 _FORWARD_SCRATCH, _BACKWARD_SCRATCH = 2 * _PAGE + 24, 2 * _PAGE + 152
 _THREADS = 256
-"""Sums of the gradient of the weights that the slow depthwise kernel makes, whatever the number of threads."""
+"""Number of sums of the weight gradient that the slow depthwise kernel makes, with any number of threads."""
 
 
 def forward_bytes(x: Tensor, w: Tensor, bias: Tensor | None) -> int:
-    """Return bytes of weights, plain and blocked, a bias copy, and scratch; blocks alone for kernels of one element."""
+    """Return bytes of weights, plain (not for kernels of one element) and blocked, of a bias copy, and of scratch."""
     groups, features = x.shape[1] // w.shape[1], w.shape[0]
     held = 0 if bias is None else features * x.itemsize
     if _depthwise(w, groups):
         return _blocked(w, groups) + held
     if groups > 1:
         return 2 * _bytes(w) + held
-    # small blocks of features are joined where there are many
+    # features are padded to one block, or to pairs of blocks
     whole_features = _BLOCK if features <= _BLOCK else round_up(features, 2 * _BLOCK)
     blocks = _bytes(w) // features * whole_features
     return blocks + held + _FORWARD_SCRATCH + (0 if _pointwise(w) else _bytes(w))
 
 
 def backward_bytes(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any], mask: Sequence[bool]) -> int:
-    """Return bytes of a backward: first the gradient of the input, from weights in blocks; then that of the weights,
-    summed in blocks.
+    """Return bytes of a backward: first the gradient of the input, from weights in blocks; then the gradient of the
+    weights, summed in blocks.
 
     geometry: stride, padding and dilation. mask: True for the gradients that are made: of input, weights, bias.
     """
@@ -75,12 +74,12 @@ def backward_bytes(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[An
             of_weights = (_THREADS + 1) * plain
         of_weights += features * x.itemsize if mask[2] else 0
     copied = 0 if gradient.is_contiguous(memory_format=torch.channels_last) else _bytes(gradient)
-    # the gradient of the input is there from the beginning, the others once it is made
+    # the result for the input's gradient exists from the beginning, the other results once that gradient is computed
     return copied + max(0, of_input - results, of_weights)
 
 
 def _fast(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any]) -> bool:
-    """True where the fast depthwise kernel for weight gradients applies: small, with outputs not all padding."""
+    """True where the fast depthwise kernel for weight gradients applies: small windows, more outputs than padding."""
     stride, padding, dilation = geometry
     for size, made, kernel, step, before, apart in zip(
         x.shape[2:], gradient.shape[2:], w.shape[2:], stride, padding, dilation, strict=True
@@ -92,7 +91,7 @@ def _fast(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any]) -> bo
 
 
 def _blocked(w: Tensor, groups: int) -> int:
-    """Return bytes of weights in whole blocks; fewer channels than a block stay as they are."""
+    """Return bytes of weights in whole blocks; fewer channels than a block are not padded."""
     features, channels, *window = w.shape
     cells = math.prod(window) * w.itemsize
     if _depthwise(w, groups):
@@ -126,7 +125,7 @@ def _converted(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _normed_in_pieces(args: Sequence[Any], result: Tensor) -> int:
-    """Return bytes of the norms of all pieces, while the last whole piece is copied or the norms are stacked."""
+    """Return bytes of the norms of all pieces, with the copy of the last whole piece or the stacked norms."""
     x, size = args[0], result.itemsize
     whole, rest = divmod(x.numel(), piece_of("cpu"))
     copied = 0 if x.dtype == result.dtype else piece_of("cpu") * size
@@ -159,7 +158,7 @@ def _packed_batch(first: Tensor, second: Tensor) -> int:
 
 
 _PANEL, _TRANSPOSED_PANEL = 5 << 10, 104 << 10
-"""Room for a few rows; for more of them where the first matrix is transposed, as in gradients of weights."""
+"""Bytes for a few rows; for more rows where the first matrix is transposed, as in gradients of weights."""
 
 
 def _promoted(args: Sequence[Any], result: Tensor) -> int:
@@ -171,7 +170,7 @@ def _promoted(args: Sequence[Any], result: Tensor) -> int:
 
 
 class _Convolution:
-    """Sizes of one convolution in bytes: plain, as oneDNN takes them, and padded to whole blocks of channels."""
+    """Sizes of one convolution in bytes: plain, in the layout for oneDNN (taken), and padded to blocks of channels."""
 
     def __init__(self, x: Tensor, w: Tensor, spatial: Sequence[int], options: Sequence[Any]) -> None:
         """Compute the sizes; spatial: shape of the output; options: as in `_backend`."""
@@ -183,7 +182,7 @@ class _Convolution:
         self.pointwise = window == 1
         self.strided, self.dilated = (any(step != 1 for step in steps) for steps in (stride, dilation))
         self.groups = groups
-        # dilated kernels that lie in the padding for the most part are multiplied as matrices of columns
+        # dilated kernels that lie mostly in the padding are computed as products with matrices of columns
         spread = self.dilated and groups == 1
         self.beyond_output = spread and any(made <= 2 * pad for made, pad in zip(spatial, padding, strict=True))
         self.beyond_input = spread and any(size < pad for size, pad in zip(x.shape[2:], padding, strict=True))
@@ -195,7 +194,7 @@ class _Convolution:
         self.w_padded = self.w if groups > 1 else whole_channels * whole_features * window * size
         self.w_taken = self.w_padded
         if self.narrow and not self.pointwise:
-            # pictures of three channels are read as they lie; a few channels are copied without padding
+            # images of up to three channels are not copied; images of few channels are copied without padding
             self.x_taken = 0 if channels < 4 else self.x
             if groups == 1:
                 self.w_taken = channels * whole_features * window * size
@@ -212,8 +211,8 @@ class _Convolution:
 
 _SCRATCH = 40 << 10
 _SMALL_BATCH = 16
-"""From so many images on oneDNN does kernels of one element too; below it does so only where there are several threads,
-and workers have one (use_mkldnn, ATen/native/Convolution.cpp)."""
+"""Number of images from which on oneDNN also computes kernels of one element; with fewer images it does so only with
+several threads, and workers have one thread (use_mkldnn, ATen/native/Convolution.cpp)."""
 
 
 def _forward(args: Sequence[Any], result: Tensor) -> int:
@@ -233,7 +232,7 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
-    """Return bytes of a backward: the gradient of the input first, then that of the weights, each from two copies."""
+    """Return bytes of a backward: the gradient of the input, then that of the weights, each from two copies."""
     gradient, x, w, _, *options, mask = args[:11]
     backend = _backend(x, w, options)
     if backend is None:
@@ -265,9 +264,9 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
 
 
 def _backend(x: Tensor, w: Tensor, options: Sequence[Any]) -> str | None:
-    """Return the backend, "blocked" or "columns", that torch uses for a convolution of images; None for another one.
+    """Return the backend, "blocked" or "columns", that torch uses for a convolution of images; None for other backends.
 
-    options: stride, padding, dilation, whether it is transposed, padding of the output, groups.
+    options: stride, padding, dilation, transposed or not, padding of the output, groups.
     """
     stride, transposed = options[0], options[3]
     if transposed or x.dim() != 4:
@@ -285,13 +284,13 @@ def _normalised(args: Sequence[Any], result: Sequence[Tensor]) -> int:
 
 
 def _normalised_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
-    """Return bytes of such copies of input and gradient, and of the sums for the two parameters."""
+    """Return bytes of layer norm's backward: such copies of input and gradient, and the sums for two parameters."""
     x = args[1]
     return _spread(args[0]) + _spread(x) + 2 * math.prod(args[2]) * x.itemsize
 
 
 def _batch_normalised_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
-    """Return bytes of batch norm, which makes its input's gradient twice if input and gradient have equal layouts."""
+    """Return bytes of batch norm's backward: the input's gradient again, if input and gradient have equal layouts."""
     gradient, x, mask = args[0], args[1], args[9]
     alike = any(
         gradient.is_contiguous(memory_format=form) and x.is_contiguous(memory_format=form)
@@ -302,15 +301,15 @@ def _batch_normalised_backward(args: Sequence[Any], result: Sequence[Tensor | No
 
 
 def _upsampled_backward(args: Sequence[Any], result: Tensor) -> int:
-    """Return bytes of upsampling, which copies a gradient that is a part of another tensor, and with channels last the
-    result."""
+    """Return bytes of upsampling's backward, which copies a gradient that is a part of another tensor, and with
+    channels last the result."""
     gradient = args[0]
     copied = 0 if gradient.is_contiguous(memory_format=torch.channels_last) else _spread(gradient)
     return copied + (result.numel() * result.itemsize if copied and gradient.stride(1) == 1 else 0)
 
 
 def _attended(args: Sequence[Any], result: Sequence[Tensor]) -> int:
-    """Return bytes of flash attention for one thread: products of a part of queries and keys, their largest and sums,
+    """Return bytes of flash attention for one thread: products of a part of queries and keys, their maxima and sums,
     and a part of the result in float32; with 16 bits the products once more.
     """
     query = args[0]
@@ -319,8 +318,8 @@ def _attended(args: Sequence[Any], result: Sequence[Tensor]) -> int:
 
 
 def _attended_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
-    """Return bytes of its backward: products and their gradients, a sum for each query, and a gradient that it copies
-    unless heads follow tokens in memory. What oneDNN takes for products of bfloat16 is left out.
+    """Return bytes of flash attention's backward: products and their gradients, a sum for each query, and a gradient
+    that it copies unless heads follow tokens in memory. oneDNN's bytes for products of bfloat16 are left out.
     """
     gradient, query = args[:2]
     pairs, part = _flash_parts(query, args[2])
@@ -328,7 +327,7 @@ def _attended_backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> 
 
 
 def _flash_parts(query: Tensor, key: Tensor) -> tuple[int, int]:
-    """Return the products of queries and keys that a thread makes at a time, and the number of those queries."""
+    """Return the number of products of queries and keys that a thread makes at a time, and of their queries."""
     queries, keys = query.shape[-2], key.shape[-2]
     part = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
     return part * min(512, keys), part
@@ -372,4 +371,4 @@ KERNELS: dict[Any, Kernel] = {
     _aten.addmm.default: lambda args, result: _packed(args[1], args[2]) + _unfit(args[1], args[2]),
     _aten.baddbmm.default: lambda args, result: _packed_batch(args[1], args[2]),
 }
-"""By operator; every other one takes nothing."""
+"""Operator -> its kernel; other operators take no bytes."""

@@ -1,7 +1,7 @@
 """Follows the lifetime of every storage while a program runs on fake tensors: the requests that an allocator would get.
 
-It knows no stages or devices: the memory of kernels beside their results comes from a function that `quirks` provides.
-`Recipes` make the results of operators.
+Stages and devices have no part here: a function from `quirks` returns the temporary memory of kernels. `Recipes` makes
+the results of operators.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ __all__ = ["Lifetimes", "Recipes", "Temporary"]
 Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], Sequence[int]]
 """(operator, its arguments, its keywords, its result) -> blocks, in bytes, that its kernel holds while it runs."""
 
-# prim.device asks where a tensor is; it is the most frequent of all
+# prim.device, which returns a tensor's device, is the most frequent operator
 _prim_device = torch.ops.prim.device.default
 _item = torch.ops.aten._local_scalar_dense.default
 _add = torch.ops.aten.add.Tensor
 _index_put = torch.ops.aten.index_put.default
 _MORE = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 _OWN_USES, _OWN_STORAGE_USES, _OWN_REFERENCES = 4, 2, 4
-"""References (torch's to tensor and storage, Python's) to a gradient that only autograd's buffer holds, as seen from
-within a dispatch mode: the buffer's own and those of the call."""
+"""References (torch's to tensor and storage, Python's) to a gradient that only autograd's buffer holds, counted within
+a dispatch mode: the reference of the buffer and those of the call."""
 
 
 class Lifetimes(TorchDispatchMode):
     """Records every allocation and release of storages, beginning with those of `held`.
 
-    Enter it inside a `FakeTensorMode`. A storage counts from the operator that makes it until nothing refers to it any
-    more (a weak reference tells when). Reading a number out of a fake tensor gives `a_number`: programs that count,
-    scale or log go on.
+    Enter it inside a `FakeTensorMode`. A storage counts from the operator that makes it until nothing refers to it (a
+    weak reference reports the end). Reading a number from a fake tensor returns `a_number`, so that programs that
+    count, scale or log continue.
 
     Args:
-        temporary: temporary memory of kernels; None: nothing.
+        temporary: temporary memory of kernels; None: no temporary memory.
         held: tensors that exist at the beginning.
-        recipes: shared by similar runs; None: its own.
-        on_host: the device that is followed is the host, which holds actual tensors too (`with_actual_tensors`).
-        block_bytes: granularity to which its allocator rounds requests up.
+        recipes: shared by similar runs; None: new recipes.
+        on_host: True where the simulated device is the host, which also holds actual tensors (`with_actual_tensors`).
+        block_bytes: granularity to which the device's allocator rounds requests up.
 
     Attributes:
         events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
-        live_bytes, peak_bytes: at present, and the peak so far, in whole blocks.
-        lately_bytes: the peak since it was last set to `live_bytes`.
-        observer: is shown every operator with its arguments, keywords and result; or None.
+        live_bytes, peak_bytes: current bytes, and their peak so far, in whole blocks.
+        lately_bytes: the peak since the last time that a caller set it to `live_bytes`.
+        observer: called with every operator, its arguments, keywords and result; or None.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Lifetimes(TorchDispatchMode):
 
     @contextlib.contextmanager
     def with_actual_tensors(self) -> Iterator[None]:
-        """Follow, from the end of the block on, actual (not fake) tensors that it made and that are still alive.
+        """Follow, from the end of the block on, actual (not fake) tensors that the block made and that are still alive.
 
         `torch.utils.checkpoint` makes such tensors of the random number state. No operator shows them, so they are
-        searched among the youngest of Python's objects, which are those of the block, since the garbage collector is
-        off in it.
+        searched in the garbage collector's youngest generation, which holds only objects of the block, since the
+        collector is off in the block.
         """
         collects = gc.isenabled()
         gc.disable()
@@ -99,7 +99,7 @@ class Lifetimes(TorchDispatchMode):
                 gc.enable()
         if self._on_host:
             for tensor in gc.get_objects(0):
-                # fake tensors keep actual ones of single numbers, which stand for themselves
+                # actual tensors of single numbers belong to fake tensors, which keep such numbers
                 if type(tensor) is Tensor and tensor.numel() > 1:
                     self._follow(tensor, -1)
 
@@ -139,8 +139,8 @@ class Lifetimes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to hide every operator's dispatch from its compiler: nothing is compiled, and hiding costs a
-        third of an estimate.
+        """Return False, so that torch does not hide the dispatch of every operator from its compiler: nothing is
+        compiled, and hiding takes a third of an estimate's time.
         """
         return False
 
@@ -157,7 +157,7 @@ class Lifetimes(TorchDispatchMode):
         if func is _add and node is not None and self._adds_in_place(args, kwargs, number):
             result = args[0]
         elif func is _index_put and node is not None and self._made_here(args[0], number):
-            # the formula of indexing writes into its zeros, but for a subclass it makes another tensor (index_backward)
+            # index_backward writes into its tensor of zeros, but makes another tensor for subclasses of Tensor
             result = args[0]
         elif _changes_first_only(func):
             result = args[0] if func._schema.returns else None
@@ -179,11 +179,11 @@ class Lifetimes(TorchDispatchMode):
         return self._made_by.get(tensor.untyped_storage()._cdata) == node
 
     def _adds_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any], node: int) -> bool:
-        """True where autograd, with ordinary tensors, would add this second gradient in place to the first one.
+        """True where autograd, with ordinary tensors, would add the second gradient in place to the first gradient.
 
-        For tensors of a subclass, such as fake tensors, it makes a new one instead. It adds in place where nothing else
-        holds the first gradient (torch/csrc/autograd/input_buffer.cpp). The sum is autograd's own, not part of a
-        formula, if the node that has just run made the second gradient and not the first one.
+        For tensors of a subclass, such as fake tensors, autograd makes a new tensor instead. It adds in place where
+        nothing else holds the first gradient (torch/csrc/autograd/input_buffer.cpp). The sum is autograd's, not part of
+        a formula, if the node that has just run did not make the first gradient.
         """
         first, second = args[0], args[1]
         if kwargs or not isinstance(second, Tensor) or torch.is_grad_enabled():
@@ -202,8 +202,8 @@ class Lifetimes(TorchDispatchMode):
 
 @functools.cache
 def _changes_first_only(func: Any) -> bool:
-    """True for an operator that writes into its first argument (a tensor or a list of them) and does no more: without
-    values it need not run. Operators that change a shape or a storage do more.
+    """True for an operator that only writes into its first argument (a tensor or a list of tensors): without values it
+    need not run. Operators that change a shape or a storage must run.
     """
     schema = func._schema
     if not schema.name.endswith("_") or torch.Tag.inplace_view in func.tags or schema.name in _MORE:
@@ -250,7 +250,7 @@ class Recipes:
         except (_Unknown, TypeError):
             return func(*args, **kwargs)
         if not tensors:
-            # nothing to make a result's mode from, and factories cost little
+            # no argument has the mode for a result, and factory functions take little time
             return func(*args, **kwargs)
         if recipe is not None:
             return _made(recipe, tensors)
@@ -268,12 +268,12 @@ _NORMS = {
     _aten.native_group_norm.default: 1,
     _aten.native_batch_norm.default: 1,
 }
-"""Normalisations, and the place of the weight among their arguments."""
+"""Normalisations -> place of the weight among the arguments."""
 
 
 def _as_kernels_do(func: Any, args: Sequence[Any], result: Any) -> Any:
-    """Return the result with the dtypes of the kernels: the statistics of a normalisation have the dtype of its
-    parameters, while fake tensors give them that of the activations (torch 2.14).
+    """Return the result with the dtypes of the kernels: they give the statistics of a normalisation the dtype of its
+    parameters, fake tensors the dtype of the activations (torch 2.14).
     """
     weight = args[_NORMS[func]] if func in _NORMS else None
     if weight is None or weight.dtype == result[1].dtype:
@@ -282,8 +282,8 @@ def _as_kernels_do(func: Any, args: Sequence[Any], result: Any) -> Any:
 
 
 def _described(values: Sequence[Any], tensors: list[FakeTensor]) -> tuple[object, ...]:
-    """Return a key that is equal for arguments that an operator cannot distinguish; collects the tensors. Raises
-    _Unknown for arguments that no recipe can describe.
+    """Return a key that is equal for arguments that an operator cannot distinguish; add the tensors to `tensors`.
+    Raises _Unknown for arguments that no recipe can describe.
     """
     parts: list[object] = []
     for value in values:
@@ -323,7 +323,7 @@ def _recipe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> _Recipe | 
         if part.storage_offset() or plain.untyped_storage().nbytes() != storage.nbytes():
             return None
         outputs.append((shape, stride, part.dtype))
-        # two results on one storage are not made by a recipe
+        # recipes do not make two results on one storage
         storages[storage._cdata] = -1
     if any(output is not None and output[0] == -1 for output in outputs):
         return None
@@ -355,7 +355,7 @@ def _made(recipe: _Recipe, tensors: Sequence[FakeTensor]) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _state_of(mode: Any, device: torch.device) -> dict[str, Any]:
-    """Return the attributes of a new fake tensor; torch's own constructor takes most of the time of an estimate."""
+    """Return the attributes of a new fake tensor, since torch's constructor would take most of an estimate's time."""
     with torch._C._DisableTorchDispatch():
         meta = torch.empty((0,), device="meta")
     return dict(vars(FakeTensor(mode, meta, device)))

@@ -1,9 +1,9 @@
 """The work of an operator on a device: amounts by class, from its arguments and its result alone.
 
 A class is a set of kernels with the same limit: FLOPs of matrix units by dtype, bytes that memory moves, elements that
-processors handle one by one. Amounts are counted as kernels work: matrices in whole tiles, a grouped convolution in
-groups as wide as a tile. torch's own registry of FLOPs counts the weight gradient of a grouped convolution `groups`
-times, so convolutions are counted here.
+processors handle one by one. Amounts are those that kernels compute: matrices in whole tiles, a grouped convolution in
+groups as wide as a tile. torch's registry of FLOPs counts the weight gradient of a grouped convolution `groups` times,
+so convolutions are counted here.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ _REDUCTIONS = frozenset(
      "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"}
 )  # fmt: skip
 _GROUPED = {"_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
-"""Products of experts -> their number; the fallback is that of transformers for other weights than bfloat16."""
+"""Grouped products of experts -> number of products; the fallback is transformers' for weights other than bfloat16."""
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", *_GROUPED, "_scaled_mm", "frozen_product"})
 
 _TILE, _DEPTH = 32, 16
-"""Rows and columns of a tile of 16-bit and TF32 products, and how deep one is; half of both in float32."""
+"""Rows and columns of a tile of 16-bit and TF32 products, and the tile's depth; half of both in float32."""
 _BLOCK = 128
-"""Queries and keys that a fused attention handles at once."""
+"""Queries and keys in a block of fused attention."""
 _CHANNELS_IN, _CHANNELS_OUT = 16, 64
 """Multiples to which the channels of a dense convolution are padded."""
 
 
 def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, halves: Halves = _HALF) -> Work:
-    """Return the work of one operator by class; empty where it moves nothing.
+    """Return the work of one operator by class; empty for an operator that moves no bytes.
 
-    halves: the 16-bit types that the device's matrix units take, which work on whole tiles; (): it has none.
+    halves: the 16-bit dtypes that the device's matrix units take, which compute whole tiles; (): no matrix units.
     """
     name, changed, count = _known_of(func)
     if count is None:
@@ -78,7 +78,7 @@ _Count = Callable[[str, Sequence[Any], list[Tensor], list[Tensor], Any, Halves],
 
 @functools.cache
 def _known_of(func: Any) -> tuple[str, tuple[int, ...], _Count | None]:
-    """Return an operator's name, the places that it writes into, and its counter: None where it moves nothing."""
+    """Return an operator's name, the arguments that it writes into, and its counter: None if it moves no bytes."""
     name = func.overloadpacket.__name__
     returns = [part.alias_info for part in func._schema.returns]
     views = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
@@ -154,7 +154,7 @@ def _product(
 def _scanned(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
-    """Return the products that a kernel for a recurrence states itself; what it holds is written and read once."""
+    """Return the products of a kernel for a recurrence, from its last argument; inputs and outputs move once."""
     return {
         f"product {_type_of(inputs[0], halves)}": args[-1],
         "product bytes": _bytes(inputs + outputs),
@@ -163,7 +163,7 @@ def _scanned(
 
 
 def _type_of(tensor: Tensor, halves: Halves, convolution: bool = False) -> str:
-    """Return "half", "tf32" or "float32", the rate of products of this tensor."""
+    """Return the name of the rate at which this tensor is multiplied: "half", "tf32" or "float32"."""
     if tensor.dtype in halves or (tensor.itemsize == 1 and halves):
         return "half"
     if tensor.dtype != torch.float32 or not halves:
@@ -173,7 +173,7 @@ def _type_of(tensor: Tensor, halves: Halves, convolution: bool = False) -> str:
 
 
 def _alignment(matrices: Sequence[Tensor]) -> str:
-    """Return "" where every row of 16-bit matrices begins at a multiple of 16 bytes; " even" for 4; else " odd"."""
+    """Return "" if every row of 16-bit matrices begins at a multiple of 16 bytes, " even" for 4 bytes, else " odd"."""
     steps = {max(matrix.stride()[-2:]) for matrix in matrices if min(matrix.shape[-2:]) > 1}
     if all(step % 8 == 0 for step in steps):
         return ""
@@ -227,8 +227,8 @@ def _depthwise(
 ) -> Work:
     """Return FLOPs of kernels for one channel at a time.
 
-    torch's own kernel reads the whole input for its gradient, whatever the stride, and takes about twice as long for
-    that of the weights. cuDNN's kernels are for float16 windows of 1, 3 and 5 without stride, and for channels last
+    torch's kernel reads the whole input for its gradient, at any stride, and takes about twice as long for the gradient
+    of the weights. cuDNN's kernels are for float16 windows of 1, 3 and 5 without stride, and for channels last
     (use_cudnn_depthwise, ATen/native/Convolution.cpp).
     """
     square = w.dim() == 4 and w.shape[-1] == w.shape[-2] and w.shape[-1] in (1, 3, 5)
@@ -237,7 +237,7 @@ def _depthwise(
     if quick:
         return {"depthwise cudnn": 2.0 * window * y.numel() * (makes[0] + makes[1] + 1.5 * makes[2])}
     if last:
-        # the gradient of wide float32 windows' weights is summed one place at a time
+        # the weight gradient of large float32 windows is summed one position at a time
         slow = 13.0 if window > 25 and x.dtype == torch.float32 else 1.0
         kind = "depthwise last half" if x.dtype in _HALF else "depthwise last"
         return {kind: 2.0 * window * y.numel() * (makes[0] + 2 * makes[1] + slow * makes[2])}
@@ -255,7 +255,7 @@ def _attention(
         queries, keys = round_up(queries, _BLOCK), round_up(keys, _BLOCK)
     flops = 4.0 * batch * width * queries * keys * (3.5 if backward else 1)
     place = _place_of_causal(name)
-    if place < len(args) and args[place]:  # half of the matrix is never made
+    if place < len(args) and args[place]:  # half of the matrix is never computed
         flops /= 2
     kind = "half" if query.dtype in halves else "float32"
     return {f"attention {kind}": flops, "product bytes": _bytes(inputs + outputs), "launch": 1}
@@ -270,7 +270,7 @@ def _place_of_causal(name: str) -> int:
 def _recurrence(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
-    """Return the work of an LSTM or GRU layer: its weights meet every step of every sequence, step after step."""
+    """Return the work of an LSTM or GRU layer: its weights are multiplied with each step of each sequence in turn."""
     x, weights = inputs[0], [tensor for tensor in inputs[1:] if tensor.dim() == 2][:2]
     steps = x.shape[0] * x.shape[1]
     flops = 2.0 * steps * sum(weight.numel() for weight in weights) * (2 if "backward" in name else 1)
@@ -286,15 +286,15 @@ def _norm(
     backward = "backward" in name
     x = inputs[1] if backward else inputs[0]
     if "batch" in name:
-        # cuDNN's takes float32 and float16 (_select_batch_norm_backend, ATen/native/Normalization.cpp)
+        # cuDNN's batch norm takes float32 and float16 (_select_batch_norm_backend, ATen/native/Normalization.cpp)
         kind = "batch norm backward" if backward else "batch norm"
         kind += " bfloat16" if x.dtype == torch.bfloat16 else ""
         last = x.dim() == 4 and _is_channels_last(x)
-        # a channel is one processor's work, and some are idle where there are few
+        # each channel is one processor's work, so with few channels some processors are idle
         elements = x.numel() if last else x.numel() * max(1.0, _CHANNELS_AT_ONCE / x.shape[1])
         kind += " last" if last else ""
     else:
-        # so is a row, for which a processor has threads for this many elements
+        # each row is one processor's work, which has threads for `_ROW` elements
         kind = "norm backward" if backward else "norm"
         width = x.numel() // max(1, _rows_of(name, args, outputs))
         elements = x.numel() / width * max(width, _ROW)
@@ -306,7 +306,7 @@ _ROW = 384
 
 
 def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
-    """Return the rows of a norm over the last dimensions, or over groups of channels; for a weight norm, its norms."""
+    """Return the number of rows of a norm over the last dimensions or groups of channels, or of weight norms."""
     if "group" in name:
         return int(args[0].shape[0] * args[6 if "backward" not in name else 8])
     shape = args[1] if "backward" not in name else args[2]
@@ -319,8 +319,8 @@ def _rows_of(name: str, args: Sequence[Any], outputs: list[Tensor]) -> int:
 def _indexed(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
-    """Return the work of gathers, which read as much as they write, and of scatters, which read a source, change as
-    much, and write the whole result where they make a copy.
+    """Return the work of gathers, which read as much as they write, and of scatters, which read a source, read and
+    write as many bytes of the result, and write the whole result if they are not in place.
     """
     if name in _GATHERS:
         return {"bytes": 2.0 * _bytes(outputs), "indexed": sum(tensor.numel() for tensor in outputs), "launch": 1}
@@ -332,7 +332,7 @@ def _indexed(
 def _chosen(
     name: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor], result: Any, halves: Halves
 ) -> Work:
-    """Return the work of a negative log likelihood: one number of each row; the backward writes zeros elsewhere."""
+    """Return the work of a negative log likelihood: one number of each row; its backward also writes the zeros."""
     logits, target = (inputs[1], inputs[2]) if "backward" in name else (inputs[0], inputs[1])
     return {"bytes": _bytes([*outputs, target]) + target.numel() * logits.itemsize, "launch": 1}
 

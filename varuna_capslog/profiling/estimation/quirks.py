@@ -1,8 +1,8 @@
-"""Behaviour of devices that no dispatcher shows: a table of named quirks, each with its source.
+"""Behaviour of devices that torch's dispatcher does not show: a table of named quirks, each with its source.
 
 Estimates run on fake CPU tensors. This table lists the differences of the real device: other operators, temporary
-memory of kernels, places where messages and inputs wait. Each entry of `QUIRKS` is tested by its name; those of the CPU
-against its own allocator. Byte counts are functions of shapes alone.
+memory of kernels, places where messages and inputs wait. Each entry of `QUIRKS` is tested by its name; entries of the
+CPU against its allocator. Byte counts depend on shapes alone.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 QUIRKS_VERSION = 19
-"""Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
+"""Raised whenever an entry, or the content of an estimate, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
 CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) << 10
-"""Of a thread that multiplies matrices, in bytes; see the table below."""
+"""Bytes for each thread that multiplies matrices; see quirk "cublas workspace"."""
 CUBLAS_WORKSPACE_HOPPER = 32 << 20
-"""The same from Hopper on."""
+"""`CUBLAS_WORKSPACE` from Hopper on."""
 CUBLASLT_WORKSPACE = 1 << 20
-"""Of the thread that adds a bias to products."""
+"""Bytes for products with a bias."""
 USUAL_GPU = "a4000"
 """The kind assumed for `cuda` without a kind: the GPU of the CAPSlog paper."""
 _CONVOLUTIONS = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
@@ -52,7 +52,7 @@ _GEMMS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _a
 
 @dataclass(frozen=True)
 class Quirk:
-    """Difference between a device and a CPU's operators. devices: "cpu", "cuda" or both. about: with its source."""
+    """Difference between a device and an estimate's operators. devices: "cpu", "cuda" or both. about: with source."""
 
     devices: tuple[str, ...]
     about: str
@@ -192,18 +192,18 @@ LIMITS = {
     _HALF_PRODUCTS: "What oneDNN copies where the CPU has float16 instructions was never measured. Without these "
     "torch's own kernels multiply, and copy nothing.",
 }
-"""By name, the cases in which estimates are known to be too low. A profile that met one has it in its conditions
-(`limits`), and planners then promise no bytes."""
+"""Name -> explanation, for cases in which estimates are known to be too low. A profile with such a case has its name in
+the condition "limits", and planners then promise no bytes."""
 
 
 @dataclass
 class Quirks:
     """Quirks of one kind of device during a run; one object per run.
 
-    device: "cpu" or "cuda"; CapslogError for others. gpu: kind of GPU (`base.gpus`); "" for none in particular.
+    device: "cpu" or "cuda"; CapslogError for others. gpu: kind of GPU (`base.gpus`); "" for no particular kind.
     amx: True where the CPU multiplies bfloat16 matrices in AMX tiles.
     half: True where oneDNN multiplies float16 matrices on the CPU.
-    lasting: bytes of each workspace that has been taken and stays. limits: names of `LIMITS` that were met.
+    lasting: bytes of each workspace that was allocated and stays. limits: names in `LIMITS` that apply to the run.
     """
 
     device: str
@@ -228,7 +228,7 @@ class Quirks:
         return GPUS[self.gpu or USUAL_GPU]
 
     def taken_before(self) -> list[Event]:
-        """Return the workspaces taken so far, as events that come before those of a step (`allocator.replay`)."""
+        """Return the workspaces so far, as events that come before a step's events (`allocator.replay`)."""
         return [(-place, size) for place, size in enumerate(self.lasting)]
 
     @property
@@ -241,7 +241,7 @@ class Quirks:
         return self.device in QUIRKS[name].devices
 
     def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Sequence[int]:
-        """Return the temporary blocks of an operator's kernel beside its results; see `lifetimes.Temporary`."""
+        """Return the bytes of the temporary blocks of an operator's kernel; see `lifetimes.Temporary`."""
         if self.device == "cuda":
             on_cuda = CUDA_KERNELS.get(func)
             if on_cuda is None:
@@ -259,7 +259,7 @@ class Quirks:
         return () if on_cpu is None else (on_cpu(args, result),)
 
     def _count_cublas(self, func: Any, args: Sequence[Any]) -> None:
-        """Add the lasting workspaces that the first products of a thread take."""
+        """Add the lasting workspaces that a thread's first product, and the first product with a bias, allocate."""
         backward = torch._C._current_autograd_node() is not None
         if backward not in self._threads:
             self._threads.add(backward)
@@ -271,7 +271,7 @@ class Quirks:
 
     @contextmanager
     def dispatch(self) -> Iterator[None]:
-        """Make operators on CPU tensors inside the block take the path that they take on the device."""
+        """Make operators on CPU tensors inside the block call the operators that the device calls."""
         if self.device == "cpu":
             yield
             return

@@ -1,10 +1,10 @@
-"""Seconds without a device: data sheet rates, corrected by a factor for each class of operators.
+"""Seconds without a device: rates of data sheets, corrected by a factor for each class of operators.
 
 The seconds of an operator are a sum over the classes of its work (`operators`), not a maximum: measured kernels overlap
-arithmetic and memory less than they could. Factors belong to a class, an architecture and a type, never to a model.
-They were fitted by `benchmarks/gpu_seconds` to other people's printed steps and layers (timm on an RTX 3090; OPT, Llama
-on A100, GH200 and Titan RTX) and to operators and steps that were measured on an H200. A measured profile corrects them
-for its device (`profiling.calibration`).
+arithmetic and memory less than they could. Factors belong to a class, an architecture and a dtype, never to a model.
+They were fitted by `benchmarks/gpu_seconds` to published steps and layers (timm on an RTX 3090; OPT, Llama on A100,
+GH200 and Titan RTX) and to operators and steps measured on an H200. A measured profile corrects them for its device
+(`profiling.calibration`).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from varuna_capslog.profiling.estimation.quirks import USUAL_GPU
 __all__ = ["CLASSES", "GROUPS", "HOST_SECONDS", "RATES_VERSION", "Speed", "cpu_speed", "speed_of"]
 
 RATES_VERSION = 3
-"""Raised whenever a factor or what is counted changes; a condition of every estimated profile."""
+"""Raised whenever a factor or the count of work changes; a condition of every estimated profile."""
 HOST_SECONDS = 15e-6
-"""Of the host for each operator that it launches: assumed, between the 10 and 32 us that printed steps of small models
-show. A stage whose operators are shorter takes this long for each of them."""
+"""Time of the host to launch an operator: assumed, between the 10 and 32 us of published steps of small models. A stage
+with shorter operators takes this long for each of them."""
 
 
 @dataclass(frozen=True)
 class Class:
     """Operators that have the same limit.
 
-    unit: unit and limit of the work: "half", "tf32" or "float32" FLOPs at the sheet's rate, "bytes" at that of memory,
-        "elements" at one per clock and processor, "launches" of a second.
-    factor: measured seconds of a kernel divided by those from the sheet.
-    by_architecture: factors of architectures that were found to differ.
-    group: of factors that a measured profile corrects together; see `GROUPS`.
+    unit: unit and limit of the work: "half", "tf32" or "float32" FLOPs at the data sheet's rate, "bytes" at the rate of
+        memory, "elements" at one per clock and processor, "launches" of one second each.
+    factor: measured seconds of a kernel divided by the data sheet's seconds.
+    by_architecture: factors of architectures with other measured factors.
+    group: the group in `GROUPS` whose factors a measured profile corrects together.
     """
 
     unit: str
@@ -88,15 +88,15 @@ CLASSES = {
 }
 """By name. The classes, in words:
 
-- product half, tf32, float32: matrices in tiles of 32 rows and columns; "even" and "odd" are 16-bit ones whose rows do
-  not begin at multiples of 16 bytes (a vocabulary of 50,257 tokens), "columns" TF32 ones with both sides on their
-  sides, as in gradients of weights; bytes are those of both sides and the result.
+- product half, tf32, float32: matrix products in tiles of 32 rows and columns. "even" and "odd": 16-bit matrices whose
+  rows do not begin at multiples of 16 bytes (a vocabulary of 50,257 tokens). "columns": TF32 products with a transposed
+  first matrix, as in gradients of weights. Product bytes: of both matrices and the result.
 - attention: the fused kernels, in blocks of 128 queries and keys; the backward counts 3.5 times the forward.
-- convolution: channels filled up to tiles; grouped ones are as wide as a tile of several groups. Where the channels
-  do not lie last, images are converted and back.
-- depthwise: one channel at a time, by torch's own kernels, by cuDNN's, and with the channels last.
-- bytes: of every operator that memory limits. What else it does is counted by element: norms, softmax, sums, gathers
-  and scatters, copies that change the order of dimensions, and elementwise operators that broadcast, mask or draw.
+- convolution: channels padded to tiles; a grouped convolution is as wide as a tile of several groups. Conversion: of
+  images to channels last and back, if they are stored in another layout.
+- depthwise: one channel at a time, by torch's kernels, by cuDNN's, and with channels last.
+- bytes: of every operator that memory limits. Its other work is counted by element: norms, softmax, sums, gathers and
+  scatters, copies that change the order of dimensions, and elementwise operators that broadcast, mask or draw.
 """
 
 
@@ -105,9 +105,9 @@ class Speed:
     """Speed of a device.
 
     seconds_of: of a FLOP, byte, element or launch of each class.
-    halves: the 16-bit dtypes that its matrix units take; (): it has none.
-    host_seconds: of the host for each operator; 0: the device is the host.
-    source: origin of the seconds, for people.
+    halves: the 16-bit dtypes that its matrix units take; (): no matrix units.
+    host_seconds: time of the host to launch each operator; 0: the device is the host.
+    source: origin of the seconds, for reports.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Speed:
 
     @classmethod
     def of_gpu(cls, name: str, gpu: Gpu, factors: Mapping[str, float] | None = None) -> Speed:
-        """Return the speed of a kind of GPU by its sheet. `factors`: corrections of each of `GROUPS`; None: none."""
+        """Return the speed of a kind of GPU by its data sheet. factors: of the groups in `GROUPS`; None: all are 1."""
         units = {
             "half": 1 / gpu.half_flops,
             "tf32": 1 / (gpu.tensor_flops or gpu.float32_flops),
@@ -145,14 +145,14 @@ class Speed:
             total[kind] = total.get(kind, 0.0) + amount
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of this work, one operator after the other; at least the host's time to launch them."""
+        """Return the seconds of this work, one operator after the other; at least the host's time for the launches."""
         device = sum(amount * self.seconds_of[kind] for kind, amount in work.items())
         return max(device, self.host_seconds * work.get("launch", 0.0))
 
 
 def speed_of(device: str, gpu: str = "", threads: int | None = None) -> Speed:
-    """Return the speed for estimates of a device: cpu is this machine's, cuda a kind of GPU, by default that of the
-    CAPSlog paper. `threads`: of a worker on a CPU; None: those of this process.
+    """Return the speed for estimates of a device: of this machine's CPU for cpu, of a kind of GPU for cuda, by default
+    the CAPSlog paper's GPU. `threads`: of a worker on a CPU; None: those of this process.
     """
     if device == "cpu":
         return calibrated_cpu(threads or torch.get_num_threads())
@@ -162,8 +162,8 @@ def speed_of(device: str, gpu: str = "", threads: int | None = None) -> Speed:
 
 @functools.cache
 def calibrated_cpu(threads: int) -> Speed:
-    """Measure this machine's CPU with `threads` threads in a quarter of a second: 384 x 384 matrices, 64 channels of
-    3 x 3, 16 MiB scaled. A process measures once for each number of threads, so that its estimates agree.
+    """Measure this machine's CPU in a quarter of a second: products of 384 x 384 matrices, 3 x 3 convolutions of 64
+    channels, scaling of 16 MiB. A process measures once for each number of threads, so that its estimates agree.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -189,7 +189,7 @@ def _calibrated(threads: int) -> Speed:
 def cpu_speed(
     name: str, convolution_flops: float, matrix_flops: float, bytes_per_second: float, launch: float
 ) -> Speed:
-    """Return a CPU's speed from rates per second and the shortest operator's seconds; nothing converts layouts."""
+    """Return a CPU's speed from rates per second and the shortest operator's seconds; layout conversions are free."""
     seconds = {}
     for kind, entry in CLASSES.items():
         flops = convolution_flops if entry.group == "convolutions" else matrix_flops
