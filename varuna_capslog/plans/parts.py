@@ -313,7 +313,7 @@ class PlanRank:
 class Shortfall:
     """Largest lack of memory, in bytes, of a plan that does not fit: of a stage (short form) or a rank (full form).
 
-    devices_that_fit: enough devices for the planner that the plan's note names; None where one per layer is too few.
+    devices_that_fit: would be enough for the planner that the plan's note names; None: even one per layer is too few.
     """
 
     stage: int | None = None
