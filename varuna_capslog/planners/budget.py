@@ -1,9 +1,9 @@
 """Planner `budget`, the default: chooses cuts and memory intervals together, for the smallest step time that fits.
 
-`intervals.IntervalSearch` finds the fronts: for every range of layers, the choices of intervals that no other choice
-beats in seconds and bytes. `IntervalSearch.cheapest` chooses from the front of one stage, by its memory. The seconds
-that the intervals add to each range go to `throughput`, which searches the cuts. Bytes beside a stage's own calls, such
-as messages on their way, are known only from its rank's fold: the next search reserves them, until all stages fit.
+`intervals.IntervalSearch` finds the front of every range of layers: its undominated choices of intervals (no other is
+better in seconds and in bytes). `IntervalSearch.cheapest` chooses for one stage, from its front and by its memory. The
+seconds that intervals add to each range go to `throughput`, which searches the cuts. Bytes beside a stage's own calls,
+such as messages on their way, follow only from its rank's fold: the next search reserves them, until all stages fit.
 Nothing is offloaded where the cost of copies is unknown. Where every backward directly follows its forward (last stage
 of 1F1B), a stage's last segment keeps its graph, and the others recompute in the backward (`Handling.at_once`).
 """
@@ -247,7 +247,7 @@ def _held_at_least(schedule: str, stages: int, calls: int, k: int) -> list[tuple
     (`_in_flight`); True where only the last call's backward may directly follow its forward, and recompute nothing. A
     list of a schedule in `ALWAYS_RECOMPUTE` depends on which stages recompute. None has fewer calls in flight than the
     list in which all stages recompute, nor a direct backward except the last call's (`tests/planners/test_budget.py`).
-    The truth values are read from all lists of a short step, and may be True without need for a long step.
+    The truth values come from all these lists of a short step; for a long step they are True.
     """
     varies, graph = schedule in ALWAYS_RECOMPUTE, StageGraph.line(stages, calls)
     short = varies and stages <= _ALL_STAGES and stages * calls <= _ALL_CALLS

@@ -15,9 +15,9 @@ Deviations from the printed text:
 - In the text, a candidate without memory optimisation also ends the walk where a stage does not fit and has nothing to
   treat. Here the walk ends only where all stages fit; if no candidate fits, the candidate that lacks least is taken.
 - Alg. 2's input "GPU peak memory limit" must be the bytes of all layers, or the M_x do not add up; here it is the peak
-  that its own loop reaches over all of them.
+  that the algorithm's loop reaches over all layers.
 - Equation (2) multiplies a stage's bytes by the copies that PipeDream keeps, l - x + 1, also of weights and optimizer
-  state. Here weights are never stale and kept once. Equation (2) still places the memory-balanced cuts, with the run's
+  state. Here weights are never stale: one copy is kept. Equation (2) still places memory-balanced cuts, with the run's
   microbatches in flight (l - x + 1 under 1F1B, while there are as many); `Layerwise.peak` decides if a stage fits.
 - The paper's nodes are operators; here they are layers of the chain, and every stage keeps at least one. A balanced
   position is rounded up to the end of a layer, as printed, so the theorem holds to within one layer: a better cut may

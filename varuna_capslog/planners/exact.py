@@ -336,13 +336,13 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
     fits, only cut lists that fit are considered; otherwise capacities have no effect.
 
     At thousands of layers on hundreds of devices, where very many cut lists have the smallest peak and bytes do not
-    depend on the position, the list of peaks is truncated to bound memory: the peak is still the smallest, but peaks
-    below the 2^17 / log2(G) largest ones that a stage may have are not distinguished.
+    depend on the position, the list of peaks is truncated to bound memory: the peak is still the smallest, but only the
+    2^17 / log2(G) largest peaks that a stage may have are distinguished.
     """
     if capacities is not None and len(set(capacities)) > 1:
         even = costs.peaks(_even_split(costs, devices))
         fits = all(used <= size for used, size in zip(even, capacities, strict=True))
-        # Where capacities are loose, most ranges that fit are longer than any in a cut list as good as this one.
+        # Where capacities are loose, most ranges that fit are longer than any range of a cut list as good as `even`.
         most = max(even if fits else capacities)
         limits = [min(most, capacity) for capacity in capacities]
         if stages := _with_smallest_peak(ranges_within(costs, devices, most), devices, limits):
@@ -422,8 +422,8 @@ def _band(costs: StageCosts, devices: int) -> Band:
 
 
 def _attained(costs: StageCosts, devices: int) -> int:
-    """Return the peak of some cut list: the smaller it is, the fewer ranges are evaluated. It is within a thirtieth of
-    the smallest peak in large instances where bytes never fall when a layer joins a stage.
+    """Return the peak of some cut list. The smaller it is, the fewer ranges are evaluated. In large instances it is
+    within a thirtieth of the smallest peak, if bytes never fall when a layer joins a stage.
     """
     high = max(costs.peaks(_even_split(costs, devices)))
     low = high if costs.num_layers**2 * devices <= _SMALL else 0

@@ -277,8 +277,7 @@ class _FleetSearch:
         return None if best is None else _Composed(self._polished(best.shares), best.shares)
 
     def _polished(self, shares: list[tuple[int, int]]) -> float:
-        """Search the slowest pipeline's layout longer, until the slowest was already searched so; return its seconds.
-        """
+        """Lay out the slowest pipeline with a wide beam, until the slowest already has this layout; return its time."""
         polished: set[tuple[int, int]] = set()
         while True:
             seconds = {
@@ -367,7 +366,7 @@ def _strength(kind: DeviceKind) -> tuple[float, int]:
 
 
 def _number_of_templates(members: Mapping[DeviceKind, Sequence[int]], most: int) -> int:
-    """Return the number of templates of at most `most` devices, the empty one included."""
+    """Return the number of templates of at most `most` devices, with the empty template."""
     ways = [1] + [0] * most
     for ranks in members.values():
         ways = [sum(ways[max(0, total - len(ranks)) : total + 1]) for total in range(most + 1)]

@@ -1,6 +1,6 @@
 """Input of the planners that choose cuts and memory intervals together: `budget` (the default), `dawnpiper`, `vpipe`.
 
-They take a `Layerwise`, and return one `StageChoice` per stage. `IntervalSearch.cheapest` is the choice of one stage.
+They take a `Layerwise` and return a `StageChoice` per stage. `budget` takes a stage's intervals from `intervals`.
 """
 
 from __future__ import annotations

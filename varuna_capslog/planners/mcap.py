@@ -193,8 +193,8 @@ def mcap_bo_cuts(
 ) -> list[int]:
     """Return the best of `calls` cut lists that scikit-optimize tries; it need not be the best of all.
 
-    A point has an integer percentage, 1 .. 100, for each device but the last: the share that it takes of its available
-    layers (the remaining ones, less one per later device), rounded, and at least one. The surrogate is a Gaussian
+    A point has an integer percentage, 1 .. 100, for each device but the last: its share of its available layers (the
+    remaining layers, less one per later device), rounded, and at least one layer. The surrogate is a Gaussian
     process with gp_hedge, xi = 1000 bytes, kappa = 0.01 and a sampled acquisition function, as in the program that
     `BO_CALLS` cites. The same seed gives the same result under the same versions. The process is fitted again after
     each cut list, so a search takes half a minute or more. capacities: ignored, as in mCAP. seed: of the random points

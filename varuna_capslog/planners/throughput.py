@@ -109,7 +109,7 @@ def pareto_front(
 ) -> list[Fastest]:
     """Return the cut lists that no other beats in both peak and step time, the smallest peak first; [] if none fits.
 
-    Each point has a larger peak and a smaller step time than the one before. The last point is the result of
+    Each point has a larger peak and a smaller step time than the point before. The last point is the result of
     `fastest_cuts`, the first has the smallest possible peak; `bound_seconds` holds for every cut list within its peak.
 
     Only limits at which the result may change are tried: the fastest list within a peak P stays the fastest for all
@@ -136,8 +136,8 @@ def pareto_front(
 def steady_cuts(
     costs: StageCosts, seconds: LayerSeconds, devices: int, capacities: Sequence[int] | None = None
 ) -> list[int] | None:
-    """Return the cut list for inference: that whose slowest stage takes the fewest seconds, since forwards follow one
-    another without end; ties are broken by `exact_cuts`. None if none fits. costs: the same at every position.
+    """Return the cut list whose slowest stage takes the fewest seconds, for inference, where forwards follow each other
+    without end; ties are broken by `exact_cuts`. None if none fits. costs: the same at every position.
 
     Bisection over the seconds of all ranges finds the least limit at which some cut list fits.
     """

@@ -45,7 +45,7 @@ class Plan:
     """Plan of a step. Only the number of layers and the stages are required; `of_cuts` makes the short form.
 
     num_layers: of the whole chain. stages: numbered by their place.
-    units: the work of one step. In the short form `per_step` is that of one pipeline.
+    units: microbatches and blocks of one step. In the short form, `per_step` counts those of one pipeline.
     schedule, actions: name of a schedule; or one list of actions per rank, whose numbers count the stage's own calls.
     routes: "relay": tensors go from stage to stage; "direct": straight to the stages that read them.
     variants: layer -> name of its implementation.

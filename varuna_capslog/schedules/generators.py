@@ -183,8 +183,8 @@ def list_schedule(
     action by then, its graph is kept without an R, and the stage waits. Cost: O(distinct times x stages).
 
     Where all grains are equal it cannot stall: all stages take microbatches in rising order, so the first microbatch
-    that has not ended is the next one of every stage on its route, and none of these is at its limit. Otherwise it
-    raises CapslogError where a limit holds back microbatches that a stage with a larger grain waits for.
+    that has not ended is the next one of every stage on its route, and none of these stages is at its limit. Otherwise
+    it raises CapslogError where a limit holds back microbatches that a stage with a larger grain waits for.
     """
     step = _Step(graph, limits, forwards_first, recompute)
     schedule: Schedule = [[] for _ in step.stages_of_rank]
@@ -334,9 +334,9 @@ def _order(stages: Sequence[int | None], place: int, ranks: int, calls: int) -> 
 
 
 def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[bool] | None = None) -> Schedule:
-    """Insert an R directly before every B or I that needs one. None is needed where the forward of the same microbatch
-    is the stage's last action before it: keeping that graph costs no more than building it again. recompute: stage ->
-    True where it recomputes; default: every stage.
+    """Insert an R directly before every B or I, except where the forward of the same microbatch is the stage's last
+    action before it: keeping this graph costs no more than building it again. recompute: stage -> True where it
+    recomputes; default: every stage.
     """
     result: Schedule = []
     for actions in schedule:

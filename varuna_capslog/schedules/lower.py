@@ -223,7 +223,7 @@ def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
 def find_deadlock(lowered: Lowered) -> str | None:
     """Run the programs with blocking receives. Return None when every rank comes to its end, else a sentence that names
     the position of each stuck rank, the message that it waits for, and the position of its peer. A rank is also stuck
-    where the next message is not the expected one.
+    where the next message is not the expected message.
     """
     at = [0] * len(lowered.programs)
     for rank, _ in in_turn(lowered):

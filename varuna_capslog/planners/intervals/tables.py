@@ -254,7 +254,7 @@ class Columns(NamedTuple):
 
 
 class States:
-    """The states of choices, numbered over all cuts. Lists with an entry per state: cut. before: of any choice in it.
+    """The states of choices, numbered over all cuts; each list has an entry per state. before: of any choice in it.
     keeps: True where the last segment is of kind KEEP. beside: bytes of the next segment's inputs that these choices
     hold on the device or offload. outputs: the last segment's outputs in `beside` on the device, which matter for the
     next segment only. family: states of one family differ only in `keeps` and `outputs`. later: offloaded inputs

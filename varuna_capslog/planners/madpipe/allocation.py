@@ -58,8 +58,8 @@ __all__ = ["CLOSE", "COUNTINGS", "Allocation", "ChainCosts", "allocation_within"
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """Costs of a chain of L layers, and the devices that it is planned for. forward, backward: [L] seconds of one
-    microbatch. transfer: [L + 1] seconds of one message over the cut before each layer. crossing: [L + 1] bytes of this
+    """Costs of a chain of L layers, and the number of devices. forward, backward: [L] seconds of one microbatch.
+    transfer: [L + 1] seconds of one message over the cut before each layer. crossing: [L + 1] bytes of this
     message, 0 at both ends; the paper's a_l. saved: [L] bytes that each microbatch in flight holds; the paper's
     a_{i-1}. static: [L] bytes that a layer always holds: the paper's 3 W under two versions of the weights (2BW), else
     parameters, gradients and moments. usable: bytes that every device may hold; None: no limit. shared: both directions
@@ -423,7 +423,7 @@ def _superfluous_left_out(labels: Floats, costs: ChainCosts, bound: float) -> Fl
     smaller = np.ones((count, count), dtype=np.bool_)
     for column in numbers.T:
         smaller &= column[:, None] <= column[None, :]
-    beaten = np.triu(smaller, 1).any(axis=0)  # sorted: no label dominates an earlier one, except an equal
+    beaten = np.triu(smaller, 1).any(axis=0)  # sorted: no label dominates an earlier label, unless they are equal
     undominated: Floats = labels[~beaten]
     return undominated
 

@@ -148,7 +148,7 @@ class _Program:
         return 1 + len(self.operations) + place % len(self.operations)
 
     def bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int_]]:
-        """Return the variables' bounds, low and high, and 1 for each integer one. The first forward begins a period."""
+        """Return the variables' bounds, low and high, and 1 if they are integers. The first forward begins a period."""
         lows, highs, integrality = np.zeros(self.count), np.ones(self.count), np.ones(self.count, dtype=np.int_)
         size, total = len(self.operations), sum(operation.seconds for operation in self.operations)
         lows[0] = self.unit / total if total else 1.0  # one microbatch after the other
@@ -213,7 +213,7 @@ class _Program:
         return row, room / usable + 1e-9
 
     def _always(self, number: int) -> float:
-        """Return the bytes that a stage always holds, with those for its messages to other devices."""
+        """Return the bytes that a stage always holds, with the buffers of its messages to other devices."""
         stage = self.stages[number]
         cuts = [stage.first] if number and self.stages[number - 1].rank != stage.rank else []
         cuts += [after.first for after in self.stages[number + 1 : number + 2] if after.rank != stage.rank]

@@ -25,8 +25,8 @@ Deviations, unless `printed` is True:
 - For degrees above 4 the paper fits a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
   a + b / d; the logarithm predicts only the weights for 8, and less than the weights beyond. Here the bytes of every
   degree follow from its number of calls, and nothing is fitted.
-- Tensor parallelism is a choice of `placements_by_bound` alone, for layers that `splits` has divided: the devices of a
-  stage share the parts of each layer, and the first has all else. `fitted` predicts it from a profile's runs.
+- Only `placements_by_bound` chooses tensor parallelism, for layers that `splits` has divided: the devices of a stage
+  share the parts of each layer, and the first has all else. `fitted` predicts its bytes from a profile's runs.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _keep(
 #     priority: the larger of the stages' bounds so far and the least that the layers before them need
 #     transition: one more stage before these (best-first search, A*)
 #
-# The first placement whose bound reaches a known peak ends the search: no later one is smaller.
+# The first placement whose bound reaches a known peak ends the search: no later placement is smaller.
 
 
 _MOST_STATES = 20_000
@@ -209,8 +209,8 @@ _MOST_STATES = 20_000
 
 
 class _RangeParts(NamedTuple):
-    """Bytes of a range of layers. first, later: resident bytes and those of the first backward of a block, or a later
-    one. held: by each other call in flight. gradients: of a block that waits. statistics: left by each forward.
+    """Bytes of a range of layers. first, later: resident bytes and those of a block's first or later backward.
+    held: by each other call in flight. gradients: of a block that waits. statistics: left by each forward.
     """
 
     resident: int

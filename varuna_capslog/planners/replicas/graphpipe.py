@@ -183,8 +183,7 @@ LONGER = (1.0, 1.15, 1.5)
 """Limits of the time per microbatch, as multiples of the least, whose stage graphs are simulated."""
 
 _MOST_IN_SERIES = 32
-"""Most parts of a series. In longer ones neighbouring layers are merged to groups, as the paper merges small operators.
-"""
+"""Most parts of a series. In a longer series, neighbouring layers are merged, as the paper merges small operators."""
 
 _PRECISION = 0.01
 """Relative precision at which the bisection of the limit ends."""
