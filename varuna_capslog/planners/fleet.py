@@ -2,7 +2,7 @@
 
 From the devices of each kind and the seconds of each template for 1, 2, ... blocks, it finds the least time in which
 all blocks are done, and a fleet that uses most devices within this time. Dynamic programming composes small fleets
-exactly. A large fleet is the linear relaxation (HiGHS, scipy), rounded down; only the rest is composed so.
+exactly. A large fleet is the linear relaxation (HiGHS, scipy), rounded down; only its other devices are composed so.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ _WIDE = 128
 """Width of the beam search of a layout: while the fleet is composed, and at the end for the slowest pipelines."""
 
 _FEW_ORDERS = 10
-"""Up to this number of orders of a template's kinds, all are tried. Above it, only the order of the bound is, and in a
+"""Most orders of a template's kinds that are all tried. Of more orders, only the order of the bound is tried, and in a
 wide search three others."""
 
 

@@ -1,4 +1,4 @@
-"""Seconds of any stage of a profile, and step times of many cut lists at once; `schedules.simulate` defines them."""
+"""Seconds of any stage of a profile, and step times of many cut lists at once, as `schedules.simulate` returns them."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class LayerSeconds:
     """Seconds of one microbatch on a device of speed 1, as running sums over the layers: [L + 1].
 
     forward, backward: entry k sums layers 0 .. k-1. Recomputation takes as long as the forward. inputs: the input half
-    of `backward` where backwards are split (`LayerProfile.input_part`). These two are no sums: transfer, entry k: over
-    the cut before layer k in either direction, 0 at both ends; handover: seconds for which its sender cannot compute.
+    of `backward` where backwards are split (`LayerProfile.input_part`). transfer, handover: no sums; entry k: seconds
+    of a message over the cut before layer k, and seconds for which its sender cannot compute; 0 at both ends.
     """
 
     forward: Floats

@@ -51,7 +51,7 @@ from varuna_capslog.schedules.generators import table_3_2
 __all__ = ["DegreePeaks", "KeptBytes", "capture_stages", "log_fit", "merged", "placements_by_bound"]
 
 MOST_GROUPS = 64
-"""Most groups of layers; more layers are merged to this number. The paper leaves it to its user."""
+"""Most groups of layers; more layers are merged to this number, which the paper leaves to its user."""
 
 _MEASURED = 4
 """The largest degree that the paper profiles."""

@@ -47,9 +47,9 @@ class ReplicatedStage:
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """Costs of a model of L layers, and its devices. seconds: [L] forward and backward of one microbatch. static: [L]
-    bytes of parameters, gradients and moments. saved: [L] bytes that each microbatch in flight holds. parameters: [L]
-    bytes that replicas exchange. Bytes are 0 where they are not needed. cuts: [L + 1]
+    """Costs of a model of L layers, and the number of devices. seconds: [L] forward and backward of one microbatch.
+    static: [L] bytes of parameters, gradients and moments. saved: [L] bytes that each microbatch in flight holds.
+    parameters: [L] bytes that replicas exchange. These bytes are 0 where they are not needed. cuts: [L + 1]
     bytes that cross the cut before each layer, in the forward direction; 0 at both ends. edges: (layer that writes,
     layer that reads, bytes), each pair once; the last layer stands for the loss. usable: bytes that each device may
     hold; None: no limit. blocks: accumulation blocks that the step must have; None: the plan chooses. isolated,

@@ -92,7 +92,7 @@ def layers_of(tree: Tree) -> tuple[int, ...]:
 
 
 def downset_count(tree: Tree) -> int:
-    """Return the number of downsets (sets that contain all layers which need one of theirs), with the empty set."""
+    """Return the number of downsets (sets of layers that contain every reader of their layers), with the empty set."""
     if isinstance(tree, int | Together):
         return 2
     counts = [downset_count(part) for part in tree.parts]
