@@ -164,7 +164,7 @@ class PlanStage:
     parallel: {"kind", "degree"} of a split of the layers over ranks.
     moments: ranges of layers, rising, whose optimizer moments are not on the device between the updates: they wait in
         the host tier ("host"), or another replica keeps them and sends the updated values ("replica").
-    bytes, seconds: predicted, of one step; None: not predicted.
+    bytes: predicted peak in a step. seconds: predicted, forward and backward of a microbatch. None: not predicted.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -288,9 +288,9 @@ class PlanStage:
 
 @dataclass(frozen=True)
 class PlanRank:
-    """Memory and time of one rank in a step, with capacity and speed of its device.
+    """Memory and time of one rank, with capacity and speed of its device.
 
-    bytes, host_bytes: predicted peaks on the device and in the host tier. seconds: of its actions. None: not predicted.
+    bytes, host_bytes: predicted peaks on the device and in the host tier. seconds: as of a stage. None: not predicted.
     capacity_bytes: None: no limit, or not known. speed: share of the fastest device's, above 0, at most 1; None: 1.
     """
 

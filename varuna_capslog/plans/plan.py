@@ -137,7 +137,7 @@ class Plan:
 
         cuts: the first layer of each stage, beginning with 0.
         num_microbatches, microbatch_size: microbatches of a step of this pipeline, and samples of each.
-        stage_bytes, stage_seconds: predictions for one step; the largest of stage_bytes is peak_bytes.
+        stage_bytes, stage_seconds: predictions, as in `PlanStage`; the largest of stage_bytes is peak_bytes.
         capacity_bytes: None, one number for all devices, or one per device.
         more: further fields of the plan.
         """
