@@ -374,7 +374,7 @@ def _number_of_templates(members: Mapping[DeviceKind, Sequence[int]], most: int)
 
 
 def _with_two_merged(members: Mapping[DeviceKind, list[int]]) -> dict[DeviceKind, list[int]]:
-    """Merge the two kinds whose devices lose the smallest share of memory and speed thereby; return the new kinds."""
+    """Merge the two kinds whose devices lose the smallest share of memory and speed; return the new kinds."""
 
     def loss(pair: tuple[DeviceKind, DeviceKind]) -> float:
         weaker = _weaker(*pair)

@@ -15,9 +15,9 @@ exactly the textbook's lists. With several stages per rank, the same limits and 
 `kfkb` (GraphPipe, Sec. 3.5): k forwards, then k backwards: `1f1b` of groups of k microbatches.
 
 `zb-h1` (Qi et al., 2024, "Zero Bubble"): `1f1b` with every backward in two halves: the input half I sends the gradient
-on, the weight half W may wait. A stage delays its W by so many microbatches that it has as many in flight as the first
-stage. This shortens the ends of the step: the idle time is (S - 1)(f + b - 2w) for S equal stages of f, b and weight
-half w, instead of (S - 1)(f + b).
+on, the weight half W may wait. A stage delays its W until it has as many microbatches in flight as the first stage.
+This shortens the ends of the step: the idle time is (S - 1)(f + b - 2w) for S equal stages of f, b and weight half w,
+instead of (S - 1)(f + b).
 
 `varuna` (Athlur et al., EuroSys 2022): a backward goes before a forward; a recompute starts so that it ends when the
 gradient arrives; between recompute and backward the stage does nothing else; the last stage runs forward and backward

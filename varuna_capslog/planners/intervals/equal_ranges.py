@@ -38,7 +38,7 @@ class EqualRanges:
         at_cuts: NDArray[np.float64],
         firsts: NDArray[np.bool_],
     ) -> EqualRanges:
-        """Compare every range with all earlier ranges; the longest match counts, and among these the nearest. O(C L^3).
+        """Compare the ranges of each first layer with earlier ranges; the longest match counts, ties: nearest. O(C L^3).
 
         Equal ranges have equal `numbers`, [C, L, L + 1] of every segment, to the last bit; equal `seconds`,
         [D, L, L + 1], but for rounding; and equal `at_cuts`, [E, L + 1] of every cut, before and behind each layer.

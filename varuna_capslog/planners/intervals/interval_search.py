@@ -55,7 +55,7 @@ __all__ = ["DEFAULT_LABELS", "EXACT_LAYERS", "IntervalSearch"]
 
 
 EXACT_LAYERS = 8
-"""Chains of at most so many layers are searched exactly by default."""
+"""Most layers of a chain that is searched exactly by default."""
 DEFAULT_LABELS = 64
 """Most labels per first layer and cut in longer chains, by default."""
 _NONE_YET, _STILL_TO_COME, _HAS_COME = range(3)
