@@ -38,11 +38,11 @@ class EqualRanges:
         at_cuts: NDArray[np.float64],
         firsts: NDArray[np.bool_],
     ) -> EqualRanges:
-        """Compare the ranges of each first layer with earlier ranges; the longest match counts, ties: nearest. O(C L^3).
+        """Compare the ranges of each first layer with earlier ranges; the longest match counts, then the nearest.
 
         Equal ranges have equal `numbers`, [C, L, L + 1] of every segment, to the last bit; equal `seconds`,
         [D, L, L + 1], but for rounding; and equal `at_cuts`, [E, L + 1] of every cut, before and behind each layer.
-        firsts: [L], True for the first layers that are searched.
+        firsts: [L], True for the first layers that are searched. O(C L^3).
         """
         size = numbers.shape[1]
         distance, until = np.zeros((2, size), dtype=np.intp)
