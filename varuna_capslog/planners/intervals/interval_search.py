@@ -177,8 +177,7 @@ class IntervalSearch:
         )
 
     def least_bytes(self, first: int, end: int, in_flight: int) -> tuple[int, int]:
-        """Return the fewest bytes of this stage's labels, and a lower bound for all choices; equal if searched exactly.
-        """
+        """Return the fewest bytes of this stage's labels, and a bound for all choices; equal after an exact search."""
         sizes = self._bytes(in_flight, self._of_range(first, end))
         return int(sizes[0].min()), int(sizes[-1].min())
 
@@ -257,8 +256,7 @@ class IntervalSearch:
         )
 
     def _reached(self, end: int, new: NDArray[np.bool_]) -> PartialChoices:
-        """Return all choices up to the cut that extend an earlier label by one segment, for the `new` [L] first layers.
-        """
+        """Return all choices up to the cut, for `new` [L] first layers, that extend an earlier label by one segment."""
         kept, states = self._table.kept(end), self._states.columns()
         if not self._within[:end, end].any():
             return self._empty(end, 0)

@@ -296,8 +296,7 @@ class Finished:
         return list(self.places)
 
     def least(self, numbers: Floats) -> Floats:
-        """Return [V, L, L + 1]: the least of `numbers` [V, N] over the choices of each range; infinite if it has none.
-        """
+        """Return [V, L, L + 1]: the least of `numbers` [V, N] over the choices of each range; infinite without any."""
         least = np.full((len(numbers), self.num_layers, self.num_layers + 1), np.inf)
         if len(self.labels):
             least[:, self.first, self.end] = np.minimum.reduceat(numbers, self.begins, axis=1)
