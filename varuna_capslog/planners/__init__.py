@@ -1,6 +1,6 @@
 """Planners, which choose cuts from the costs of stages and a number of devices, and the tables of their names.
 
-A planner is a plain function on numbers; nothing here imports torch.
+A planner is a function on numbers; nothing here imports torch. `planning/` calls the planners. The default is `budget`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 Planner = Callable[[StageCosts, int, Sequence[int] | None], list[int]]
 """(stage costs, number of devices, capacity of each device in bytes or None) -> first layer of each stage.
 
-A planner returns exactly as many stages as there are devices, at most one per layer, also where nothing fits.
+A planner returns exactly one stage per device, also where no cut list fits. There may be at most L devices.
 """
 
 PLANNERS: dict[str, Planner] = {
@@ -57,18 +57,18 @@ PLANNERS: dict[str, Planner] = {
 }
 
 PLANNER_NAMES = (*PLANNERS, "throughput")
-"""The planners of `find_cuts` that an elastic run may use too: those of the table, which consider bytes alone, and
-those that need seconds.
+"""Planners of `find_cuts` that an elastic run may also use: those of the table, which need bytes alone, and one that
+needs seconds.
 """
 
 BALANCED: dict[str, Callable[[Profile, int], list[int]]] = {
     "gpipe": seconds_balanced_cuts,
     "gpipe-size": size_balanced_cuts,
 }
-"""Planners of `find_cuts` that balance columns of the profile over the stages, whatever the capacities."""
+"""Planners of `find_cuts` that balance columns of the profile over the stages, without regard to capacities."""
 
 BUDGET = defaults.FASTEST
-"""The planner of the shortest step that fits, with any memory intervals."""
+"""The default planner: chooses cuts and memory intervals together for the shortest step that fits (`budget`)."""
 
 LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {
     BUDGET: budget_stages,
@@ -78,20 +78,20 @@ LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {
 """Planners of one pipeline that choose its cuts and the layers to recompute or offload to the host tier."""
 
 MADPIPE = "madpipe"
-"""The planner of non-consecutive stages on one rank and of a periodic schedule (`madpipe`)."""
+"""The planner that may place several stages on one rank, and makes a periodic schedule (`madpipe`)."""
 
 WHOLE_RUN = (*REPLICATED, MADPIPE)
 """Planners whose plans keep all activations, and choose accumulation blocks and action lists themselves."""
 
 JOINT = "joint"
-"""The planner that chooses pipelines of different lengths together (`joint`); the others plan one pipeline."""
+"""The planner that divides the devices into pipelines of different lengths (`joint`)."""
 
 DEFAULT_MICROBATCHES_PER_STAGE = defaults.MICROBATCHES_PER_DEVICE
-"""Microbatches per stage that planners assume where their number is not set."""
+"""Microbatches per stage that planners assume where the run's number of microbatches is not set."""
 
 
 def with_microbatches(run: RunShape, devices: int) -> RunShape:
-    """Return the run with its number of microbatches set; default: `DEFAULT_MICROBATCHES_PER_STAGE` per device."""
+    """Return the run with its number of microbatches, or `DEFAULT_MICROBATCHES_PER_STAGE` per device if not set."""
     return replace(run, num_microbatches=run.num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices)
 
 
@@ -108,8 +108,8 @@ def find_cuts(
     """Return the first layer of each of `devices` stages, chosen by the planner of this name.
 
     costs: of the profile for this run. usable: bytes that a stage may hold on each device; None: no limit. run, link,
-    speeds (of each device, at most 1): for planners that need seconds; `throughput` returns the smallest peak if none
-    fits. Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
+    speeds (of each device, at most 1): for planners that need seconds; if no cuts fit, `throughput` returns those of
+    the smallest peak. Raises CapslogError naming the first layer whose seconds or boundary_bytes the profile lacks.
     """
     if planner in BALANCED:
         return BALANCED[planner](profile, devices)

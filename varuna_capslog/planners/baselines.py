@@ -1,4 +1,4 @@
-"""Splits that know neither schedules, transfers nor capacities: Varuna's own, and torchgpipe's balance."""
+"""Cuts without regard to schedules, transfers or capacities: Varuna's own split, and torchgpipe's balance."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["block_partition", "seconds_balanced_cuts", "size_balanced_cuts", "va
 
 
 def varuna_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> list[int]:
-    """Return the first layer of each of `devices` stages; O(G). Of L - 1 cut points, each stage but the last takes (cut
-    points + 1) // stages layers; the last takes the remaining layers. Costs are not considered.
+    """Return the first layer of each of `devices` stages; O(G). With L - 1 cut points, each stage but the last has
+    (cut points + 1) // stages layers; the last has the remaining layers. Costs are not considered.
     """
     layers_per_stage = costs.num_layers // devices
     return [stage * layers_per_stage for stage in range(devices)]
@@ -25,11 +25,11 @@ def varuna_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | Non
 #
 # Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020, balances the layers of
 # GPipe (Huang et al., 2019) by seconds (`gpipe`) or by bytes (`gpipe-size`) with the block partition of Bárány and
-# Grinberg, "Block Partitions of Sequences", 2015. Neither knows schedules, transfers or capacities.
+# Grinberg, "Block Partitions of Sequences", 2015.
 
 
 _LEAST = 1e-9
-"""Share of the largest element that every element has at least, so that no block of layers sums to nothing."""
+"""Smaller elements are raised to this share of the largest element, so that no block of layers sums to 0."""
 
 
 def seconds_balanced_cuts(profile: Profile, devices: int) -> list[int]:
@@ -49,10 +49,10 @@ def size_balanced_cuts(profile: Profile, devices: int) -> list[int]:
 
 
 def block_partition(sequence: Sequence[float], blocks: int) -> list[int]:
-    """Return the index of the first element of each of `blocks` blocks of consecutive elements, none of them empty.
-    sequence: numbers of at least 0; at least as many as blocks. Each step is one of the proof: B_p is a block of the
-    largest sum M, B_q the closest to it of the smallest sum m. While M > m + 1 (in units of the largest element), B_q's
-    neighbour on the side of B_p gives it its adjacent element.
+    """Return the index of the first element of each of `blocks` nonempty blocks of consecutive elements.
+    sequence: numbers of at least 0; at least as many as blocks. Each step is a step of the proof: B_p is a block with
+    the largest sum M, B_q the nearest block to it with the smallest sum m. While M > m + 1 (in units of the largest
+    element), B_q takes the adjacent element from its neighbour on the side of B_p.
     """
     largest = max(sequence) or 1.0
     units = [max(number / largest, _LEAST) for number in sequence]

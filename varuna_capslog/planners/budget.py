@@ -1,12 +1,11 @@
-"""The cuts and memory intervals of the smallest step time that fit, for a schedule and its limits in flight.
+"""Planner `budget`, the default: chooses cuts and memory intervals together, for the smallest step time that fits.
 
-The cheapest intervals of every range of layers at every position of the pipeline (`intervals`) determine how much
-longer a stage takes than its layers alone, or that it does not fit. With these seconds `throughput` searches the cuts.
-Bytes beside a stage's own calls, such as messages on their way, are known only from the fold of its rank: a further
-search reserves them on the device, until all stages fit. Nothing is offloaded where the cost of copies is unknown.
-
-Where every backward directly follows its forward (on the last stage under 1F1B), the last segment of a stage keeps its
-graph, and the others recompute in the backward: such a stage has intervals of its own (`Handling.at_once`).
+`intervals.IntervalSearch` finds the front of every range of layers: its undominated choices of intervals (no other is
+better in seconds and in bytes). `IntervalSearch.cheapest` chooses for one stage, from its front and by its memory. The
+seconds that intervals add to each range go to `throughput`, which searches the cuts. Bytes beside a stage's own calls,
+such as messages on their way, follow only from its rank's fold: the next search reserves them, until all stages fit.
+Nothing is offloaded where the cost of copies is unknown. Where every backward directly follows its forward (last stage
+of 1F1B), a stage's last segment keeps its graph, and the others recompute in the backward (`Handling.at_once`).
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ __all__ = ["BudgetSearch", "budget_stages", "kept_bound", "kept_cuts", "stages_b
 LABELS = 32
 """Choices per first layer and cut that are kept in chains of more than `intervals.EXACT_LAYERS` layers."""
 PLACES = 64
-"""Chains longer than 1.5 times this have cuts and interval borders at so many places at most."""
+"""Most places for cuts and interval borders in a chain of more than 1.5 times as many layers."""
 _ROUNDS = 8
-"""Most searches with more bytes reserved each time."""
+"""Most searches of the cuts; each reserves more bytes than the search before."""
 _ALL_STAGES, _ALL_CALLS = 5, 40
-"""Most stages, and calls of all stages together, for which every list of a schedule whose lists vary is examined."""
+"""Most stages, and most calls of all stages together, for which `_held_at_least` examines every list of a schedule."""
 _RECOMPUTE = tuple(kind for kind in INTERVAL_KINDS if not MemoryInterval(0, 1, kind).offloads)
 
 
@@ -52,14 +51,14 @@ def budget_stages(chain: Layerwise) -> list[StageChoice]:
 
 
 def kept_bound(chain: Layerwise, costs: StageCosts) -> float:
-    """Return a lower bound of the step under the schedule of this chain, whatever the memory."""
+    """Return a lower bound of the step seconds under this chain's schedule, without a limit of memory."""
     assert chain.question is not None, "made by Layerwise.of_profile"
     nothing = [np.zeros((chain.num_layers, chain.num_layers + 1))] * chain.stages
     return least_step(costs, chain.question.seconds, chain.question.run, nothing)
 
 
 def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
-    """Return the cuts of the shortest step of stages that keep everything, whatever the memory."""
+    """Return the cuts of the shortest step of stages that keep all activations, without a limit of memory."""
     assert chain.question is not None, "made by Layerwise.of_profile"
     nothing = [np.zeros((chain.num_layers, chain.num_layers + 1))] * chain.stages
     seconds, run = chain.question.seconds, chain.question.run
@@ -69,9 +68,9 @@ def kept_cuts(chain: Layerwise, costs: StageCosts) -> list[int]:
 
 
 def stages_bound(chain: Layerwise, stages: Sequence[StageChoice]) -> float:
-    """Return a lower bound in seconds of the step of these stages: of each the work of its calls, the forwards of the
-    stages before it, which come first, and their backwards, which come last where gradients cross the cuts and
-    backwards are whole. As in `BudgetSearch._work`, a last call may recompute nothing.
+    """Return a lower bound of the step seconds of these stages: the largest sum of a stage's calls, one forward of each
+    stage before it (before its first call), and one backward of each (after its last call; counted only where gradients
+    cross the cuts and backwards are not split). As in `BudgetSearch._work`, the last call may recompute nothing.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
     ranges, seconds, run = chain.question.ranges, chain.question.seconds, chain.question.run
@@ -89,10 +88,10 @@ def stages_bound(chain: Layerwise, stages: Sequence[StageChoice]) -> float:
 
 
 class BudgetSearch:
-    """Searches one chain under several schedules, which share the cheapest intervals of its stages. longest: stages
-    whose call takes more seconds are left out, so that no plan's step takes longer than such a stage's calls;
-    default: no limit. most: stages that always hold more bytes are left out, too; larger than what every stage may hold
-    in a plan that fits or lacks least. borders: cuts of a long chain where stages and intervals may begin and end;
+    """Searches one chain under several schedules, which share the interval searches of its stages. longest: most
+    seconds of a stage's call. Longer stages are left out: a step with such a stage takes more than `longest` times the
+    microbatches. most: stages that hold more bytes at all times are left out, too; no plan that fits, or that lacks the
+    fewest bytes, may have such a stage. borders: cuts of a long chain where stages and intervals may begin and end;
     None: all.
     """
 
@@ -104,8 +103,8 @@ class BudgetSearch:
         self._places_of: dict[str, _Places] = {}
 
     def stages(self, chain: Layerwise) -> list[StageChoice] | None:
-        """Return the stages under this chain's schedule. Where nothing fits, return those that exceed the memory least,
-        or None where stages were left out. Raises as `budget_stages` does.
+        """Return the stages under this chain's schedule. Where no plan fits, return the stages that exceed the memory
+        least, or None if `longest` or `most` left stages out. Raises as `budget_stages` does.
         """
         places, reserved = self._places(chain), np.zeros(chain.stages, dtype=np.int64)
         seconds, run = places.question.seconds, places.question.run
@@ -127,8 +126,8 @@ class BudgetSearch:
     def cheapest(
         self, chain: Layerwise, stage: int, first: int, end: int, size: float, in_flight: int | None = None
     ) -> Intervals | None:
-        """Return the cheapest intervals of layers first .. end-1 as this stage that take at most `size` bytes of its
-        own; None where there are none, or such stages were left out. in_flight: calls; default: those of `chain`.
+        """Return the cheapest intervals for layers first .. end-1 as this stage, with at most `size` bytes by
+        `intervals.stage_bytes`; None where none fit, or the range was left out. in_flight: calls; default: of `chain`.
         """
         if chain.seconds(first, end) > self.longest or (self.borders is not None and not {first, end} <= self.borders):
             return None
@@ -140,9 +139,9 @@ class BudgetSearch:
 
     def bound_seconds(self, chain: Layerwise) -> float:
         """Return a lower bound of the step over all cuts and intervals for this schedule; infinite if no plan can fit.
-        Each range at each position counts at least the seconds of the cheapest list that the memory allows (`_work`),
-        and `throughput.least_step` adds the time that no schedule can avoid for stages of such seconds, that on the
-        links included. Where backwards are split, and for long chains, the cost of limited memory is not counted.
+        Each range as each stage counts the least seconds that the memory allows (`_work`), and `throughput.least_step`
+        adds the time that no schedule can avoid for such stages, including transfers. Where backwards are split, and
+        for long chains, the seconds that limited memory costs are not counted.
         """
         assert chain.question is not None, "made by Layerwise.of_profile"
         run = chain.question.run
@@ -157,12 +156,12 @@ class BudgetSearch:
     def _work(
         self, places: _Places, stage: int, in_flight: int, early: bool, last_at_once: bool
     ) -> NDArray[np.float64]:
-        """Return [L, L + 1]: least seconds for which every call of a stage occupies its rank, or the copies beside it,
-        beyond the seconds of its layers; the other arguments are those of `_held_at_least`. Admissible: by
-        `IntervalSearch.bounds` no list that fits takes less, and a list fits only if the rank can hold it at a forward
-        and at a backward with so many calls in flight. Both come after the first backward, with gradients of parameters
-        beside them. Where they may come earlier, the rank has more room for these gradients, and for the running
-        statistics of calls not yet begun. The sum of earlier blocks may not exist yet.
+        """Return [L, L + 1]: least seconds, beyond those of its layers, for which each call of a stage occupies its
+        rank or the copies beside it. in_flight, early, last_at_once: of `_held_at_least`. The bound is admissible: by
+        `IntervalSearch.bounds` no list that fits takes less, and a list fits only if the rank can hold `in_flight`
+        calls at a forward and at a backward. Both come after the first backward, so the parameters' gradients exist.
+        If they may come earlier (`early`), these gradients may not exist, nor the running statistics of later calls:
+        the budget grows by their bytes, and by those of the sum of earlier blocks, which may not exist either.
         """
         run, usable = places.question.run, min(NEVER - 1, places.chain.usable[stage])
         calls, fronts = run.microbatches, places.fronts[stage]
@@ -186,8 +185,8 @@ class BudgetSearch:
         return self._places_of[run.schedule]
 
     def _fronts_of(self, question: Question, at_once: bool, last: bool) -> IntervalSearch:
-        """Return the cheapest intervals of stages whose backwards all directly follow their forwards, or none of them.
-        last: they are needed for the last stage alone.
+        """Return the interval search of stages. at_once: every backward directly follows its forward; else none does.
+        last: only ranges that can be the last stage are needed.
         """
         chain, run = self._chain, question.run
         key = at_once, run.splits_backwards, last
@@ -219,7 +218,7 @@ class BudgetSearch:
 
 
 def _waiting_blocks(run: RunShape) -> int:
-    """Return the gradient sums held beside the one being accumulated, where no other pipeline holds the layers."""
+    """Return the number of gradient sums held beside the current sum, where no other pipeline holds the layers."""
     return min(1, run.num_blocks - 1)
 
 
@@ -245,10 +244,10 @@ def _always_at_once(schedule: str, stages: int, calls: int, k: int) -> list[bool
 @functools.lru_cache(maxsize=256)
 def _held_at_least(schedule: str, stages: int, calls: int, k: int) -> list[tuple[int, bool, bool]]:
     """Return for each stage, over every list of the schedule: the fewest calls in flight; True where they may be early
-    (`_in_flight`); True where only the last call's backward may directly follow its forward, and recompute nothing. The
-    lists of schedules that always recompute depend on the set of stages that do. None has fewer calls in flight than
-    that in which all recompute, nor a direct backward except the last call's (`tests/planners/test_budget.py`). All
-    else is looked up in all lists of short steps, and taken to be possible in long ones.
+    (`_in_flight`); True where only the last call's backward may directly follow its forward, and recompute nothing. A
+    list of a schedule in `ALWAYS_RECOMPUTE` depends on which stages recompute. None has fewer calls in flight than the
+    list in which all stages recompute, nor a direct backward except the last call's (`tests/planners/test_budget.py`).
+    The truth values come from all these lists of a short step; for a long step they are True.
     """
     varies, graph = schedule in ALWAYS_RECOMPUTE, StageGraph.line(stages, calls)
     short = varies and stages <= _ALL_STAGES and stages * calls <= _ALL_CALLS
@@ -270,8 +269,8 @@ def _held_at_least(schedule: str, stages: int, calls: int, k: int) -> list[tuple
 
 
 def _in_flight(row: Sequence[Action]) -> tuple[int, bool]:
-    """Return the calls that a stage has in flight both in a forward and in a backward behind the first backward, and
-    False. Where more are in flight before that, return their number, and True.
+    """Return the most calls that a stage has in flight both at a forward and at a backward, after its first backward,
+    and False. If the stage has more calls in flight at any other time, return their number, and True.
     """
     count = most = forward = backward = 0
     begun = False
@@ -290,8 +289,8 @@ def _in_flight(row: Sequence[Action]) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class _Places(StageCosts):
-    """Least cost of each range of layers at each position of the pipeline; as `StageCosts`, its fewest bytes.
-    fronts: the cheapest intervals as each stage. fewest: [S], the fewest bytes of every range as each stage.
+    """Cheapest intervals of each range of layers as each stage. The methods of `StageCosts` return the fewest bytes.
+    fronts: [S], the interval search of each stage. fewest: [S], the fewest bytes of every range as each stage.
     """
 
     chain: Layerwise
@@ -315,20 +314,20 @@ class _Places(StageCosts):
 
     @property
     def can_divide(self) -> bool:
-        """True where some cut list has stages with choices only."""
+        """True if there is a cut list whose stages all have a choice of intervals."""
         cuts = np.arange(self.num_layers + 1) == 0
         for least in self.fewest:
             cuts = ((least < NEVER) & cuts[:-1, None]).any(axis=0)
         return bool(cuts[-1])
 
     def extra(self, stage: int, usable: int) -> NDArray[np.float64]:
-        """Return [L, L + 1]: seconds of a call beyond those of its layers; infinite where they do not fit."""
+        """Return [L, L + 1]: seconds of a call beyond those of its layers; infinite where the range does not fit."""
         _, both = self.question.seconds.of_ranges()
         seconds, _ = self.fronts[stage].seconds(self.chain.in_flight[stage], usable)
         return np.maximum(0.0, seconds - both)
 
     def stages(self, cuts: Sequence[int], usable: Sequence[int]) -> list[StageChoice]:
-        """Return the stages of a cut list, with the cheapest intervals that fit, or else those of the fewest bytes."""
+        """Return the stages of a cut list, each with the cheapest intervals that fit, or else with the fewest bytes."""
         chain, stages = self.chain, []
         for stage, (first, end) in enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True)):
             most = max(usable[stage], self.stage_bytes(first, end, stage))

@@ -1,10 +1,10 @@
 """CAPSlog's recommender: fill devices one after the other up to a threshold, and bisect the threshold.
 
 Algorithms 1 and 2 of the paper (Sec. III-B) find the smallest peak where the peak of a stage grows with every layer
-added at either end. Otherwise the result may be worse than the best; that of `exact` never is.
+added at either end. Otherwise the result may be larger than the smallest peak, which `exact` always finds.
 
-Unlike `exact`, fill-first does not balance the stages below the peak. The paper says so (end of Sec. III-B) and does
-not treat it; the tie-breaker is in the program published with it (henkdr/CAPSlog at cc11640, mode `bs_tb`).
+Unlike `exact`, fill-first does not balance the stages below the peak. The paper mentions this (end of Sec. III-B)
+without a remedy; the tie-breaker is in the program published with it (henkdr/CAPSlog at cc11640, mode `bs_tb`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def capslog_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
     This is Algorithm 1 with tighter bounds and longer steps. The paper begins with l = 0 and r = the memory of a
     device; here r is the peak of fill-first without a threshold, so that the smallest peak is found whether or not it
     fits. The paper continues with threshold - 1 or threshold + 1; here thresholds at which fill-first would return the
-    same stages are skipped. Where feasibility rises with the threshold, the result is that of Algorithm 1. The paper
-    has only the additive model; other costs are filled layer by layer, each stage at its own position. O(G log L) per
-    threshold where every M_a >= 0, O(L) otherwise; at most log2 of the first peak thresholds.
+    same stages are skipped. If all thresholds above a feasible threshold are feasible, the result is that of Algorithm
+    1. The paper has only the additive model; with other costs, stages are filled layer by layer, each at its position.
+    O(G log L) per threshold where every M_a >= 0, O(L) otherwise; at most log2(first peak) thresholds.
     """
     low, most = 0, NEVER
     fill_first: Callable[[Any, int, int], _Filled] = _fill_any_costs
@@ -43,7 +43,7 @@ def capslog_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
         fill_first = _fill_by_walking
         if all(before <= after for before, after in pairwise(running)):
             fill_first = _fill_by_bisection
-            low = costs.head[0]  # Layer 0 begins the first stage, and M_p(0, m) is no less where M_a >= 0.
+            low = costs.head[0]  # Layer 0 begins the first stage, and M_p(0, m) >= M_i(0) where M_a >= 0.
     recommended, high, _ = fill_first(costs, devices, most)
     high -= 1
     while low <= high:
@@ -62,10 +62,10 @@ _Filled = tuple[list[int], int, int]
 
 def _fill_by_bisection(costs: AdditiveCosts, devices: int, threshold: int) -> _Filled:
     """Run FILL_FIRST of Algorithm 2 where every M_a >= 0, so that bisection finds the last layer that still fits.
-    Devices 0 .. G-2 are filled in turn, each with at least one layer and leaving one for each that follows; device G-1
+    Devices 0 .. G-2 are filled in turn, each with at least one layer and leaving one for each later device; device G-1
     takes the remaining layers (the algorithm's text; its printed indices would give G + 1 stages). Return the cuts, the
-    predicted peak, and the smallest threshold above `threshold` that could change the result. The search ends at the
-    first stage above the threshold, which is then too low: its cuts are not used.
+    predicted peak, and the smallest threshold above `threshold` that could change the result. Filling ends at the first
+    stage above the threshold: then the threshold is too low, and the cuts are not used.
     """
     head, running = costs.head, costs.running
     num_layers = len(head)
@@ -123,7 +123,7 @@ def capslog_tb_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] |
         do the same with the layers and devices before it, and with those behind it.
 
     The peak is that of `capslog_cuts`. One deviation: a part keeps its stages where its new plan has a higher peak
-    (only where peaks do not grow with every layer), so that no part gets worse. O(G) ever smaller searches of CAPSlog.
+    (possible only where peaks do not grow with every layer). O(G) ever smaller searches of `capslog_cuts`.
     """
     cuts = capslog_cuts(costs, devices)
     used = costs.peaks(cuts)

@@ -19,8 +19,8 @@ Choices where the text is silent or refers to tensors:
 - Where a call's saved tensors leave the device only when the call has ended, as in this engine, a swap frees nothing of
   two of the calls in flight: at the peak of a stage one computes, and the copy of another is on its way. So nothing is
   swapped on a stage with up to two microbatches in flight.
-- Where all layers are treated and the stage does not fit, each layer that the other way frees more of is treated that
-  way; where that does not fit either, the choice is made again without swaps.
+- Where all layers are treated and the stage does not fit, each layer gets the treatment that frees most of its bytes;
+  where the stage still does not fit, the choice is made again without swaps.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Pick(NamedTuple):
 
 def treated_stage(chain: Layerwise, stage: int, first: int, end: int) -> StageChoice:
     """Return layers first .. end-1 as stage `stage`, with the fewest picks of the greedy choice that make it fit; where
-    all picks together do not fit, with the fewest of the choice without a host tier; see `Layerwise.fewest` where these
-    do not either. So whether a stage fits does not depend on how fast the tier is.
+    all picks together do not fit, with the fewest picks of the choice without a host tier (`Layerwise.fewest` where
+    these do not fit either). So the speed of the host tier does not decide if a stage fits.
     """
     treated = chain.fewest(stage, first, end, lambda: _choices(chain, stage, first, end))
     if not treated.lack or not any(chain.moved):
@@ -110,7 +110,7 @@ def _picks(chain: Layerwise, stage: int, first: int, end: int) -> Iterator[_Pick
         yield pick
     for pick in picks:
         ways = _ways(chain, stage, pick.layer, end, copied, busy)
-        # of equal ways the recomputation, so that the last choice is the same for tiers of every speed
+        # ties go to recomputation, so that the last choice does not depend on the speed of the tier
         most = max(ways, key=lambda way: (way[0], way[1].kind == "recompute"))[1]
         if most.kind != pick.kind:
             copied += chain.copy_seconds(pick.layer) * (1 if most.kind == "offload" else -1)
@@ -118,7 +118,7 @@ def _picks(chain: Layerwise, stage: int, first: int, end: int) -> Iterator[_Pick
 
 
 def _ways(chain: Layerwise, stage: int, layer: int, end: int, copied: float, busy: float) -> list[tuple[float, _Pick]]:
-    """Return the bytes that each way to treat a layer frees, of each call in flight, and the pick of this way."""
+    """Return, for each way to treat a layer, the bytes that it frees per call in flight, and its pick."""
     ways = list[tuple[float, _Pick]]()
     if (moved := chain.moved_on(stage, layer)) > 0:
         shown = _exposed_seconds(chain, layer, copied, busy, _free_seconds(chain, stage, layer, end, busy))

@@ -1,7 +1,7 @@
 """Collage's two levels of choosing a backend for every part of a model; here, a variant for every layer of a chain.
 
 Jeon, thesis, chapter 2: level 1 adds up the costs of matched parts alone (Alg. 1); level 2 gives further parts to a
-backend that works across parts, and measures the whole model (`start/collage_start` does). Collage is a baseline: it
+backend that optimizes across parts, and measures the whole model (in `start/collage_start`). Collage is a baseline: it
 considers only seconds, while planner `budget` also considers bytes, cuts and memory intervals.
 """
 
@@ -80,11 +80,11 @@ def placed(
     joined: Collection[str] = (),
 ) -> Placement:
     """Return the cheapest cover (Alg. 1). Every layer must have a pattern of its own. edges: (writing, reading layer).
-    joined: names of which two neighbouring layers k and k + 1 are always in one pattern, whose seconds are those of
-    layers beside each other; printed: none. Without this rule a run in two patterns has a price that no choice has.
+    joined: names of variants whose neighbouring layers k and k + 1 are always in one pattern, with the seconds of
+    layers beside each other; the paper has none. Otherwise a run in two patterns would have a cost that no choice has.
 
     State: the set of covered layers, and those in a joined variant that have a neighbour outside the set. Transition:
-    the frontier layer of the least depth is the root of a pattern. Cost (2.3): the pattern's own and the switch
+    the frontier layer of the least depth is the root of a pattern. Cost (2.3): the pattern's cost and the switch
     epsilon, which counts once per pattern, also where the backend stays the same, as printed. Complexity O(N P S) for N
     layers, P patterns of a root and S states.
 
@@ -112,7 +112,7 @@ def placed(
     before: set[int] = set()
     while queue:
         root = order[heapq.heappop(queue)]
-        # sets without a layer before this one can never be completed: its root is behind
+        # a set that lacks an earlier layer can never be completed: that layer's patterns have been tried
         best_here = [(state, cost) for state, (cost, *_) in best.items() if before <= state.layers]
         for pattern in rooted[root]:
             for layer in pattern.layers:
@@ -165,9 +165,9 @@ def evolved(
     start: Bits | None = None,
 ) -> Bits:
     """Return the best bit string of an evolutionary search (2.4.3): mutation, selection, two-point crossover. A bit is
-    True where its part is given to the backend that works across parts. The first strings are all False, all True, and
-    random. size: bits. seconds_of: measures strings, none twice. rounds: generations of `population` strings. start:
-    another of the first strings.
+    True where its part is given to the backend that optimizes across parts. The first strings are all False, all True,
+    and random. size: bits. seconds_of: measures strings, none twice. rounds: generations of `population` strings.
+    start: a further first string.
     """
     draw = random.Random(seed)
     measured: dict[Bits, float] = {}

@@ -1,29 +1,29 @@
 """DawnPiper's planner: binary partition between balanced seconds and balanced bytes, and Capuchin's greedy per stage.
 
 Algorithms 1 and 2 of the paper (DawnPiper, Sec. 4 and App. B). Theorem 4.1: for two stages, the best cut lies between
-the cut that balances seconds and that which balances bytes, where both grow along the chain, transfers take less time
-than computation, and the bytes that can be saved are spread evenly. For more stages the binary scheme is a
-heuristic: on random chains the slowest of eight stages was up to 15 % slower than the best (`benchmarks/layerwise`).
+the cut that balances seconds and the cut that balances bytes, if both grow along the chain, transfers take less time
+than computation, and the bytes that can be saved are spread evenly. For more stages the binary scheme is a heuristic:
+on random chains the slowest of eight stages was up to 15 % slower than that of the best cuts (`benchmarks/layerwise`).
 
 Deviations from the printed text:
 
-- Alg. 1 returns a number in line 4, pairs in two orders elsewhere, and `CompMemBalPartition` does not receive the
-  stages on which it works. Here it receives the first and the last of them, and every part returns its stages.
-- Alg. 1 has no case for one or three stages. One stage is treated by itself. Of three, the text cuts off the first.
+- Alg. 1 returns a number in line 4, pairs in two orders elsewhere, and `CompMemBalPartition` does not receive its
+  stages. Here it receives the first and the last stage, and every part returns its stages.
+- Alg. 1 has no case for one or three stages. One stage is treated by itself. The text divides three into one and two.
 - `AdjacentPartition` is `BiPar` for two stages whose halves are single stages, so there is one function. Lines 3 to 5,
   which return when the balanced seconds fit, are its first round, after which it stops.
 - In the text, a candidate without memory optimisation also ends the walk where a stage does not fit and has nothing to
-  treat. Here the walk ends only where all stages fit; where no candidate fits, that which lacks least is taken.
+  treat. Here the walk ends only where all stages fit; if no candidate fits, the candidate that lacks least is taken.
 - Alg. 2's input "GPU peak memory limit" must be the bytes of all layers, or the M_x do not add up; here it is the peak
-  that its own loop reaches over all of them.
+  that the algorithm's loop reaches over all layers.
 - Equation (2) multiplies a stage's bytes by the copies that PipeDream keeps, l - x + 1, also of weights and optimizer
-  state. Here weights are never stale and kept once. Equation (2) still places the memory-balanced cuts, with the run's
+  state. Here weights are never stale: one copy is kept. Equation (2) still places memory-balanced cuts, with the run's
   microbatches in flight (l - x + 1 under 1F1B, while there are as many); `Layerwise.peak` decides if a stage fits.
-- Its nodes are operators; here they are the layers of the chain, and every stage keeps at least one. A balanced
+- The paper's nodes are operators; here they are layers of the chain, and every stage keeps at least one. A balanced
   position is rounded up to the end of a layer, as printed, so the theorem holds to within one layer: a better cut may
   lie one layer below the walk, which is tried where no cut of the walk fits.
-- App. B.2 leaves out cuts that many tensors cross, not counting those that cross all candidates. Where a profile has
-  the tensors, only candidates that at most one further tensor crosses are walked; all where there is none of these.
+- App. B.2 leaves out cuts that many tensors cross, not counting tensors that cross all candidates. Where a profile has
+  the tensors, only candidates that at most one further tensor crosses are walked, or all if there is none of these.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ROUNDING = 1e-9
 
 
 class _Partition(NamedTuple):
-    """Stages of a range of layers. lack: the largest of a stage. seconds: of the slowest stage."""
+    """Stages of a range of layers. lack: bytes, of the stage that lacks most. seconds: of the slowest stage."""
 
     lack: int
     seconds: float
@@ -83,7 +83,7 @@ def dawnpiper_stages(chain: Layerwise) -> list[StageChoice]:
 
 
 def _candidates(chain: Layerwise, first: int, end: int, stages: tuple[int, int, int]) -> list[int]:
-    """Return the cuts from the compute-balanced one to the memory-balanced one, in this order."""
+    """Return the cuts from the compute-balanced cut to the memory-balanced cut, in this order."""
     begin, until = compute_balanced(chain, first, end, stages), memory_balanced(chain, first, end, stages)
     step = 1 if until >= begin else -1
     cuts = list(range(begin, until + step, step))

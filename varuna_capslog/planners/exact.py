@@ -1,8 +1,8 @@
-"""The cut list with the smallest peak, for any statistics, and among those the most even. The default planner.
+"""Planner `exact`: finds the cut list with the smallest peak for any statistics, and among these lists the most even.
 
-Unlike CAPSlog's search it needs no monotone statistics, because dynamic programming covers every cut list. Where a
-stage's bytes depend on its position in the pipeline, in any way, and where devices differ, the search goes through the
-ranges of layers that fit, position by position; otherwise `most_even` searches a band of stages.
+It is the default for runs that `budget` cannot plan. Unlike CAPSlog's search it needs no monotone statistics, because
+dynamic programming covers every cut list. Where a stage's bytes depend on its position, in any way, or devices differ,
+it searches the ranges of layers that fit, position by position; otherwise `most_even` searches a band of stages.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ UNREACHED = 1 << 30
 """Rank of a stage that is not allowed."""
 
 _MANY = 30_000
-"""Transitions from which on it pays to split the search (L = 48 stays below)."""
+"""Number of transitions above which splitting the search is faster (L = 48 stays below)."""
 
 _WIDEST = 1 << 17
 """Most bits of the numbers that encode lists of peaks: enough for 1,000 layers on 100 devices, and 16 KiB each."""
 
 _SECONDS_PER_CELL = 1.5e-9
-"""Approximate seconds of one stage at one position in a round of ruling out."""
+"""Approximate seconds per stage and position in a round of `_ruled_out`."""
 
 
 def most_even(band: Band, devices: int) -> list[int]:
-    """Return, of all cut lists with the smallest peak, that with the smallest descending list of stage peaks; ties are
-    broken by the smallest cut list. There must be a cut list.
+    """Return the cut list with the smallest peak; ties are broken by the smallest descending list of stage peaks, then
+    by the smallest cut list. There must be a cut list.
 
     A large search is split wherever all cut lists with the smallest peak have the same cut at the same stage: the most
-    even cut list then consists of those of its parts, since adding stages to two lists of peaks does not change their
-    order. Each part in turn has a smaller peak of its own.
+    even cut list then consists of the most even cut lists of its parts, since adding the same stages to two lists of
+    peaks does not change their order. Each part in turn has its own smallest peak.
     """
     cuts = [0] * devices
     parts = [(band, devices, 0, 0)]
@@ -127,7 +127,7 @@ def _reached(peaks: Sequence[Band]) -> list[list[int]]:
     return [[0], *((np.flatnonzero(row <= peak) + g).tolist() for g, row in enumerate(peaks[:-1], start=1))]
 
 
-# -- splitting the search where all cut lists meet
+# -- splitting the search where all cut lists have the same cut
 
 
 def _alive(band: Band, devices: int) -> list[int]:
@@ -170,11 +170,11 @@ def _bits(number: int) -> list[int]:
 
 
 def _ruled_out(band: Band, devices: int, peak: int) -> tuple[Band, list[int]]:
-    """Rule out stages until all remaining cut lists meet somewhere, or until the rounds have cost as much as searching
-    the remaining stages would; return the band and its `_alive`. The smallest descending list has the smallest peak as
-    few times as possible, and then the smallest next peak; stages between the two peaks are useless. Each round settles
-    one peak in this way. Stages that every remaining cut list holds do not distinguish them: their rank becomes 0, and
-    the peak needs no digit in the rounds that follow.
+    """Rule out stages until all remaining cut lists have a common cut, or until the rounds have taken as long as
+    searching the remaining stages would; return the band and its `_alive`. The smallest descending list has the
+    smallest peak as few times as possible, and then the smallest next peak; stages between the two peaks are useless.
+    Each round settles one peak in this way. Stages that every remaining cut list has do not distinguish these lists:
+    their rank becomes 0, and the peak needs no digit in the next rounds.
     """
     settled: list[int] = []
     spent = 0.0
@@ -215,10 +215,10 @@ def _search_seconds(band: Band, devices: int, alive: Sequence[int], peak: int) -
 
 
 def _next_peak(band: Band, devices: int, settled: Sequence[int]) -> tuple[int, int] | None:
-    """Return the largest stage after the settled ones in the most even cut list, and the number of its stages with the
+    """Return the next peak after the settled peaks in the most even cut list, and the number of its stages with the
     last settled peak; None if the numbers get too long. State, transition and complexity: as in `_smallest_peaks`.
-    Cost: an integer, the number of stages with the first settled peak, the second, ..., and in the lowest digits the
-    rank of the largest other stage; adding a stage keeps the order.
+    Cost: an integer with a digit per settled peak, which counts its stages, and in the lowest digits the rank of the
+    largest other stage; adding a stage keeps the order.
     """
     rows, width = len(band), band.shape[1] - devices
     low_bits, digit = settled[0].bit_length(), devices.bit_length()
@@ -314,12 +314,12 @@ _FEW = 3000
 """Transitions up to which adding long integers one by one is faster than ruling out in numpy steps."""
 
 _KEPT = 1 << 22
-"""Most transitions kept in the search for the smallest peak; where there are more, those within it are searched again.
+"""Most transitions kept in the search for the smallest peak; if there are more, a second search keeps those within it.
 """
 
 _NARROWED = 8
-"""Every so many stages, from the last on, drop the ranges that no earlier stage can hold: ranges of late stages may be
-longer, since fewer calls wait there.
+"""Number of stages, from the last on, after which ranges that no earlier stage can hold are dropped: late stages may
+have longer ranges, since fewer calls are in flight there.
 """
 
 _FEW_RANGES = 10_000
@@ -333,16 +333,16 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
     """Return the first layer of each of `devices` stages, 1 <= devices <= L: the cut list with the smallest peak; among
     those, with the smallest list of stage peaks in descending order (the second largest stage is as small as it can be,
     and so on); among those, the smallest cut list. capacities: bytes per stage. Where they differ and some cut list
-    fits, only cut lists that fit are considered; otherwise they change nothing.
+    fits, only cut lists that fit are considered; otherwise capacities have no effect.
 
     At thousands of layers on hundreds of devices, where very many cut lists have the smallest peak and bytes do not
-    depend on the position, the list of peaks is truncated to bound memory: the peak is still the smallest, but peaks
-    below the 2^17 / log2(G) largest ones that a stage may have are not distinguished.
+    depend on the position, the list of peaks is truncated to bound memory: the peak is still the smallest, but only the
+    2^17 / log2(G) largest peaks that a stage may have are distinguished.
     """
     if capacities is not None and len(set(capacities)) > 1:
         even = costs.peaks(_even_split(costs, devices))
         fits = all(used <= size for used, size in zip(even, capacities, strict=True))
-        # Where capacities are loose, most ranges that fit are longer than any in a cut list as good as this one.
+        # Where capacities are loose, most ranges that fit are longer than any range of a cut list as good as `even`.
         most = max(even if fits else capacities)
         limits = [min(most, capacity) for capacity in capacities]
         if stages := _with_smallest_peak(ranges_within(costs, devices, most), devices, limits):
@@ -355,9 +355,9 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
 
 
 def fewest_devices(costs: StageCosts, capacity: int) -> int | None:
-    """Return the smallest number of devices of `capacity` bytes that some cut list fits, None if L do not suffice.
-    Costs that depend on the position are searched again for every number of devices. Others need one pass over the
-    layers, O(L^2) in as many numpy steps as there are stages. State m: layers 0 .. m-1 in the fewest stages.
+    """Return the smallest number of devices of `capacity` bytes that some cut list fits; None if L devices are too few.
+    Costs that depend on the position are searched again for every number of devices. Other costs need one pass over
+    the layers, O(L^2) in as many numpy steps as there are stages. State m: layers 0 .. m-1 in the fewest stages.
     Transition: l -> m with l < m where the stage of layers l .. m-1 fits. Cost: the number of stages.
     """
     if not costs.position_free:
@@ -422,8 +422,8 @@ def _band(costs: StageCosts, devices: int) -> Band:
 
 
 def _attained(costs: StageCosts, devices: int) -> int:
-    """Return the peak of some cut list: the smaller it is, the fewer ranges are evaluated. It is within a thirtieth of
-    the smallest peak in large instances where bytes never fall when a layer joins a stage.
+    """Return the peak of some cut list. The smaller it is, the fewer ranges are evaluated. In large instances it is
+    within a thirtieth of the smallest peak, if bytes never fall when a layer joins a stage.
     """
     high = max(costs.peaks(_even_split(costs, devices)))
     low = high if costs.num_layers**2 * devices <= _SMALL else 0
@@ -435,7 +435,7 @@ def _attained(costs: StageCosts, devices: int) -> int:
 
 
 def _filled(costs: StageCosts, devices: int, threshold: int) -> list[int]:
-    """Run FILL_FIRST of the paper's Algorithm 2, where bisection finds the last layer that still fits."""
+    """Run FILL_FIRST of CAPSlog's Algorithm 2, with bisection for the last layer that still fits."""
     cuts = [0]
     for stage in range(devices - 1):
         first, low, high = cuts[-1], cuts[-1] + 1, costs.num_layers - (devices - 1 - stage)
@@ -469,8 +469,8 @@ def _with_smallest_peak(ranges: Ranges, devices: int, limits: Sequence[int]) -> 
 def _weighed(
     ranges: Ranges, devices: int, limits: Sequence[int], most: int | None
 ) -> tuple[int, list[tuple[_Stage, Bytes]]]:
-    """Return the smallest peak of the cut lists within the limits, NEVER if there is none; and all their transitions,
-    from the last stage to the first, with the smallest peak from there on, or none if there are more than `most`.
+    """Return the smallest peak of the cut lists within the limits, NEVER if there is none; and for each stage, from the
+    last, its transitions with the smallest peak of this and all later stages, or [] if there are more than `most`.
 
     State       (s, l): layers from l on in the stages s .. G-1, s <= l <= s + L - G.
     Transition  (s + 1, m) -> (s, l) with l < m: stage s holds layers l .. m-1.
@@ -514,14 +514,14 @@ def _first_range_of_layer(ranges: Ranges) -> list[int]:
 
 @dataclass
 class _Stage:
-    """Remaining transitions of a stage, by (start, end): layers starts .. ends-1. bytes: of each; 0 once settled."""
+    """Remaining transitions of a stage, by (start, end): layers start .. end-1. bytes: of each; 0 once settled."""
 
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     bytes: Bytes
 
     def keep(self, kept: NDArray[np.bool_]) -> None:
-        """Drop all other transitions."""
+        """Keep only these transitions."""
         self.starts, self.ends, self.bytes = self.starts[kept], self.ends[kept], self.bytes[kept]
 
     def least(self, costs: Bytes, nothing: int, width: int) -> Bytes:
@@ -539,11 +539,11 @@ class _Stage:
 
 
 def _most_even(stages: list[_Stage]) -> list[int]:
-    """Return the cut list with the smallest descending list of peaks, of those the smallest cut list. The smallest
-    descending list has its largest peak as few times as possible, and then the smallest next peak. A round settles one
-    peak in this way: it rules out transitions above the smallest peak of the stages not yet settled, then those that
-    are in no list with the fewest stages of that peak. All remaining lists have equally many of these stages; they are
-    settled and count as 0. At most G rounds of O(E) in G numpy steps for E remaining transitions.
+    """Return the cut list with the smallest descending list of peaks; ties are broken by the smallest cut list. The
+    smallest descending list has its largest peak as few times as possible, and then the smallest next peak. A round
+    settles one peak in this way: it rules out transitions above the smallest peak of the stages not yet settled, then
+    transitions that are in no list with the fewest stages of this peak. All remaining lists have equally many stages
+    of this peak, which now count as 0. At most G rounds of O(E) in G numpy steps for E remaining transitions.
     """
     width = int(stages[-1].ends[-1]) + 1
     while sum(len(stage.starts) for stage in stages) > _FEW:
@@ -601,7 +601,7 @@ def _by_long_numbers(stages: Sequence[_Stage]) -> list[int]:
         of_stage = ranked[behind : behind + len(stage.starts)]
         now: dict[int, int] = {}
         choice: dict[int, int] = {}
-        # One sum at a time, not a list of them, since these numbers may have a kilobyte each.
+        # One sum at a time, not a list of sums, since these numbers may have a kilobyte each.
         for start, end, rank in zip(stage.starts.tolist(), stage.ends.tolist(), of_stage, strict=True):
             total = later[end] + units[rank]
             if start not in now or total < best:

@@ -1,8 +1,8 @@
 """Integer program of `joint`: the number of pipelines of each template.
 
 From the devices of each kind and the seconds of each template for 1, 2, ... blocks, it finds the least time in which
-all blocks are done, and a fleet that uses most devices within it. Dynamic programming composes small fleets exactly,
-and of large ones the devices beyond the rounded-down linear relaxation (HiGHS, scipy).
+all blocks are done, and a fleet that uses most devices within this time. Dynamic programming composes small fleets
+exactly. A large fleet is the linear relaxation (HiGHS, scipy), rounded down; only its other devices are composed so.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Numbers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _SMALL = 1_000_000
-"""States times templates of the dynamic program up to which a fleet is small."""
+"""Most states times templates of the dynamic program of a small fleet."""
 
 _SLOTS = 6
-"""Most pipelines beside the rounded bulk of a large fleet."""
+"""Most pipelines that are added to the rounded relaxation of a large fleet."""
 
 _NONE = -(1 << 40)
-"""Blocks of a set of devices that no pipelines use up exactly."""
+"""Number of blocks where no pipelines use exactly these devices."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Pipelines as (template's number, blocks that it can take within `seconds`, number of such pipelines)."""
+    """Pipelines as (template's number, blocks that it can take within `seconds`, number of pipelines)."""
 
     seconds: float
     pipelines: list[tuple[int, int, int]]
@@ -68,7 +68,7 @@ def compose(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats, l
 
 
 def least_seconds(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats) -> float | None:
-    """Return a lower bound of a fleet's time for all blocks, exact or, for large fleets, relaxed; None if none can."""
+    """Return a lower bound of the time for all blocks: exact, or relaxed for large fleets; None if no fleet can."""
     candidates = _candidates(sizes, counts, blocks, times, 0.0)
 
     def enough(i: int) -> bool:
@@ -82,14 +82,14 @@ def least_seconds(sizes: Numbers, counts: Sequence[int], blocks: int, times: Flo
 
 
 def enough_seconds(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats) -> float:
-    """Return a time that is enough, from fleets of one template or of one per kind; inf if none of these can."""
+    """Return a time that is enough for a fleet of `_uniform`; inf if there is no such fleet."""
     candidates = np.unique(times[np.isfinite(times)])
     index = _first(len(candidates), lambda i: _uniform(sizes, counts, _gains(times, candidates[i]), blocks) is not None)
     return float("inf") if index is None else float(candidates[index])
 
 
 def _uniform(sizes: Numbers, counts: Sequence[int], gains: Numbers, blocks: int) -> Numbers | None:
-    """Return a fleet for all blocks, of one template, or of one per kind with devices of this kind; None if none."""
+    """Return a fleet for all blocks: of one template, or of one single-kind template per kind; None if none can."""
     number_of = np.min(np.where(sizes > 0, np.asarray(counts) // np.maximum(sizes, 1), 1 << 40), axis=1)
     done = number_of * gains
     used = np.zeros(len(sizes), dtype=np.int64)
@@ -115,7 +115,7 @@ def _gains(times: Floats, limit: float) -> Numbers:
 
 
 def _first(length: int, holds: Callable[[int], bool]) -> int | None:
-    """Return the first i in 0 .. length-1 that holds, or None. All later ones must hold too. Fast where i is small."""
+    """Return the first i in 0 .. length-1 with holds(i), or None. All later i must hold, too. Fast if i is small."""
     low, high = 0, 1
     while high < length and not holds(high - 1):
         low, high = high, 2 * high
@@ -155,7 +155,7 @@ def _used(
 
 
 def _lengthened(sizes: Numbers, counts: Sequence[int], gains: Numbers, used: list[int]) -> list[int]:
-    """Add unused devices to pipelines that then take as many blocks; exact fleets have no such devices."""
+    """Add unused devices to pipelines that take as many blocks with them; exact fleets have no such devices."""
     number_of = {tuple(size): number for number, size in enumerate(sizes.tolist())}
     remaining = np.asarray(counts) - np.asarray(used) @ sizes
     for kind in np.flatnonzero(remaining):
@@ -171,7 +171,7 @@ def _lengthened(sizes: Numbers, counts: Sequence[int], gains: Numbers, used: lis
 
 
 def _not_dominated(sizes: Numbers, gains: Numbers) -> list[int]:
-    """Return the templates that no other one dominates: none takes as many blocks with no more devices of any kind."""
+    """Return the undominated templates: no other takes as many blocks with at most as many devices of each kind."""
     order = [int(number) for number in np.lexsort((sizes.sum(axis=1), -gains)) if gains[number] > 0]
     kept: list[int] = []
     for number in order:
@@ -198,7 +198,7 @@ def _relaxed(sizes: Numbers, counts: Sequence[int], blocks: int, gains: Numbers,
 
 def _composed(sizes: Numbers, counts: Sequence[int], slots: int, gains: Numbers, blocks: int) -> Numbers | None:
     """Return the number of pipelines of each template, at most `slots` in all, that do `blocks` on most devices; None
-    if there are none. Where slots could be too few, they count as a kind of device: each template needs one.
+    if none can. Where slots could be too few, they count as a kind of device, of which each template needs one.
     """
     if slots < sum(counts):
         sizes, counts = np.concatenate([sizes, np.ones((len(sizes), 1), dtype=np.int64)], axis=1), [*counts, slots]
@@ -255,11 +255,11 @@ Template = tuple[int, ...]
 
 _NARROW = 32
 _WIDE = 128
-"""Width of the beam that lays out a pipeline while the fleet is composed, and at the end for the slowest ones."""
+"""Width of the beam search of a layout: while the fleet is composed, and at the end for the slowest pipelines."""
 
 _FEW_ORDERS = 10
-"""Most orders of the kinds that are all tried. Of more, only the order of the bound is, and in a wide search three
-others."""
+"""Most orders of a template's kinds that are all tried. Of more orders, only the order of the bound is tried, and in a
+wide search three others."""
 
 
 @dataclass(frozen=True)
@@ -291,8 +291,8 @@ class Column:
 
 
 def waiting_blocks(profile: Profile, share: int, blocks: int) -> int:
-    """Return the gradient sums that wait on a stage of a pipeline with `share` of the blocks, beyond those of the
-    profiled runs. A single pipeline adds up its blocks as they end; several keep each of theirs until the exchange.
+    """Return how many more gradient sums than in the profiled runs wait on a stage of a pipeline with `share` of the
+    blocks. A single pipeline adds up its blocks as they end; each of several keeps a sum per block until the exchange.
     """
     held = min(share, 2) - 1 if share == blocks else share - 1
     return max(0, held - (profile.conditions.get("accumulation_blocks", 1) > 1))
@@ -367,7 +367,7 @@ class Pipelines:
         return self._columns[key]
 
     def _orders(self, number: int, share: int, wide: bool) -> Iterator[tuple[int, ...]]:
-        """Yield the orders of a template's kinds to lay out, that of the bound first."""
+        """Yield the orders of a template's kinds to lay out, the order of the bound first."""
         order = self._of_share[share].order_of(self.templates[number])
         yield order
         orders = list(itertools.islice(_all_orders(self.templates[number]), _FEW_ORDERS + 1))
@@ -402,10 +402,10 @@ class _Templates:
     """Bounds and layouts of all templates for the microbatches of `run`. seconds_of[i]: no order of the devices of
     templates[i] and no cut list that fits takes less; inf where none fits.
 
-    State       (g, l): layers l .. L-1 on g[k] devices of each kind k, timed from the beginning of the first of them.
+    State       (g, l): layers l .. L-1 on g[k] devices of each kind k, timed from the first stage's beginning.
     Transition  (g - one of kind k, m) -> (g, l) with l < m: the first device is of kind k and holds layers l .. m-1.
-    Cost        as in `throughput`, where its parts are explained. The calls in flight of a stage depend on the number
-                of stages behind it, which g determines, so position-dependent memory is covered as well.
+    Cost        that of `throughput._CutSearch._find_bounds`. The calls in flight of a stage depend on the number of
+                stages behind it, which g determines, so memory may depend on the position.
     Complexity  O(T K L^2) for T templates of K kinds, a numpy step per number of stages and kind.
     """
 

@@ -1,7 +1,7 @@
-"""Pipelines, stages and microbatch size together, for any number of devices of any kinds.
+"""Planner `joint`: chooses pipelines, their devices, cuts and blocks, and the microbatch size in one search.
 
-N devices become pipelines of different lengths and cuts (7 = 3 + 4), and the microbatches of a step are divided among
-them in whole accumulation blocks, to minimise the time of the slowest pipeline.
+It divides N devices of any kinds into pipelines of different lengths (7 = 3 + 4), and the microbatches of a step among
+the pipelines in whole accumulation blocks, to minimise the time of the slowest pipeline.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ _MANY_STAGES = 16
 """Most stages of a pipeline, unless the blocks are so few that only longer pipelines can use all devices."""
 
 _MANY_TEMPLATES = 1_000
-"""Most combinations of kinds; beyond, similar kinds are merged, and pipelines become shorter."""
+"""Most templates (`fleet`); above this number, similar kinds are merged, then pipelines become shorter."""
 
 _MANY_KINDS = 3
-"""With more kinds than this, a fifth of these combinations is the limit."""
+"""With more kinds than this, kinds are merged above a fifth of `_MANY_TEMPLATES`."""
 
 _ROUNDS, _LARGE_ROUNDS, _LARGE = 40, 6, 64
-"""Most rounds of composing a fleet with simulated step times in place of bounds: for up to `_LARGE` devices, and for
-more."""
+"""Most rounds of composing a fleet and simulating its pipelines: for up to `_LARGE` devices, and for more."""
 
 _ENOUGH = 0.005
 """Least relative improvement of the step time for which another composition is tried."""
@@ -54,7 +53,7 @@ _ENOUGH = 0.005
 
 @dataclass(frozen=True)
 class Device:
-    """A device: bytes of memory (None: no limit), and speed; at speed 2 everything takes half the profile's seconds."""
+    """A device: bytes of memory (None: no limit), and speed; at speed 2 a layer takes half its profiled seconds."""
 
     capacity: int | None = None
     speed: float = 1.0
@@ -68,8 +67,8 @@ class Device:
 
 @dataclass(frozen=True)
 class JointPipeline:
-    """A pipeline of the plan: its devices in stage order, cuts, blocks, and bytes of each stage. step_seconds: of the
-    simulator for this pipeline's microbatches, with the gradient exchange.
+    """A pipeline of the plan: its devices in stage order, cuts, number of blocks, and bytes of each stage.
+    step_seconds: simulated for this pipeline's microbatches, with the gradient exchange.
     """
 
     devices: tuple[int, ...]
@@ -81,10 +80,10 @@ class JointPipeline:
 
 @dataclass(frozen=True)
 class JointPlan:
-    """Result of `best_fleet`, and of `search.joint_plan` also where nothing fits. step_seconds: of the slowest
-    pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most `max_stages` stages, in any order
-    of the devices and with any cuts, takes less; None where nothing fits, or where too many kinds of devices were
-    merged to fewer, weaker ones. idle: devices without a pipeline. blocks: `train.accumulation_blocks` of its run.
+    """Result of `best_fleet` where a fleet fits. step_seconds: of the slowest pipeline. bound_seconds: no fleet of
+    pipelines of at most `max_stages` stages, in any order of the devices and with any cuts, takes less; None where too
+    many kinds of devices were merged to fewer, weaker kinds. idle: devices without a pipeline. blocks:
+    `train.accumulation_blocks` of the run.
     """
 
     plan: Plan
@@ -125,12 +124,12 @@ def best_fleet(
     fits, return `NoFleet`. A device is left idle only if using it would lengthen the step, or there are fewer blocks
     and layers than devices. Where devices are of very many kinds, similar kinds are merged to the weaker of them.
 
-    profiles: one, or one per microbatch size (condition `microbatch_size`, 1 where there is none) to choose from.
+    profiles: a profile, or one per microbatch size to choose from (condition `microbatch_size`; without it, 1).
     blocks: `train.accumulation_blocks`; default: every microbatch is a block, or where that does not fit, as many
-    blocks as devices, or one. A pipeline owns whole blocks, so there are never more pipelines than blocks. Beside other
-    pipelines it keeps the gradients of each of its blocks until all are exchanged, which counts as memory.
+    blocks as devices, or one. A pipeline owns whole blocks, so there are never more pipelines than blocks. Each of
+    several pipelines holds the gradients of each of its blocks until the exchange, and their bytes count.
     run: its schedule, recompute and stage_inputs are read; the numbers and sizes are chosen here. memory: as in
-    `search.plan`. link: between neighbouring stages, and between the pipelines for the gradients of other blocks;
+    `memory.resolve`. link: between neighbouring stages, and between the pipelines for the gradient exchange;
     None: no time. max_stages: of a pipeline; default min(L, N, 16), and more where few blocks would leave devices idle.
     Raises CapslogError for sizes that do not divide, no devices, and profiles without seconds.
     """
@@ -166,7 +165,7 @@ def best_fleet_of_run(
 ) -> JointPlan | NoFleet:
     """Choose the fleet of a run with fixed profile, microbatches and blocks, for a live change of its members. run: the
     whole step. beside: bytes on the device beside training, for each layer that a rank holds; default none. They count
-    against the capacities but are not part of the plan's bytes. All else is as in `best_fleet`.
+    against the capacities but are not part of the plan's bytes. The other arguments are those of `best_fleet`.
     """
     begun = time.perf_counter()
     search = _FleetSearch(profile, devices, run, memory, link, None, beside)
@@ -177,7 +176,7 @@ def best_fleet_of_run(
 
 
 def _microbatches(profile: Profile, minibatch_size: int) -> tuple[int, int]:
-    """Return the microbatches of a step, and the samples of one."""
+    """Return the number of microbatches of a step, and the samples of each."""
     size = profile.conditions.get("microbatch_size", 1)
     count, remainder = divmod(minibatch_size, size)
     if remainder or count < 1:
@@ -222,8 +221,8 @@ class _FleetSearch:
         self.bound_seconds: float | None = None
 
     def _choose_kinds(self, max_stages: int | None) -> None:
-        """Group equal devices to kinds, and set the largest number of stages. Where there are too many templates, the
-        two kinds that lose least become one of the smaller memory and speed; if too many remain, pipelines get shorter.
+        """Group equal devices to kinds, and set the largest number of stages. While there are too many templates, merge
+        the two kinds that lose least, with the smaller memory and speed of both; then make pipelines shorter.
         """
         most = min(self.profile.num_layers, len(self.devices))
         if max_stages is not None:
@@ -278,7 +277,7 @@ class _FleetSearch:
         return None if best is None else _Composed(self._polished(best.shares), best.shares)
 
     def _polished(self, shares: list[tuple[int, int]]) -> float:
-        """Search longer for the layout of the slowest pipeline until this stays the same one; return its seconds."""
+        """Lay out the slowest pipeline with a wide beam, until the slowest already has this layout; return its time."""
         polished: set[tuple[int, int]] = set()
         while True:
             seconds = {
@@ -292,7 +291,7 @@ class _FleetSearch:
 
     def _bounds(self) -> NDArray[np.float64]:
         """Return [shares, T]: the bound of each template with 1, 2, ... blocks, for all shares that may be needed.
-        Shares grow until no template could take that many blocks within a time in which smaller shares are enough.
+        Shares grow until no template can take that many blocks within a time that is enough with smaller shares.
         """
         rows = [self.pipelines.bounds(1)]
         while len(rows) < self.blocks:
@@ -367,7 +366,7 @@ def _strength(kind: DeviceKind) -> tuple[float, int]:
 
 
 def _number_of_templates(members: Mapping[DeviceKind, Sequence[int]], most: int) -> int:
-    """Return the number of templates of at most `most` devices, the empty one included."""
+    """Return the number of templates of at most `most` devices, with the empty template."""
     ways = [1] + [0] * most
     for ranks in members.values():
         ways = [sum(ways[max(0, total - len(ranks)) : total + 1]) for total in range(most + 1)]
@@ -375,7 +374,7 @@ def _number_of_templates(members: Mapping[DeviceKind, Sequence[int]], most: int)
 
 
 def _with_two_merged(members: Mapping[DeviceKind, list[int]]) -> dict[DeviceKind, list[int]]:
-    """Merge the two kinds whose devices lose the smallest share of memory and speed by it; return the new kinds."""
+    """Merge the two kinds whose devices lose the smallest share of memory and speed; return the new kinds."""
 
     def loss(pair: tuple[DeviceKind, DeviceKind]) -> float:
         weaker = _weaker(*pair)
@@ -394,13 +393,13 @@ def _weaker(first: DeviceKind, second: DeviceKind) -> DeviceKind:
 
 
 def _share(part: int | None, total: int | None) -> float:
-    """Return the share of a device's memory that remains; half where one of the two is unlimited, as an estimate."""
+    """Return the share of a device's memory that remains; estimated as half where only one size has a limit."""
     return 1.0 if part == total else 0.5 if total is None or part is None else part / max(1, total)
 
 
 def _shared_out(fleet: Fleet, times: NDArray[np.float64], blocks: int) -> list[tuple[int, int]]:
-    """Assign blocks to every pipeline; return pairs of template's number and blocks. Each pipeline first gets as many
-    blocks as it may take. Surplus blocks are then taken back singly from the slowest pipeline; each keeps at least 1.
+    """Assign blocks to every pipeline; return pairs (template's number, blocks). Each pipeline first gets as many
+    blocks as it may take. Surplus blocks are then taken from the slowest pipeline, one by one; each keeps at least 1.
     """
     shares = [[number, gain] for number, gain, count in fleet.pipelines for _ in range(count)]
     for _ in range(sum(share for _, share in shares) - blocks):

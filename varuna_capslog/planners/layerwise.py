@@ -1,6 +1,6 @@
-"""Input of the planners that choose cuts and, layer by layer, what each stage keeps: `budget`, `dawnpiper`, `vpipe`.
+"""Input of the planners that choose cuts and memory intervals together: `budget` (the default), `dawnpiper`, `vpipe`.
 
-Each layer is kept, recomputed, or offloaded to the host tier, as a memory interval of its own.
+They take a `Layerwise` and return a `StageChoice` per stage. `budget` takes a stage's intervals from `intervals`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Choice", "Intervals", "Layerwise", "Question", "StageChoice"]
 Intervals = tuple[MemoryInterval, ...]
 
 Choice = tuple[Intervals, float]
-"""Memory intervals of a stage, and the seconds per microbatch that they cost."""
+"""Memory intervals of a stage, and the seconds per microbatch that they add."""
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """Layers first .. end-1 as one stage. seconds: of one microbatch, forward and backward, with the intervals' cost.
-    lack: bytes by which the stage exceeds its device; 0 where it fits. in_flight: most calls; None: by the schedule.
+    """Layers first .. end-1 as one stage. seconds: of one microbatch, forward and backward, and those that its
+    intervals add. lack: bytes by which it exceeds its device; 0: it fits. in_flight: most calls; None: by the schedule.
     """
 
     first: int
@@ -51,19 +51,19 @@ class Question:
 
 @dataclass(frozen=True)
 class Layerwise:
-    """Chain of L layers for S devices. question: the source of these numbers, for planners that need more.
+    """Chain of L layers for S devices. question: the source of these numbers, for `budget`; None in hand-made chains.
 
     forward, backward: [L] seconds of one microbatch. transfer: [L + 1] seconds of a message over each cut.
     crossing: [L + 1] names of the tensors that cross each cut; None where they are not known.
-    freed: [L] bytes that each microbatch in flight saves where the layer alone recomputes. moved: [L] bytes that it
-    saves where the layer's saved tensors are in the host tier; all 0 where the tier is the device's own memory.
+    freed: [L] bytes per microbatch in flight that recomputing the layer alone frees. moved: [L] bytes per microbatch
+    that offloading its saved tensors frees; all 0 where the host tier is the device's own memory.
     in_flight: [S] microbatches in flight by the schedule. usable: [S] bytes that a stage may hold; `NEVER`: no limit.
     peak: (stage, first, end, intervals) -> most bytes. once: (first, end) -> most bytes of one microbatch alone.
     host_bandwidth: bytes per second between a device and its host tier; None: copies take no time.
     copies_beside: copies overlap with the computation; else they take the device's own time. swaps_within_calls: saved
     tensors can leave the device before their call has ended.
     copied: [L] bytes that a simulated step counts for the copy of a layer's saved tensors. entering: [L + 1] bytes
-    across each cut, which it counts where an interval recomputes from the host tier.
+    across each cut, which a simulated step counts where an interval recomputes from the host tier.
     speeds: [S], above 0 and at most 1, so that no stage is quicker than its seconds; None: all 1.
     """
 
@@ -183,8 +183,8 @@ class Layerwise:
         return StageChoice(first, end, intervals, self.seconds(first, end) + again, 0)
 
     def moved_on(self, stage: int, layer: int) -> float:
-        """Return the bytes, at the peak of the stage, that offloading the layer saves, divided by its calls in flight.
-        Where calls keep what they save until they end, one call computes and the copy of another is on its way.
+        """Return the bytes that offloading the layer frees at the stage's peak, divided by the calls in flight.
+        If calls keep saved tensors until they end, two calls free nothing: one computes, and another is being copied.
         """
         in_flight = self.in_flight[stage]
         away = in_flight if self.swaps_within_calls else max(0, in_flight - 2)
@@ -196,9 +196,9 @@ class Layerwise:
 
     def fewest(self, stage: int, first: int, end: int, choices: Callable[[], Sequence[Choice]]) -> StageChoice:
         """Return the stage without intervals where that fits, else with the first of `choices` that fits.
-        choices: each treats all layers that the one before treats, and more, and is assumed to need ever fewer bytes,
-        so that bisection finds the first that fits. Where the last does not fit, return it if it lacks fewer bytes than
-        the stage without intervals, else the latter.
+        choices: each recomputes or offloads the layers of the choice before, and more. It is assumed to need fewer
+        bytes, so that bisection finds the first that fits. If the last choice does not fit, return the stage that lacks
+        fewer bytes: with the last choice, or without intervals.
         """
         seconds, usable = self.seconds(first, end), self.usable[stage]
 
@@ -225,13 +225,13 @@ class Layerwise:
 
 
 def _peaks(ranges: RangeBytes, run: RunShape, devices: int) -> Callable[[int, int, int, Intervals], int]:
-    """Return `Layerwise.peak`, whose answers serve every search with these bytes: they do not depend on capacities."""
+    """Return `Layerwise.peak`, cached for all searches with these bytes, since it does not depend on capacities."""
     return ranges.once(("peaks", run, devices), lambda: functools.cache(_Peaks(ranges, run, devices)))
 
 
 class _Peaks:
-    """Computes the bytes of one stage of a pipeline, by the fold of its rank; the other stages keep everything. Only
-    the rank's list and, for messages on their way, those of its two neighbours count: only these are folded.
+    """Computes the bytes of one stage of a pipeline by the fold of its rank, where all other stages keep everything.
+    The fold needs the rank's list and, for messages on their way, the lists of its two neighbours.
     """
 
     def __init__(self, ranges: RangeBytes, run: RunShape, devices: int) -> None:
@@ -252,7 +252,7 @@ class _Peaks:
         return fold(self._ranges, stages, self._units, self._lists[key], self._run, only=int(before))[0].peak_bytes
 
     def _near(self, stage: int, recomputes: bool, offloads: bool) -> Schedule:
-        """Return the lists of the stage's rank and its neighbours, with stages counted from the first of them."""
+        """Return the lists of the stage's rank and its neighbours, with stages counted from the first of these."""
         run, selected = self._run, [number == stage for number in range(self._devices)]
         graph = StageGraph.line(self._devices, run.microbatches)
         again, moved = ([is_selected and does for is_selected in selected] for does in (recomputes, offloads))
@@ -264,7 +264,7 @@ class _Peaks:
 
 
 def _input(ranges: RangeBytes, layer: int) -> int:
-    """Return the bytes that stay of a recomputed layer: the tensors that it reads."""
+    """Return the bytes that a recomputed layer keeps: the tensors that it reads."""
     return max(0, ranges.crossing[layer] - ranges.passed(layer, layer + 1))
 
 

@@ -1,7 +1,7 @@
 """mCAP's recommenders: brute force over all cut lists (`mcap-bf`), Bayesian optimisation over a hundred (`mcap-bo`).
 
-CAPSlog's Fig. 11 and 13 compare with them. Both need only the bytes of stages, so any memory model will do. `exact`
-finds the result of `mcap-bf` without evaluating cut lists one by one; these are baselines, and `mcap-bf` an oracle.
+CAPSlog's Fig. 11 and 13 compare with them. Both need only the bytes of stages, from any memory model. `exact` finds the
+result of `mcap-bf` without evaluating cut lists one by one; both are baselines, and `mcap-bf` is also a test oracle.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _BLOCK = 1 << 18
 """Cut lists that are evaluated in one numpy call."""
 
 BO_CALLS, BO_INITIAL_POINTS = 100, 30
-"""Cut lists that `mcap-bo` evaluates, and the number of random ones among them, before the model guides the search. As
-in the program published with CAPSlog (henkdr/CAPSlog at cc11640, capslog/calc_mem_stats.py); the paper prints neither.
+"""Number of cut lists that `mcap-bo` evaluates, and of the random first ones, before the model guides the search. As in
+the program published with CAPSlog (henkdr/CAPSlog at cc11640, capslog/calc_mem_stats.py); the paper prints neither.
 """
 
 
@@ -53,11 +53,11 @@ def mcap_bf_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
     Ties are broken by mCAP's rule, as in CAPTURE's Algorithm 4 and the program published with CAPSlog: in every
     remaining cut list the device with the highest prediction is left out, and the smallest peak of the others decides;
     and so on. The program stops at two devices and takes the first remaining cut list; the text continues until no
-    device remains and then draws one. Here the rule continues too, and then takes the smallest cut list like `exact`.
+    device remains, then draws a cut list. Here the rule continues, too, and then takes the smallest, like `exact`.
 
     Each beginning (stages before the middle cut) is combined with each end, a block of pairs at a time. Every peak is
-    computed; no cut list is ruled out. O(C(L-1, G-1)), some nanoseconds each. capacities: ignored, as in mCAP. Raises
-    CapslogError for more cut lists than CAPSLOG_MCAP_LIMIT (default `LIMIT`), naming their number and time.
+    computed. O(C(L-1, G-1)), some nanoseconds each. capacities: ignored, as in mCAP. Raises CapslogError for more cut
+    lists than CAPSLOG_MCAP_LIMIT (default `LIMIT`), naming their number and time.
     """
     num_layers = costs.num_layers
     total = count_cut_lists(num_layers, devices)
@@ -92,15 +92,15 @@ def mcap_bf_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
 
 
 class _Lists(NamedTuple):
-    """Parts of cut lists, one per row: the first layer of each of their stages, and the bytes of these stages. While
-    parts grow, and in beginnings always, `cuts` has one more column: the first layer of the next stage.
+    """Parts of cut lists, one per row: the first layer and the bytes of each of their stages. While parts grow, and in
+    beginnings always, `cuts` has one more column: the first layer of the next stage.
     """
 
     cuts: NDArray[np.int64]
     bytes: NDArray[np.int64]
 
     def where(self, rows: NDArray[np.bool_]) -> _Lists:
-        """Return the rows that are True."""
+        """Return the rows for which `rows` is True."""
         return _Lists(self.cuts[rows], self.bytes[rows])
 
     def beside(self, after: _Lists, rows: NDArray[np.int64], after_rows: NDArray[np.int64]) -> _Lists:
@@ -114,7 +114,7 @@ class _Lists(NamedTuple):
 
 
 def _grown(starts: NDArray[np.int64], matrices: Sequence[NDArray[np.int64]], begin: int, end: int) -> _Lists:
-    """Return every way to fill stages begin .. end-1 from each of `starts` on, with a layer kept per later stage."""
+    """Return every way to fill stages begin .. end-1 from each of `starts` on; each later stage still gets a layer."""
     cuts, bytes_ = starts[:, None], np.empty((len(starts), 0), dtype=np.int64)
     for stage in range(begin, end):
         matrix = matrices[stage]
@@ -170,7 +170,7 @@ def _refuse_too_many(costs: StageCosts, devices: int, total: int, limit: int) ->
 
 
 def _seconds_each() -> float:
-    """Measure the seconds of this machine for one cut list, from one block."""
+    """Measure this machine's seconds per cut list, on one block."""
     values = np.arange(512, dtype=np.int64)
     begun = time.perf_counter()
     block = np.maximum.outer(values, values)
@@ -193,12 +193,12 @@ def mcap_bo_cuts(
 ) -> list[int]:
     """Return the best of `calls` cut lists that scikit-optimize tries; it need not be the best of all.
 
-    A point has an integer percentage, 1 .. 100, for each device but the last: the share that it takes of its available
-    layers (the remaining ones, less one per later device), rounded, and at least one. The surrogate is a Gaussian
+    A point has an integer percentage, 1 .. 100, for each device but the last: its share of its available layers (the
+    remaining layers, less one per later device), rounded, and at least one layer. The surrogate is a Gaussian
     process with gp_hedge, xi = 1000 bytes, kappa = 0.01 and a sampled acquisition function, as in the program that
     `BO_CALLS` cites. The same seed gives the same result under the same versions. The process is fitted again after
-    each cut list, which takes seconds in all. capacities: ignored, as in mCAP. seed: of the random points and the
-    sampling; the published program sets none. Raises CapslogError where scikit-optimize is not installed.
+    each cut list, so a search takes half a minute or more. capacities: ignored, as in mCAP. seed: of the random points
+    and the sampling; the published program sets none. Raises CapslogError where scikit-optimize is not installed.
     """
     try:
         import skopt

@@ -1,4 +1,4 @@
-"""Seconds of any stage of a profile, and step times of many cut lists at once; `schedules.simulate` defines them."""
+"""Seconds of any stage of a profile, and step times of many cut lists at once, as `schedules.simulate` returns them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
 _OfCuts = tuple[Floats, Floats, Floats, Floats, Floats]
 _FEW = 4
-"""Up to so many lists, one after the other is faster than vectors of so few numbers."""
+"""Up to this number of lists, simulating each alone is faster than numpy operations on such short vectors."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Link:
     Only a simulated step (`planning/simulation`) uses the other fields. shared: both directions between two ranks share
     one link, on which messages go one after the other. host_bandwidth: bytes per second of the copies between a rank
     and its host tier; None: they take no time. copies_beside: such copies overlap with the computation, else they take
-    their rank's time; None: the latter where the profile's device is a CPU.
+    their rank's time; None: they overlap unless the profile's device is a CPU.
     """
 
     bandwidth: float | None = None
@@ -82,7 +82,7 @@ class Link:
         )
 
     def seconds(self, count: int) -> float:
-        """Return the seconds that `count` bytes take."""
+        """Return the seconds of a message of `count` bytes."""
         return self.latency_seconds + (0.0 if self.bandwidth is None else count / self.bandwidth)
 
     def handover_seconds(self, count: int) -> float:
@@ -94,9 +94,9 @@ class Link:
 class LayerSeconds:
     """Seconds of one microbatch on a device of speed 1, as running sums over the layers: [L + 1].
 
-    forward, backward: entry k sums layers 0 .. k-1. Recomputation takes as long as the forward. inputs: the part of
-    `backward` that is its input half where it is split (`LayerProfile.input_part`). transfer: entry k is that over the
-    cut before layer k in either direction, 0 at both ends. handover: its part in which the sender cannot compute.
+    forward, backward: entry k sums layers 0 .. k-1. Recomputation takes as long as the forward. inputs: the input half
+    of `backward` where backwards are split (`LayerProfile.input_part`). transfer, handover: no sums; entry k: seconds
+    of a message over the cut before layer k, and seconds for which its sender cannot compute; 0 at both ends.
     """
 
     forward: Floats
@@ -134,8 +134,8 @@ class LayerSeconds:
     def of_ways(self, run: RunShape) -> tuple[Floats, Floats, int]:
         """Return three values for stages of layers first .. end-1: [L, L + 1] seconds that a stage adds to a
         microbatch's round trip to the loss; [L, L + 1] seconds that it adds at least to the step of the stages behind
-        it; and the number of transfers that the latter adds. Where backwards are split, the way back consists of input
-        halves, and a stage may end before those behind it.
+        it; and the number of transfers that it adds to this step. Where backwards are split, the way back consists of
+        input halves, and a stage may end before the stages behind it.
         """
         forward, both = self.of_ranges()
         if not run.splits_backwards:
@@ -165,7 +165,7 @@ class StepPlayer:
         graph, again = StageGraph.line(stages, microbatches), [run.recomputes and not keeps] * stages
         actions = schedule_of(run.schedule, graph, again, k=run.k)
         self.stages, self.microbatches = stages, microbatches
-        # No stage reads an output of the last stage before it is recomputed, so the engine leaves such a forward out.
+        # Nothing reads the outputs of the last stage before their recomputation, so the engine skips this forward.
         keeping = graph_keeping_forwards(actions)
         left_out = {
             action for action in actions[-1] if action.kind == "F" and (stages - 1, action.microbatch) not in keeping

@@ -1,8 +1,8 @@
-"""The cut list with the smallest step time of those that fit the memory.
+"""Planner `throughput`: finds the cut list with the smallest step time among those that fit the memory.
 
 Dynamic programming gives a lower bound of the step time of every cut list that fits, and the simulator gives the step
-time of a list; both are exact. Between the two, a beam search and then local changes of its best list and of other
-planners' lists are heuristics, unless the beam dropped no list that the bound allows (`Fastest.proven`).
+time of a list; both are exact. The search is a heuristic: a beam, then local changes of its best list and of other
+planners' lists. Its result is `Fastest.proven` where no list that was dropped can be faster, by the bound.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SAME = 1e-9
 """Relative difference up to which two step times count as equal."""
 
 _NARROW = 64
-"""Width up to which the search is a quick one: one beam and few changes after it."""
+"""Width up to which the search is quick: one beam, then few changes."""
 
 _HASTY_CHANGES, _CHANGES = 3, 1000
 """Most changes of the best list, in a quick search and otherwise."""
 
 _LONGEST_MOVE = 12
-"""Most neighbouring cuts that are moved together."""
+"""Most neighbouring cuts that move together."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def fastest_cuts(
 
 def least_step(costs: StageCosts, seconds: LayerSeconds, run: RunShape, work: Sequence[Floats]) -> float:
     """Return a lower bound of the step seconds of every cut list, infinite where none fits; no cuts are searched.
-    work: for each stage, [L, L + 1]: additional seconds for which its device works for every microbatch, at any time;
+    work: for each stage, [L, L + 1]: additional busy seconds of its device per microbatch, at any time of the step;
     infinite where layers first .. end-1 do not fit.
     """
     search = _CutSearch(costs, seconds, run, len(work), None, None, work, True)
@@ -107,14 +107,14 @@ def pareto_front(
     capacities: Sequence[int] | None = None,
     width: int = 1024,
 ) -> list[Fastest]:
-    """Return the points of the front from the smallest peak to the smallest step time; empty if nothing fits.
+    """Return the cut lists that no other beats in both peak and step time, the smallest peak first; [] if none fits.
 
-    Each point has a larger peak and a smaller step time than the one before. The last point is the result of
+    Each point has a larger peak and a smaller step time than the point before. The last point is the result of
     `fastest_cuts`, the first has the smallest possible peak; `bound_seconds` holds for every cut list within its peak.
 
     Only limits at which the result may change are tried: the fastest list within a peak P stays the fastest for all
-    limits from its own peak to P, so the next limit is one byte below its peak. It takes as many searches as the front
-    has points, plus one that finds nothing, plus one for each tie.
+    limits from its own peak to P, so the next limit is one byte below its peak. The number of searches is that of the
+    points, plus one for each tie, plus the last, which finds nothing.
     """
     usable = [NEVER - 1] * devices if capacities is None else list(capacities)
     limit = NEVER - 1
@@ -127,7 +127,7 @@ def pareto_front(
         limit = point.peak_bytes - 1
     front: list[Fastest] = []
     for point in reversed(points):  # from the smallest peak
-        # A list of a smaller peak that is no slower dominates this one.
+        # A list with a smaller peak that is no slower dominates this list.
         if not front or point.step_seconds < front[-1].step_seconds:
             front.append(point)
     return front
@@ -136,10 +136,10 @@ def pareto_front(
 def steady_cuts(
     costs: StageCosts, seconds: LayerSeconds, devices: int, capacities: Sequence[int] | None = None
 ) -> list[int] | None:
-    """Return the cut list whose slowest stage takes the least seconds, as forwards follow one another without end; of
-    equal ones that of `exact_cuts`, with the smallest peak. None if none fits. Its costs are the same at every place.
+    """Return the cut list whose slowest stage takes the fewest seconds, for inference, where forwards follow each other
+    without end; ties are broken by `exact_cuts`. None if none fits. costs: the same at every position.
 
-    The least limit of a stage's seconds with which a cut list fits is bisected among those of all ranges.
+    Bisection over the seconds of all ranges finds the least limit at which some cut list fits.
     """
     assert costs.position_free, "a stage of forwards holds the same at every place"
     work, alone = seconds.of_ranges()[1], costs.matrix()
@@ -167,10 +167,10 @@ class _Ranked:
 class _CutSearch:
     """Searches the cuts with the seconds of every stage at every position and their lower bounds. step, round_trip,
     work: [S + 1] rows of [L + 1], for stage s and layer l: lower bounds of the seconds that the stages s .. S-1 add
-    where they hold layers l .. L-1; inf where none fits. step: from the beginning of stage s to its end
+    where they hold layers l .. L-1; inf where none fits. step: from the beginning of stage s until these stages end
     (`_find_bounds`). round_trip: of one microbatch from stage s to the last and back. work: computation of the busiest
     of these stages. paces: for each stage, pairs (round trips, own calls) that must follow one another. anywhere: the
-    work of `extra` may be done at any time, and includes all recomputation.
+    seconds of `extra` may be spent at any time, and include all recomputation.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class _CutSearch:
         self._extra = extra
         self._slows = (False, False, True) if anywhere else (True, *[not run.splits_backwards] * 2)
         self._fits = [self._fitting(stage) for stage in range(devices)]
-        # Behind the last stage: 0 where all layers are placed.
+        # Row behind the last stage: 0 where all layers are placed.
         nothing = np.where(np.arange(self.num_layers + 1) == self.num_layers, 0.0, np.inf)
         self.step: list[Floats] = [nothing] * (devices + 1)
         self.round_trip, self.work = list(self.step), list(self.step)
@@ -243,7 +243,7 @@ class _CutSearch:
         return work, trip, call / speed, ahead, self._fits[stage][first]
 
     def least(self, stage: int, work: Floats, trip: Floats, call: Floats) -> Floats:
-        """Return a lower bound of the step from the beginning of the stage, by its work, link and limit in flight."""
+        """Return a lower bound of `step` at this stage, by its work, its link and its limit of calls in flight."""
         one_trip = trip + self.round_trip[stage + 1]
         by_limit = np.maximum.reduce([trips * one_trip + calls * call for trips, calls in self.paces[stage]])
         by_link = one_trip + (self.num_microbatches - 1) * self.seconds.transfer
@@ -336,7 +336,7 @@ class _CutSearch:
         return _Ranked(step, max(self.costs.peaks([int(cut) for cut in cuts])), cuts)
 
     def improved(self, best: _Ranked, changes: int) -> _Ranked:
-        """Move runs of neighbouring cuts by one or two layers as long as that shortens the step."""
+        """Move runs of neighbouring cuts by one or two layers as long as this shortens the step."""
         for _ in range(changes):
             lists = self._neighbours(best.cuts)
             better = self.best_of(lists, best)
@@ -346,8 +346,8 @@ class _CutSearch:
         return best
 
     def best_from_planners(self, best: _Ranked) -> _Ranked:
-        """Return the best of `best` and of the improved lists of two planners, where they fit: the list of the smallest
-        peak and the list of equally many layers in each stage.
+        """Return the best of `best` and two improved lists, where they fit: the list with the smallest peak, and the
+        list with equally many layers in each stage.
         """
         for cuts in (exact_cuts(self.costs, self.devices, self.capacities), varuna_cuts(self.costs, self.devices)):
             places = enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True))

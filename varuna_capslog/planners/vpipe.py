@@ -1,4 +1,4 @@
-"""vPipe's planner: moves layers between neighbouring stages as long as the slowest stage, memory treated, gets faster.
+"""vPipe's planner: moves layers between neighbouring stages as long as this makes the slowest stage faster.
 
 Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable Pipeline Parallel DNN
 Training", TPDS 33(3), 2022. It searches cuts and memory management together: an iterative algorithm in the manner of
@@ -6,8 +6,8 @@ Kernighan and Lin moves layers, and swaps and recomputes in every stage. DawnPip
 that it balances seconds, considers communication, and treats memory more coarsely than by operators.
 
 The text of its algorithm was not available, and the published program (hku-systems/vpipe at 42ade99) has plans, but no
-search: the number of layers of each stage and the share of them that recompute, which are the last layers of the stage,
-as one checkpoint. This planner follows these plans; all else is an interpretation:
+search. A plan there is the number of layers of each stage, and the share of these that recompute: its last layers, as
+one checkpoint. This planner follows these plans; all else is an interpretation:
 
 - The first cuts divide the seconds of the layers evenly.
 - A stage that does not fit swaps layers while their copies overlap, in the order of `capuchin`; then its last layers
@@ -31,7 +31,7 @@ __all__ = ["tail_treated_stage", "vpipe_stages"]
 
 
 class _Split(NamedTuple):
-    """Cuts and their stages. lack: the largest of a stage. seconds: of the slowest stage or transfer."""
+    """Cuts and their stages. lack: bytes, of the stage that lacks most. seconds: of the slowest stage or transfer."""
 
     lack: int
     seconds: float

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 KEEP = "keep"
-"""The kind of the layers that no memory interval names; no interval of a plan has it."""
+"""The kind of layers outside all memory intervals; no interval of a plan has this kind."""
 INTERVAL_KINDS = ("recompute", "offload", "recompute+offload")
 MOMENT_KINDS = ("host", "replica")
 LAYER_PARTS = ("attention", "mlp", "norms", "experts")
@@ -80,11 +80,11 @@ class Units:
 class MemoryInterval:
     """Layers [first, end) of a stage that have the same memory treatment between forward and backward.
 
-    kind: "recompute" (their inputs stay, they run again before their backward), "offload" (their saved tensors go to
-        the host tier and come back) or "recompute+offload" (their inputs go there). Ranges of layers whose optimizer
-        moments wait elsewhere between the updates have the kind "host" (in the host tier) or "replica".
-    parts: of `LAYER_PARTS`, with kind "recompute" alone: the layers keep their graph, except what these parts of each
-        layer save, and these parts run again inside its backward. (): whole layers.
+    kind: "recompute" (their inputs stay, and they run again before their backward), "offload" (their saved tensors go
+        to the host tier and come back) or "recompute+offload" (their inputs go to the host tier, and they run again).
+        Intervals of `PlanStage.moments` have kind "host" or "replica".
+    parts: of `LAYER_PARTS`, only with kind "recompute": the layers keep their graph, except what these parts of each
+        layer save, and these parts run again inside the layer's backward. (): whole layers.
 
     In a file an interval is a list `[first, end, kind]`, or `[first, end, "recompute", parts]`.
     """
@@ -141,7 +141,7 @@ def _layer_parts(value: Any, name: str, kind: str) -> tuple[str, ...]:
 
 
 def intervals_of(run: RunShape, pieces: Iterable[tuple[int, int]], device: str = "cpu") -> tuple[MemoryInterval, ...]:
-    """Return the memory intervals of a stage of these ranges of layers: all recomputed, or none, by the run.
+    """Return the memory intervals of a stage with these ranges of layers: all recomputed, or none, by the run.
 
     device: on "cpu" the inputs of a stage wait in place, also where the run keeps them on the host.
     """
@@ -153,7 +153,7 @@ def intervals_of(run: RunShape, pieces: Iterable[tuple[int, int]], device: str =
 
 @dataclass(frozen=True)
 class PlanStage:
-    """Set of layers, for some blocks of a step, on one rank (on several only where they split the layers).
+    """Set of layers, for some blocks of a step, on one rank (on several ranks only where they split the layers).
 
     layers: pieces (first, end) of the chain in rising order, `end` not included.
     ranks: as many as `parallel.degree`.
@@ -164,7 +164,7 @@ class PlanStage:
     parallel: {"kind", "degree"} of a split of the layers over ranks.
     moments: ranges of layers, rising, whose optimizer moments are not on the device between the updates: they wait in
         the host tier ("host"), or another replica keeps them and sends the updated values ("replica").
-    bytes, seconds: predicted, of one step; None: not predicted.
+    bytes: predicted peak in a step. seconds: predicted, forward and backward of a microbatch. None: not predicted.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -213,7 +213,7 @@ class PlanStage:
 
     @property
     def end(self) -> int:
-        """Layer behind the last one."""
+        """Layer behind the last layer."""
         return self.layers[-1][1]
 
     @property
@@ -239,7 +239,7 @@ class PlanStage:
         return not intervals or (pieces == list(self.layers) and all(interval.recomputes for interval in intervals))
 
     def recomputes(self, run: RunShape) -> bool:
-        """True where layers of the stage run again before their backward; parts of layers run inside it."""
+        """True where layers of the stage run again before their backward; parts of layers run again inside it."""
         return run.recomputes if self.memory is None else any(interval.recomputes for interval in self.memory)
 
     @property
@@ -259,7 +259,7 @@ class PlanStage:
 
     @property
     def offloads(self) -> bool:
-        """True where the plan offloads a part of the stage; offloading by the run is a part of F, R and B."""
+        """True where the plan offloads a part of the stage; with `memory` None, F, R and B include the run's copies."""
         return any(interval.offloads for interval in self.memory or ())
 
     def describe(self) -> str:
@@ -288,10 +288,10 @@ class PlanStage:
 
 @dataclass(frozen=True)
 class PlanRank:
-    """Memory and time of one rank in a step, with capacity and speed of its device.
+    """Memory and time of one rank, with capacity and speed of its device.
 
-    bytes, host_bytes: predicted peak on the device, in the host tier. seconds: of its work. None: not predicted.
-    capacity_bytes: None: no limit, or not known. speed: relative to the plan's fastest, above 0 and at most 1; None: 1.
+    bytes, host_bytes: predicted peaks on the device and in the host tier. seconds: as of a stage. None: not predicted.
+    capacity_bytes: None: no limit, or not known. speed: share of the fastest device's, above 0, at most 1; None: 1.
     """
 
     bytes: int | None = None
@@ -313,7 +313,7 @@ class PlanRank:
 class Shortfall:
     """Largest lack of memory, in bytes, of a plan that does not fit: of a stage (short form) or a rank (full form).
 
-    devices_that_fit: with the planner that the plan's note names; None where no number up to one per layer fits.
+    devices_that_fit: would be enough for the planner that the plan's note names; None: even one per layer is too few.
     """
 
     stage: int | None = None
@@ -345,7 +345,7 @@ def grains_of(stages: Iterable[PlanStage]) -> list[int]:
 
 
 def with_loss(layers: Iterable[int], num_layers: int) -> set[int]:
-    """Return the layers, with the loss (number L) added where the last layer is among them."""
+    """Return the layers, and the loss (number L) if the last layer is among them."""
     numbers = {*layers}
     return numbers | {num_layers} if num_layers - 1 in numbers else numbers
 
@@ -362,7 +362,7 @@ def spans_of(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def pieces_of(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list[MemoryInterval]:
-    """Return all layers [first, end) in pieces of one treatment: the intervals, with pieces of kind KEEP between."""
+    """Return all layers [first, end) as intervals: `intervals`, and pieces of kind KEEP for the other layers."""
     pieces, reached = [], first
     for interval in intervals:
         if interval.first > reached:
@@ -373,7 +373,7 @@ def pieces_of(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list
 
 
 def recomputed_parts(stage: PlanStage) -> list[tuple[int, tuple[str, ...]]]:
-    """Return (layer, parts) for each layer of a stage of which parts alone run again."""
+    """Return (layer, parts) for each layer of a stage of which only parts run again."""
     return [
         (layer, interval.parts)
         for interval in stage.memory or ()
@@ -390,7 +390,7 @@ def with_memory(
 ) -> list[PlanStage]:
     """Return the stages, with memory intervals for those whose `memory` is None.
 
-    actions: of every rank. A stage with an R in them runs again as a whole, another stage keeps everything. Where they
+    actions: of every rank. A stage with an R in them runs again as a whole; a stage without keeps everything. If they
         are None, and for a stage whose every backward follows its forward at once, the run decides.
     device: as in `intervals_of`.
     """
@@ -400,7 +400,7 @@ def with_memory(
     if actions is not None:
         rows = [list(row) for row in actions]
         again = {action.stage for row in rows for action in row if action.kind == "R"}
-        # a stage in one piece then runs nothing again in any case
+        # only stages in several pieces: a stage in one piece whose backwards follow at once never runs again
         open_ = {number for number, stage in enumerate(stages) if stage.memory is None and len(stage.layers) > 1}
         if run.recomputes and open_ - again:
             again |= open_ & _only_at_once(rows)
@@ -416,7 +416,7 @@ def with_memory(
 
 
 def _only_at_once(rows: Iterable[Sequence[Action]]) -> set[int]:
-    """Stages that compute every backward directly after its forward."""
+    """Return the stages that compute every backward directly after its forward."""
     at_once_only: set[int] = set()
     for row in rows:
         backwards = Counter(action.stage for action in row if action.kind in "BI")
@@ -426,7 +426,7 @@ def _only_at_once(rows: Iterable[Sequence[Action]]) -> set[int]:
 
 
 def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: RunShape) -> Schedule:
-    """Return the actions of one step in the order of a schedule. graph: of the stages. run: where memory is None."""
+    """Return the actions of one step under a schedule. graph: of the stages. run: for stages whose memory is None."""
     return schedule_of(
         name,
         graph,

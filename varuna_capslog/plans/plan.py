@@ -1,4 +1,4 @@
-"""The plan: the layers, the part of a step, the memory treatment and the order of work of each rank.
+"""The plan: layers, share of a step, memory intervals and order of actions of each rank.
 
 The short form of a plan is one pipeline of consecutive stages, stage s on rank s. The full form describes everything
 that ranks can do. A run's folder has a file plan-<generation>.json for each of its plans. Imports no torch.
@@ -45,13 +45,12 @@ class Plan:
     """Plan of a step. Only the number of layers and the stages are required; `of_cuts` makes the short form.
 
     num_layers: of the whole chain. stages: numbered by their place.
-    units: the work of one step. In the short form `per_step` is that of one pipeline.
-    schedule, actions: name of the order of a rank's work; or the order itself, one list of actions per rank, in which
-        numbers count the stage's own calls.
+    units: microbatches and blocks of one step. In the short form, `per_step` counts those of one pipeline.
+    schedule, actions: name of a schedule; or one list of actions per rank, whose numbers count the stage's own calls.
     routes: "relay": tensors go from stage to stage; "direct": straight to the stages that read them.
     variants: layer -> name of its implementation.
-    ranks: as many as run stages, or more; () where nothing is known of them.
-    peak_bytes, step_seconds: predictions of the peak of all ranks, and of one step; None where there is none.
+    ranks: as many as run stages, or more; () where nothing is known about them.
+    peak_bytes, step_seconds: predicted largest peak of the ranks, and seconds of one step; None: not predicted.
     fits, shortfall: `fits` is None where unknown; `shortfall` is set only where it is False.
     planner, memory_model, model, profile_digest, search_seconds: the origin of the plan.
     bound_seconds, proven, search_space: no plan of the named space is faster than the bound; `proven` is True where the
@@ -137,8 +136,8 @@ class Plan:
         """Make a plan of the short form: one pipeline, stage s on rank s, all kept or recomputed as the config says.
 
         cuts: the first layer of each stage, beginning with 0.
-        num_microbatches, microbatch_size: microbatches of a step of this pipeline, samples of one.
-        stage_bytes, stage_seconds: predictions for one step; the largest of stage_bytes is peak_bytes.
+        num_microbatches, microbatch_size: microbatches of a step of this pipeline, and samples of each.
+        stage_bytes, stage_seconds: predictions, as in `PlanStage`; the largest of stage_bytes is peak_bytes.
         capacity_bytes: None, one number for all devices, or one per device.
         more: further fields of the plan.
         """
@@ -216,25 +215,25 @@ class Plan:
         return self.units.samples
 
     def speed_of(self, rank: int) -> float:
-        """Return the speed of a rank's device relative to the fastest one; 1 where the plan does not tell it."""
+        """Return the speed of a rank's device relative to the fastest device; 1 where the plan has no speed."""
         told = self.ranks[rank].speed if rank < len(self.ranks) else None
         return 1.0 if told is None else told
 
     @property
     def capacity_bytes(self) -> int | tuple[int | None, ...] | None:
-        """Bytes of the ranks' devices: one number where all have the same, None where none is known."""
+        """Bytes of the ranks' devices: one number where all are equal, None where none is known."""
         limits = tuple(plan_rank.capacity_bytes for plan_rank in self.ranks) or (None,)
         return limits[0] if len(set(limits)) == 1 else limits
 
     @property
     def stage_bytes(self) -> tuple[int, ...] | None:
-        """Predicted bytes of every stage; None where one is not known."""
+        """Predicted bytes of every stage; None unless all are known."""
         sizes = [stage.bytes for stage in self.stages if stage.bytes is not None]
         return tuple(sizes) if len(sizes) == len(self.stages) else None
 
     @property
     def stage_seconds(self) -> tuple[float, ...] | None:
-        """Predicted seconds of every stage; None where one is not known."""
+        """Predicted seconds of every stage; None unless all are known."""
         times = [stage.seconds for stage in self.stages if stage.seconds is not None]
         return tuple(times) if len(times) == len(self.stages) else None
 
@@ -270,13 +269,13 @@ class Plan:
         return rules.stage_graph(self.stages, units, self.routes, edges)
 
     def capacities_of(self, ranks: Iterable[int]) -> list[int] | None:
-        """Return the bytes of these ranks' devices; None where one of them has no limit, or its limit is not known."""
+        """Return the bytes of these ranks' devices; None where a device has no limit, or its limit is not known."""
         limits = [self.ranks[rank].capacity_bytes if rank < len(self.ranks) else None for rank in ranks]
         known_limits = [limit for limit in limits if limit is not None]
         return known_limits if known_limits and len(known_limits) == len(limits) else None
 
     def with_bytes(self, sizes: Sequence[int]) -> Plan:
-        """Return the same plan with other predicted bytes, one per stage; each stage must have its own rank."""
+        """Return the same plan with other predicted bytes, one number per stage; each stage must have its own rank."""
         stages = tuple(dataclasses.replace(stage, bytes=size) for stage, size in zip(self.stages, sizes, strict=True))
         of_rank = dict(zip(self.placement(), sizes, strict=True))
         ranks = tuple(
@@ -285,7 +284,7 @@ class Plan:
         return dataclasses.replace(self, stages=stages, ranks=ranks, peak_bytes=max(sizes), fits=None, shortfall=None)
 
     def check_trains(self, where: str) -> None:
-        """Raise CapslogError, which begins with `where`, for a plan of another purpose than training."""
+        """Raise CapslogError, which begins with `where`, for a plan whose purpose is not training."""
         if self.purpose != "training":
             raise CapslogError(
                 f"{where} is a plan for {self.purpose}, with which nothing can be trained; make one with `capslog "
@@ -303,7 +302,7 @@ class Plan:
     # -- the file ----------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form: the short one where it can express the plan."""
+        """Return the JSON value, in the short form where this can express the plan."""
         value: dict[str, Any] = {"format": plan_text.FORMAT}
         value |= {name: plan_text.plain(getattr(self, name)) for name in plan_text.BOTH}
         value |= {} if self.purpose == "training" else {"purpose": self.purpose}
@@ -329,7 +328,7 @@ class Plan:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _blocks(self) -> int:
-        """Number of blocks of a step; where it is not known, as many as the stages name."""
+        """Return the number of blocks of a step; where it is not known, as many as the stages name."""
         named = [block for stage in self.stages for block in stage.blocks or ()]
         return self.units.blocks or 1 + max(named, default=0)
 
@@ -350,7 +349,7 @@ class Plan:
         set_field(self, "actions", actions)
         if self.units.per_step is None:
             raise CapslogError("actions are given, but not the units of a step; give units")
-        # under direct routes only the chain tells which stages wait for which; the engine checks the lists with it
+        # under direct routes only the chain has the edges between stages; the engine checks the lists with these
         fields.within("actions", lambda: rules.check_actions(actions, self.stage_graph(()), self.stages))
 
 
@@ -432,7 +431,7 @@ def plan_of_pipelines(
 
 
 def pipelines_of(plan: Plan) -> tuple[tuple[int, ...], int] | None:
-    """Return the cuts and the number of the plan's equal pipelines; None for a plan that is not of this form."""
+    """Return the cuts and the number of the plan's equal pipelines; None for any other plan."""
     if plan.actions is not None or plan.variants or plan.routes != "relay":
         return None
     stages = tuple(dataclasses.replace(stage, bytes=None, seconds=None) for stage in plan.stages)

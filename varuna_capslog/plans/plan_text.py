@@ -89,7 +89,7 @@ def _stage(row: Any, where: str, size: Any) -> tuple[int, PlanStage]:
 
 
 def _predictions(stages: list[PlanStage], value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return `bytes` and `seconds` of each stage of pipeline 0, from the plan's lists beside its `cuts`."""
+    """Return `bytes` and `seconds` of each stage of pipeline 0, from the lists that a plan has beside its `cuts`."""
     if "cuts" not in value:
         raise CapslogError("field 'cuts' is missing")
     cuts = fields.cut_list(value["cuts"], None)
@@ -126,7 +126,7 @@ def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], li
 
 
 def _capacities(value: Any, num_ranks: int) -> list[int | None]:
-    """Return the bytes of each rank's device; value: one number for all, or a list, which need not name every rank."""
+    """Return the bytes of each rank's device. value: one number for all ranks, or a list that may be shorter."""
     if not isinstance(value, (list, tuple)):
         limit = None if value is None else fields.whole(value, "capacity_bytes", minimum=1)
         return [limit] * num_ranks
@@ -214,7 +214,7 @@ def plain(value: Any) -> Any:
         return {name: item for name, item in named.items() if name not in ("stage", "rank") or item is not None}
     if dataclasses.is_dataclass(value):
         named = {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-        # left out where there are none, so that files of plans without them stay as they were
+        # left out where empty, so that files of plans without moments or speeds do not change
         return {name: item for name, item in named.items() if name not in ("moments", "speed") or item}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]

@@ -1,4 +1,4 @@
-"""Rules that the stages of one plan must keep together; a breach is reported in one sentence.
+"""Rules for the stages of one plan together; the error for a breach is one sentence.
 
 1. For every block, the stages that serve it hold every layer exactly once, and a rank holds a layer once.
 2. Stages are convex in the graph of the layers, and the graph of the stages has no cycle.
@@ -39,7 +39,7 @@ ROUTES = ("relay", "direct")
 _MOST_HELD = 100 * fields.MOST_LAYERS
 """Layers of all stages together: a thousand replicas of ten thousand layers."""
 Path = tuple[int, ...]
-"""Numbers of the stages that serve one block, by their first layer."""
+"""Numbers of the stages that serve one block, sorted by their first layer."""
 
 
 def paths_of(stages: Sequence[PlanStage], blocks: int) -> list[Path]:
@@ -132,7 +132,7 @@ def _check_once(stages: Sequence[PlanStage], path: Path, num_layers: int, where:
 def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[int, int]]) -> None:
     """Check rule 2. edges: (layer that writes a tensor, layer that reads it), each from a lower to a higher layer."""
     if all(len(stage.layers) == 1 for stage in stages):
-        return  # no edge leads back to a lower range, and thus none into a stage that it left
+        return  # edges lead to higher layers, so no path returns to a stage of one range
     pairs = set(edges)
     after: dict[int, set[int]] = defaultdict(set)
     for writer, reader in pairs:
@@ -157,7 +157,7 @@ def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[
 
 
 def check_grains(stages: Sequence[PlanStage], units: Units, routes: str) -> None:
-    """Check rule 3; for direct routes without the neighbours, which only the chain tells (`stage_graph`)."""
+    """Check rule 3; under direct routes not between stages, whose edges only the chain has (`stage_graph` checks)."""
     if all(stage.grain == 1 for stage in stages):
         return
     for number, stage in enumerate(stages):
@@ -226,14 +226,14 @@ def check_runnable(stages: Sequence[PlanStage]) -> None:
 
 
 def _links(stages: Sequence[PlanStage], path: Path, edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return the pairs (writer, reader) of a path's stages: the second reads a tensor that the first writes."""
+    """Return the pairs (writer, reader) of a path's stages: the reader reads a tensor that the writer writes."""
     stage_of = {layer: number for number in path for layer in stages[number].numbers}
     pairs = {(stage_of[writer], stage_of[reader]) for writer, reader in edges}
     return {(first, second) for first, second in pairs if first != second}
 
 
 def _in_order(stages: Sequence[PlanStage], path: Path, links: set[tuple[int, int]]) -> Path:
-    """Return the stages of a path, each after those that it reads from, and otherwise by their first layers."""
+    """Return the stages of a path, each after the stages that it reads from, and otherwise by their first layers."""
     waits: dict[int, set[int]] = {number: set() for number in path}
     for source, target in links:
         waits[target].add(source)
@@ -273,7 +273,7 @@ def check_routes(stages: Sequence[PlanStage], routes: str) -> None:
 
 
 def check_ranks(stages: Sequence[PlanStage], ranks: Sequence[PlanRank]) -> None:
-    """Check that every stage runs on a rank that `ranks` has."""
+    """Check that `ranks` has the ranks of every stage."""
     for number, stage in enumerate(stages):
         if max(stage.ranks) >= len(ranks):
             raise CapslogError(

@@ -29,8 +29,7 @@ __all__ = [
 # -- A schedule as data
 #
 # An `Action` is a piece of work on one stage; a `Schedule` is an ordered list of actions for each rank of a pipeline.
-# The other modules of this package take and return these lists. This module knows neither the duration nor the
-# execution of an action.
+# The other modules of this package take and return these lists. This module neither times nor executes actions.
 
 
 KINDS: dict[str, str] = {
@@ -76,7 +75,7 @@ class Action:
 
 @lru_cache(maxsize=1 << 16)
 def action_of(stage: int, kind: str, microbatch: int | None) -> Action:
-    """Return `Action(stage, kind, microbatch)`, cached: a search makes the same lists again and again."""
+    """Return `Action(stage, kind, microbatch)`, cached, since searches make the same lists many times."""
     return Action(stage, kind, microbatch)
 
 
@@ -94,7 +93,7 @@ def parse_action(text: str) -> Action:
 
 
 def to_strings(schedule: Iterable[Iterable[Action]]) -> list[list[str]]:
-    """Return the form of JSON (`actions` in plan.json): one list of strings per rank."""
+    """Return the JSON form (`actions` in a plan file): one list of strings per rank."""
     return [[str(action) for action in actions] for actions in schedule]
 
 
@@ -164,9 +163,9 @@ def graph_keeping_forwards(schedule: Iterable[Iterable[Action]]) -> set[tuple[in
 
 # -- The only validator of schedules.
 #
-# The engine and the command call it on every schedule that comes from a file or a generator. It knows every kind of
-# action, also those the engine cannot run yet, and it checks each rank's list alone; `find_deadlock` checks whether
-# ranks wait for each other in a circle.
+# The engine and the commands call `validate` on every schedule that comes from a file or a generator. It has rules for
+# every kind of action, also for U, which no generator makes, and it checks each rank's list alone; `find_deadlock`
+# checks whether ranks wait for each other in a circle.
 
 
 def validate(
@@ -176,12 +175,12 @@ def validate(
     max_in_flight: Sequence[int | None] = (),
     offload: Sequence[bool] | None = None,
 ) -> None:
-    """Check that the schedule is one complete step; raise `CapslogError` at the first broken rule, naming its place.
+    """Check that the schedule is one complete step; raise `CapslogError` naming the first action that breaks a rule.
 
-    The rules: a stage acts on its own rank only; every stage runs F once and either B or I and then W once for every
-    microbatch that it takes, each in ascending microbatch order (gradients are added in that order); on a rank that
-    holds both stages of an edge, the producer comes first; O then L at most once, between F or R and the backward, and
-    no R between the two; U at most once, after the stage's last backward.
+    The rules: a stage acts on its own rank only; for every microbatch that it takes, it runs F once, and either B, or I
+    and then W, once; each in ascending microbatch order (gradients are added in that order); on a rank that holds both
+    stages of an edge, the producer comes first; O then L at most once, between F or R and the backward, and no R
+    between the two; U at most once, after the stage's last backward.
 
     Args:
         schedule: one list of actions per rank.
@@ -242,7 +241,7 @@ def _refusal(rank: int, position: int, action: Action, rule: str) -> CapslogErro
 
 @dataclass
 class _StageState:
-    """Actions of one stage so far, for its own rules. recomputed: the microbatches that have an R in the schedule."""
+    """Checks the rules of one stage by its actions so far. recomputed: microbatches that have an R in the schedule."""
 
     stage: int
     num_microbatches: int
@@ -347,7 +346,7 @@ class _StageState:
 
 
 def _broken_order_between(graph: StageGraph, stages: dict[int, _StageState], action: Action) -> str | None:
-    """Check that on this rank the stages that make the action's input have run before it."""
+    """Check that stages on this rank that make the action's input or gradient have done so before it."""
     if action.microbatch is None:
         return None
     if action.kind == "F":

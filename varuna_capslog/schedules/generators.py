@@ -1,12 +1,12 @@
-"""Schedules by name. They differ in the limits of their stages, and in how the lists are made from them.
+"""Schedules by name. They differ in each stage's limit in flight, and in how lists of actions follow from the limits.
 
 `gpipe` (Huang et al., 2019): all forwards of a rank's stages, then all backwards, so every stage holds all microbatches
 at once. GPipe's backwards run in reverse order, ours in ascending order, since gradients are added in this order.
 
 `1f1b` (PipeDream-Flush, Narayanan et al., 2021): one forward, one backward in the steady state; with one stage per rank
-exactly the textbook's lists. With several the same limits and the rule "backward first" hold.
+exactly the textbook's lists. With several stages per rank, the same limits and the rule "backward first" hold.
 
-`1f1b-star` (MadPipe, Sec. 4.1): the same order under limits that follow from seconds and stand in the plan
+`1f1b-star` (MadPipe, Sec. 4.1): the same order under limits that follow from seconds and are stored in the plan
 (`planning/cuts`); a stage without a limit has that of `1f1b`.
 
 `interleaved` (Narayanan et al., SC 2021): stages placed round-robin over the ranks, in Megatron's order; see
@@ -15,14 +15,14 @@ exactly the textbook's lists. With several the same limits and the rule "backwar
 `kfkb` (GraphPipe, Sec. 3.5): k forwards, then k backwards: `1f1b` of groups of k microbatches.
 
 `zb-h1` (Qi et al., 2024, "Zero Bubble"): `1f1b` with every backward in two halves: the input half I sends the gradient
-on, the weight half W may wait. A stage delays its W by as many microbatches as fill its in-flight count up to that of
-the deepest stage. This shortens the ends of the step: idle (S - 1)(f + b - 2w) for S equal stages of f, b and weight
-half w, instead of (S - 1)(f + b).
+on, the weight half W may wait. A stage delays its W until it has as many microbatches in flight as the first stage.
+This shortens the ends of the step: the idle time is (S - 1)(f + b - 2w) for S equal stages of f, b and weight half w,
+instead of (S - 1)(f + b).
 
 `varuna` (Athlur et al., EuroSys 2022): a backward goes before a forward; a recompute starts so that it ends when the
 gradient arrives; between recompute and backward the stage does nothing else; the last stage runs forward and backward
-of a microbatch back to back. So a stage keeps one live graph at any time, as M_i + sum M_a assumes. It is made from
-these rules and is not a copy of the lists of Microsoft's generator.
+of a microbatch back to back. So a stage keeps one live graph at any time, as M_i + sum M_a assumes. The lists are made
+from these rules; they are not a copy of the lists of Microsoft's generator.
 
 With recomputation a forward keeps only the stage's input and no graph, and an R builds the graph right before the
 backward.
@@ -78,7 +78,7 @@ class _Step:
         self.recompute = recompute or [False] * len(limits)
         self.upstream, self.downstream = graph.upstream, graph.downstream
         self.calls, self.grains = [len(row) for row in graph.calls], graph.grains
-        # Deepest stage first: the oldest microbatch ends earlier, and its memory is freed.
+        # The stage nearest to the loss first: the oldest microbatch ends earlier, and its memory is freed.
         deepest = sorted(range(len(graph.ranks)), key=lambda stage: (graph.depths[stage], -stage))
         self.stages_of_rank = [
             [stage for stage in deepest if graph.ranks[stage] == rank] for rank in range(graph.num_ranks)
@@ -183,8 +183,8 @@ def list_schedule(
     action by then, its graph is kept without an R, and the stage waits. Cost: O(distinct times x stages).
 
     Where all grains are equal it cannot stall: all stages take microbatches in rising order, so the first microbatch
-    that has not ended is the next one of every stage on its route, and none of these is at its limit. Otherwise it
-    raises CapslogError where a limit holds back microbatches that a stage with a larger grain waits for.
+    that has not ended is the next one of every stage on its route, and none of these stages is at its limit. Otherwise
+    it raises CapslogError where a limit holds back microbatches that a stage with a larger grain waits for.
     """
     step = _Step(graph, limits, forwards_first, recompute)
     schedule: Schedule = [[] for _ in step.stages_of_rank]
@@ -213,15 +213,15 @@ def list_schedule(
 # -- The number of microbatches that a stage must have in flight so that the stages behind it never wait for it.
 #
 # Where every stage takes one microbatch per call, it is the number of stages on the longest path to the loss. Where
-# calls have different sizes, it is GraphPipe's Table 3.2 (Jeon et al., 2025) with one change: as the neighbour's call
-# the largest call of the stages from the neighbour to the loss is used, since that many gradients come back at a
-# time. The table as printed, applied to each pair of neighbours, is right for two stages and too small for three:
-# before calls of 1 and 2, calls of 1 need 6 microbatches in flight, the table gives 5, and a step takes a third
-# longer (`benchmarks/schedules/in_flight.py`).
+# calls have different sizes, it is GraphPipe's Table 3.2 (Jeon et al., 2025) with one change: the neighbour's call size
+# is replaced by the largest call size of the stages from the neighbour to the loss, since that many gradients come back
+# together. The table as printed, applied to each pair of neighbours, is right for two stages and too small for three:
+# a stage with calls of 1 before stages with calls of 1 and 2 needs 6 microbatches in flight, the table gives 5, and a
+# step takes a third longer (`benchmarks/schedules/in_flight.py`).
 
 
 def in_flight_microbatches(graph: StageGraph) -> list[int]:
-    """Return stage -> its microbatches in flight under 1F1B, a multiple of its grain; 0 for a stage without any."""
+    """Return stage -> its microbatches in flight under 1F1B, a multiple of its grain; 0 if it takes no microbatches."""
     in_flight, at_once = [0] * len(graph.ranks), list(graph.grains)
     behind: dict[int, set[int]] = {}
     for maker, reader in graph.edges:
@@ -236,8 +236,8 @@ def in_flight_microbatches(graph: StageGraph) -> list[int]:
 
 
 def _last_first(graph: StageGraph, behind: dict[int, set[int]]) -> list[int]:
-    """Return all stages, each after those that read its outputs. Depths do not give this order: they are counted along
-    single routes, and of two stages of equal depth on different routes one may read the outputs of the other.
+    """Return all stages, each after the stages that read its outputs. Depths do not give this order: they are counted
+    along single routes, and a stage may read from a stage of equal depth on another route.
     """
     order = TopologicalSorter({stage: sorted(behind.get(stage, ())) for stage in range(len(graph.ranks))})
     try:
@@ -269,9 +269,9 @@ def table_3_2(k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
 
 
 def interleaved(graph: StageGraph) -> Schedule | None:
-    """Return the order of every rank; None unless every route is a line of stages that are dealt out to ranks that no
-    other route uses. The P ranks need not divide the microbatches: there are M // P rounds (at least one), of sizes
-    that differ by at most one. A rank that is passed over does nothing where an empty chunk of Megatron would run.
+    """Return the order of every rank; None unless every route is a line of stages that are dealt out (`dealt_out`) to
+    ranks that no other route uses. The P ranks need not divide the microbatches: there are M // P rounds (at least
+    one), of sizes that differ by at most one. A rank without a stage waits where Megatron would run an empty chunk.
     """
     if graph.pairs is not None or max(graph.grains) > 1:
         return None
@@ -294,11 +294,11 @@ def interleaved(graph: StageGraph) -> Schedule | None:
 
 
 def dealt_out(ranks: Sequence[int]) -> tuple[list[int], list[int | None]] | None:
-    """Return how stages go round their ranks: the ranks of a round, and for all rounds one after the other the place in
-    `ranks`, or None where a rank is passed over and has no stage in that round. ranks: of each stage of a line.
+    """Return how the stages of a line go round their ranks: the ranks of a round, and for each rank of every round, in
+    order, its stage's place in `ranks`, or None if it has no stage in this round. ranks: of each stage of the line.
 
-    A round has the ranks in the order in which stages first come to them, whatever their numbers. None where there were
-    more rounds than stages on one rank, as mostly where a rank is passed over in the first round.
+    The ranks of a round are in the order of their first stages, whatever their numbers. Return None for more rounds
+    than any rank has stages, which is usual where a rank is passed over in the first round.
     """
     around = list(dict.fromkeys(ranks))
     places: list[int | None] = []
@@ -313,7 +313,7 @@ def dealt_out(ranks: Sequence[int]) -> tuple[list[int], list[int | None]] | None
 
 
 def _order(stages: Sequence[int | None], place: int, ranks: int, calls: int) -> list[Action]:
-    """Return the list of the rank at `place` among `ranks`, which has these stages; None: no stage in that round."""
+    """Return the list of the rank at `place` among `ranks`. stages: of the rank, by round; None: no stage in it."""
     count = max(1, calls // ranks)
     borders = [number * calls // count for number in range(count + 1)]
     rounds = [range(first, end) for first, end in pairwise(borders)]
@@ -334,9 +334,9 @@ def _order(stages: Sequence[int | None], place: int, ranks: int, calls: int) -> 
 
 
 def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[bool] | None = None) -> Schedule:
-    """Insert an R directly before every B or I that needs one. None is needed where the forward of the same microbatch
-    is the stage's last action before it: keeping that graph costs no more than building it again. recompute: stage ->
-    True where it recomputes; default: every stage.
+    """Insert an R directly before every B or I, except where the forward of the same microbatch is the stage's last
+    action before it: keeping this graph costs no more than building it again. recompute: stage -> True where it
+    recomputes; default: every stage.
     """
     result: Schedule = []
     for actions in schedule:
@@ -354,7 +354,7 @@ def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[b
 def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]) -> Schedule:
     """Insert an O behind every F of the stages that offload, except where the backward follows at once, and an L before
     the R, B or I. The L is one computation earlier than the action that needs it, so that both copies run beside a
-    computation; where that would be directly behind the O, the L is directly before that action. offload: stage -> True
+    computation; if this place is directly behind the O, the L comes directly before the action. offload: stage -> True
     where it offloads; stages beyond a shorter list do not.
     """
     if not any(offload):
@@ -409,7 +409,7 @@ def split_backwards(schedule: Sequence[Sequence[Action]], delays: Sequence[int])
 
 
 SCHEDULES = ("gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna")
-"""The names that `make_schedule` knows."""
+"""The names that `make_schedule` accepts."""
 
 
 def make_schedule(
@@ -457,7 +457,7 @@ def _known_schedule(
     offload: tuple[bool, ...],
     k: int,
 ) -> Schedule:
-    """Return `schedule_of`, cached, since a search asks for the same lists again and again."""
+    """Return `schedule_of`, cached, since searches need the same lists many times."""
     _known(name)
     always = name in ALWAYS_RECOMPUTE
     calls, in_flight_of = [len(row) for row in graph.calls], in_flight_microbatches(graph)
@@ -498,7 +498,7 @@ def _known_schedule(
 def _known_lists(
     graph: StageGraph, limits: tuple[int, ...], recompute: tuple[bool, ...], forwards_first: bool
 ) -> Schedule:
-    """Return `list_schedule`, cached: lists of several schedules and of other offloads are made of the same lists."""
+    """Return `list_schedule`, cached, since several schedules and offloads are made from the same lists."""
     return list_schedule(graph, limits, recompute=recompute, forwards_first=forwards_first)
 
 
@@ -512,11 +512,11 @@ def in_flight_limits(name: str, num_stages: int, num_microbatches: int, k: int =
 def _limit(name: str, depth: int, calls: int, deepest: int, k: int) -> int:
     """Return the limit of calls in flight of a stage.
 
-    Under `varuna` a microbatch in flight keeps only the stage's input (no graph), so the limit is wider than 1F1B's: it
-    is away for up to three units per deeper stage (one forward, one backward of two). In unit costs a smaller limit
-    makes the step longer, and a larger one does not make it shorter.
+    Under `varuna` a microbatch in flight keeps only the stage's input (no graph), so the limit is larger than 1F1B's: a
+    microbatch is away for up to three units per stage behind this stage (one forward, one backward of two). In unit
+    costs a smaller limit makes the step longer, and a larger limit does not make it shorter.
 
-    depth: calls in flight under 1F1B: number of stages from this one to the loss (S - s in one pipeline) where all
+    depth: calls in flight under 1F1B: number of stages from this stage to the loss (S - s in one pipeline) where all
         grains are equal. calls: of a step. deepest: the largest depth, in calls of this stage.
     """
     limit = {"gpipe": calls, "kfkb": k * depth, "zb-h1": deepest, "varuna": max(1, 3 * (depth - 1))}.get(name, depth)

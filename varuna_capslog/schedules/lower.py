@@ -22,7 +22,7 @@ from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 @dataclass(frozen=True, slots=True)
 class Message:
     """All tensors sent from one stage to another for one call of each. kind: "activation" (from `upstream` to
-    `downstream`) or "gradient" (the other way). upstream, downstream: the two stages, each with its own call's number.
+    `downstream`) or "gradient" (the other way). upstream, downstream: (stage, its call) of the two stages.
     """
 
     kind: str
@@ -36,11 +36,11 @@ class Message:
 
     @property
     def way(self) -> Edge:
-        """The stage that sends it, and the stage that receives it."""
+        """The sending and the receiving stage."""
         return self.end(sends=True)[0], self.end(sends=False)[0]
 
     def end(self, sends: bool) -> tuple[int, int]:
-        """Return stage and call that send it, or those that receive it."""
+        """Return (stage, call) of the sender, or of the receiver."""
         return self.upstream if sends == (self.kind == "activation") else self.downstream
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SendInstruction:
-    """Instruction to send `message`, complete with the action before, to rank `peer`. Prints as `0SEND_F2`."""
+    """Instruction to send `message`, which the action before completes, to rank `peer`. Prints as `0SEND_F2`."""
 
     message: Message
     peer: int
@@ -63,7 +63,7 @@ class SendInstruction:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Instruction to wait for `message` from rank `peer` (it may be posted earlier). Prints as `1RECV_F2`."""
+    """Instruction to wait for `message` from rank `peer`; the receive may be posted earlier. Prints as `1RECV_F2`."""
 
     message: Message
     peer: int
@@ -81,9 +81,9 @@ Instruction: TypeAlias = Action | SendInstruction | Recv
 
 @dataclass(frozen=True)
 class Lowered:
-    """Programs of all ranks in one step, whose stages are those of `graph`. programs: per rank, its actions with the
-    sends and receives between them, in order. channels: (source rank, destination rank) -> its messages in the order
-    that both sides keep, that of the receives in a program too; absent without messages.
+    """Programs of all ranks in one step of `graph`. programs: per rank, its actions with the sends and receives between
+    them, in order. channels: (source rank, destination rank) -> messages, in the order of the sends and the receives;
+    a pair of ranks without messages is absent.
     """
 
     programs: list[list[Instruction]]
@@ -97,8 +97,8 @@ def lower(
     """Add the messages to a (validated) schedule.
 
     A send follows the action that made its content: F for an activation, B (or I, where the backward is split) for a
-    gradient. A receive comes directly before the action that needs it, or earlier where the sender sent it before
-    another message that is needed by then. That adds no waiting: the earlier message has left when the needed one
+    gradient. A receive comes directly before the action that needs the message, or already before an earlier action
+    that needs a later message of the same sender. That adds no waiting: the earlier message has left when the later one
     leaves. Stages on one rank exchange no messages.
 
     Args:
@@ -115,7 +115,7 @@ def lower(
     try:
         computing = (tuple(action for action in actions if action.kind in "FBI") for actions in schedule)
         channels, exchanges = _exchanges(tuple(computing), travelling, graph)
-    except CapslogError:  # whose sentence is to name positions in the whole lists
+    except CapslogError:  # again with the whole lists, so that the error names positions in these
         _exchanges.__wrapped__(schedule, travelling, graph)
         raise
     programs: list[list[Instruction]] = []
@@ -138,7 +138,7 @@ def _exchanges(
     schedule: Sequence[Sequence[Action]], gradients: frozenset[Edge] | None, graph: StageGraph
 ) -> tuple[dict[tuple[int, int], list[Message]], list[list[tuple[list[Recv], list[SendInstruction]]]]]:
     """Return the channels of `Lowered`, and per rank and action the receives before it and the sends behind it. Cached
-    by the forwards and backwards alone, since nothing else needs or makes a message. Arguments: see `lower`.
+    by the forwards and backwards alone, since no other action needs or makes a message. Arguments: see `lower`.
     """
     ranks = graph.ranks
 
@@ -196,8 +196,8 @@ def _exchanges(
 
 def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
     """Yield every instruction with its rank, in an order in which each receive comes after its send. The order does not
-    depend on seconds: each rank in turn runs until it must wait, since the next message is not the expected one or
-    missing. It ends when every rank is at its end or waits: see `find_deadlock`.
+    depend on seconds: each rank in turn runs until its next message is missing or is not the expected message. The
+    iteration ends when every rank is at its end or waits: see `find_deadlock`.
     """
     programs = lowered.programs
     at = [0] * len(programs)
@@ -223,7 +223,7 @@ def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
 def find_deadlock(lowered: Lowered) -> str | None:
     """Run the programs with blocking receives. Return None when every rank comes to its end, else a sentence that names
     the position of each stuck rank, the message that it waits for, and the position of its peer. A rank is also stuck
-    where the next message is not the expected one.
+    where the next message is not the expected message.
     """
     at = [0] * len(lowered.programs)
     for rank, _ in in_turn(lowered):

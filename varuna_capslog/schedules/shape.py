@@ -20,10 +20,10 @@ ALWAYS_RECOMPUTE = frozenset({"varuna"})
 """Schedules that always recompute, regardless of `recompute`."""
 
 AUTO_SCHEDULE = "auto"
-"""Name of the schedule where planner `budget` chooses it; for other planners see `RunShape.settled`."""
+"""Schedule name that lets planner `budget` choose the schedule; for other planners see `RunShape.settled`."""
 
 DEFAULT_K = 2
-"""Default of the microbatches of a group of schedule `kfkb`."""
+"""Default number of microbatches in a group of schedule `kfkb`."""
 
 STAGE_INPUTS = ("host", "device")
 
@@ -90,7 +90,7 @@ class RunShape:
         return replace(self, schedule="varuna") if self.schedule == AUTO_SCHEDULE else self
 
     def share(self, pipelines: int) -> RunShape:
-        """Return the part of one of `pipelines` equal pipelines, which share the blocks evenly."""
+        """Return the step of one of `pipelines` equal pipelines, which share the blocks evenly."""
         return replace(
             self, num_microbatches=self.microbatches // pipelines, num_blocks=max(1, self.num_blocks // pipelines)
         )
@@ -104,12 +104,12 @@ class RunShape:
 
     @property
     def limits_by_plan(self) -> bool:
-        """True where the limits of its stages follow from seconds, and are stored in the plan."""
+        """True where the stages' limits in flight follow from seconds, and are stored in the plan."""
         return self.schedule == "1f1b-star"
 
     @property
     def splits_backwards(self) -> bool:
-        """True where every backward is in two halves, and gradients are sent on after the first."""
+        """True where every backward is in two halves, and gradients are sent on after the input half."""
         return self.schedule == "zb-h1"
 
     @property
@@ -119,4 +119,4 @@ class RunShape:
 
 
 DEFAULT_RUN = RunShape()
-"""A run as the config's defaults describe it, its number of microbatches not known."""
+"""A run with the config's defaults; its number of microbatches is not known."""

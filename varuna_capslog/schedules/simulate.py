@@ -3,7 +3,7 @@
 It executes the lowered programs and is not a measurement: an action takes the same time for every microbatch, and a
 transfer runs beside the computation except for the sender's handover. `OrderedStep` gives every rank its own
 core. `play_contended` shares fewer cores (processor sharing): at any moment all ranks that compute have the same speed,
-which depends only on their number. Messages have their own speed.
+which depends only on their number. Transfers do not share the cores.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CODES = {"O": _OFFLOAD, "L": _LOAD, **dict.fromkeys("RBI", _WORK_BEHIND_LOAD)}
 
 
 class ActionCostKey(NamedTuple):
-    """Key of actions that take equally long; keeps: the forward of their microbatch keeps its graph."""
+    """Key of actions that take equally long. keeps: True where the forward of their microbatch keeps its graph."""
 
     kind: str
     stage: int
@@ -121,7 +121,7 @@ class OrderedStep:
             else:
                 begin = max(now, back.get((link_or_stage, way_or_call), 0.0)) if code == _WORK_BEHIND_LOAD else now
                 last[rank] = end = begin + work[message_or_work]
-                # an offload beside this action must end before the rank goes on
+                # an offload that runs beside this action must end before the rank continues
                 clock[rank] = max(end, leaving[rank])
                 leaving[rank] = 0.0
             begins[place], ends[place] = begin, end
@@ -176,15 +176,15 @@ class StageSeconds:
     """Seconds of each stage's actions and messages.
 
     forward, backward: per stage, of one microbatch. recompute: per stage; default: as the forward.
-    bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
-    backward_at_once: per stage, of backwards without an R; default `backward`.
+    bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: `forward`.
+    backward_at_once: per stage, of backwards without an R; default: `backward`.
     backward_again: per stage, of backwards behind an R of the microbatch, since other parts of the stage run again
-        inside them (where the backward is split, inside I); default: as the others.
-    transfer: of one message, by (stage that sends it, stage that takes it), or per stage for all edges to it, in either
+        inside them (where the backward is split, inside I); default: `backward`.
+    transfer: of one message, by (sending stage, receiving stage), or per stage for all edges to this stage, in either
         direction. A missing direction takes as long as the other; default 0. Messages of one ordered pair of ranks go
         one after the other; see `simulated` for links that more messages share.
     handover: likewise, seconds of the sender's rank for a message (gloo copies into host memory and socket); the
-        transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
+        transfer begins with the handover and ends no earlier. Counts as idle time; default 0.
     other: per stage, for the kinds I, W, O, L and U (once per step); a kind without seconds is refused.
     """
 
@@ -212,7 +212,7 @@ class StageSeconds:
             _check_times(name, values, num_stages)
 
     def at_speeds(self, speeds: Sequence[float]) -> StageSeconds:
-        """Return the seconds on devices of these relative speeds, one per stage; messages and copies (O, L) stay."""
+        """Return the seconds on devices of these speeds, one per stage; messages and copies (O, L) do not change."""
 
         def divided(row: Sequence[float] | None) -> Sequence[float] | None:
             return None if row is None else [seconds / speed for seconds, speed in zip(row, speeds, strict=True)]
@@ -456,8 +456,8 @@ def _whole_timeline(
 def _courses(
     timed: list[list[TimedAction]], num_stages: int, graph_keeping: set[tuple[int, int]]
 ) -> tuple[list[list[tuple[float, int]]], list[list[tuple[float, int]]]]:
-    """Return, for each stage, the numbers of microbatches in flight and of graphs alive from each time on. A graph that
-    was offloaded counts only outside O's end .. L's begin.
+    """Return, for each stage, the numbers of microbatches in flight and of graphs alive from each time on. An offloaded
+    graph does not count from O's end to L's begin.
     """
     in_flight: list[list[tuple[float, int]]] = [[] for _ in range(num_stages)]
     live_graphs: list[list[tuple[float, int]]] = [[] for _ in range(num_stages)]
@@ -516,11 +516,11 @@ class _Copies:
         return True
 
     def back(self, action: Action) -> float:
-        """Return the time from which an action may begin: when its tensors are back on the device."""
+        """Return the time at which an action's tensors are back on the device, before which it may not begin."""
         return self._back.get((action.stage, action.microbatch), 0.0) if action.kind in "RBI" else 0.0
 
     def away(self) -> float:
-        """Return the time before which the rank does not go on after a computation: the end of the copy beside it."""
+        """Return the end of the O beside the last computation, before which the rank may not continue."""
         leaving, self._leaving = self._leaving, 0.0
         return leaving
 
@@ -533,9 +533,9 @@ def speed_of(active: int, speeds: Sequence[float]) -> float:
 
 @dataclass
 class _CoreUser:
-    """State of a rank: its instruction (at), the work left in it in seconds of a lone rank, and its beginning. ready:
-    where no work has begun, the time from which the instruction can begin; it may not be known yet. held: the time
-    before which no instruction can begin.
+    """State of a rank. at: index of its instruction. left: work left in it, in seconds of a lone rank; None: not begun.
+    begun: its beginning. ready: time from which an instruction that has not begun can begin; infinite while unknown.
+    held: time before which no instruction can begin.
     """
 
     at: int = 0
@@ -556,13 +556,13 @@ def play_contended(
 ) -> tuple[list[list[TimedAction]], list[TimedMessage]]:
     """Simulate the programs from event to event; the next event is the first end of a piece of work or of a wait.
 
-    The state is per rank the instruction at hand and the work left in it. Between two events every working rank does
-    `speed_of(working ranks)` of work per second. With n instructions in all there are O(n) events, each O(ranks).
+    The state of each rank is its instruction and the work left in it. Between two events every working rank does
+    `speed_of(working ranks)` seconds of work per second. With n instructions there are O(n) events, each O(ranks).
 
     Args:
         lowered: programs that do not deadlock (`find_deadlock`).
         cost: action -> seconds of a lone rank.
-        transfer_seconds, handover_seconds: of a message, by (stage that sends it, stage that takes it).
+        transfer_seconds, handover_seconds: of a message, by (sending stage, receiving stage).
         speeds, shared_links: as in `simulated`.
         copies: of every rank; None: O and L are ordinary actions.
     """
@@ -626,6 +626,6 @@ def play_contended(
         now = min([now + step, *waited])
         for rank in working:
             assert rank.left is not None
-            # the nearest one ends exactly here: rounding must leave nothing behind
+            # the rank with the least work ends exactly here: rounding must leave no work
             ends = rank.left == nearest and step == nearest / speed
             rank.left = 0.0 if ends else max(0.0, rank.left - step * speed)

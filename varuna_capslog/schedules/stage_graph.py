@@ -2,7 +2,7 @@
 
 One pipeline of stages in order is the plain case (`StageGraph.line`). Equal pipelines, pipelines of unequal length and
 replicas of single stages differ in the route of each microbatch through the stages. Where tensors go straight from the
-stage that writes them to its readers, stages of parallel branches wait for different stages.
+stage that writes them to the stages that read them, stages of parallel branches wait for different stages.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class StageGraph:
     stage takes microbatches 2 and 5 only, one per call, its call 1 is microbatch 5. An `Action` names the call.
 
     ranks: stage -> rank; several stages may share a rank. grains: stage -> microbatches of a call; default: 1.
-    routes: microbatch -> its stages, each after those whose outputs it reads.
+    routes: microbatch -> its stages, each after the stages whose outputs it reads.
     pairs: (maker, reader of its outputs), for every microbatch that passes both. None: all neighbours on a route.
 
     Raises CapslogError where a route is empty, names an unknown stage, or passes a stage twice, where a pair leads
-    backwards on a route, where a grain does not divide its stage's microbatches, and where there are more microbatches
-    than `fields.MOST_MICROBATCHES` and `fields.MOST_CALLS`.
+    backwards on a route, where a grain does not divide its stage's microbatches, and where a stage takes more
+    microbatches than `fields.MOST_MICROBATCHES`, or all stages together more than `fields.MOST_CALLS`.
     """
 
     ranks: tuple[int, ...]
@@ -106,7 +106,7 @@ class StageGraph:
         pairs: frozenset[Edge] | None = None,
         grains: tuple[int, ...] = (),
     ) -> StageGraph:
-        """Make the graph of these fields, cached: a search asks for the same graphs and their calls again and again."""
+        """Make the graph of these fields, cached, since searches need the same graphs and their calls many times."""
         return StageGraph(ranks, routes, pairs, grains)
 
     @property
@@ -143,7 +143,7 @@ class StageGraph:
 
     @cached_property
     def depths(self) -> list[int]:
-        """stage -> stages on the longest path from it to the loss, itself included; 0 for one without microbatches."""
+        """stage -> stages on the longest path from it to the loss, with itself; 0 for a stage without microbatches."""
         depths = [0] * len(self.ranks)
         for route in dict.fromkeys(self.routes):
             after = self._after(route)

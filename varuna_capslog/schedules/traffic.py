@@ -22,8 +22,8 @@ __all__ = ["POSTED_AHEAD", "POSTED_AHEAD_BYTES", "Messages", "RankActions", "Sta
 Numbers = NDArray[np.int64]
 
 POSTED_AHEAD, POSTED_AHEAD_BYTES = 2, 1 << 20
-"""Number of receives that the executor posts ahead at least, and bytes up to which it posts more. Posting in the middle
-of a computation wakes gloo's thread and costs half a millisecond; posting at the beginning of a step is almost free.
+"""Least number of receives that the executor posts ahead, and bytes up to which it posts more. Posting in the middle of
+a computation wakes gloo's thread and costs half a millisecond; posting at the beginning of a step is almost free.
 """
 
 
@@ -50,7 +50,7 @@ class RankActions:
         return len(self.stages)
 
     def where(self, kinds: str, stage: int | None = None) -> Numbers:
-        """Return the positions of all actions of these kinds, rising; stage: only those of this stage."""
+        """Return the positions of all actions of these kinds, rising; with `stage`, of this stage alone."""
         matches = np.zeros(len(self.kinds), dtype=np.bool_)
         for kind in kinds:  # np.isin takes several times as long for so few
             matches |= self.kinds == ord(kind)
@@ -59,8 +59,8 @@ class RankActions:
 
 @dataclass(frozen=True)
 class StageLink:
-    """Messages between two stages, one per call of the stage that takes fewer microbatches at once. above, below: the
-    stages; the second reads outputs of the first. above_calls, below_calls: message -> the call of each.
+    """Messages between two stages, one per call of the stage with the smaller grain. Stage `below` reads outputs of
+    stage `above`. above_calls, below_calls: message -> the call of each stage.
     """
 
     above: int
@@ -82,7 +82,7 @@ class StepActions:
         return _step_of(tuple(map(tuple, actions)), graph)
 
     def at(self, kind: str, stage: int) -> Numbers:
-        """Return call -> position of its action of this kind in the list of the stage's rank; -1 where it has none."""
+        """Return call -> position of its action of this kind in the list of the stage's rank; -1 if there is none."""
         if (kind, stage) not in self._places:
             self._places[kind, stage] = self._find(kind, stage)
         return self._places[kind, stage]
@@ -149,8 +149,8 @@ def _step_of(actions: tuple[tuple[Action, ...], ...], graph: StageGraph) -> Step
 class Messages:
     """Lifetime of every message: [kind][link] -> positions of its messages in the lists; "F" activation, "B" gradient.
 
-    begins: on the rank that receives: where its buffer begins to count; -1 where none travels.
-    ends: on the rank that sends: where it is freed; the list's length where nothing confirms it before; -1 likewise.
+    begins: on the receiving rank, from which position its buffer counts; -1: no message travels.
+    ends: on the sending rank, where it is freed; the list's length if nothing proves its arrival before; -1 likewise.
     """
 
     begins: dict[str, list[Numbers]]
@@ -159,9 +159,9 @@ class Messages:
 
 def messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bool) -> Messages:
     """Return the lifetime of the messages of a step. sizes: "F" and "B" -> link -> bytes of an activation, and of a
-    gradient; one of -1 bytes is not sent. ahead: receives are posted ahead in the memory that is counted; else they
-    count from the action that needs them. Where they are not, the lifetimes depend on which messages are sent alone,
-    and are cached with the step, so do not write to the arrays.
+    gradient; a message of -1 bytes is not sent. ahead: receives are posted ahead in the memory that is counted; else
+    they count from the action that needs them, and lifetimes depend only on which messages are sent: these are cached
+    with the step, so do not write to the arrays.
     """
     if ahead:
         return _messages_of(step, sizes, ahead)
@@ -174,11 +174,11 @@ def messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bo
 def _messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bool) -> Messages:
     empty = {kind: [np.full(len(link.above_calls), -1, dtype=np.int64) for link in step.links] for kind in "FB"}
     messages = Messages(empty, {kind: [row.copy() for row in rows] for kind, rows in empty.items()})
-    # the order of the messages that one action sends, and of those that it needs: by stage and call of the other side
+    # the messages that one action sends, and those that it needs, are in the order of the other side's stage and call
     ranks, most = step.graph.ranks, 1 + max(map(len, step.forwards))
     later = most * len(ranks)
-    # one column per message: source rank, target rank, its position and place there, those of its need, kind, link,
-    # number, bytes
+    # one column per message: source rank, target rank, where it is made and where it is needed (position * later +
+    # place), kind, link, number, bytes
     columns = [np.zeros((8, 0), dtype=np.int64)]
     for number, link in enumerate(step.links):
         ends = (link.above, link.above_calls), (link.below, link.below_calls)
@@ -223,7 +223,7 @@ def _channels(table: Numbers, lengths: Sequence[int], later: int) -> tuple[Numbe
         released[part] = lengths[source]
         if back is None:
             continue
-        # number of these messages that the peer had received before it sent each of its own
+        # for each message that the peer sends: the number of these messages that it has received before
         counts = np.searchsorted(received[part] // later, table[2, back] // later, side="right")
         proof = np.searchsorted(counts, np.arange(part.stop - part.start), side="right")
         proven = proof < back.stop - back.start
@@ -239,7 +239,7 @@ def _posted(table: Numbers, received: Numbers, later: int, num_ranks: int) -> Nu
         selected = selected[np.argsort(received[selected], kind="stable")]
         total = np.append(0, np.cumsum(table[7, selected]))
         done = np.arange(len(selected) + 1)
-        # number of posted receives in all after `done` received messages
+        # number of receives posted so far, after `done` received messages
         small = np.searchsorted(total, total[done] + POSTED_AHEAD_BYTES, side="right") - 1
         posted = np.maximum.accumulate(np.minimum(np.maximum(small, done + POSTED_AHEAD), len(selected)))
         after = np.searchsorted(posted, np.arange(len(selected)), side="right")

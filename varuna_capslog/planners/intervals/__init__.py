@@ -1,4 +1,4 @@
-"""Cheapest memory intervals of a stage: the inner problem of a planner that chooses cuts, limits and intervals."""
+"""Cheapest memory intervals of a stage, for planners that choose cuts and intervals together."""
 
 from varuna_capslog.planners.intervals.interval_search import DEFAULT_LABELS, EXACT_LAYERS, IntervalSearch
 from varuna_capslog.planners.intervals.tables import (

@@ -1,7 +1,7 @@
-"""Equal ranges of layers: where a chain repeats itself, choices for one range are those of another one, moved along.
+"""Equal ranges of layers: where a chain repeats itself, the search copies the choices of an earlier range.
 
-The search treats every first layer by itself, so its labels for layers first .. cut-1 depend only on the numbers of the
-segments among them. Where these are equal for layers `distance` earlier, the search copies the labels from there.
+Labels for layers first .. cut-1 depend only on the numbers of the segments of these layers. Where the layers `distance`
+earlier have equal numbers, the search copies their labels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from varuna_capslog.planners.intervals.tables import States
 __all__ = ["Copies", "EqualRanges"]
 
 _SAME_SECONDS = 1e-12
-"""Relative to the seconds of the whole chain: differences of running sums up to this are rounding."""
+"""Differences of running sums up to this share of the whole chain's seconds are rounding."""
 
 
 @dataclass(frozen=True)
 class EqualRanges:
-    """For each first layer g, [L]: the ranges g .. cut-1 with cut <= until[g] equal those `distance[g]` layers earlier;
-    distance 0: no range does.
+    """For each first layer g, [L]: the ranges g .. cut-1 with cut <= until[g] equal the ranges `distance[g]` layers
+    earlier; distance 0: there are no equal ranges.
     """
 
     distance: NDArray[np.intp]
@@ -38,11 +38,11 @@ class EqualRanges:
         at_cuts: NDArray[np.float64],
         firsts: NDArray[np.bool_],
     ) -> EqualRanges:
-        """Compare every range with all that begin earlier; of equally long ones the nearest counts. O(C L^3).
+        """Compare the ranges of each first layer with earlier ranges; the longest match counts, then the nearest.
 
-        numbers: [C, L, L + 1] of every segment, equal to the last bit in equal ranges. seconds: [D, L, L + 1], equal
-        but for rounding. at_cuts: [E, L + 1] of every cut, equal behind every layer of the ranges and before the first.
-        firsts: [L], True for the first layers that are searched.
+        Equal ranges have equal `numbers`, [C, L, L + 1] of every segment, to the last bit; equal `seconds`,
+        [D, L, L + 1], but for rounding; and equal `at_cuts`, [E, L + 1] of every cut, before and behind each layer.
+        firsts: [L], True for the first layers that are searched. O(C L^3).
         """
         size = numbers.shape[1]
         distance, until = np.zeros((2, size), dtype=np.intp)
@@ -50,7 +50,7 @@ class EqualRanges:
         order = np.arange(size + 1)
         for by in range(1, size):
             count = size - by
-            # a quick look at single layers first: at most distances no layer equals another one
+            # single layers first, which is fast: at most distances no layer equals another layer
             earlier, later = (numbers[:, order[at : at + count], order[at + 1 : at + count + 1]] for at in (0, by))
             alone = (earlier == later).all(axis=0)
             if not (alone & firsts[:count] & firsts[by:]).any():
@@ -59,7 +59,7 @@ class EqualRanges:
             same = (numbers[:, :count, : count + 1] == numbers[:, by:, by:]).all(axis=0) & cuts
             same &= (np.abs(seconds[:, :count, : count + 1] - seconds[:, by:, by:]) <= tolerance).all(axis=0)
             differs = ~same & (order[: count + 1] > order[:count, None])
-            # the first end at which a segment from each layer differs; the earliest of all layers from a first one on
+            # the last end before a segment from each layer differs; then the least of these from each first layer on
             ends = np.where(differs.any(axis=1), differs.argmax(axis=1), count + 1) - 1
             reach = np.minimum.accumulate(ends[::-1])[::-1] + by
             longer = firsts[:count] & firsts[by:] & cuts[:count] & (reach > order[by:size]) & (reach > until[by:])
@@ -68,28 +68,28 @@ class EqualRanges:
 
 
 class Copies:
-    """Copies the labels of equal ranges. The search notes the labels of every cut, in order.
+    """Copies the labels of equal ranges. The search must `note` the labels of every cut, in order.
 
-    states: of all labels. `steps` of the methods: those of `Thinning`, which go on from where the equal range is.
+    states: of all labels. steps, in the methods: those of `Thinning`, copied with the labels.
     """
 
     def __init__(self, equal: EqualRanges, states: States) -> None:
         self._equal, self._states = equal, states
         self._begins: list[NDArray[np.intp]] = []
-        """Of each cut and first layer, the index of the first label."""
+        """For each cut, the index of the first label of each first layer."""
         self._steps: list[NDArray[np.float64]] = []
 
     def note(self, labels: PartialChoices, steps: NDArray[np.float64]) -> None:
-        """Take note of the labels at the next cut."""
+        """Record the labels at the next cut."""
         self._begins.append(np.searchsorted(labels.first, np.arange(len(steps))))
         self._steps.append(steps.copy())
 
     def up_to(
         self, cut: int, steps: NDArray[np.float64], lists: Sequence[Sequence[PartialChoices]]
     ) -> tuple[list[list[PartialChoices]], NDArray[np.bool_]]:
-        """Return, for each of `lists`, the labels of first layers whose range up to the cut equals an earlier one; and
-        [L], True for the other first layers. lists: labels at each cut before this one, sorted by first layers; a list
-        without cuts has no copies. The first is that whose indices `parent` means.
+        """Return, for each of `lists`, the labels of first layers whose range up to the cut equals an earlier range;
+        and [L], True for the other first layers. lists: labels at each earlier cut, sorted by first layer; an empty
+        list has no copies. `parent` indexes labels of the first list.
         """
         equal = self._equal
         copies = (equal.distance > 0) & (np.arange(len(steps)) < cut) & (cut <= equal.until)
@@ -102,7 +102,7 @@ class Copies:
             before = np.unique(np.concatenate([labels.state for labels in sources])).tolist()
             moved = [self._states.moved(state, by) for state in before]
             states = [state for state in moved if state is not None]
-            if len(states) < len(moved):  # tensors that pass all these layers differ
+            if len(states) < len(moved):  # the tensors that pass by all these layers differ
                 equal.until[chosen], copies[chosen] = cut - 1, False
                 continue
             steps[chosen] = self._steps[cut - by][np.flatnonzero(chosen) - by]
@@ -113,7 +113,7 @@ class Copies:
         return copied, ~copies
 
     def _moved(self, labels: PartialChoices, by: int, states: NDArray[np.intp]) -> PartialChoices:
-        """Return labels as those of equal layers `by` layers later. states: the later state of each of theirs."""
+        """Return the labels of the equal range `by` layers later. states: earlier state -> later state."""
         first, state, phase, source, parent, kind = labels.whole
         begins = np.array(self._begins)
         parent = parent - begins[source, first] + begins[source + by, first + by]

@@ -1,14 +1,14 @@
-"""The cheapest memory intervals of every stage: one search for all ranges of layers, calls in flight and budgets.
+"""Finds the cheapest memory intervals of a stage: one search for all ranges of layers, calls in flight and budgets.
 
-State: at a cut, the state of `tables.States`, and in a list with an R whether its last recomputed segment has come
-(phase). A label is a choice for the layers from a first one up to the cut: its seconds, and its bytes as sums
-(`memory.segments.Sums`) that grow from segment to segment. Transition: one more segment of any length and kind; a
-segment of kind KEEP does not follow another, since both would be one segment. Dominance: of two labels of one first
-layer, cut and state, that which is not better in any number is dropped, since any segments that follow add the same to
-both, or take the same maximum (`Dominance`: two states). Cost: `tables.combined_seconds` of labels that fit.
-
-With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers.
-Labels of ranges that equal earlier ones (`equal_ranges`) are copied: in a chain of equal layers O(L^2 n) remain.
+The undominated choices of a range are its front, from which `IntervalSearch.cheapest` chooses.
+State: at a cut, the state of `tables.States`, and, in an action list with an R, the phase: whether the last recomputed
+segment has come. A label is a choice for the layers from a first layer up to the cut: its seconds, and its bytes as
+sums (`memory.segments.Sums`) that grow from segment to segment. Transition: one more segment of any length and kind; a
+segment of kind KEEP does not follow another, since both would be one segment. Dominance: a label is dropped if another
+label of its first layer, cut and state is at most as large in every number, since any following segments add the same
+to both, or take the same maximum (`Dominance`: labels of two states). Cost: `tables.combined_seconds` of labels that
+fit. With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers.
+Labels of ranges that equal earlier ranges (`equal_ranges`) are copied: in a chain of equal layers O(L^2 n) remain.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ __all__ = ["DEFAULT_LABELS", "EXACT_LAYERS", "IntervalSearch"]
 
 
 EXACT_LAYERS = 8
-"""Chains of at most so many layers are searched exactly by default."""
+"""Most layers of a chain that is searched exactly by default."""
 DEFAULT_LABELS = 64
-"""Labels per first layer and cut of longer chains."""
+"""Most labels per first layer and cut in longer chains, by default."""
 _NONE_YET, _STILL_TO_COME, _HAS_COME = range(3)
-"""Phases of a list with an R: no segment recomputes so far; some do, and the last of them is still to come; it has
-come."""
+"""Phases in a list with an R: no segment recomputes so far; the last recomputed segment is still to come; it has come.
+"""
 _EXTREMES = (0.0, 1.0, 3.0, 7.0)
-"""Thinning always keeps the choices of the fewest bytes with so many other calls waiting."""
+"""Numbers of other waiting calls; for each, thinning always keeps the choices with the fewest bytes."""
 _RECOMPUTES = [MemoryInterval(0, 1, kind).recomputes for kind in KINDS]
 
 Floats = NDArray[np.float64]
 
 
 class IntervalSearch:
-    """Least cost of every range of layers as one stage, for any number of calls in flight and any budget of bytes.
+    """Cheapest intervals of every range of layers as one stage, for any number of calls in flight and any byte budget.
 
     ranges, seconds: of one profile. handling: how the action lists handle their calls, and the cost of copies.
     labels: most labels per first layer and cut; 0: all, so that every answer is exact. Default: all for chains of at
     most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`. kinds: of memory intervals that may be used.
     firsts: first layers of the stages that may be queried; default: all. borders: cuts at which stages and intervals
-    may begin and end; default: all. With `firsts`, a single range of a long chain can be searched again exactly.
+    may begin and end; default: all. With a single first layer, a range of a long chain can be searched again exactly.
     limits: a stage whose call takes more seconds, or that always holds more bytes, is treated as one that does not fit.
     Raises CapslogError where the profile lacks the halves of split backwards.
     """
@@ -109,7 +109,7 @@ class IntervalSearch:
         names += ["again"] * handling.recomputed + ["between", "inputs"] * handling.split
         self._names = tuple(names)
         self._at: list[PartialChoices] = []
-        """labels at each cut, by their first layers"""
+        """Labels at each cut, sorted by first layer."""
         firsts = [first for first in (range(size) if firsts is None else sorted(firsts)) if may[first]]
         ends: list[PartialChoices] = []
         copies = Copies(self._equal_ranges(within, firsts), self._states)
@@ -133,19 +133,19 @@ class IntervalSearch:
         for first, cut in self._finished.ranges:
             made[first, cut], statistics[first, cut] = ranges.made(first, cut), ranges.statistics(first, cut)
         self.made, self.statistics = made, statistics
-        """[L, L + 1], for every range that has a choice: bytes of the gradients of parameters, and of the running
-        statistics of one call"""
+        """[L, L + 1], for every range that has a choice: bytes of the parameters' gradients, and of the running
+        statistics of one call."""
         self._call, self._resident = self._call_seconds(), self._resident_bytes()
 
     def with_ranges(self, ranges: RangeBytes) -> IntervalSearch:
-        """Return the same choices with the resident bytes of `ranges`, whose moments wait in the host tier."""
+        """Return the same choices with the resident bytes of `ranges`, whose moments may be in the host tier."""
         fronts = copy.copy(self)
         fronts._ranges = ranges
         fronts._resident = fronts._resident_bytes()
         return fronts
 
     def with_blocks(self, calls: int, waiting_blocks: int) -> IntervalSearch:
-        """Return the same choices for other numbers of calls and waiting blocks, which change resident bytes alone."""
+        """Return the same choices for other numbers of calls and waiting blocks, which change only resident bytes."""
         fronts = copy.copy(self)
         fronts._handling = replace(self._handling, calls=calls, waiting_blocks=waiting_blocks)
         fronts._resident = fronts._resident_bytes()
@@ -156,8 +156,8 @@ class IntervalSearch:
         return (first, end) in self._finished.places
 
     def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
-        """Return the fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes, and of
-        those the fewest bytes. None where no choice fits; `least_bytes` returns the bytes that it needs.
+        """Return the fastest choice for layers first .. end-1 as one stage, with at most `budget` bytes; ties are
+        broken by fewer bytes. None where no choice fits; `least_bytes` returns the bytes needed.
         """
         place = self._of_range(first, end)
         labels = self._finished.labels[place]
@@ -177,7 +177,7 @@ class IntervalSearch:
         )
 
     def least_bytes(self, first: int, end: int, in_flight: int) -> tuple[int, int]:
-        """Return the fewest bytes of such a stage, and a lower bound for all choices: equal after an exact search."""
+        """Return the fewest bytes of this stage's labels, and a bound for all choices; equal after an exact search."""
         sizes = self._bytes(in_flight, self._of_range(first, end))
         return int(sizes[0].min()), int(sizes[-1].min())
 
@@ -189,18 +189,18 @@ class IntervalSearch:
 
     def seconds(self, in_flight: int, budget: float | Floats) -> tuple[Floats, Floats]:
         """Return the seconds of `cheapest` for all ranges, and their lower bounds, each [L, L + 1]; infinite where no
-        choice fits, and where none can. budget: one for all ranges, or [L, L + 1].
+        label fits, or (bounds) no choice can fit. budget: one number for all ranges, or [L, L + 1].
         """
         seconds = self._least_fitting(self._bytes(in_flight), self._call, budget)
         return seconds[0], seconds[-1]
 
     def bounds(self, in_flight: int, budget: float | Floats, copied: Sequence[int], entering: Sequence[int]) -> Floats:
-        """Return [L, L + 1]: a lower bound of the seconds of a call of layers first .. end-1 in any list that a rank
-        can hold; infinite where it can hold none. The arguments are those of `seconds`, and of `layerwise.Layerwise`.
-        A list with an O may take fewer bytes than `stage_bytes`, which also counts the bytes that one waiting call
-        moves. At least, each waiting call holds the bytes that stay on the device, and the current call all that its F,
-        R or B needs. A simulated step may count fewer bytes for its copies than are moved here: for every interval at
-        least the smallest fraction of all intervals (`_counted`). Without copies both are the numbers of `seconds`.
+        """Return [L, L + 1]: a lower bound of the seconds of a call of layers first .. end-1 in any list that fits a
+        rank; infinite where none fits. The arguments are those of `seconds`, and of `layerwise.Layerwise`.
+        Bytes: a list with an O may take less than `stage_bytes`, which also counts the bytes that one waiting call
+        moves. Counted here: of each waiting call the bytes that stay on the device, of the current call all that its F,
+        R or B needs. Seconds: a simulated step may count fewer bytes for copies than are moved here, but of each
+        interval at least the fraction `_counted`. Without copies, bytes and seconds are those of `seconds`.
         """
         handling = self._handling
         if handling.host_bandwidth is None:
@@ -214,14 +214,14 @@ class IntervalSearch:
         again, host = labels.again[-1:], labels.sums.host[-1:]
         if handling.copies_beside:
             seconds = combined_seconds(at_least, layer_seconds + again, host)
-        else:  # labels were dropped by the sum of both, and this part of it is less than the simulated step counts
+        else:  # labels were dropped by compute + copies; `part` of the copies is at most what a simulated step counts
             seconds = layer_seconds + part * combined_seconds(handling, again, host)
         return self._least_fitting(sizes, seconds, budget)[0]
 
     # -- the search
 
     def _counted(self, copied: Sequence[int], entering: Sequence[int]) -> float:
-        """Return the least fraction of an interval's moved bytes that a simulated step counts; at most 1."""
+        """Return the least fraction, over all intervals, of the moved bytes that a simulated step counts; at most 1."""
         saved = np.concatenate([[0], np.cumsum(copied)])
         counted = {
             "offload": saved[None, :] - saved[:-1, None],
@@ -256,9 +256,7 @@ class IntervalSearch:
         )
 
     def _reached(self, end: int, new: NDArray[np.bool_]) -> PartialChoices:
-        """Return all choices up to the cut, of first layers that are `new` [L], which extend an earlier label by one
-        segment.
-        """
+        """Return all choices up to the cut, for `new` [L] first layers, that extend an earlier label by one segment."""
         kept, states = self._table.kept(end), self._states.columns()
         if not self._within[:end, end].any():
             return self._empty(end, 0)
@@ -305,8 +303,8 @@ class IntervalSearch:
     def _add(
         self, numbers: Floats, old: PartialChoices, segments: CallSegment, beside: Floats, end: int, ready: bool
     ) -> None:
-        """Write the sums with one more segment to `numbers` [C, V, N]. The sum `_peak` is the largest of F, of B or W,
-        and of the first B or W, all with the gradients of the parameters so far, by which each grows with each segment.
+        """Write the sums with one more segment to `numbers` [C, V, N]. The sum `_peak` is the largest peak of F, of B
+        (W if backwards are split) and of the first B or W, each with the parameters' gradients of the segments so far.
         """
         sums = old.sums.behind(segments, SharedInputs(*beside * segments.kept), self._handling.later, ready)
         made = self._made[end] - self._made[old.first]
@@ -330,7 +328,7 @@ class IntervalSearch:
         )
 
     def _columns(self, labels: PartialChoices) -> list[tuple[str, Floats]]:
-        """Return the columns in which a label may be better than another one of its state, by names of `Sums`."""
+        """Return the columns in which a label may be better than another label of its state, by names of `Sums`."""
         sums, handling = labels.sums, self._handling
         names, seconds = {"waits", self._peak, "back"}, labels.again
         if handling.host_bandwidth is not None and handling.copies_beside:
@@ -369,13 +367,13 @@ class IntervalSearch:
         return self._finished.places[first, end]
 
     def _least_fitting(self, sizes: Floats, seconds: Floats, budget: float | Floats) -> Floats:
-        """Return [V, L, L + 1]: the fewest `seconds` [V, N] of the finished choices within the budget."""
+        """Return [V, L, L + 1]: the least of `seconds` [V, N] over the finished choices within the budget."""
         first, ends = self._finished.labels.first, self._finished.ends
         most = budget if np.ndim(budget) == 0 else np.asarray(budget)[first, ends]
         return self._finished.least(np.where(sizes <= most, seconds, np.inf))
 
     def _bytes(self, in_flight: int, place: slice = slice(None), at_least: bool = False) -> Floats:
-        """Return `tables.stage_bytes` of finished choices; `at_least` as there."""
+        """Return `tables.stage_bytes` of finished choices, [V, N]; `at_least` has the same meaning there."""
         labels, ends, handling = self._finished.labels[place], self._finished.ends[place], self._handling
         made, always, sums = self.made[labels.first, ends], self._resident[labels.first, ends], labels.sums
         actions = sums.back + self._gradient[ends]
@@ -391,7 +389,7 @@ class IntervalSearch:
         """Return [L, L + 1]: for every range that has a choice, the bytes held beside its calls."""
         resident = self._handling.calls * self.statistics + self._handling.waiting_blocks * self.made
         ranges = self._ranges
-        for first, cut in self._finished.ranges:  # searches of other handlings ask for the same
+        for first, cut in self._finished.ranges:  # cached in `ranges`, for searches with another handling
             resident[first, cut] += _resident(ranges, first, cut)
         return resident
 
@@ -403,7 +401,7 @@ class IntervalSearch:
         return seconds
 
     def _intervals(self, number: int, end: int) -> tuple[MemoryInterval, ...]:
-        """Return the intervals of a finished label, traced from its last segment to its first."""
+        """Return the intervals of a finished label, traced back from its last segment."""
         intervals: list[MemoryInterval] = []
         labels, source, parent, of_kind = (
             self._finished.labels,
@@ -423,7 +421,7 @@ def _resident(ranges: RangeBytes, first: int, end: int) -> int:
 
 
 def _holding_at_most(ranges: RangeBytes, most: float) -> NDArray[np.bool_]:
-    """Return [L, L + 1]: True for ranges whose own parts all hold at most so many bytes beside their calls."""
+    """Return [L, L + 1]: True for ranges of which no part holds more than `most` bytes beside its calls."""
     size = ranges.num_layers
     light = np.ones((size, size + 1), dtype=np.bool_)
     if most < np.inf:

@@ -1,8 +1,8 @@
-"""Choices of intervals for ranges of layers, as arrays, and the dominance and thinning by which a search drops some.
+"""Choices of intervals for ranges of layers, as arrays; dominance and thinning drop some of them during the search.
 
 A choice is dropped where another is as good in every number (`undominated`), or, where there are too many, nearly as
-good (`Thinning`). The latter then stands for the dropped choice: it also has lower bounds of the numbers of all choices
-for which it stands. Adding the same segments keeps lower sums lower. So the search knows how much it may have missed.
+good (`Thinning`). The kept choice then stands for the dropped one: it also has lower bounds of the numbers of all
+choices for which it stands. Lower sums stay lower when the same segments are added, so these bounds hold to the end.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.intp]
 ON_DEVICE = ("waits", "held", "back", "again")
-"""Members of `Sums` from which the next segment subtracts the inputs that are already there."""
+"""Members of `Sums` from which the next segment subtracts those of its inputs that earlier segments hold."""
 _COARSER_SECONDS = 4.0
-"""Factor by which seconds are distinguished more coarsely than bytes: with a few bytes too many a choice does not fit.
+"""Factor by which `Thinning` rounds seconds more coarsely than bytes, since a few bytes too many make a choice useless.
 """
 _BLOCK = 256
 """Points that are compared with one another at a time."""
@@ -46,12 +46,11 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class PartialChoices:
-    """N labels, each a choice for the layers from some first one up to the same cut. whole: [6, N], integers by the
-    names of `WHOLE`: the first layer; the state and phase before the next segment, see `fronts`; the cut before the
-    last segment (source), and the index of the label there that it extends (parent); the kind of the last segment. -1
-    without a last segment. numbers: [1 + C, V, N], seconds of recomputed forwards, and the sums `names` of the
-    segments. V is 1, or 2 where labels are thinned: the label's numbers, and their lower bounds. names: members of
-    `Sums` that the search counts; the others are 0.
+    """N labels, each a choice for the layers from some first layer up to the same cut. whole: [6, N], integers by the
+    names of `WHOLE`: the first layer; the state and phase before the next segment (`interval_search`); the cut before
+    the last segment, the index of the label there that it extends, and its kind: -1 without a segment.
+    numbers: [1 + C, V, N], seconds of recomputed forwards, and the sums `names` of the segments. V is 1, or 2 where
+    labels are thinned: the label's numbers, and their lower bounds. names: the counted members of `Sums`; others are 0.
     """
 
     whole: Numbers
@@ -104,17 +103,17 @@ def joined(some: Sequence[PartialChoices]) -> PartialChoices:
 
 
 def by_first(some: Sequence[PartialChoices]) -> PartialChoices:
-    """Concatenate labels by their first layers, those of one first layer in this order."""
+    """Concatenate labels, sorted by first layer; labels of the same first layer stay in this order."""
     labels = joined(some)
     return labels[np.argsort(labels.first, kind="stable")] if len(some) > 1 else labels
 
 
 def undominated(points: Floats, classes: Numbers, may: NDArray[np.bool_]) -> Numbers:
     """Return for each of the points [N, D] the index of the point that stands for it: the point itself, or an
-    undominated point that is as small or smaller in every coordinate and whose class may stand for its class. Of points
-    that may stand for each other it is the first. classes: [N], class number of each point. may: [K, K], True where
+    undominated point that is at most as large in every coordinate and whose class may stand for its class. If points
+    may stand for each other, the first does. classes: [N], class number of each point. may: [K, K], True where
     points of the first class may stand for points of the second, and on the diagonal; transitive. A class comes
-    behind all that may stand for it (`Dominance.classes`).
+    behind all classes that may stand for it (`Dominance.classes`).
     """
     order = np.lexsort((classes, *points.T[::-1]))  # a point is dominated only by points before it
     columns, classes = np.ascontiguousarray(points[order].T), classes[order]
@@ -122,7 +121,7 @@ def undominated(points: Floats, classes: Numbers, may: NDArray[np.bool_]) -> Num
     def as_small(some: Numbers, others: Numbers) -> NDArray[np.bool_]:
         """Return [others, some]: True where a point of `some` may stand for one of `others`."""
         may_stand: NDArray[np.bool_] = may.T[classes[others][:, None], classes[some]]
-        for column in columns[1:]:  # of the first, all before are as small
+        for column in columns[1:]:  # in the first column, all points before are at most as large
             may_stand &= column[some] <= column[others][:, None]
         return may_stand
 
@@ -159,7 +158,7 @@ class Dominance:
 
     @cached_property
     def classes(self) -> tuple[Numbers, NDArray[np.bool_]]:
-        """Class of each label [N], equal in all columns, and the relation of classes `may` [K, K] of `undominated`."""
+        """Class of each label [N] (labels equal in all columns), and the relation `may` [K, K] of `undominated`."""
         columns = self.phase, self.outputs, self.keeps, self.family
         order = np.lexsort(columns)
         changes = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
@@ -174,9 +173,9 @@ class Dominance:
 @dataclass(frozen=True)
 class Thinning:
     """Drops labels, for each first layer separately. points: [N, D], coordinates of each label: seconds, then bytes;
-    bytes on the device are reduced by its outputs. extremes: [E, D], weights of sums of these coordinates; the label of
-    the least sum is always kept. most: labels of one first layer, beside the extreme ones; 0: any number. steps: [L],
-    by first layer: fraction of a coordinate's span within which labels are equal; updated in place for the next cut.
+    device bytes less those of the label's outputs. extremes: [E, D], weights of sums of these coordinates; the label
+    with the least sum is always kept. most: labels kept per first layer, beside these; 0: any number. steps: [L], by
+    first layer: fraction of a coordinate's span within which labels count as equal; updated in place for the next cut.
     """
 
     points: Floats
@@ -186,7 +185,7 @@ class Thinning:
     steps: Floats
 
     def stand_ins(self, first: Numbers) -> Numbers:
-        """Return for each label the index of the label that stands for it; its own where none does."""
+        """Return for each label the index of the label that stands for it, which may be its own."""
         order = np.argsort(first, kind="stable")
         begins = np.flatnonzero(np.diff(first[order], prepend=-1))
         stands, of_first = np.arange(len(first)), first[order[begins]]
@@ -224,7 +223,7 @@ class Thinning:
         return stands
 
     def _first_of_box(self, order: Numbers, row: Numbers, boxes: Floats, total: Floats) -> Numbers:
-        """Return for each place of `order` the place of the label of least total in the same box and class."""
+        """Return for each place of `order` the place of the label with the least total in the same box and class."""
         columns = [row, self.dominance.classes[0][order], *boxes.T]
         mixed = np.zeros(len(order))
         for column in columns:  # labels of one box have equal numbers; others collide only by chance
@@ -242,7 +241,7 @@ def _totals(points: Floats) -> Floats:
 
 
 def fewer(labels: PartialChoices, stands: Numbers, dominance: Dominance) -> PartialChoices:
-    """Return the labels that stand for themselves, by first layer, with lower bounds of all that they stand for."""
+    """Return the labels that stand for themselves, sorted by first layer, with lower bounds of all they stand for."""
     kept = np.flatnonzero(stands == np.arange(len(labels)))
     kept = kept[np.argsort(labels.first[kept], kind="stable")]
     thinned = labels[kept]
@@ -266,9 +265,9 @@ def fewer(labels: PartialChoices, stands: Numbers, dominance: Dominance) -> Part
 
 @dataclass(frozen=True)
 class Finished:
-    """All finished choices, sorted by their ends, then by their first layers. num_layers: L. labels: N choices.
-    ends: [N], the cut at which each ends. first, end: [R], of each range that has a choice. begins: [R], index of its
-    first choice. places: slice of the choices of each range.
+    """All finished choices, sorted by end, then by first layer. num_layers: L. labels: N choices. ends: [N], the cut at
+    which each choice ends. first, end: [R], of each range that has a choice. begins: [R], index of the range's first
+    choice. places: slice of the choices of each range.
     """
 
     num_layers: int
@@ -281,7 +280,7 @@ class Finished:
 
     @classmethod
     def of(cls, by_end: Sequence[PartialChoices]) -> Finished:
-        """Make the array of `by_end`: for each cut the choices that end there, by their first layers."""
+        """Make the array of `by_end`: for each cut the choices that end there, sorted by first layer."""
         labels, size = joined(by_end), len(by_end)
         ends = np.repeat(np.arange(size), [len(choices) for choices in by_end])
         begins = np.flatnonzero(np.diff(ends * size + labels.first, prepend=-1))

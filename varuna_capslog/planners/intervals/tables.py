@@ -1,7 +1,7 @@
 """The segments of a chain and the states between them, as arrays that the search reads.
 
 A segment's bytes depend on the segments before it only through `memory.segments.PrecedingSegments`: choices up to one
-cut that are equal in this are in one state.
+cut in which these hold the same bytes are in one state.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ __all__ = [
 
 # -- Bytes and seconds of a given choice of memory intervals for one stage, and how the stage handles its calls.
 #
-# The search (`fronts`) adds up the same numbers segment by segment.
+# `interval_search` adds up the same numbers segment by segment.
 
 
 @dataclass(frozen=True)
 class Handling:
     """Properties of a stage's action list, and the cost of copies.
 
-    recomputed, later, split: as in `memory.treatment.treated`: the list has an R, or an O, for every call; its
-    backwards are in two halves. at_once: every backward directly follows its forward, so that the last segment keeps
-    its graph.
-    calls: of a step, each of which leaves its running statistics. waiting_blocks: gradient sums of the stage's
-    parameters held beside that being accumulated: 0 with one block, 1 with several where no other rank holds the
-    layers, else the number of blocks less 1.
+    recomputed, later, split: as in `memory.segments.treated`: the list has an R for every call; it has an O for every
+    call; its backwards are in two halves. at_once: every backward directly follows its forward, so that the last
+    segment keeps its graph.
+    calls: number per step; each leaves its running statistics. waiting_blocks: gradient sums of the stage's parameters
+    held beside the current sum: 0 with one block, 1 with several where no other rank holds the layers, else the number
+    of blocks less 1.
     host_bandwidth: bytes per second between a rank and its host tier; None: copies take no time. copies_beside: copies
-    overlap with the computation, so that a call takes the longer of the two; else it takes both.
+    overlap with the computation, and a call takes the longer of the two times; else it takes their sum.
     """
 
     recomputed: bool = False
@@ -77,10 +77,10 @@ DEFAULT_HANDLING = Handling()
 @dataclass(frozen=True)
 class IntervalChoice:
     """The cheapest intervals that the search has for a stage. seconds: of one call. bound_seconds: no choice that fits
-    is faster; equal to `seconds` where the search was exact. bytes: by `stage_bytes`. moved_bytes: of one call to the
-    host tier, and as many back, by `treated`; the copies of a simulated step (`planning.stage_seconds.copy_seconds`)
-    are sums of `saved_bytes`, which may differ a little. again_seconds: of recomputed forwards; in `seconds` or hidden
-    by copies.
+    is faster; equal to `seconds` where the search was exact. bytes: by `stage_bytes`. moved_bytes: that one call copies
+    to the host tier, and again back, by `treated`; a simulated step (`planning.playing.copy_seconds`) counts sums of
+    `saved_bytes`, which may differ a little. again_seconds: of recomputed forwards; part of `seconds`, or hidden by
+    copies.
     """
 
     intervals: tuple[MemoryInterval, ...]
@@ -106,9 +106,9 @@ def stage_bytes(
         + bytes of the other calls in flight while they wait
         + the most bytes that any action of the current call needs, with all that this call holds
 
-    In a list with an O, one waiting call also counts the bytes of its copy, since it may be leaving or returning; where
-    backwards are split, each waiting call may be between its two halves. So in these parts a list may take less, never
-    more. at_least: count only the bytes of each waiting call that stay on the device.
+    In a list with an O, one waiting call also counts the bytes of its copy, which may be on its way; where backwards
+    are split, each waiting call may be between its two halves. In these two parts a list may take less, never more.
+    at_least: count only the bytes of each waiting call that stay on the device.
 
     Bytes that depend on other stages are left out: messages on their way, inputs that a neighbour on the same rank also
     holds, the gradient exchange and the update at the end of the step, and an R that runs earlier than directly before
@@ -153,8 +153,8 @@ def bytes_of(
 
 
 def others_bytes(handling: Handling, in_flight: int, waits: Any, held: Any, host: Any, between: Any) -> Any:
-    """Return the bytes of the waiting calls, all in flight but the current one; the arguments are those of `Sums`, or
-    arrays. The result never falls where an argument rises.
+    """Return the bytes of the waiting calls, which are all calls in flight except the current call. The arguments are
+    members of `Sums`, also as arrays. The result never falls where an argument rises.
     """
     each = np.maximum(waits, between)
     if not handling.later or in_flight < 2:
@@ -165,9 +165,9 @@ def others_bytes(handling: Handling, in_flight: int, waits: Any, held: Any, host
 def again_seconds(
     ranges: RangeBytes, seconds: LayerSeconds, first: int, end: int, intervals: Sequence[MemoryInterval]
 ) -> float:
-    """Return the seconds of one call's recomputed forwards. Two kinds of intervals that recompute take no more
-    time: layers to which no gradient comes back, which the engine does not recompute; and where an interval ends with
-    the loss and leaves no running statistics, its first forward is left out, since nothing reads its outputs.
+    """Return the seconds of one call's recomputed forwards. Two kinds of recompute intervals add no time: the engine
+    does not recompute layers to which no gradient comes back; and it leaves out the first forward of an interval that
+    ends with the loss and has no running statistics, since nothing reads the outputs.
     """
     return sum(
         float(seconds.forward[interval.end] - seconds.forward[interval.first])
@@ -201,7 +201,7 @@ _COLUMNS = len(_NUMBERS) + len(_WORKS) * len(BackwardWork._fields)
 
 
 class SegmentTable:
-    """Every segment [first, end) of every kind. numbers: kind -> of CallSegment, by [L, L + 1]. again: seconds."""
+    """Every segment [first, end). numbers: [kinds, fields of `CallSegment`, L, L + 1]. again: seconds to recompute."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class SegmentTable:
                 self.again[first, end] = seconds.forward[end] - seconds.forward[first]
 
     def kept(self, end: int) -> bool:
-        """Return True where the layers before a cut have a backward."""
+        """Return True where the layers before the cut have a backward."""
         return end == self.ranges.num_layers or self.ranges.carries[end]
 
     def taken(self, kind: str) -> NDArray[np.float64]:
@@ -236,7 +236,7 @@ class SegmentTable:
         return taken
 
     def behind(self, kind: int, firsts: NDArray[np.intp], end: int) -> CallSegment:
-        """Return the segments of this kind from each of `firsts` to `end`, as one segment with arrays for numbers."""
+        """Return the segments of this kind from each of `firsts` to `end`, as one `CallSegment` of arrays."""
         part = MemoryInterval(end - 1, end, KINDS[kind])
         rows = self.numbers[kind, :, firsts, end].T
         numbers, works = rows[: len(_NUMBERS)], rows[len(_NUMBERS) :].reshape(len(_WORKS), -1, len(firsts))
@@ -254,11 +254,11 @@ class Columns(NamedTuple):
 
 
 class States:
-    """The states of choices, numbered over all cuts. cut: of each state. before: of any choice in it. keeps: True where
-    its last segment is of kind KEEP. beside: bytes of the next segment's inputs that these choices hold or give away.
-    outputs: the part of it on the device that is the last segment's outputs, which matters for the next segment only.
-    family: states of the same number differ in `keeps` and `outputs` alone. later: bytes that calls give away count,
-    since all of them leave together.
+    """The states of choices, numbered over all cuts; each list has an entry per state. before: of any choice in it.
+    keeps: True where the last segment is of kind KEEP. beside: bytes of the next segment's inputs that these choices
+    hold on the device or offload. outputs: the last segment's outputs in `beside` on the device, which matter for the
+    next segment only. family: states of one family differ only in `keeps` and `outputs`. later: offloaded inputs
+    count, since an O moves all of a call's bytes together.
     """
 
     def __init__(self, ranges: RangeBytes, later: bool) -> None:
@@ -294,7 +294,7 @@ class States:
     def number(self, cut: int, before: PrecedingSegments, keeps: bool) -> int:
         """Return the number of the state of choices up to a cut."""
         # The further apart two cuts are, the fewer tensors pass both. So equal bytes at this cut mean equal tensors at
-        # this cut and all later ones.
+        # this cut and all later cuts.
         outputs, passed = before.outputs(self._ranges), before.passed(self._ranges, cut)
         if not self._later:
             outputs, passed = outputs._replace(taken=0), passed._replace(taken=0)
@@ -313,7 +313,7 @@ class States:
 
     def behind(self, state: int, kind: int, end: int, kept: bool) -> int:
         """Return the state behind one more segment."""
-        # the last segment so far no longer matters then, unless frozen layers follow it
+        # behind a new segment, the last segment so far no longer matters, unless the new one is frozen
         key = (self.cut[state], self._passing[state], kind, end) if kept else (state, -1, kind, end)
         if key not in self._behind:
             part = MemoryInterval(self.cut[state], end, KINDS[kind])

@@ -1,4 +1,4 @@
-"""MadPipe: an allocation in which a processor may hold several non-consecutive stages, and its periodic schedule.
+"""MadPipe: an allocation in which one processor may hold several non-consecutive stages, and its periodic schedule.
 
 Beaumont, Eyraud-Dubois, Shilova, "MadPipe: Memory Aware Dynamic Programming Algorithm for Pipelined Model Parallelism",
 ScaDL 2022. `allocation` finds the stages (Sec. 4.2), `pattern` the start of each operation (Sec. 4.3), and

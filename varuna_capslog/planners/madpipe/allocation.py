@@ -12,20 +12,20 @@ that minimises max(T, T(L, P - 1, 0, 0, 0)): the smallest T for which some alloc
 
 State       layers 0 .. end-1 that have no stage yet, and a label: normal processors used, V, t_P, m_P.
 Transition  the last stage of these layers: its first layer, and whether it is special.
-Cost        none: a label that is no larger in any of the four numbers dominates another, since (+) is monotonic.
-            Bytes of the special processor are two of them: those that it always holds, and those of a running stage.
+Cost        none: a label dominates another if none of its four numbers is larger, since (+) is monotonic. m_P is kept
+            as two numbers: bytes that the special processor always holds, and bytes of a running stage.
 Complexity  O(L x stages x labels); more than `_LABELS` labels of a state are thinned on the printed grid of t_P and
             m_P, keeping the smallest V of each cell. So V is never rounded.
 
 Deviations from the printed text, which is wrong or imprecise in three places:
 
-- V' has C(k) there; the message between the stage and the layers before it is that over the cut before layer k.
+- The paper's V' has C(k); but the message from the layers before a stage crosses the cut before layer k.
 - Algorithm 1 overwrites the old T before it takes min(T, old T) as a lower bound. The bound then is T itself, which is
   infinite where nothing fits at the first T.
 - A special stage also holds the microbatch whose forward is running, so m_P + a <= M must hold as well, for the m_P of
   all stages.
-- The two buffers of each message are those of the paper's machine. Where a profile tells what a stage of our engine
-  holds, M is that stage's peak: its working bytes are there only while it computes, and messages are among them.
+- The two buffers of each message are those of the paper's machine. Where the profile has the bytes of our engine's
+  stages, M is the stage's peak: its working bytes, messages included, exist only while it computes.
 
 The printed M(k, l, g - 1) is the least that the special processor can hold; its schedule may hold more. Each way to
 count it (`COUNTINGS`) yields its own allocations, and their schedules are compared.
@@ -58,8 +58,8 @@ __all__ = ["CLOSE", "COUNTINGS", "Allocation", "ChainCosts", "allocation_within"
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """Costs of a chain of L layers, and the devices that it is planned for. forward, backward: [L] seconds of one
-    microbatch. transfer: [L + 1] seconds of one message over the cut before each layer. crossing: [L + 1] bytes of this
+    """Costs of a chain of L layers, and the number of devices. forward, backward: [L] seconds of one microbatch.
+    transfer: [L + 1] seconds of one message over the cut before each layer. crossing: [L + 1] bytes of this
     message, 0 at both ends; the paper's a_l. saved: [L] bytes that each microbatch in flight holds; the paper's
     a_{i-1}. static: [L] bytes that a layer always holds: the paper's 3 W under two versions of the weights (2BW), else
     parameters, gradients and moments. usable: bytes that every device may hold; None: no limit. shared: both directions
@@ -202,7 +202,7 @@ class ChainCosts:
 
 COUNTINGS = ("least", "most", "none", "printed")
 """Memory of the special processor while one of its stages runs: "least" counts g - 1 calls of every stage, and one more
-of the running one; "most" also one more of each stage before that; "none" has no special processor, but P normal ones;
+of the running stage; "most" also one more of each stage before it; "none" has P normal processors and no special one;
 "printed" counts g - 1 calls."""
 
 _LABELS = 300
@@ -298,7 +298,7 @@ def allocation_within(
     costs: ChainCosts, target: float, bound: float | None = None, counting: str = "least"
 ) -> Allocation | None:
     """Return an allocation that fits, with microbatches in flight counted for the period `target`; None if none does.
-    Of several, return that whose special processor holds the least. bound: seconds that no processor or link exceeds,
+    Ties are broken by the fewest bytes of the special processor. bound: seconds that no processor or link exceeds,
     so that bound is at least T(L, P - 1, 0, 0, 0); default: `target`.
     """
     layers, special = costs.num_layers, counting != "none"
@@ -409,7 +409,7 @@ def _add(
 
 
 def _superfluous_left_out(labels: Floats, costs: ChainCosts, bound: float) -> Floats:
-    """Return the labels that no other one dominates in all numbers; thin them on a grid where they are many."""
+    """Return the undominated labels; above `_LABELS` labels, thin them on a grid first."""
     if len(labels) > _LABELS:
         scale = np.array([bound or 1.0, costs.usable or 1.0]) / _GRID
         sizes = np.stack([labels[:, _LOAD], labels[:, _HELD] + labels[:, _RUNNING]], axis=1)
@@ -423,7 +423,7 @@ def _superfluous_left_out(labels: Floats, costs: ChainCosts, bound: float) -> Fl
     smaller = np.ones((count, count), dtype=np.bool_)
     for column in numbers.T:
         smaller &= column[:, None] <= column[None, :]
-    beaten = np.triu(smaller, 1).any(axis=0)  # sorted: no label dominates an earlier one, except an equal
+    beaten = np.triu(smaller, 1).any(axis=0)  # sorted: no label dominates an earlier label, unless they are equal
     undominated: Floats = labels[~beaten]
     return undominated
 

@@ -1,13 +1,13 @@
 """Periodic schedule of MadPipe (Sec. 3 and 4.3): the start of each operation of an allocation, by a linear program.
 
 An operation o (forward or backward of a stage, or a message between two devices) of d seconds starts at t in [0, T) of
-every period and works on a microbatch that entered h periods before. Beaumont et al., "Pipelined Model Parallelism:
-Complexity Results and Memory Considerations", 2020, solve for a given T. Divided by T the program is linear with T as a
-variable too: x = t / T and f = 1 / T.
+every period, for a microbatch that entered h periods before. Beaumont et al., "Pipelined Model Parallelism: Complexity
+Results and Memory Considerations", 2020, solve for a given T. Divided by T, the program is also linear with T as a
+variable: x = t / T and f = 1 / T.
 
     largest f (shortest T), such that
     x' + h' >= x + h + d f              o' needs the output of o: one chain from the first forward to the last backward
-    x + d f <= x' + y,  x' + d' f <= x + 1 - y      for two operations on one device or link; y: o starts after o'
+    x + d f <= x' + y,  x' + d' f <= x + 1 - y      for two operations on one device or link; y = 1: o starts after o'
     sum over stages s of a device of saved(s) (h_B - h_F + y(B_s, F_r) - y(F_s, F_r)) + its constant bytes <= M
                                         when an operation of its stage r starts, including its call and the working
                                         bytes of r (where they are 0, or r is alone, only when its forward starts)
@@ -50,8 +50,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Periodic schedule. operations: in the order in which a microbatch passes them. starts, shifts: of each, in
-    seconds and periods. proven: no pattern of the allocation has a shorter period, by more than `_GAP`.
+    """Periodic schedule. operations: in the order in which a microbatch passes them. starts: t of each, in seconds.
+    shifts: h of each. proven: no pattern of the allocation has a period that is shorter by more than `_GAP`.
     """
 
     period: float
@@ -83,8 +83,8 @@ def periodic_pattern(
     costs: ChainCosts, allocation: Allocation, microbatches: int | None = None, limit_seconds: float = 20.0
 ) -> Pattern | None:
     """Return the pattern of the shortest period; None where no schedule fits, or none was found in time.
-    microbatches: of a step that the pattern fills and drains; a further period between a microbatch's first and last
-    operation counts as if every microbatch took that much longer. None: only the period counts. limit_seconds: of the
+    microbatches: of a step that the pattern fills and drains; then the periods between a microbatch's first and last
+    operation also count, weighted by 1 / (microbatches + stages). None: only the period counts. limit_seconds: of the
     search, which then returns its best pattern so far.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -126,8 +126,8 @@ def _quiet() -> Iterator[None]:
 
 
 class _Program:
-    """Linear program of variables f, starts x, shifts h, and a y for each two operations of a device or link. The unit
-    of time is the load of the busiest device or link, so that f <= 1.
+    """Linear program of variables f, starts x, shifts h, and a y for each pair of operations of a device or link. The
+    unit of time is the load of the busiest device or link, so that f <= 1.
     """
 
     def __init__(self, costs: ChainCosts, allocation: Allocation) -> None:
@@ -152,7 +152,7 @@ class _Program:
         return 1 + len(self.operations) + place % len(self.operations)
 
     def bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int_]]:
-        """Return the variables' bounds, low and high, and 1 for each integer one. The first forward begins a period."""
+        """Return the variables' bounds, low and high, and 1 if they are integers. The first forward begins a period."""
         lows, highs, integrality = np.zeros(self.count), np.ones(self.count), np.ones(self.count, dtype=np.int_)
         size, total = len(self.operations), sum(operation.seconds for operation in self.operations)
         lows[0] = self.unit / total if total else 1.0  # one microbatch after the other
@@ -179,7 +179,7 @@ class _Program:
         if self.costs.usable is not None:
             ranks = [stage.rank for stage in self.stages]
             for number, rank in enumerate(ranks):
-                # of one stage, a device holds the most in a forward or after it
+                # a device with one stage holds the most in a forward or after it
                 kinds = "FB" if self.costs.working is not None and ranks.count(rank) > 1 else "F"
                 for kind in kinds:
                     row, limit = self._memory(number, kind, self.costs.usable)
@@ -217,7 +217,7 @@ class _Program:
         return row, room / usable + 1e-9
 
     def _always(self, number: int) -> float:
-        """Return the bytes that a stage always holds, with those for its messages to other devices."""
+        """Return the bytes that a stage always holds, with the buffers of its messages to other devices."""
         stage = self.stages[number]
         cuts = [stage.first] if number and self.stages[number - 1].rank != stage.rank else []
         cuts += [after.first for after in self.stages[number + 1 : number + 2] if after.rank != stage.rank]

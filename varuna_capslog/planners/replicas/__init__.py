@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _FEW_DOWNSETS = 400
-"""Most downsets at which `graphpipe` tries Piper's stages too, which may hold parts of several branches."""
+"""Most downsets at which `graphpipe` also tries Piper's stages, which may hold parts of several branches."""
 
 
 def _pipedream(costs: GraphCosts) -> list[list[ReplicatedStage]]:
@@ -54,7 +54,7 @@ def _graphpipe(costs: GraphCosts) -> list[list[ReplicatedStage]]:
 
 
 def _capture(costs: GraphCosts) -> list[list[ReplicatedStage]]:
-    """Return the stages for each number of blocks: with more, more gradients wait; with fewer, blocks are larger."""
+    """Return the stages for each number of blocks: with more blocks, more gradients wait; fewer blocks are larger."""
     block_counts = [count for count in range(costs.microbatches, 0, -1) if costs.microbatches % count == 0]
     candidates: list[list[ReplicatedStage]] = []
     for blocks in [costs.blocks] if costs.blocks else block_counts:
@@ -63,7 +63,7 @@ def _capture(costs: GraphCosts) -> list[list[ReplicatedStage]]:
         except CapslogError:
             if not candidates:
                 raise
-            break  # fewer blocks than a stage needs replicas
+            break  # too few blocks for the replicas of a stage
         if stages not in candidates:
             candidates.append(stages)
     return candidates
@@ -81,4 +81,4 @@ NEEDS_TENSORS = ("piper", "graphpipe")
 """Planners of a graph; the others take the layers as a line."""
 
 COMPARES_PEAKS = ("capture",)
-"""Planners that minimise the peak; they need the bytes of layers whether or not the devices have a limit."""
+"""Planners that minimise the peak; they need the layers' bytes also where the devices have no limit."""

@@ -1,32 +1,32 @@
 """CAPTURE's planner: cuts and data-parallel degrees over nodes of k devices, for the smallest peak.
 
 Dreuning, Verstoep, Bal, van Nieuwpoort, "CAPTURE: Memory-Centric Partitioning for Distributed DNN Training with Hybrid
-Parallelism", HiPC 2023, Sec. III. Stages stand on the nodes in order; the degrees of those on one node sum to k, so
-that no device is left over, and each is a power of two. Ties are broken by the next-largest device peak, and so on.
+Parallelism", HiPC 2023, Sec. III. Stages are placed on the nodes in order. Degrees are powers of two, and those of one
+node's stages sum to k, so that no device is left over. Ties are broken by the next-largest device peak, and so on.
 
     M_p(l, m, 1) = M_i(l) + sum of M_a(k) for k = l+1 .. m
     M_p(l, m, d) = weights + activations / d
 
 Algorithm 4 enumerates the placements, which takes exponential time. The dynamic program here has the same answers: the
 best device peaks, in falling order, of the stages from layer l on do not depend on the stages before them, since all
-plans of a state have equally many. State: first layer, devices used from the end (which determine the node), and the
-microbatches in flight behind. The layer merger is as printed: while there are too many groups, it merges the two
-neighbours with the smallest M_i together. These sums are not the bytes of a rank, so `placements_by_bound` yields more
-placements, which the caller folds.
+plans of a state have equally many devices. State: first layer, devices used from the end (which determine the node),
+and the microbatches in flight behind. The layer merger is as printed: while there are too many groups, it merges the
+two neighbours with the smallest M_i together. M_p is not exactly the bytes of a rank, so `placements_by_bound` yields
+more placements, which the caller folds.
 
 Deviations, unless `printed` is True:
 
 - The printed peak does not depend on a stage's position: every sample of a step that a replica takes counts. Under 1F1B
   a stage holds a call only until its gradient has come back, so the calls in flight are those that
   `schedules/generators` gives for the stages behind it in the plan.
-- Replicas keep the gradients of each of their blocks until the exchange, which the paper's all-reduce does not. With
+- Replicas keep the gradients of each of their blocks until the exchange, unlike with the paper's all-reduce. With
   `costs.blocks` blocks in a step a replica holds ceil(blocks / d) - 1 more gradients of its parameters, and takes as
   many microbatches at once as a block has.
 - For degrees above 4 the paper fits a logarithm a + b ln(d) through the predictions for 2 and 4. Its own model is
   a + b / d; the logarithm predicts only the weights for 8, and less than the weights beyond. Here the bytes of every
   degree follow from its number of calls, and nothing is fitted.
-- Tensor parallelism is a choice of `placements_by_bound` alone, for layers that `splits` has divided: the devices of a
-  stage share the parts of each layer, and the first has all else. `fitted` predicts it from a profile's runs.
+- Only `placements_by_bound` chooses tensor parallelism, for layers that `splits` has divided: the devices of a stage
+  share the parts of each layer, and the first has all else. `fitted` predicts its bytes from a profile's runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from varuna_capslog.schedules.generators import table_3_2
 __all__ = ["DegreePeaks", "KeptBytes", "capture_stages", "log_fit", "merged", "placements_by_bound"]
 
 MOST_GROUPS = 64
-"""Most groups of layers; more layers are merged to so many. The paper leaves the number to its user."""
+"""Most groups of layers; more layers are merged to this number, which the paper leaves to its user."""
 
 _MEASURED = 4
 """The largest degree that the paper profiles."""
@@ -65,7 +65,7 @@ def log_fit(low: tuple[int, float], high: tuple[int, float], degree: int) -> flo
 
 @dataclass(frozen=True)
 class DegreePeaks:
-    """Predicts the bytes of each device of a replicated stage. printed: as the paper, from all samples of a step."""
+    """Predicts the bytes of each device of a replicated stage. printed: as in the paper, by all samples of a step."""
 
     costs: GraphCosts
     printed: bool = False
@@ -75,7 +75,7 @@ class DegreePeaks:
         return AdditiveCosts.of_statistics(self.costs.isolated, self.costs.added)
 
     def of(self, first: int, end: int, degree: int, in_flight: int) -> float:
-        """Return the bytes of layers first .. end-1 on each of `degree` devices. in_flight: of all these together."""
+        """Return the bytes of layers first .. end-1 on each of `degree` devices. in_flight: of all devices together."""
         if self.printed and degree > _MEASURED:
             two, four = ((known, self.of(first, end, known, in_flight)) for known in (2, _MEASURED))
             return log_fit(two, four, degree)
@@ -111,7 +111,7 @@ def capture_stages(costs: GraphCosts, printed: bool = False, groups: int = MOST_
     degrees = _degrees(size, costs.most_replicas)
     best: dict[tuple[int, int], list[_Rest]] = {(count, 0): [_Rest([], 0, 0)]}
     for used in range(1, devices + 1):
-        room = (used - 1) % size + 1  # counted devices on the node of this stage
+        room = (used - 1) % size + 1  # used devices on the node of this stage
         for first in range(count):
             tails: list[_Rest] = []
             for degree in (degree for degree in degrees if degree <= room):
@@ -195,21 +195,21 @@ def _keep(
     tails.append(made)
 
 
-# -- Placements in the order of a lower bound of their peak, for a caller that knows their bytes exactly.
+# -- Placements in the order of a lower bound of their peak, for a caller that computes their exact bytes.
 #
 #     state: first layer, devices used from the end, microbatches in flight and the widest stage behind it, blocks
 #     priority: the larger of the stages' bounds so far and the least that the layers before them need
 #     transition: one more stage before these (best-first search, A*)
 #
-# The first placement whose bound reaches a known peak ends the search: no later one is smaller.
+# The first placement whose bound reaches a known peak ends the search: no later placement is smaller.
 
 
 _MOST_STATES = 20_000
-"""States taken from the queue at most."""
+"""Most states taken from the queue."""
 
 
 class _RangeParts(NamedTuple):
-    """Bytes of a range of layers. first, later: resident ones and those of a backward, the first of its block or not.
+    """Bytes of a range of layers. first, later: resident bytes and those of a block's first or later backward.
     held: by each other call in flight. gradients: of a block that waits. statistics: left by each forward.
     """
 
@@ -270,8 +270,8 @@ class KeptBytes:
 
 
 class SharedBytes(KeptBytes):
-    """The same for plans with direct routes, in which devices may share a stage: those of stage d have the layers side
-    by side in d equal parts, and the first also all other layers.
+    """`KeptBytes` for plans with direct routes, in which d devices may share a stage: each has an equal part of the
+    layers side by side, and the first device also has all other layers.
     """
 
     def __init__(self, ranges: RangeBytes, costs: GraphCosts) -> None:
@@ -286,11 +286,11 @@ class SharedBytes(KeptBytes):
         return self._ranges.of_stage(layers)
 
     def reader(self, layer: int) -> int:
-        """Return the first layer that reads from this one, or the next layer."""
+        """Return the first layer that reads from this layer, or the next layer."""
         return self._readers.get(layer, layer + 1)
 
     def _devices(self, first: int, end: int, degree: int) -> tuple[int, ...]:
-        """Return the device of each layer; () where a row is cut, or no row can be divided so."""
+        """Return the device of each layer; () where a cut divides a row, or no row has `degree` equal parts."""
         rows = [row for row in self._rows if row[0] < end and first < row[1]]
         if any(row[0] < first or end < row[1] for row in rows):
             return ()
@@ -317,7 +317,7 @@ class SharedBytes(KeptBytes):
 
 @dataclass(frozen=True)
 class _Placement:
-    """Stages of a step in `blocks` accumulation blocks (None: as the run has it), and the least that they hold."""
+    """Stages of a step in `blocks` accumulation blocks (None: as in the run). bound: least peak bytes of a device."""
 
     stages: list[ReplicatedStage]
     blocks: int | None
@@ -327,8 +327,8 @@ class _Placement:
 def placements_by_bound(
     costs: GraphCosts, ranges: RangeBytes, below: int | None = None, groups: int = MOST_GROUPS
 ) -> Iterator[_Placement]:
-    """Yield placements and numbers of blocks by rising bound of their largest device, as far as `_MOST_STATES` go.
-    below: only bounds below so many bytes.
+    """Yield placements and numbers of blocks by rising bound of their largest device, from at most `_MOST_STATES`
+    states. below: only bounds below this number of bytes.
     """
     size, bounds = _node_size(costs), merged(costs, groups)
     counts = [count for count in range(1, costs.microbatches + 1) if costs.microbatches % count == 0]
@@ -366,8 +366,8 @@ class _Stage(NamedTuple):
 
 
 class _Space:
-    """Placements with one number of blocks; None: those without replicas. By `SharedBytes`: those with a stage that
-    devices share.
+    """Placements with one number of blocks; blocks None: placements without replicas. With `SharedBytes` as bound:
+    placements with a stage that devices share.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class _Space:
         self._shared = bound if isinstance(bound, SharedBytes) else None
 
     def longer(self, partial: _Partial) -> Iterator[_Partial]:
-        """Yield the placements with one more stage before these."""
+        """Yield the placements with one more stage before those of `partial`."""
         shares, behind = self._shared is not None, partial.behind
         if self._shared is not None:  # routes are direct: the next stage may read nothing of these layers
             reader = self._shared.reader(self.bounds[partial.first] - 1)

@@ -26,7 +26,7 @@ Amount = TypeVar("Amount", float, Floats)
 class ReplicatedStage:
     """A stage: its layers in rising order, and the number of its replicas.
 
-    devices: of each layer, counted from 0 in the stage, where several devices share a stage without replicas; (): one.
+    devices: of each layer, counted from 0 in the stage, where devices share a stage without replicas; (): one device.
     """
 
     layers: tuple[int, ...]
@@ -35,7 +35,7 @@ class ReplicatedStage:
 
     @property
     def pieces(self) -> list[tuple[int, tuple[int, int]]]:
-        """Device and range (first, end) of each run of neighbouring layers that one device has, in order."""
+        """Device and range (first, end) of each run of neighbouring layers on one device, in order."""
         pieces: list[tuple[int, tuple[int, int]]] = []
         for layer, device in zip(self.layers, self.devices, strict=True):
             if pieces and pieces[-1][0] == device:
@@ -47,9 +47,9 @@ class ReplicatedStage:
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """Costs of a model of L layers, and the devices that it is planned for. seconds: [L] forward and backward of one
-    microbatch. static: [L] bytes of parameters, gradients and moments. saved: [L] bytes that each microbatch in flight
-    holds. parameters: [L] bytes that replicas exchange. These bytes are 0 where they are not needed. cuts: [L + 1]
+    """Costs of a model of L layers, and the number of devices. seconds: [L] forward and backward of one microbatch.
+    static: [L] bytes of parameters, gradients and moments. saved: [L] bytes that each microbatch in flight holds.
+    parameters: [L] bytes that replicas exchange. These bytes are 0 where they are not needed. cuts: [L + 1]
     bytes that cross the cut before each layer, in the forward direction; 0 at both ends. edges: (layer that writes,
     layer that reads, bytes), each pair once; the last layer stands for the loss. usable: bytes that each device may
     hold; None: no limit. blocks: accumulation blocks that the step must have; None: the plan chooses. isolated,
@@ -157,7 +157,7 @@ class GraphCosts:
 
 def rows_side_by_side(profile: Profile) -> tuple[tuple[int, int], ...]:
     """Return the ranges (first, end) of two or more neighbouring layers that read the same tensors and are read by the
-    same layers behind them, such as the parts of a layer that `splits` divides; () where tensors are not known.
+    same layers, such as the parts of a layer that `splits` divides; () where the profile has no tensors.
     """
     reads, readers = [set[int]() for _ in profile.layers], [set[int]() for _ in profile.layers]
     for number, tensor in enumerate(profile.tensors):

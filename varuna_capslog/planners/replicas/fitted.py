@@ -20,7 +20,7 @@ __all__ = ["FittedPeaks"]
 
 
 class FittedPeaks:
-    """Predicts the bytes of one device of a stage on several. Raises CapslogError for a profile without such runs."""
+    """Predicts the bytes of each device of a stage. Raises CapslogError for a profile without runs by degree."""
 
     def __init__(self, profile: Profile) -> None:
         if not profile.by_degree:
@@ -43,16 +43,16 @@ class FittedPeaks:
         return dict(degrees)
 
     def predicts(self, kind: str, degree: int) -> bool:
-        """True for a profiled degree, and where two profiled ones above 1 can be fitted."""
+        """True for a profiled degree, and where two profiled degrees above 1 can be fitted."""
         return self.is_profiled(kind, degree) or len(self._fitted(kind)) == 2
 
     def is_profiled(self, kind: str, degree: int) -> bool:
-        """True where the profile has runs on so many devices."""
+        """True where the profile has runs on `degree` devices."""
         return _way(kind, degree) in self._costs
 
     def of(self, first: int, end: int, kind: str, degree: int, samples: int) -> float:
-        """Return the bytes of layers first .. end-1 on each of `degree` devices, for calls of so many samples of all
-        devices together. Raises CapslogError for a kind without two profiled degrees above 1 to fit.
+        """Return the bytes of layers first .. end-1 on each of `degree` devices. samples: of one call, on all devices
+        together. Raises CapslogError for a degree that was not profiled, without two profiled degrees above 1 to fit.
         """
         if self.is_profiled(kind, degree):
             return self._at(first, end, *_way(kind, degree), samples)

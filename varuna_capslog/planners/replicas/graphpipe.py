@@ -2,25 +2,25 @@
 
 Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism", ASPLOS
 2025, Sec. 5 (Algorithm 2), 6 (Algorithm 3) and Table 3.2 of the thesis that prints it. For a limit t of the time per
-microbatch a dynamic program finds stages that keep it, and bisection finds the least t.
+microbatch a dynamic program finds stages within t, and bisection finds the least t.
 
     state: a part of the tree, and the stages behind it (i microbatches in flight, calls of a at a time)
-    value: the Pareto front of (devices, i, a) of its first stages
+    value: the Pareto front of (devices of the part, i and a of its first stages)
     transitions: the part as one stage; in series, the later parts and then the earlier ones; in parallel, the branches,
     of which neighbours may share one stage
 
-A stage takes the fewest replicas with which it keeps t and fits: with more, i and a of the stages before only grow.
+A stage takes the fewest replicas with which it is within t and fits: with more, i and a of the stages before only grow.
 
 Deviations from the printed text:
 
-- Algorithm 2 loses the result of a series split, kept only inside its loop over parallel splits; here both are kept.
+- Algorithm 2 keeps the result of a series split only inside its loop over parallel splits; here both are kept.
 - Its two halves of a parallel split "share the same source and sink nodes", which some stage must hold. Here fork and
   join are layers in series with the branches, and a stage may also hold a join together with the end of one branch (as
   the published plan of the case study does) or with the last few branches, or a fork with the beginning of one branch.
-- A stage of r replicas works on r microbatches at once, and r is the size of its calls in Table 3.2: the paper splits
-  each microbatch among the replicas of a stage, while here each replica takes whole ones.
+- A stage of r replicas processes r microbatches at once, and r is the size of its calls in Table 3.2: the paper splits
+  each microbatch among the replicas of a stage, while here each replica takes whole microbatches.
 - The time per microbatch leaves out transfers and the filling of the pipeline. So several stage graphs are returned,
-  those of larger limits t too, and `planning/placed/replicated` simulates them.
+  also for larger limits t, and `planning/placed/replicated` simulates them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def layers_of(tree: Tree) -> tuple[int, ...]:
 
 
 def downset_count(tree: Tree) -> int:
-    """Return the number of downsets: sets that hold, with a layer, all layers that need it, the empty set included."""
+    """Return the number of downsets (sets of layers that contain every reader of their layers), with the empty set."""
     if isinstance(tree, int | Together):
         return 2
     counts = [downset_count(part) for part in tree.parts]
@@ -183,8 +183,7 @@ LONGER = (1.0, 1.15, 1.5)
 """Limits of the time per microbatch, as multiples of the least, whose stage graphs are simulated."""
 
 _MOST_IN_SERIES = 32
-"""Most parts of a series. In longer ones neighbouring layers are merged to groups, as the paper merges small operators.
-"""
+"""Most parts of a series. In a longer series, neighbouring layers are merged, as the paper merges small operators."""
 
 _PRECISION = 0.01
 """Relative precision at which the bisection of the limit ends."""
@@ -198,7 +197,7 @@ _NOTHING: Sums = (0.0, 0.0, 0.0, 0.0)
 
 class _State(NamedTuple):
     """State of the stages behind a part; 0, 0 behind the last layer. in_flight: microbatches in flight in the first of
-    them. at_once: the largest call between it and the loss.
+    these stages. at_once: the largest call of all of them.
     """
 
     in_flight: int
@@ -493,7 +492,7 @@ def _sum(first: Sums, second: Sums) -> Sums:
 
 
 def _joined(first: _Found, second: _Found) -> _Found:
-    """Combine parallel stages. The stages before them wait for the slower gradient, so each limit is the larger one."""
+    """Combine parallel stages. The stages before them wait for the slower gradient, so the larger numbers hold."""
     return _Found(
         first.devices + second.devices,
         max(first.in_flight, second.in_flight),

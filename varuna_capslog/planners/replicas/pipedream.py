@@ -1,4 +1,4 @@
-"""PipeDream's planner: chooses cuts and replicas of every stage together, to minimise the time of the slowest stage.
+"""PipeDream's planner: chooses the cuts and the replicas of every stage, to minimise the time of the slowest stage.
 
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Sec. 3.1, for one level of
 devices. The layers are a line: branches follow one another.
@@ -7,12 +7,12 @@ devices. The layers are a line: branches follow one another.
     A(j, m)      = min(T(1 -> j, m), min over i, m' of max(A(i, m - m'), transfer over the cut behind i,
                                                            T(i + 1 -> j, m')))
 
-A stage on m' devices with n devices from it to the loss has ceil(n / m') microbatches in flight on each (NOAM, Sec.
-3.2), all kept. As published, all devices are used.
+A stage on m' devices, with n devices from the stage to the loss, has ceil(n / m') microbatches in flight on each device
+(NOAM, Sec. 3.2), all with their activations. As published, all devices are used.
 
 Deviations: PipeDream exchanges gradients after every minibatch that it pipelines. Here training is synchronous, as in
-GraphPipe's comparisons (PipeDream-Flush): the exchange is made once per step and divided over its microbatches. The
-busiest replica's share replaces 1/m where m does not divide the microbatches.
+GraphPipe's comparisons (PipeDream-Flush): there is one exchange per step, whose time is divided by its microbatches.
+The busiest replica's share replaces 1/m where m does not divide the microbatches.
 """
 
 from __future__ import annotations

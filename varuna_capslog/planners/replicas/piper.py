@@ -1,19 +1,19 @@
 """Piper's planner: convex stages of a graph and their data-parallel degrees, for the least time per microbatch.
 
-Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization", NeurIPS 2021, Sec. 4. A
-downset is a set of layers that holds, with a layer, all that read from it; a stage is the difference of two.
+Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization", NeurIPS 2021, Sec. 4.
+A downset is a set of layers that contains every reader of its layers; a stage is the difference of two downsets.
 
     dp[D][s] = min over D' inside D, degree d of max(dp[D'][s - d], TPS(D \\ D', d, s))
     TPS(S, d, s) = (seconds + transfers in and out) / d + exchange    if static + ceil(s / d) saved fits, else infinite
 
 s is the sum of the degrees from the stage to the loss, which determines the microbatches in flight. As published, d
-divides the microbatches, and devices may be left over. The published state also counts devices: without tensor
-parallelism these are s. Tensor parallelism and the layers that recompute, which Piper also chooses, are left out: no
-layer offers the first today, and `budget` does the second. The time of the gradient exchange is
+divides the microbatches, and devices may be left over. Piper also chooses tensor parallelism and recomputation; here it
+does not: `GraphCosts` has no seconds of tensor-parallel layers, and planner `budget` chooses recomputed layers. The
+published state also counts devices; without tensor parallelism their number is s. The gradient exchange takes
 `GraphCosts.exchange_seconds`, not the published 4 (d - 1) w / d of a parameter server.
 
-The number of downsets is the product of the branches' lengths, and the search time is its square. This limits
-Piper: GraphPipe's Table 3.1 has none of its plans for 7 branches.
+The number of downsets is the product of the branches' lengths, and the search time grows with its square:
+GraphPipe's Table 3.1 has no plan of Piper for 7 branches.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from varuna_capslog.planners.replicas.costs import Floats, GraphCosts, Replicate
 __all__ = ["downsets", "piper_stages"]
 
 MOST_DOWNSETS = 10_000
-"""Most downsets of a graph that is searched. (The published program stops at 40,000.)"""
+"""Most downsets of a graph. (The published program stops at 40,000.)"""
 
 
 def piper_stages(costs: GraphCosts, most: int = MOST_DOWNSETS) -> list[ReplicatedStage] | None:
-    """Return the stages, each behind those from which it reads; None where none fit. State: downset, devices.
-    Transition: its first stage and that stage's degree. O(downsets^2 x devices x degrees).
+    """Return the stages, each behind the stages that it reads from; None where none fit. State: downset, devices.
+    Transition: the downset's first stage and this stage's degree. O(downsets^2 x devices x degrees).
 
     Raises CapslogError for a graph of more than `most` downsets.
     """
@@ -42,7 +42,7 @@ def piper_stages(costs: GraphCosts, most: int = MOST_DOWNSETS) -> list[Replicate
 
 
 def downsets(num_layers: int, edges: tuple[tuple[int, int, int], ...], most: int) -> NDArray[np.bool_]:
-    """Return [n, L]: a row per downset, True for its layers, by rising size. Raises CapslogError for over `most`."""
+    """Return [n, L]: a row per downset, True for its layers, by rising size. Raises CapslogError above `most` rows."""
     readers: list[set[int]] = [set() for _ in range(num_layers)]
     for writer, reader, _ in edges:
         readers[writer].add(reader)
@@ -68,7 +68,7 @@ def downsets(num_layers: int, edges: tuple[tuple[int, int, int], ...], most: int
 
 
 class _Downsets:
-    """Dynamic program over the downsets; `best[D, s]`, and the stage that begins it."""
+    """Dynamic program over the downsets. best: dp[D, s]. chosen: [D, s], the D' and the degree of D's first stage."""
 
     def __init__(self, costs: GraphCosts, most: int) -> None:
         self.costs, self.sets = costs, downsets(costs.num_layers, costs.edges, most)
@@ -126,7 +126,7 @@ class _Downsets:
         return np.asarray(received + sent)
 
     def stages(self) -> list[ReplicatedStage] | None:
-        """Return the stages of the best plan on any number of the devices; of equal plans, the one with the fewest."""
+        """Return the stages of the best plan on any number of devices; ties are broken by fewer devices."""
         number, devices = len(self.sets) - 1, int(np.argmin(self.best[-1]))
         if not np.isfinite(self.best[number, devices]):
             return None
