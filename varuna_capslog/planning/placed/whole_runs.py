@@ -29,9 +29,9 @@ __all__ = ["GRAPH_SCHEDULES", "budget_plan", "faster_plan"]
 
 # -- Planner `budget` beyond one line of stages: branches side by side, and replicas of single stages.
 #
-# The stages are those of planner `graphpipe`, or in long lines of layers those of `pipedream`. Both planners assume that
-# all activations are kept. Under a capacity they are also called for layers that save fewer bytes, and stages that do
-# not fit get memory intervals (`replicated`).
+# The stages are those of planner `graphpipe`, or in long lines of layers those of `pipedream`. Both assume that all
+# activations are kept. Under a capacity they are also called for layers that save fewer bytes, and stages that do not
+# fit get memory intervals (`replicated`).
 
 
 GRAPH_SCHEDULES = (AUTO_SCHEDULE, "1f1b")
