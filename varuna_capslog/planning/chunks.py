@@ -1,9 +1,9 @@
 """Cuts of stages that go round the devices (schedule `interleaved`), for the shortest step that fits.
 
-Each rank runs its first stage for a group of microbatches, then its second stage, and so on. The stages of one turn are
-a round: all ranks wait for its longest stage, so that a step takes about the sum of the longest stages, and the other
-stages of a round with a long layer may as well be long. Dynamic programming over the chain finds the rounds with the
-smallest sum. Then single layers are moved, and the simulated step decides.
+Each rank runs its first stage for a group of microbatches, then its second stage, and so on. A round is one stage of
+every rank; all ranks wait for its longest stage, so that a step takes about the sum of the longest stages, and all
+stages may be long in a round that contains a long head. Dynamic programming finds the rounds with the smallest sum;
+then layers are moved as long as the simulated step gets shorter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 __all__ = ["chunk_bound", "fastest_chunks", "plan_of_rounds"]
 
 _ALL_LISTS = 1000
-"""Largest number of cut lists of which all are simulated."""
+"""Largest number of cut lists that are all simulated."""
 _ACTIONS = 300_000
 """Limit of the forwards in all simulated steps of a search, which takes less than 10 s."""
 
@@ -44,8 +44,8 @@ def chunk_bound(problem: Problem) -> float:
     """Return a lower bound in seconds of the step, for stages of whole layers that go round the devices.
 
     A device is idle until the stages before its first stage have run a forward, and after its last backward until they
-    have run theirs: at least as many layers as there are such stages. Between, it computes all microbatches: the device
-    of a layer computes that layer, and at least one layer of each of its other stages.
+    have run their backwards; each of these stages has at least one layer. In between it computes all microbatches: the
+    device of a layer computes that layer, and at least one layer of each of its other stages.
     """
     layers, speeds = _layer_seconds(problem, False), problem.speeds or (1.0,) * problem.width
     placement, microbatches, fastest = problem.placement, problem.share.microbatches, max(speeds)

@@ -263,8 +263,8 @@ class _Candidates:
         return all(fit)
 
     def weigh_intervals(self) -> None:
-        """Evaluate the plans of `BudgetSearch`. In a long chain, its first search leaves out long calls, and calls too
-        long for a plan that is faster than the best so far.
+        """Evaluate the plans of `BudgetSearch`. In a long chain, its first search leaves out long calls, and calls
+        with which no plan is faster than the best so far.
         """
         if self.is_over:
             return
@@ -404,7 +404,7 @@ class _Candidates:
         return min(self.bound, schedule_bound(self.profile, self.chain, schedule))
 
     def _alike(self, cuts: Sequence[int], kind: str | None) -> list[StageChoice]:
-        """Stages that are one interval of this kind each; None: without intervals."""
+        """Stages of these cuts, each with one interval of this kind; None: without intervals."""
         return [
             self.chain.choice(first, end, () if kind is None else (MemoryInterval(first, end, kind),))
             for first, end in pairwise((*cuts, self.chain.num_layers))

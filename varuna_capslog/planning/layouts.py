@@ -103,8 +103,7 @@ def parted(layout: Layout, names: ModelNames, pattern: str | None = None) -> lis
 
 
 def layout_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[int]:
-    """Return the first layer of each stage of a layout without faults; for a stage without layers, that of the next
-    stage.
+    """Return the first layer of each stage of a layout without faults; a stage without layers has that of the next.
 
     The embedding is in the first stage. The last stage has the head, and layers for multi-token prediction if the
     layout does not name them. With such layers the norm before them is with the last block, as in Megatron. Raises

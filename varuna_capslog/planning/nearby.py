@@ -1,9 +1,8 @@
 """Improves the plans of a search by their simulated step: other intervals on one stage, a cut moved by one layer.
 
-The search counts recomputation as a part of the backward, and the bytes of each stage by itself. In the simulation, a
-recomputation (R) may run while its rank waits, and the fold of a rank counts fewer bytes. So the plan is changed stage
-by stage as long as the simulated step gets shorter. For small chains all plans are simulated except those that a bound
-rules out.
+The search counts recomputation as a part of the backward, and the bytes of each stage by itself. When simulated, an
+R may run while its rank waits, and the fold of a rank counts fewer bytes. So the plan is changed stage by stage as long
+as the simulated step gets shorter. All plans of a small chain are simulated except those that a bound rules out.
 """
 
 from __future__ import annotations
@@ -44,14 +43,13 @@ __all__ = [
 
 
 _ALL_LISTS = 500
-"""Largest number of lists of intervals of which a range has all examined."""
+"""Largest number of lists of intervals that are all examined for a range."""
 _ALL_PLANS = 2000
-"""Largest number of plans of which a chain has all evaluated, except those that a bound rules out."""
+"""Largest number of plans of a chain that are all evaluated, except those that a bound rules out."""
 _LEAST_WEIGHED = 24
-"""With 8, larger budgets had up to 15 % slower plans than smaller budgets on the paper's models
-(`benchmarks/budget`)."""
+"""With 8, larger budgets had plans up to 15 % slower than smaller budgets on the paper's models (benchmarks/budget)."""
 _PARTS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
-"""Longer ranges have the cheapest intervals within these multiples of the device's bytes examined."""
+"""For longer ranges, the cheapest intervals within these multiples of the device's bytes are examined."""
 
 Weigh = Callable[[Sequence[StageChoice]], float]
 """Stages of a plan -> its simulated step in seconds; infinite where the plan does not fit."""
@@ -390,9 +388,9 @@ def limited(
 def looped(
     chain: Layerwise, costs: StageCosts, judge: Callable[[Sequence[StageChoice]], Plan]
 ) -> Iterator[tuple[StageChoice, ...]]:
-    """Yield stages that go round the devices. A rank that fits keeps everything; on others the stages recompute, first
-    those nearest to the input, until the rank fits or all recompute. costs: of stages that keep everything. judge:
-    returns the plan with the bytes of its ranks.
+    """Yield stages that go round the devices. A rank that fits keeps everything; on others the stages recompute, the
+    first stages first, until the rank fits or all recompute. costs: of stages that keep everything. judge: returns the
+    plan with the bytes of its ranks.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
     devices, count = chain.stages, STAGES_PER_RANK * chain.stages

@@ -1,4 +1,4 @@
-"""Simulates when the actions of one step of a plan run, by the profile's seconds. Counts no memory (`simulation`)."""
+"""Simulates when the actions of one step of a plan run, by the profile's seconds. `simulation` adds the memory."""
 
 from __future__ import annotations
 
@@ -199,9 +199,7 @@ def copy_seconds(
 
 
 def moment_seconds(profile: Profile, stages: Sequence[PlanStage], bandwidth: float | None) -> list[float]:
-    """Return the seconds to copy moments to the device and back for each stage's update. Arguments and errors are as in
-    `copy_seconds`.
-    """
+    """Return the seconds to copy moments to the device and back for each stage's update; else as `copy_seconds`."""
     if bandwidth is None or not any(stage.moments for stage in stages):
         return [0.0] * len(stages)
     sizes, away = moment_bytes(profile), [stage.moments_away for stage in stages]

@@ -35,7 +35,7 @@ class Problem:
     run: the whole step over all pipelines, with its number of microbatches; the schedule may be open (`AUTO_SCHEDULE`).
     blocks_open: a planner may choose the number of accumulation blocks; else `run.num_blocks`.
     pipelines: equal pipelines that share the step.
-    stages_per_rank: of one pipeline, one number for all devices, or one for each; None: `solve` chooses it.
+    stages_per_rank: stages of a pipeline on each device: one number, or one for each device; None: `solve` chooses.
     link: between two devices, and to their host tiers. tier: limits of the host tiers.
     cuts, plan: first layer of each stage, or the plan to judge, where no planner chooses.
     beside: for each layer, bytes beside training (snapshots) on its device; planner joint leaves room where it can.
@@ -84,7 +84,7 @@ class Problem:
         link: default: transfers and copies take no time.
         speeds: of each device relative to the fastest, above 0 and at most 1; None: all 1.
 
-        Raises CapslogError for less than one device, and where capacities or speeds are not one for each device.
+        Raises CapslogError for fewer than one device, and for a list of capacities or speeds of another length.
         """
         devices = fields.whole(devices, "devices", minimum=1)
         ranks, shape = _ranks(devices, capacity, speeds), with_microbatches(run, devices)

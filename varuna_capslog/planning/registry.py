@@ -37,7 +37,7 @@ class Planner:
         devices), or "pipelines" (of any length).
     elastic: may plan again after a membership change.
     quick_up_to: largest layers x devices at which its search takes about a second at most, so that `compare` and
-        `budget` call it even if it is not named; None: any size; 0: never.
+        `budget` call the planner even if the user does not name it; None: any size; 0: never.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Planner:
     quick_up_to: int | None = None
 
     def is_quick(self, problem: Problem) -> bool:
-        """Return True where the search of this problem is short enough to be made unnamed (`quick_up_to`)."""
+        """Return True where the search of this problem is short enough for an unnamed planner (`quick_up_to`)."""
         return self.quick_up_to is None or problem.profile.num_layers * problem.width <= self.quick_up_to
 
     def answer(self, problem: Problem) -> Plan:

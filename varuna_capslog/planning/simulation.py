@@ -366,8 +366,7 @@ class StageTreatment:
 class AgainstKeeping:
     """Step of a plan beside the step that keeps everything.
 
-    stage_seconds: seconds by which the actions of each stage take longer in a step; copies beside the computation do
-        not count.
+    stage_seconds: by which each stage's actions take longer in a step; copies beside the computation do not count.
     moved_bytes: bytes per step that each rank sends to its host tier and gets back; None where they cannot be folded.
     """
 

@@ -64,10 +64,10 @@ def solve(
 
     Planner `budget` also calls quick planners (`Planner.quick_up_to`), so that none of these has a faster plan that
     fits; planners whose plans its own search contains, only up to the sizes of `_CONTAINED`. Where another planner
-    finds no plan that fits, a note names `exact` or `budget` if it does.
+    finds no plan that fits, a note names `exact` or `budget` if that planner finds one.
 
     Args:
-        rehearsal: has the last word on whether ranks fit, where the profile is an estimate or the device a CPU.
+        rehearsal: its peaks finally decide if ranks fit, where the profile is an estimate or the device a CPU.
         protection: of a run whose members change.
         weighs_others: as above; False for callers that solve many problems to compare them.
         answers: planner -> plan that this function returned for this problem, so that `budget` does not search again.
@@ -237,8 +237,8 @@ def _fastest(
     problem: Problem, rehearsal: Rehearsal | None, begun: float, until: float | None, answers: Mapping[str, Plan]
 ) -> Plan:
     """Return the plan of planner `budget`, or a better plan of another planner. Others are called while the best plan
-    is slower than the step's work shared evenly, a lower bound, and only if the problem's size makes their search
-    quick. `until`: time after which no more are called.
+    is slower than a lower bound, the step's work shared evenly, and only if the problem's size makes their search
+    quick; after the time `until` none is called.
     """
     refused, best = None, None
     try:

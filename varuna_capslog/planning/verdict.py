@@ -73,7 +73,7 @@ class HostMemory:
         return not self.in_files and bool(profile.observations) and profile.observations[0].device == "cpu"
 
     def lacks(self, plan: Plan, sizes: Sequence[int]) -> Plan:
-        """Return the plan; where the host tier of a rank exceeds the limit, it does not fit. sizes: bytes by rank."""
+        """Return the plan, with `fits` False where a rank's tier exceeds the limit. sizes: bytes by rank."""
         worst = max(range(len(sizes)), key=lambda rank: sizes[rank])
         if self.capacity is None or sizes[worst] <= self.capacity:
             return plan
@@ -143,7 +143,7 @@ class MemoryVerdict:
         """Return the text on what is missing and how many devices are enough, for a plan that does not fit.
 
         why: reason why no number of devices is enough; default: each stage holds at least one layer.
-        way: planner for which devices are counted; default: `exact`, and where none is enough, all that only cut.
+        way: planner for which devices are counted; default: `exact`, or if none are enough, all planners of cuts.
         """
         if devices_that_fit is None:
             why, alike = f"since {why or 'each stage holds at least one layer'}", len(set(self.capacities)) == 1
@@ -165,8 +165,8 @@ def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroo
 
 
 def judge_plan(plan: Plan, profile: Profile, tier: HostMemory | None = None) -> MemoryVerdict | None:
-    """Compare the bytes that a plan states with its capacities: bytes of ranks, or in the short form of stages. None
-    where the plan has no bytes or no capacity. tier: its bytes are added where it lies in the device's own memory.
+    """Compare the bytes that a plan states with its capacities: bytes of ranks, or in the short form, of stages. None
+    where the plan has no bytes or no capacity. tier: its bytes count if the tier lies in the device's own memory.
     """
     headroom, used = Headroom.of(profile), {rank for stage in plan.stages for rank in stage.ranks}
     if plan.short or any(rank >= len(plan.ranks) or plan.ranks[rank].bytes is None for rank in used):
@@ -207,7 +207,7 @@ def predictable(profile: Profile, microbatch_size: int | None) -> list[str]:
 def rehearsed(
     plan: Plan, peaks: Sequence[int], beside: Sequence[int], headroom: Headroom, find: Callable[..., Plan]
 ) -> Plan:
-    """Judge a short-form plan by the peaks of a rehearsal of every rank's program, after it fits by its memory model:
+    """Judge a short-form plan that fits by its memory model again, by the peaks of a rehearsal of every rank's program:
     on a CPU the stages share memory with what a schedule keeps in flight, which sums over layers do not fully count.
 
     peaks: rehearsed, per stage. beside: bytes on each stage's device beside training, such as snapshots.
@@ -290,8 +290,8 @@ def judged(
     Args:
         rehearse: returns the peak of every rank, by running its program on fake tensors. With a capacity, its peaks
             replace those of the fold in two cases: the profile is an estimate or of the CPU, and the plan fits, but not
-            certainly (`is_certain`); or the profile lacks the bytes of each action. Its error is raised with an
-            estimate, else it becomes a note.
+            certainly (`is_certain`); or the profile lacks the bytes of each action. Its error is raised if the
+            fold of an estimate has succeeded, else it becomes a note.
         tier: limit of the host tiers; None: no limit, in memory.
         run: as for `fold_plan`.
     """

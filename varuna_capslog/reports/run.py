@@ -381,7 +381,7 @@ class RunRecord:
         return statistics.median(rates) if rates else None
 
     def reason(self, name: str) -> str:
-        """Return the reason why a file named `name`... cannot be used, as a clause without full stop."""
+        """Return the reason why a file, given by the begin of its name, cannot be used: a clause without full stop."""
         for file, problem in self.problems.items():
             if file.startswith(name):
                 return problem.rstrip(".")

@@ -165,8 +165,7 @@ def device_map(plan: Plan, names: ModelNames) -> str:
     """Return the device map as JSON: module name -> number of the rank, one line each, in order of use.
 
     Of several equal pipelines, the map describes the first. A module is named as a whole where all of it is on one
-    device; a list of modules is named item by item. Tensors that no layer uses are not in the map; accelerate reports
-    them.
+    device; a list of modules is named item by item. Tensors that no layer uses are left out; accelerate reports them.
 
     names: of a captured model. Raises CapslogError for a plan or a model that a device map cannot express.
     """

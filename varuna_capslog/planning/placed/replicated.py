@@ -332,9 +332,7 @@ class StagesPlayed:
         return longest
 
     def weigh(self, stages: Sequence[ReplicatedStage]) -> None:
-        """Simulate the stages with several numbers of blocks, and keep the best plan. Without a limit on memory, only
-        the largest and the smallest number are tried.
-        """
+        """Simulate the stages with several numbers of blocks (two, if memory has no limit), and keep the best plan."""
         best = self.best
         if best is not None and not best.lack and not self.by_peak and self.bound(stages) >= best.step * (1 - SAME):
             return
