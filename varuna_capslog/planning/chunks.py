@@ -98,10 +98,10 @@ def plan_of_rounds(problem: Problem, cuts: Sequence[int]) -> Plan:
 
 
 def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Return the first layers of all stages of a pipeline with the shortest step that fits. A small chain has all its
-    cut lists tried. Else layers are moved between stages, beginning with the better of `cuts` and the rounds with the
+    """Return the first layers of all stages of a pipeline with the shortest step that fits. All cut lists of a small
+    chain are tried. Else layers are moved between stages, beginning with the better of `cuts` and the rounds with the
     smallest sum. Under a capacity the search begins with each of these, and with equally many layers in each stage,
-    since the fastest of them that fits may be far from the best.
+    since the fastest start that fits may be far from the best cuts.
 
     Where nothing fits, return the cuts that lack least. Raises CapslogError where the profile lacks seconds.
     """

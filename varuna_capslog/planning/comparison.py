@@ -92,7 +92,7 @@ def compare(
 def _row(problem: Problem, name: str, others: Mapping[str, Row]) -> Row:
     profile, answers = problem.profile, {name: row.plan for name, row in others.items() if row.plan is not None}
     try:
-        # the other rows name planners whose plans fit
+        # no note needs to name another planner, since the other rows show whose plans fit
         plan = solve(problem, name, weighs_others=name == BUDGET, answers=answers)
     except CapslogError as error:
         return Row(name, reason=str(error))

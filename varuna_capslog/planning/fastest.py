@@ -449,7 +449,7 @@ def all_away(plan: Plan) -> Plan:
 
 
 def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeBytes) -> Plan:
-    """Move moments back to the devices as far as there is room, in a plan that fits with all of them in the host tiers;
+    """Move moments back to the devices as far as there is room, in a plan that fits with all moments there;
     the largest layers first, so that few copies remain. ranges: of the profile, with all moments on the device.
     """
     headroom, stages = Headroom.of(profile), list(plan.stages)

@@ -109,7 +109,7 @@ def _weigh_all(chain: Layerwise, ways: Ways, step: float, weigh: Weigh) -> None:
 
 
 def _neighbours(stages: Sequence[StageChoice], ways: Ways) -> Iterator[tuple[StageChoice, ...]]:
-    """Yield plans that differ in the intervals of one stage or in one cut, those of the slowest stages first."""
+    """Yield plans that differ in the intervals of one stage or in one cut, the slowest stages first."""
     order = sorted(range(len(stages)), key=lambda stage: -stages[stage].seconds)
     for stage in order:
         current = stages[stage]

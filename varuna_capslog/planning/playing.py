@@ -405,7 +405,7 @@ def _conditions(profile: Profile, plan: Plan) -> list[str]:
 
 def _parts(profile: Profile, plan: Plan, microbatches: int | None, own_lists: bool, notes: list[str]) -> list[PlanPart]:
     """Return the independent parts of a plan, such as its pipelines. microbatches: of each pipeline, overriding the
-    plan's. own_lists: all is one part, since the plan's action lists count over all stages and ranks.
+    plan's. own_lists: the plan is one part, since its action lists count over all stages and ranks.
     """
     graph = _graph(profile, plan, microbatches, notes)
     if own_lists:

@@ -408,7 +408,7 @@ def _treatment(stage: PlanStage) -> StageTreatment:
 
 
 def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> AgainstKeeping | None:
-    """Compare the plan's step with that of the same stages when they keep everything; None for a plan with its own
+    """Compare the plan's step with a step in which its stages keep everything; None for a plan with its own
     action lists, and where the profile lacks data for a step. run: of the whole plan, for what it leaves open.
     """
     if plan.actions is not None:

@@ -169,7 +169,7 @@ def _peak_bars(axes: Axes, rows: Sequence[Row], usable: Sequence[int] | None) ->
 
 
 def _search_bars(axes: Axes, groups: Sequence[Sequence[Row]]) -> None:
-    """Draw search times on a logarithmic axis: a bar for a group's longest search, with the shortest in its text."""
+    """Draw search times on a logarithmic axis: a bar for a group's longest search, with its range as text."""
     times = [[row.search_seconds for row in group if row.search_seconds is not None] for group in groups]
     longest = [max(searched, default=None) for searched in times]
     texts = []

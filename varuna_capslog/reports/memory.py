@@ -297,7 +297,7 @@ def _capacity_text(capacity: list[int]) -> str:
 
 
 def _predicted_input(run: RunRecord) -> Shapes | None:
-    """Return the shapes for which the plan's predictions hold, those of its profile; None where it has none."""
+    """Return the shapes for which the plan's predictions hold, from the profile; None where it has none."""
     return None if run.profile is None else shapes_of(dict(run.profile.conditions).get("input"))
 
 

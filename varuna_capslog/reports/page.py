@@ -40,7 +40,7 @@ __all__ = ["write_comparison", "write_report"]
 _PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4, "bf16-weights": 2}
 """Bytes of one parameter by the profile's dtype; bfloat16 and float16 mean autocast, with parameters of float32."""
 _MOST_NAMES = 40
-"""Names of layers per stage that the table lists in full; of more it lists the first and the last."""
+"""Most names of layers per stage that the table lists in full; of more names it lists the first and the last."""
 _MOST_CHARACTERS = 80
 """Limit for a condition of the profile; of a longer list, such as the histogram of input sizes, the length is shown."""
 _MUCH_WAITING = 0.1

@@ -114,7 +114,7 @@ def _loss_curves(steps: Sequence[StepLine]) -> list[Curve]:
 
 
 def _more_curves(run: RunRecord) -> list[tuple[str, list[Curve]]]:
-    """Return the plots beside that of the loss: (name of the y axis, curves)."""
+    """Return the plots besides the loss: (name of the y axis, curves)."""
     steps = run.steps
     main, others = main_parts(steps)
     losses = [name for name in main if name.startswith("loss")] or main
@@ -179,7 +179,7 @@ def evaluation_parts(run: RunRecord) -> list[Markup]:
 
 
 def score_text(value: float | None) -> str:
-    """Return a score with three digits behind the point."""
+    """Return a score with three digits after the point."""
     return UNKNOWN if value is None else f"{value:.3f}"
 
 

@@ -94,7 +94,7 @@ class Sample:
 class Confusion:
     """Pairs of (true class, detected class) among detections of at least `score` that overlap by at least `overlap`.
 
-    counts: a row per true class and one for nothing, a column per detected class and one for missed objects.
+    counts: a row per true class and a last row for nothing, a column per detected class and a last for missed objects.
     """
 
     classes: Annotated[tuple[str, ...], Field(max_length=MOST_CONFUSED)]

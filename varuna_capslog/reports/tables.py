@@ -320,7 +320,7 @@ def _median(rows: Sequence[Sequence[float | None]]) -> float:
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:
-    """Describe the largest microbatch, for which the bytes hold, and the median of those in training."""
+    """Describe the largest microbatch, for which the bytes hold, and the median microbatch of training."""
 
     def text(shapes: Mapping[str, list[int]]) -> str:
         name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))

@@ -37,7 +37,7 @@ __all__ = [
 
 
 def block_counts(names: ModelNames, line: StageLine, system: str, pattern: str | None = None) -> list[int]:
-    """Return stage -> number of its repeated blocks, with the embedding in the first stage and the head in the last.
+    """Return stage -> number of its repeated blocks. The first stage must hold the embedding, the last one the head.
 
     pattern: the blocks' names, with one `*` for their number, such as `transformer.h.*`; it may leave out the
         beginning. None: found among the names.
@@ -355,8 +355,8 @@ def diffusion_pipe(plan: Plan, names: ModelNames, pattern: str | None = None) ->
     """Return diffusion-pipe's settings of the stages, as TOML.
 
     It counts the entries of its own list: the model's part before the blocks, each block, and the part after
-    them. Raises CapslogError for a plan that it cannot express, and for a model with blocks of several kinds, between
-    which most of its lists have one more entry. names, pattern: as for `block_counts`.
+    them. Raises CapslogError for a plan that it cannot express, and for a model with blocks of several kinds, since
+    most of its lists have one more entry between these. names, pattern: as for `block_counts`.
     """
     system = "diffusion-pipe"
     counts = _filled_counts(plan, names, pattern, system)

@@ -1,6 +1,6 @@
 """A plan as other systems see it: one pipeline of consecutive stages, and equal copies of it.
 
-All exporters except that of torch's schedules start here. Fields that no other system has are refused by name.
+All exporters except `torch_csv` start here. Errors name the fields of a plan that other systems do not have.
 """
 
 from __future__ import annotations

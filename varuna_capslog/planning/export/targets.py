@@ -43,7 +43,7 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
     run, edges: as in `Request`; routes "direct" need the edges.
 
     Raises CapslogError where the microbatches are not known, and for what torch's schedules do not have: several paths
-    through the stages, stages that send to others than the next one, recomputation and offloading as actions.
+    through the stages, stages that send past the next stage, recomputation and offloading as actions.
     """
     if len(plan.paths()) > 1:
         raise CapslogError(

@@ -77,7 +77,7 @@ def equal_pipelines_plan(problem: Problem) -> Plan:
     """Return the plan of planner `budget` for the problem's equal pipelines, not judged yet.
 
     A stage has the capacity of its smallest device and the speed of its slowest. The pipelines share the optimizer's
-    moments of every layer where the problem requires it; also where nothing fits otherwise, if the members do not
+    moments of every layer where the problem requires it; else only if no plan fits otherwise, and the members do not
     change.
 
     Raises CapslogError as `layerwise_plan`, and for accumulation blocks that cannot be shared evenly.
@@ -141,7 +141,7 @@ class _EqualPipelines:
         return dataclasses.replace(plan, search_seconds=time.perf_counter() - begun)
 
     def _with_step(self, plan: Plan, single_plan: Plan, shares: bool) -> Plan:
-        """Return the plan with its own step, and the bound of one pipeline, which holds for all."""
+        """Return the plan with its own step, and with the bound of a single pipeline, which all pipelines share."""
         plan = with_step_seconds(self._problem.profile, plan, self._run, self._problem.link)
         if shares and not self._problem.shares_moments:
             note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"

@@ -161,7 +161,7 @@ class _Periodic:
 
     def weigh_smallest(self, costs: ChainCosts) -> None:
         """Simulate plans that run one microbatch after the other, which hold the fewest bytes. The limit of the chain's
-        sums is bisected until a plan fits, or to `_FINE`; then all allocations of a short chain are simulated.
+        sums is bisected, to `_FINE`, until a plan fits. If none does, all allocations of a short chain are simulated.
         """
         low, high, tried = 0.0, _MORE * (costs.usable or 0.0), set[object]()
         long = costs.of("seconds", 0, costs.num_layers) + sum(map(costs.delay, range(1, costs.num_layers)))

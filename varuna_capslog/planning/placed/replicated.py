@@ -1,8 +1,8 @@
 """Plans of planners that choose replicas of stages, and perhaps branches: `pipedream`, `piper`, `graphpipe`, `capture`.
 
 Each of r replicas takes every r-th accumulation block, so that replicas run at the same time. Plans of a graph with
-branches have direct routes; those of `pipedream` relay all tensors from stage to stage. All results of a planner are
-simulated; of those that fit, the result with the shortest step is the plan.
+branches have direct routes; those of `pipedream` relay all tensors from stage to stage. Several results of a planner
+are simulated; of those that fit, the result with the shortest step is the plan.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class PlacedIntervals:
     def treated(self, plan: Plan, verdict: Plan, judge: Judge, redone: Callable[[Plan], Plan]) -> Plan | None:
         """Return the plan with intervals with which it fits; None where the search finds none.
 
-        plan: its stages keep everything. verdict: the same, judged.
+        plan: its stages keep everything. verdict: the plan, judged.
         redone: returns the plan with the lists of actions that stages with such intervals need.
         """
         first, calls = plan, self._calls(plan)
@@ -393,7 +393,7 @@ class StagesPlayed:
         return (routes, "relay") if routes == "direct" and line and self.frame.planner != "piper" else (routes,)
 
     def _weighed(self, plan: Plan) -> PlayedPlan | None:
-        """Simulate the plan, and count the bytes that it lacks; None where its step is no shorter than the best."""
+        """Simulate the plan, and count the bytes that it lacks; None where the best plan fits and is as fast."""
         first, played = plan, self._played(plan)
         best, lack, peak = self.best, 0, 0
         if best is not None and not best.lack and not self.by_peak and not played.beats(best):
@@ -518,9 +518,9 @@ def with_lists(plan: Plan) -> Plan:
 
 def _one_by_one(numbers: Sequence[int], stage: PlanStage, units: Units) -> tuple[str, ...]:
     """Return the action list of a rank under 1F1B: as many forwards as may be in flight, then a backward and a forward
-    in turn, with recomputation directly before its backward. The lists of schedules do not do, since they assume that
-    all calls take equally long: calls of a stage with more replicas take longer. numbers: of the rank's stages, of
-    which `stage` is the first; a call passes all of them, and its backward in reverse.
+    in turn, with recomputation directly before its backward. Lists of a schedule assume that all calls take equally
+    long, but calls of a stage with more replicas take longer. numbers: of the rank's stages, of which `stage` is the
+    first; a call passes all of them, and its backward in reverse.
     """
     blocks = units.blocks if stage.blocks is None else len(stage.blocks)
     calls = (blocks or 1) * units.of_block // stage.grain
