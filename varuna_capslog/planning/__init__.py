@@ -1,1 +1,1 @@
-"""Simulates, compares and judges plans before a run. Built on the planners; imports no torch."""
+"""Simulates, compares and judges plans before a run. Calls the planners; imports no torch."""

@@ -1,8 +1,9 @@
 """Cuts of stages that go round the devices (schedule `interleaved`), for the shortest step that fits.
 
-The ranks take the first stage of each for a group of microbatches, then the second, and so on: a round. In a round all
-wait for its longest stage, so that a step takes about the sum of these; a round with a long head may have long stages
-only. A program over the chain finds the rounds with the smallest sum; then layers are moved, and the play decides.
+Each rank runs its first stage for a group of microbatches, then its second stage, and so on. A round is one stage of
+every rank; all ranks wait for its longest stage, so that a step takes about the sum of the longest stages, and all
+stages may be long in a round that contains a long head. Dynamic programming finds the rounds with the smallest sum;
+then layers are moved as long as the simulated step gets shorter.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 __all__ = ["chunk_bound", "fastest_chunks", "plan_of_rounds"]
 
 _ALL_LISTS = 1000
-"""Up to this number of cut lists, all are played."""
+"""Largest number of cut lists that are all simulated."""
 _ACTIONS = 300_000
-"""Forwards in all plays of a search, which takes less than 10 s."""
+"""Limit of the forwards in all simulated steps of a search, which takes less than 10 s."""
 
 _OF_HALVES = ("zb-h1", AUTO_SCHEDULE)
-"""Schedules in which a device may make a part of its backwards behind those of the devices before it."""
+"""Schedules in which a device may run a part of its backwards after those of earlier devices."""
 
 _BISECTIONS = 30
-"""Of the longest stage of a round."""
+"""Number of bisections of the longest stage of a round."""
 
 _Value = tuple[int, float, int]
-"""Bytes that the ranks lack, seconds of the step, largest peak: the smallest is best."""
+"""Bytes that the ranks lack, seconds of the step, largest peak in bytes: the smallest tuple is best."""
 
 
 def chunk_bound(problem: Problem) -> float:
-    """Return seconds that no step undercuts whose stages of whole layers go round the devices as the problem says.
+    """Return a lower bound in seconds of the step, for stages of whole layers that go round the devices.
 
-    A device is idle until the stages before its first one have made a forward, and behind its last backward until they
-    have made theirs: at least as many layers as there are such stages. Between, it works for all microbatches, the
-    device of each layer also for a layer of each of its other stages.
+    A device is idle until the stages before its first stage have run a forward, and after its last backward until they
+    have run their backwards; each of these stages has at least one layer. In between it computes all microbatches: the
+    device of a layer computes that layer, and at least one layer of each of its other stages.
     """
     layers, speeds = _layer_seconds(problem, False), problem.speeds or (1.0,) * problem.width
     placement, microbatches, fastest = problem.placement, problem.share.microbatches, max(speeds)
@@ -72,15 +73,15 @@ def _smallest(seconds: Sequence[float | None], count: int) -> float:
 
 
 def _ranks_of(layer: int, num_layers: int, placement: Sequence[int]) -> set[int]:
-    """Devices that may hold a layer, where every stage holds one or more."""
+    """Devices that may hold a layer, if every stage holds at least one."""
     stages = len(placement)
     return set(placement[max(0, stages - (num_layers - layer)) : min(layer, stages - 1) + 1])
 
 
 def plan_of_rounds(problem: Problem, cuts: Sequence[int]) -> Plan:
-    """Return the plan, neither judged nor played, whose stages go round the devices of every pipeline.
+    """Return the plan, neither judged nor simulated, whose stages go round the devices of every pipeline.
 
-    cuts: first layers of all stages of a pipeline; where two are equal, a device is passed over.
+    cuts: first layers of all stages of a pipeline; where two are equal, a device is left out.
     """
     profile, run = problem.profile, problem.run
     bounds = zip(cuts, (*cuts[1:], profile.num_layers), problem.placement, strict=True)
@@ -97,12 +98,12 @@ def plan_of_rounds(problem: Problem, cuts: Sequence[int]) -> Plan:
 
 
 def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
-    """Return the first layers of all stages of a pipeline for the shortest step that fits, as far as the search goes:
-    of all cut lists of a small chain, else by moving layers between ranks, from `cuts` or the rounds with the smallest
-    sum on. Under a limit of memory it begins with each of these, and with equally many layers in each stage, since the
-    shortest of them that fits may be far from the best.
+    """Return the first layers of all stages of a pipeline with the shortest step that fits. All cut lists of a small
+    chain are tried. Else layers are moved between stages, beginning with the better of `cuts` and the rounds with the
+    smallest sum. Under a capacity the search begins with each of these, and with equally many layers in each stage,
+    since the fastest start that fits may be far from the best cuts.
 
-    Where nothing fits, the cuts lack least. Raises CapslogError where the profile lacks seconds.
+    Where nothing fits, return the cuts that lack least. Raises CapslogError where the profile lacks seconds.
     """
     size, stages, plays = problem.profile.num_layers, len(problem.placement), _Plays(problem)
     if math.comb(size - 1, stages - 1) <= _ALL_LISTS:
@@ -120,14 +121,14 @@ def fastest_chunks(problem: Problem, cuts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _descended(cuts: tuple[int, ...], rounds: _Rounds, plays: _Plays, most: int) -> tuple[int, ...]:
-    """Return the last of cuts of which each is the first near the one before that is better."""
+    """Move to the first better cuts nearby (`_shorter`) until there are none, and return the last cuts."""
     while plays.count < most and (shorter := _shorter(cuts, rounds, plays, most)) is not None:
         cuts = shorter
     return cuts
 
 
 def _shorter(best: tuple[int, ...], rounds: _Rounds, plays: _Plays, most: int) -> tuple[int, ...] | None:
-    """Return the first cuts near the best ones that are better; None: none of those that may be played."""
+    """Return the first cuts near the best that are better; None: none within the limit `most` of simulated steps."""
     lack, step, peak = plays.value(best)
     for near in sorted(rounds.moves(best), key=rounds.seconds):
         if plays.count >= most:
@@ -148,7 +149,7 @@ def _layer_seconds(problem: Problem, again: bool) -> list[float]:
 
 
 class _Rounds:
-    """The seconds of a step by the longest stage of each round, and the ways to move a layer to another stage."""
+    """Estimates the seconds of a step by the longest stage of each round, and moves layers to other stages."""
 
     def __init__(self, problem: Problem) -> None:
         self._placement, self._size = problem.placement, problem.profile.num_layers
@@ -180,7 +181,7 @@ class _Rounds:
         return best[size][1]
 
     def _longest(self, number: int, start: int, end: int) -> tuple[float, tuple[int, ...]]:
-        """The smallest longest stage of a round of these layers, and its cuts."""
+        """Seconds of the longest stage of a round of these layers, minimized, and the cuts of the round."""
         sums, high = self._sums, self._sums[end] - self._sums[start]
         speeds = [self._speeds[self._placement[stage]] for stage in self._rounds[number]]
         low, cuts = 0.0, tuple(range(start, start + len(speeds)))
@@ -192,8 +193,8 @@ class _Rounds:
         return max((sums[stop] - sums[first]) / speed for first, stop, speed in bounds), cuts
 
     def _filled(self, start: int, end: int, most: float, speeds: Sequence[float]) -> tuple[int, ...] | None:
-        """Cuts of a round whose stages take up to `most` seconds, the first ones as many layers as they can; None:
-        they do not hold all. speeds: of the stages' devices.
+        """Cuts of a round whose stages take up to `most` seconds, earlier stages with as many layers as they can hold;
+        None: the stages do not hold all layers. speeds: of the stages' devices.
         """
         cuts, place = [], start
         for number, speed in enumerate(speeds):
@@ -205,7 +206,7 @@ class _Rounds:
         return tuple(cuts) if place == end else None
 
     def seconds(self, cuts: Sequence[int]) -> tuple[float, float]:
-        """Sum of the longest stages of the rounds, but at least the slowest rank; then the sum of squares."""
+        """Seconds: sum of the rounds' longest stages, but at least the slowest rank; for ties, the sum of squares."""
         stages = [
             (self._sums[end] - self._sums[first]) / self._speeds[self._placement[stage]]
             for stage, (first, end) in enumerate(itertools.pairwise((*cuts, self._size)))
@@ -217,7 +218,7 @@ class _Rounds:
         return max(longest, *busy.values()), sum(row * row for row in stages)
 
     def moves(self, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Cuts that give a layer of one stage to another stage: the cuts between move by one."""
+        """Cuts with one layer fewer in one stage and one more in another: the cuts between them move by one."""
         for giver, taker in itertools.permutations(range(self._stages), 2):
             end = self._size if giver + 1 == self._stages else cuts[giver + 1]
             if end - cuts[giver] == 1:
@@ -229,7 +230,7 @@ class _Rounds:
 
 
 class _Plays:
-    """Values of cut lists of one pipeline, each judged and played once; `count` of them so far."""
+    """Values of cut lists of one pipeline, each judged and simulated once; `count`: lists so far."""
 
     def __init__(self, problem: Problem) -> None:
         run = problem.share.settled()

@@ -24,13 +24,13 @@ __all__ = ["BudgetPoint", "Row", "budget_front", "compare"]
 
 @dataclass(frozen=True)
 class Row:
-    """Answer of a planner; a planner without a plan has a row, too, with the reason.
+    """Result of a planner; a planner without a plan also has a row, with the reason.
 
-    peak_bytes, margin_bytes: of the largest stage or rank; smallest margin on a device, below 0: does not fit.
+    peak_bytes: of the largest stage or rank. margin_bytes: the smallest margin of a device; below 0: it does not fit.
     step_seconds, bubble_fraction: simulated. search_seconds: measured here.
-    bound_seconds: the work of the step without recomputation, divided evenly among the devices, the same for all rows:
-        no plan is faster. proven: the plan is that fast.
-    reason: why a value is None; for `madpipe` also what it promises as printed.
+    bound_seconds: the work of the step without recomputation, divided evenly among the devices: a lower bound for all
+        rows. proven: the plan reaches it.
+    reason: why a value is None; for `madpipe` also the period that its paper promises.
     asked: False for a planner that was left out because its search takes long.
     """
 
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every device holds the plan; None without a plan or a capacity, or where it is not known."""
+        """True where the plan fits every device; None without a plan or a capacity, or where it is not known."""
         limited = self.plan is not None and any(rank.capacity_bytes is not None for rank in self.plan.ranks)
         return self.plan.fits if self.plan is not None and limited else None
 
@@ -66,11 +66,11 @@ def compare(
     names: Sequence[str] | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> list[Row]:
-    """Ask the planners of `names`, or every planner; rows are in that order. Without `names`, planners whose search of
-    this problem is not quick (`Planner.quick_up_to`) are not asked.
+    """Return a row for each planner of `names`, or for all planners, in that order. Without `names`, planners whose
+    search of this problem is not quick (`Planner.quick_up_to`) are not called.
 
-    progress: called with (planners done, all planners, name) before each planner. `budget` is the last: it also weighs
-        the other answers.
+    progress: called with (planners done, all planners, name) before each planner. `budget` is called last, since it
+        compares its plan with those of the others.
 
     Raises CapslogError for unknown names, and for more devices than layers.
     """
@@ -92,7 +92,7 @@ def compare(
 def _row(problem: Problem, name: str, others: Mapping[str, Row]) -> Row:
     profile, answers = problem.profile, {name: row.plan for name, row in others.items() if row.plan is not None}
     try:
-        # the other rows name planners whose plans fit
+        # no note needs to name another planner, since the other rows show whose plans fit
         plan = solve(problem, name, weighs_others=name == BUDGET, answers=answers)
     except CapslogError as error:
         return Row(name, reason=str(error))
@@ -116,15 +116,15 @@ def _row(problem: Problem, name: str, others: Mapping[str, Row]) -> Row:
     return Row(name, plan, plan.peak_bytes, margin, step, bubble, seconds, bound, proven, "; ".join(reasons) or None)
 
 
-# -- The front of budget against step time, for planners that choose cuts and memory intervals together.
+# -- The Pareto front of budget against step time, for planners that choose cuts and memory intervals together.
 #
-# A point's budget is the smallest capacity of every device within which its plan fits; the plan serves all budgets up
-# to the next point. Unlike in the front of cuts alone (`planners.throughput.pareto_front`), a few more bytes may give
-# another plan, so only a fixed number of capacities is asked for, in equal ratios from all kept to all treated.
+# A point's budget is the smallest capacity of every device at which its plan fits; the plan holds for all budgets up to
+# the next point. Unlike in the front of cuts alone (`planners.throughput.pareto_front`), a few more bytes may give
+# another plan, so only a fixed number of capacities is tried, in equal ratios from the largest to the least budget.
 
 
 POINTS = 16
-"""Largest number of capacities to ask for."""
+"""Default number of capacities to try."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ class BudgetPoint:
 def budget_front(
     find: Callable[[int | None], Plan], needed: Callable[[Plan], int], capacity: int | None = None, points: int = POINTS
 ) -> list[BudgetPoint]:
-    """Return the points by rising budget and falling step time, both strict; empty if nothing fits.
+    """Return the points by strictly rising budget and strictly falling step time; empty if nothing fits.
 
     Args:
         find: capacity of every device in bytes (None: no limit) -> the plan, with bytes, `fits` and `step_seconds`;
             where none fits, the plan that lacks least.
         needed: plan -> bytes that its largest rank needs of a device, headroom included.
         capacity: the largest budget; None: as much as the plan without a limit needs.
-        points: number of capacities to ask for, 2 or more.
+        points: number of capacities to try, 2 or more.
     """
     first = find(capacity)
     if first.fits is False:

@@ -1,5 +1,5 @@
-"""Plans of one stage per device, or of several per device in turn: cuts, bytes of each stage, and whether they fit. The
-bytes have a closed form and torch is not imported, so that such a plan takes milliseconds.
+"""Plans of one stage per device, or of several that go round the devices: cuts, bytes of each stage, and whether they
+fit. The bytes have a closed form and torch is not imported, so that such a plan takes milliseconds.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = ["cut_plan", "going_round", "in_flight_of_period", "with_limits"]
 
 # -- The limits of schedule `1f1b-star`: the fewest microbatches in flight that keep a period.
 #
-# In the steady state every stage runs one forward and one backward in each period T, at the same places of every
-# period. Let D be the seconds from the begin of a microbatch's forward to the begin of its backward on a stage.
+# In the steady state every stage runs one forward and one backward in each period T, at the same times of every
+# period. Let D be the seconds from the start of a microbatch's forward to the start of its backward on a stage.
 # Forward (f) and backward (b) do not overlap on the stage, so that D lies between f + (g - 1) T and g T - b for a
-# whole number g, and g microbatches are in flight. D cannot be less than what the stages behind and the links take:
+# whole number g, and g microbatches are in flight. D includes the seconds of the later stages and of the messages (c):
 #
 # D(last) = f(last); D(s) >= D(s + 1) + f(s) + c(s + 1) + b(s + 1) + c(s + 1)
 #
-# From the last stage to the first, the smallest D in one of these ranges gives the smallest g of every stage at once.
-# Whether stages are slower than links or not, T is at least the slowest of them.
+# From the last stage to the first, the smallest D within these ranges gives the smallest g of every stage.
+# T is at least the seconds of the slowest stage, and of the slowest message.
 #
 # MadPipe (Sec. 4.1) gives the same limits where a group of stages ends exactly with a period. Otherwise its groups
-# leave the rest of the period unused and ask for more: in 76 of 400 drawn pipelines
+# leave the rest of the period unused and need more in flight: in 76 of 400 random pipelines
 # (`benchmarks/schedules/limits.py`).
 
 
@@ -58,8 +58,8 @@ def in_flight_of_period(
 
     forward, backward: seconds of every stage; the backward includes recomputation.
     transfer: seconds of a message over the cut before each stage, in either direction; entry 0 is not used.
-    period: seconds of one microbatch in the steady state; default and least: those of the slowest stage or link. A
-        longer period needs fewer microbatches. Raises CapslogError for a shorter one.
+    period: seconds of one microbatch in the steady state; default and minimum: those of the slowest stage or link. A
+        longer period needs fewer microbatches. Raises CapslogError for a shorter period.
     """
     busy = [f + b for f, b in zip(forward, backward, strict=True)]
     shortest = max([*busy, *transfer[1:]])
@@ -81,8 +81,8 @@ def in_flight_of_period(
 
 
 def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
-    """Return the plan with the limit of every stage for schedule `1f1b-star`, computed for each path of microbatches
-    alone. With direct routes all lines of stages that wait for each other have the period of the slowest stage or link.
+    """Return the plan with the limit of every stage for schedule `1f1b-star`, computed for each path of microbatches by
+    itself. With direct routes, all lines of stages that wait for each other have one period: the slowest stage or link.
 
     run: for stages whose memory the plan leaves open. link: between two ranks; default: transfers take no time.
 
@@ -125,7 +125,7 @@ def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None =
 
 
 Transfers = Callable[[int, int], float]
-"""(stage, next stage) -> seconds of a message between the two, the mean of both directions."""
+"""(stage, next stage) -> seconds of a message between them, the mean of both directions."""
 
 
 def _relayed(profile: Profile, plan: Plan, link: Link | None) -> Transfers:
@@ -157,9 +157,9 @@ def _sent(profile: Profile, plan: Plan, graph: StageGraph, link: Link | None) ->
 
 
 _SEARCH_LONG = ("mcap-bf", "mcap-bo", "throughput")
-"""Planners whose search is too long to repeat for the sufficient number of devices."""
+"""Planners whose search is too long to repeat for the smallest sufficient number of devices."""
 _MORE_DEVICES = 8
-"""Largest number of devices beyond those of `exact` for which a planner is asked."""
+"""Largest number of devices, beyond what `exact` needs, for which another planner is tried."""
 
 
 def cut_plan(problem: Problem, planner: str) -> Plan:
@@ -167,12 +167,12 @@ def cut_plan(problem: Problem, planner: str) -> Plan:
 
     Where the memory model does not describe the run's schedule, recomputation and stage inputs, `fits` and the
     predicted bytes are None and `notes` says why. The notes of a plan that does not fit say what is missing, and how
-    many devices of the smallest capacity would do with the planner.
+    many devices of the smallest capacity are enough with the planner.
 
-    planner: of `find_cuts`; not asked where the problem has cuts.
+    planner: of `find_cuts`; not called where the problem has cuts.
 
-    Raises CapslogError for more devices than layers, cuts of another number of stages, an unknown memory model, and one
-    whose inputs the profile lacks.
+    Raises CapslogError for more devices than layers, cuts of another number of stages, an unknown memory model, and a
+    memory model whose inputs the profile lacks.
     """
     profile, devices, capacities, usable = problem.profile, problem.width, problem.capacities, problem.usable
     check_devices(devices, profile)
@@ -222,8 +222,8 @@ def cut_plan(problem: Problem, planner: str) -> Plan:
 
 def going_round(problem: Problem, planner: str) -> Plan:
     """Return the plan, not judged, whose stages go round the devices `stages_per_rank` times, with the problem's cuts
-    or the planner's; under schedule `1f1b-star` with the limits that follow from their seconds. Of equal cuts the first
-    ones are of stages without layers, which pass a device over.
+    or the planner's; under schedule `1f1b-star` with the limits that follow from the stages' seconds. Two equal cuts
+    mean a stage without layers, so that its device is left out.
     """
     profile, devices = problem.profile, problem.width
     stages, name = len(problem.placement), None
@@ -251,7 +251,7 @@ def _enough_devices(
     problem: Problem, planner: str, memory: str, costs: StageCosts, run: RunShape
 ) -> tuple[int | None, str | None]:
     """Return the smallest sufficient number of devices of the smallest capacity, and the planner for it: `planner`,
-    unless its search is long or it needs many more than `exact`. (None, None) where no cut list fits.
+    unless its search is long or it needs many more devices than `exact`. (None, None) where no cut list fits.
     """
     profile, usable = problem.profile, min(problem.usable or [0])
     least = fewest_devices(costs, usable)
@@ -276,7 +276,7 @@ def _stage_bytes(
 
 
 def _stage_seconds(profile: Profile, cuts: Sequence[int]) -> tuple[float, ...] | None:
-    """Forward and backward seconds of one microbatch on each stage; None where the profile lacks some."""
+    """Seconds of forward plus backward of one microbatch on each stage; None where the profile lacks some."""
     if not profile.timed:
         return None
     seconds = stage_seconds(profile, Plan.of_cuts(profile.num_layers, cuts).stages)
@@ -284,7 +284,7 @@ def _stage_seconds(profile: Profile, cuts: Sequence[int]) -> tuple[float, ...] |
 
 
 def _gaps(profile: Profile, memory: str, run: RunShape) -> list[str]:
-    """Reasons why the memory model has no numbers for this run; empty if it has."""
+    """Reasons why the memory model has no bytes for this run; empty if it has."""
     gaps = []
     if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
         gaps.append(f"fits and peak_bytes are unknown: {gap}")

@@ -48,34 +48,34 @@ __all__ = [
 # -- The search of planner `budget` for the shortest simulated step.
 #
 # `planners.budget` counts recomputation as a part of the backward; `planners.throughput` cuts for stages that
-# recompute as a whole, which may happen while a rank waits. So the plans of both, and of `exact`, are folded and played
-# as they would run, and the best of them is compared with a bound below every plan of the search space.
+# recompute as a whole, which may happen while a rank waits. So the plans of both, and of `exact`, are folded and
+# simulated as they would run, and the best plan is compared with a lower bound of the search space.
 
 
 SCHEDULES_TRIED = ("1f1b", "zb-h1", "varuna", "gpipe")
 """Schedules to choose from where a run leaves its schedule open."""
 _FIRST_LONGEST = 1.75
-"""Calls longer than this times those of equal stages are left out at first."""
+"""Factor on the seconds of a call of equal stages; the first search of a long chain leaves out longer calls."""
 
 _SPARE = 1.125
-"""Factor on the bytes of stages beyond which they are not searched."""
+"""Factor on the bytes that a stage may hold in a search (`_Candidates._most_held`)."""
 
 _Key = tuple[str, tuple[tuple[int, Intervals, int | None], ...]]
-"""A plan of a chain: its schedule, and of each stage the first layer, the intervals and the limit in flight."""
+"""Key of a plan: its schedule, and the first layer, the intervals and the limit in flight of each stage."""
 PlanOf = Callable[[Sequence[StageChoice], RunShape], Plan]
 """Stages and a run -> their plan, not judged."""
 
 
 def fastest_plan(problem: Problem, chain: Layerwise, plan_of: PlanOf, schedules: Sequence[str]) -> Plan:
-    """Return the plan with the shortest simulated step among those that fit, of equal plans that with the smallest
-    peak; where none fits, the plan that lacks least. It holds its step, a bound below all plans of its `search_space`,
-    and whether it is proven to be the fastest of them. The end of the search (`search_seconds`) is checked between its
-    parts, so that at least one plan is evaluated.
+    """Return the plan with the shortest simulated step among those that fit; ties are broken by the smaller peak. Where
+    none fits, return the plan that lacks least. The plan states its step, a lower bound of its `search_space`, and
+    whether it is proven to be the fastest there. `search_seconds` is checked between parts of the search, so that at
+    least one plan is evaluated.
 
-    chain: of a run of one pipeline with a known number of microbatches. Whether that run recomputes matters only for
-        the cuts of `throughput` and `exact`.
-    schedules: to choose from; those for which the profile lacks data are left out if there are others. Those of
-        `nearby.WIDER` are not in the search space: some plans of them are evaluated beside it.
+    chain: one pipeline with a known number of microbatches. Recomputation in its run matters only for the cuts of
+        `throughput` and `exact`.
+    schedules: to choose from; those for which the profile lacks data are left out if others remain. Those of
+        `nearby.WIDER` are outside the search space: only some of their plans are evaluated.
 
     Raises CapslogError where the schedule splits backwards and the profile lacks their halves.
     """
@@ -107,7 +107,7 @@ def schedule_bound(profile: Profile, chain: Layerwise, schedule: str) -> float:
 
 
 def _costs_of(profile: Profile, run: RunShape, schedule: str, recompute: bool) -> StageCosts | None:
-    """Bytes by the memory model of a schedule; None where the profile lacks what it needs."""
+    """Costs of stages by the memory model of a schedule; None where the profile lacks its inputs."""
     try:
         return resolve(AUTO, profile, dataclasses.replace(run, schedule=schedule, recompute=recompute))[1]
     except CapslogError:
@@ -116,7 +116,7 @@ def _costs_of(profile: Profile, run: RunShape, schedule: str, recompute: bool) -
 
 @dataclass(frozen=True)
 class _Weighed:
-    """Plan with the bytes that it lacks (0: it fits), its step and its peak."""
+    """Evaluated plan, with the bytes that it lacks (0: it fits), its step in seconds and its peak."""
 
     lack: int
     step: float
@@ -144,20 +144,20 @@ class _Candidates:
         self.end = problem.search_seconds and time.perf_counter() + problem.search_seconds
         self.best: _Weighed | None = None
         self._asked: _Weighed | None = None
-        """The best plan of the schedules that are asked for."""
+        """Best plan of the requested schedules."""
         self.bound = 0.0
         self._update = _least_update(profile, chain.stages)
         self._seen: dict[_Key, bool] = {}
         """Plan -> True if it fits."""
         self._played: dict[_Key, Plan] = {}
-        """Plans that were played but not yet judged."""
+        """Plans that were simulated but not yet judged."""
         self._fastest: dict[str, _Weighed] = {}
         """Schedule -> the fastest plan that fits."""
         self._searches: list[BudgetSearch] = []
         self._bounds: dict[str, float] = {}
         """Schedule -> lower bound in seconds of its plans, without the update."""
         self._kept: dict[str, float] = {}
-        """The bounds of schedules under which stages that keep everything fit and are as fast as these bounds."""
+        """Schedule -> its bound, where stages that keep everything fit and reach this bound."""
 
     @property
     def is_over(self) -> bool:
@@ -170,14 +170,14 @@ class _Candidates:
         return self.best is not None and not self.best.lack
 
     def weigh(self, stages: Sequence[StageChoice], schedule: str) -> bool:
-        """Fold and play a plan, and keep it where it is the best. Return True if it fits."""
+        """Fold and simulate a plan, and keep it where it is the best. Return True if it fits."""
         key = _key(stages, schedule)
         if key not in self._seen:
             run = dataclasses.replace(self.run, schedule=schedule)
             plan = self.plan_of(stages, run)
             verdict = judged(self.profile, plan, run, None, self.tier)
             if verdict.fits is None and len(self.chains) > 1 and not predictable(self.profile, run.microbatch_size):
-                self.chains.pop(schedule, None)  # the profile does not tell the halves of split backwards
+                self.chains.pop(schedule, None)  # the profile lacks the halves of split backwards
                 return False
             lack = verdict.shortfall.bytes if verdict.shortfall is not None else int(verdict.fits is False)
             self._seen[key] = not lack
@@ -200,13 +200,13 @@ class _Candidates:
             self._fastest[schedule] = candidate
 
     def weigh_for_shorter(self, stages: Sequence[StageChoice], schedule: str) -> float:
-        """Return the step of a plan; infinite where it does not fit, or a plan of its schedule that fits is faster. A
-        lower bound comes first, then the play: it takes a third of the time of a fold, and most plans near a good one
-        are longer.
+        """Evaluate a plan, and return the shortest step of its schedule; infinite where the plan does not fit or is
+        slower than that. A lower bound comes first, then the simulated step: it takes a third of the time of a fold,
+        and most plans near a good plan are slower.
         """
         key, fastest = _key(stages, schedule), self._fastest.get(schedule)
         if fastest is not None and key not in self._seen:
-            chain = self.chains.get(schedule)  # None: left out meanwhile, for want of the halves of backwards
+            chain = self.chains.get(schedule)  # None: left out, since the profile lacks the halves of backwards
             if (
                 key not in self._played
                 and chain is not None
@@ -226,7 +226,7 @@ class _Candidates:
         return _costs_of(self.profile, self.run, schedule, recompute)
 
     def weigh_cuts(self) -> None:
-        """Weigh the cuts of planners that treat all stages alike."""
+        """Evaluate the cuts of `throughput` and `exact`, which treat all stages alike."""
         usable = None if min(self.chain.usable) >= NEVER - 1 else self.chain.usable
         for name in [name for name in self.chains if name not in self._kept]:
             run = dataclasses.replace(self.run, schedule=name)
@@ -244,8 +244,8 @@ class _Candidates:
                         break
 
     def weigh_kept(self) -> bool:
-        """Weigh the fastest cuts of stages that keep everything. True where all fit: then no interval gives a shorter
-        step.
+        """Evaluate the fastest cuts of stages that keep everything, under each schedule. Return True where all of them
+        fit: then no interval gives a shorter step.
         """
         costs, fit, bounds = self._costs("1f1b", False), [], []
         if costs is None:
@@ -263,8 +263,8 @@ class _Candidates:
         return all(fit)
 
     def weigh_intervals(self) -> None:
-        """Weigh the plans of the planner's own search. The best plan so far limits how long a call of a better plan may
-        be; where none fits yet, the search begins with plans without long calls.
+        """Evaluate the plans of `BudgetSearch`. In a long chain, its first search leaves out long calls, and calls
+        with which no plan is faster than the best so far.
         """
         if self.is_over:
             return
@@ -274,22 +274,22 @@ class _Candidates:
             longest = _FIRST_LONGEST * total / self.chain.stages
             longest = min(longest, self.best.step / calls) if self.best is not None and self.fits else longest
         self._search(BudgetSearch(self.chain, longest))
-        # the plans left out may be better than those found
+        # a plan that was left out may be better
         if longest < np.inf and not self.is_over and (not self.fits or self.bound >= longest * calls * (1 - SAME)):
             again = self.best.step / calls if self.best is not None and self.fits else np.inf
             if again > longest:
                 self._search(BudgetSearch(self.chain, again, self._most_held()))
 
     def _most_held(self) -> float:
-        """Return bytes beyond what a stage may always hold in a plan that lacks no more than the best plan so far, with
-        some spare: a search counts the bytes of a stage a few percent higher than its fold.
+        """Return the most bytes that a stage may hold in a plan that lacks no more than the best plan so far, with
+        some spare: a search counts the bytes of a stage a few percent higher than the fold. Infinite if a plan fits.
         """
         if self.best is None or self.fits:
             return np.inf
         return _SPARE * (max(self.chain.usable) + self.best.lack)
 
     def weigh_nearby(self) -> None:
-        """Weigh plans near the best plan of every schedule that could be faster than the best of all."""
+        """Evaluate plans near the best plan of every schedule whose bound is below the best step of all."""
         most = weighings(self.chain)
         for number, candidate in enumerate(sorted(self._fastest.values(), key=lambda candidate: candidate.step)):
             assert self.best is not None, "one fits"
@@ -309,10 +309,10 @@ class _Candidates:
             except CapslogError:
                 if len(self.chains) == 1:
                     raise
-                # the profile does not tell the halves of split backwards, which other plans of this schedule have
+                # other plans of this schedule split backwards, and the profile lacks the halves
 
     def weigh_wider(self, all_fit: bool) -> None:
-        """Weigh plans of the requested schedules of `WIDER`. all_fit: stages that keep everything fit under every
+        """Evaluate plans of the requested schedules of `WIDER`. all_fit: stages that keep everything fit under every
         schedule.
         """
         begun = self._asked is not None
@@ -342,7 +342,7 @@ class _Candidates:
                 return
 
     def _cheapest(self, chain: Layerwise) -> Cheapest:
-        """Return the function for the cheapest intervals by the searches so far, the latest first."""
+        """Return the lookup of the cheapest intervals in the searches so far, the latest search first."""
 
         def cheapest(stage: int, first: int, end: int, size: float, in_flight: int | None = None) -> Intervals | None:
             lists = (search.cheapest(chain, stage, first, end, size, in_flight) for search in reversed(self._searches))
@@ -351,7 +351,7 @@ class _Candidates:
         return cheapest
 
     def _search(self, search: BudgetSearch) -> None:
-        """Search under every schedule, and weigh each plan found under all other schedules as well."""
+        """Search under every schedule, and evaluate each plan under all schedules."""
         self._searches.append(search)
         bounds = []
         for name, chain in list(self.chains.items()):
@@ -365,7 +365,7 @@ class _Candidates:
             except CapslogError:
                 if len(self.chains) == 1:
                     raise
-                del self.chains[name]  # the profile does not tell the halves of split backwards
+                del self.chains[name]  # the profile lacks the halves of split backwards
                 continue
             for schedule in list(self.chains) if solution is not None else ():
                 for stages in (solution or (), [self._whole(stage) for stage in solution or ()]):
@@ -376,7 +376,7 @@ class _Candidates:
             self.bound = max(self.bound, min(bounds))
 
     def answer(self) -> Plan:
-        """Return the best plan, with the bound and whether it is proven."""
+        """Return the best plan, with the bound and whether the plan is proven to be the fastest."""
         assert self._asked is not None, "some plan was weighed"
         chain, best = self.chain, self._asked
         bound = self._bound_with(best.plan.schedule) + self._update
@@ -398,20 +398,20 @@ class _Candidates:
         )
 
     def _bound_with(self, schedule: str | None) -> float:
-        """Bound of the search space, lowered where needed to hold for plans of this schedule too."""
+        """Bound of the search space, lowered if needed to hold for plans of this schedule too."""
         if schedule not in WIDER:
             return self.bound
         return min(self.bound, schedule_bound(self.profile, self.chain, schedule))
 
     def _alike(self, cuts: Sequence[int], kind: str | None) -> list[StageChoice]:
-        """Stages that are one interval each."""
+        """Stages of these cuts, each with one interval of this kind; None: without intervals."""
         return [
             self.chain.choice(first, end, () if kind is None else (MemoryInterval(first, end, kind),))
             for first, end in pairwise((*cuts, self.chain.num_layers))
         ]
 
     def _whole(self, stage: StageChoice) -> StageChoice:
-        """Return a stage that recomputes as one interval: a whole stage can recompute before its backward."""
+        """Return a stage that recomputes layers as one interval: a whole stage can recompute before its backward."""
         if not any(part.recomputes for part in stage.intervals):
             return stage
         return self.chain.choice(stage.first, stage.end, (MemoryInterval(stage.first, stage.end, "recompute"),))
@@ -430,22 +430,17 @@ def _better(candidate: _Weighed, incumbent: _Weighed) -> bool:
 
 
 def _least_update(profile: Profile, stages: int) -> float:
-    """Lower bound in seconds of the slowest rank's update; 0 where the profile does not know it."""
+    """Lower bound in seconds of the slowest rank's update; 0 where the profile lacks the rate of updates."""
     rate, weights = profile.conditions.get(UPDATE_RATE), [layer.parameter_bytes for layer in profile.layers]
     if not isinstance(rate, (int, float)) or None in weights:
         return 0.0
     return float(rate) * sum(size or 0 for size in weights) / stages
 
 
-# -- Planners that choose cuts and memory intervals: `budget`, `dawnpiper`, `vpipe`.
+# -- Choice of the layers whose optimizer states (moments) are in the host tier: as few bytes as the devices allow.
 #
-# Such a plan has memory intervals, so it is of the full form, one stage per rank, and judged by its ranks (`ranks`).
-
-
-# -- Choice of the layers whose optimizer moments wait in the host tier: as few bytes as the devices allow.
-#
-# For devices that are too small otherwise, a plan is searched with the moments of all layers away; then those for
-# which the devices have room come back.
+# For devices that are too small otherwise, a plan is searched with the moments of all layers in the host tiers. Then
+# moments move back to devices that have room.
 
 
 def all_away(plan: Plan) -> Plan:
@@ -454,8 +449,8 @@ def all_away(plan: Plan) -> Plan:
 
 
 def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeBytes) -> Plan:
-    """Move moments of a plan that fits with all of them away back to the devices, as far as there is room; the largest
-    layers first, so that few copies are left. ranges: of the profile, with all moments on the device.
+    """Move moments back to the devices as far as there is room, in a plan that fits with all moments there;
+    the largest layers first, so that few copies remain. ranges: of the profile, with all moments on the device.
     """
     headroom, stages = Headroom.of(profile), list(plan.stages)
     for rank, fold in enumerate(fold_plan(profile, plan, run)):
@@ -468,7 +463,7 @@ def with_room_used(profile: Profile, plan: Plan, run: RunShape, ranges: RangeByt
         for layer in sorted(sizes, key=lambda layer: -sizes[layer]):
             less = away - {layer}
             resident = ranges.resident(layers, less)
-            # at the end of the step the moments come back: its bytes rise by a known amount
+            # moments come back for the update at the end of the step, and add known bytes there
             end = fold.end_bytes + resident + ranges.update(layers, less) - at_end
             if max(most + resident - begun, end) <= usable:
                 away = less
@@ -486,14 +481,15 @@ def _away(stage: PlanStage, layers: frozenset[int]) -> PlanStage:
     return dataclasses.replace(stage, moments=tuple(intervals))
 
 
-# -- the plan of a planner that chooses cuts and memory intervals
+# -- The plan of `budget`, `dawnpiper` or `vpipe`. It has memory intervals, so it has the full form and is judged by the
+#    bytes of its ranks (memory model `ranks`).
 
 
 def layerwise_plan(problem: Problem, planner: str) -> Plan:
     """Return the plan of a planner of `LAYERWISE` for one pipeline of the problem, not judged yet.
 
     Where `budget` chooses the schedule, it gives a device several stages, which send more messages, only if the link
-    tells what messages cost. Nothing is offloaded where the host tier is the device's own memory, or may hold nothing.
+    has a bandwidth or latency. Nothing is offloaded where the host tier is the device's own memory, or has capacity 0.
 
     Raises CapslogError for seconds or runs that the profile lacks, and for more devices than layers.
     """
@@ -543,7 +539,7 @@ def layerwise_plan(problem: Problem, planner: str) -> Plan:
 
 
 def _schedules(run: RunShape, link: Link) -> tuple[str, ...]:
-    """The run's schedule, or those from which `budget` chooses where the run leaves it open."""
+    """The run's schedule, or where the run leaves it open, those from which `budget` chooses."""
     if run.schedule != AUTO_SCHEDULE:
         return (run.schedule,)
     loops = link.bandwidth is not None or link.latency_seconds > 0
@@ -592,7 +588,7 @@ def _with_waiting_moments(problem: Problem, chain: Layerwise, plan_of: PlanOf, s
 
 
 def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
-    """Return a judged plan; where it lacks memory, with a note on how many devices, or how much on each, would do."""
+    """Return a judged plan; where it lacks memory, a note says how many devices, or bytes on each, are enough."""
     sizes = [rank.bytes for rank in plan.ranks]
     if plan.fits is not False or plan.shortfall is None or None in sizes:
         return plan
@@ -606,7 +602,7 @@ def saying_what_fits(profile: Profile, plan: Plan, run: RunShape) -> Plan:
     alone = [headroom.device(costs.stage_bytes(layer, layer + 1, layer, count)) for layer in range(count)]
     largest = max(range(count), key=lambda layer: alone[layer])
     why = f"layer {largest} ({profile.layers[largest].name}) alone needs {format_bytes(alone[largest])} there"
-    # another planner's numbers, by a closed form: this one would have to search for every number of devices
+    # `exact` has a closed form; the plan's own planner would have to search for every number of devices
     way = "planner exact under schedule varuna"
     if enough is not None and enough > len(plan.ranks) + 1:
         way += f", and perhaps fewer with planner {plan.planner}"

@@ -26,14 +26,14 @@ __all__ = [
 IMAGE_STEP = 32
 """Pixels between candidate image sides: the backbones of detectors divide an image by it."""
 MOST_SAMPLES = 1 << 16
-"""Of a microbatch; the end of the search where the samples of a step are not given."""
+"""Most samples of a microbatch: the end of the search where the samples of a step are not given."""
 TOKENS_STEP, MOST_TOKENS = 64, 1 << 20
-"""Between the lengths of sequences that come into question; the end of their search where the model names none."""
+"""Tokens between candidate sequence lengths, and the end of their search where the model has no limit."""
 
 
 def coarse_sizes(step: int, most: int) -> list[int]:
-    """Return multiples of `step` up to `most`, rising: all up to 32 of them, then those with five binary digits, each
-    at most a sixteenth above the one before; `most` is the last.
+    """Return rising multiples of `step` up to `most`, which is the last: all multiples up to 32 steps, then multiples
+    of 2, 4, 8, ... steps, so that each size is at most 1/16 above its predecessor.
     """
     sizes, size, gap = [], step, step
     while size < most:
@@ -44,19 +44,19 @@ def coarse_sizes(step: int, most: int) -> list[int]:
 
 
 _STRAIGHT = 4
-"""Questions that follow the straight line; after them every second one halves what is open."""
+"""Number of values that the straight line chooses; after these, every second value halves the open range."""
 
 
 def largest_by_bytes(values: Sequence[int], lack: Callable[[int], int], known: Mapping[int, int]) -> Iterator[int]:
-    """Yield every value that fits and is larger than all before; the last is the largest of `values` (rising).
+    """Yield each tried value that fits and is larger than all before; the last is the largest of `values` (rising).
 
-    Memory is nearly affine in the value, so each question is asked where the straight line through two answers meets
-    the capacity, kept between the largest value that fits and the smallest that does not. Assumes that no value fits
-    which is larger than one that does not.
+    Memory is nearly affine in the value, so the next value is where the straight line through two known lacks meets
+    the capacity, kept between the largest value that fits and the smallest that does not. Assumes that every value
+    above a value that does not fit does not fit either.
 
     Args:
-        lack: bytes that a value lacks; 0 or less: it fits.
-        known: lacks by value, of `values` or not, at least one; they are not asked for again.
+        lack: value -> bytes that it lacks; 0 or less: it fits.
+        known: lacks by value, of `values` or not, at least one; these values are not tried again.
     """
     points, asked = dict(known), 0
     low = max((bisect_right(values, value) - 1 for value in points if points[value] <= 0), default=-1)
@@ -77,8 +77,8 @@ def largest_by_bytes(values: Sequence[int], lack: Callable[[int], int], known: M
 
 
 def _crossing(points: Mapping[int, int]) -> float:
-    """Return where the straight line through the two points nearest to the bound has no lack; twice the largest value
-    where it never has one.
+    """Return the value at which the straight line through the two points nearest to the capacity has lack 0; twice the
+    largest value where the line does not rise.
     """
     fitting = sorted(value for value in points if points[value] <= 0)
     lacking = sorted(value for value in points if points[value] > 0)
@@ -103,13 +103,13 @@ def microbatch_step(run: RunShape, devices: int) -> int:
 
 
 def enough_microbatches(run: RunShape, replicas: int, stages: int, step: int, one_memory: bool) -> int | None:
-    """Return the smallest multiple of `step` with which every stage holds as much as with any larger one; None where a
-    stage holds more with every further microbatch, or where the plan's own limits are not known beforehand.
+    """Return a number of microbatches, a multiple of `step`, with which every stage holds as much as with any larger
+    number; None where a stage holds more with every further microbatch, or the plan's own limits are not known yet.
 
-    What waits is that of the memory models (`inflight.waiting`). The count is four times as many microbatches as bring
-    every stage beyond its limit, and at least two in each block, in which a backward finds gradients: on a CPU,
-    messages that are not yet confirmed add some KiB in the first rounds after that (1F1B on configs/tiny.yaml: 49 KiB
-    with twice as many, 32 KiB with four times, none with 8 and 16 times).
+    Stages hold what the memory models count as waiting (`inflight.waiting`). The number is four times what brings
+    every stage beyond its limit, and at least two microbatches in each block, so that a backward finds gradients: on a
+    CPU, messages that are not yet confirmed add some KiB in the first rounds after the limit (1F1B on
+    configs/tiny.yaml: 49 KiB with twice the number, 32 KiB with four times, none with 8 and 16 times).
 
     run: the whole step, over `replicas` pipelines of `stages` stages. step: a multiple of the run's blocks.
     one_memory: True if the device is the CPU, where tensors that wait on the host are in the same memory.
@@ -119,7 +119,7 @@ def enough_microbatches(run: RunShape, replicas: int, stages: int, step: int, on
         shape = replace(run, num_microbatches=max(1, count // replicas), num_blocks=1)
         return waiting(shape, stages, one_memory)
 
-    many = 4 * run.k * stages * replicas * step  # above every limit that does not grow
+    many = 4 * run.k * stages * replicas * step  # above every limit that is independent of the count
     if run.limits_by_plan or held(many) != held(2 * many):
         return None
     enough = next(count for count in range(step, many + 1, step) if held(count) == held(many))

@@ -1,6 +1,6 @@
-"""Layouts as other systems write them: the decoder blocks of each stage, and the cuts of our layers that they mean.
+"""Reads pipeline layouts of other systems: the decoder blocks of each stage, and the cuts of our layers that match.
 
-Imports no torch. `planning/export` writes the same forms; the rules are those that it names.
+Imports no torch. `planning/export` writes the same forms, and names the sources of their rules.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Layout:
 
     system: a key of SYSTEMS. counts: decoder blocks of each stage in the order of the model; stage s is on rank
     s % ranks.
-    prediction_stages: stage of each layer for multi-token prediction, which stand behind the blocks.
-    faults: sentences on the rules of the system, or of the model, that the layout breaks; empty where it is legal.
+    prediction_stages: stage of each layer for multi-token prediction; these layers follow the blocks.
+    faults: sentences on rules of the system or the model that the layout breaks; empty where it breaks none.
     """
 
     system: str
@@ -50,17 +50,17 @@ def read_layout(
     num_predictions: int = 0,
     letters: Sequence[str] = (),
 ) -> Layout:
-    """Return the layout that a text says.
+    """Return the layout that a text describes.
 
     Args:
         text: a Megatron layout string or hybrid pattern, numbers of blocks (`16,16,16,13`), or a line or file with the
-            settings of a system, such as `VLLM_PP_LAYER_PARTITION=31,31,31`, also as a page or a shell quotes it.
+            settings of a system, such as `VLLM_PP_LAYER_PARTITION=31,31,31`, also quoted for HTML, Markdown or a shell.
         num_blocks: decoder blocks of the model. ranks: of one pipeline.
-        system: whose text it is; None: recognised.
+        system: key of SYSTEMS; None: recognized from the text.
         num_predictions: the model's layers for multi-token prediction; a layout may leave them out.
-        letters: of each block of a hybrid model (`export.layer_counts.block_letters`); (): as many for every block.
+        letters: of each block of a hybrid model (`export.layer_counts.block_letters`); (): every block has as many.
 
-    Raises CapslogError for a text that is none or several, and for an unknown system.
+    Raises CapslogError for a text with no layout or several, and for an unknown system.
     """
     if system is not None:
         fields.refuse_unknown([system], list(SYSTEMS), "system of a layout")
@@ -80,13 +80,13 @@ def read_layout(
 
 
 def count_blocks(names: ModelNames, pattern: str | None = None) -> int:
-    """Return the number of a model's decoder blocks. pattern: of their names, as for `capslog export`."""
+    """Return the number of a model's decoder blocks. pattern: as for `export.layer_counts.block_pattern`."""
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
     return 1 + max(number for numbers in blocks for number in numbers)
 
 
 def parted(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[str]:
-    """Return a sentence for each border of stages that lies within a layer of the model here."""
+    """Return a sentence for each border between stages that lies inside one of our layers."""
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
     layer_of = {number: layer for layer, numbers in enumerate(blocks) for number in numbers}
     faults = []
@@ -103,10 +103,10 @@ def parted(layout: Layout, names: ModelNames, pattern: str | None = None) -> lis
 
 
 def layout_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -> list[int]:
-    """Return the first layer of each stage of a layout without faults; that of the next stage for one without layers.
+    """Return the first layer of each stage of a layout without faults; a stage without layers has that of the next.
 
-    The embedding is in the first stage, the head in the last one, where layers for multi-token prediction are too that
-    the layout does not name. With such layers the norm before them is with the last block, as in Megatron. Raises
+    The embedding is in the first stage. The last stage has the head, and layers for multi-token prediction if the
+    layout does not name them. With such layers the norm before them is with the last block, as in Megatron. Raises
     CapslogError for a layer that holds parts of two blocks in different stages.
     """
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
@@ -127,15 +127,15 @@ def layout_cuts(layout: Layout, names: ModelNames, pattern: str | None = None) -
     return cuts
 
 
-# -- Texts as they are pasted: from a shell, a config file, a page or a thread.
+# -- Pasted texts: from a shell, a config file, a web page or a discussion.
 
 
 _MARKS_OF_WRITING = str.maketrans("\u201c\u201d\u2018\u2019`\u00d7", '""\'\'"*')
 
 
 def _pasted(text: str) -> str:
-    """Return a text without comments, with the values of shell variables that it sets, and without what Markdown, HTML,
-    JSON or a shell writes before characters.
+    """Return a text without comments and without the escapes of Markdown, HTML, JSON and shells, in which shell
+    variables that the text sets are replaced by their values.
     """
     text = html.unescape(text).translate(_MARKS_OF_WRITING)
     text = re.sub(r"\\+(?=[^\w\\]|$)", "", text)  # \| and \* of tables, \" of JSON, the end of a shell's line
@@ -147,11 +147,11 @@ def _pasted(text: str) -> str:
 
 
 def _setting(text: str, name: str, form: str, example: str, alone: str | None = None) -> str | None:
-    """Return the value that a text gives to a setting as an option, in a shell, YAML, TOML, JSON or Python; None where
-    it gives none, or null.
+    """Return the value of a setting in a text: an option, or an assignment in a shell, YAML, TOML, JSON or Python; None
+    where it is absent or null.
 
-    name, form: patterns of both. alone: of a value that may stand in quotes without the name. Raises CapslogError, with
-    an example, for a value of another form, and for several different ones.
+    name, form: regular expressions of the setting's name and value. alone: that of a value in quotes which needs no
+    name. Raises CapslogError, with the example, for a value of another form, and for several different values.
     """
     layouts = {}
     setting = rf"""["'\]]*(?:\s*(?:==?|:)\s*(?P<set>{form}|\S+)|[\s,]+(?P<next>{form}))"""
@@ -170,7 +170,7 @@ def _setting(text: str, name: str, form: str, example: str, alone: str | None = 
 
 
 def _setting_or_text(text: str, name: str, form: str, example: str, alone: str | None = None) -> str:
-    """Return the value of a setting, as `_setting`; the text itself where it does not name the setting."""
+    """Return the value of a setting, as `_setting`; the text itself where it does not contain the setting's name."""
     layout = _setting(text, name, form, example, alone)
     if layout is None and (named := re.search(name, text, re.IGNORECASE)):
         raise CapslogError(f"the text names {named[0]}, but gives no value such as {example} behind it; add that")
@@ -183,7 +183,7 @@ def _joined(text: str) -> str:
 
 
 def _lists(text: str, name: str) -> list[list[str]] | None:
-    """Return the lists of lists of words in a text, in brackets, or with dashes behind a name; None without any."""
+    """Return the lists of words in a text's outer list: in brackets, or in YAML after a name; None where absent."""
     if start := re.search(r"\[\s*\[", text):
         depths = itertools.accumulate((letter == "[") - (letter == "]") for letter in text[start.start() :])
         length = next((place + 1 for place, depth in enumerate(depths) if depth == 0), len(text))
@@ -207,7 +207,7 @@ def _lists(text: str, name: str) -> list[list[str]] | None:
 
 
 def _value(node: ast.expr) -> Any:
-    """Return the value of lists, strings and numbers, added or repeated."""
+    """Return the value of an expression of lists, strings and whole numbers, with + and repetition by *."""
     match node:
         case ast.Constant(value=str() | int() as constant):
             return constant
@@ -220,7 +220,7 @@ def _value(node: ast.expr) -> Any:
     raise TypeError(f"{ast.unparse(node)!r} is no list, no name, no sum, and no product of a list with less than 1000")
 
 
-# -- The texts of each system
+# -- The readers, one for each form of text
 
 
 _Parts = tuple[list[int], tuple[int, ...], list[str]]
@@ -229,7 +229,7 @@ _Parts = tuple[list[int], tuple[int, ...], list[str]]
 
 @dataclass(frozen=True)
 class _Model:
-    """num_blocks: decoder blocks. letters: of each of them in hybrid patterns; () where they are not known."""
+    """num_blocks: decoder blocks. letters: of each block in hybrid patterns; () where they are not known."""
 
     num_blocks: int
     ranks: int
@@ -246,8 +246,8 @@ _MODULES_NAME = r"module_(?:fqns|names)_per_model_(?:part|chunk)"
 
 
 def _megatron(text: str, model: _Model) -> _Parts:
-    """Layout string: stages split by |; E, t, m and L, `x*n` and `(...)*n`; commas mean nothing. Or lists of words; or
-    the pattern of a hybrid model.
+    """Read a layout string (stages split by |; E, t, m and L, `x*n` and `(...)*n`; commas are ignored), lists of words,
+    or the pattern of a hybrid model.
     """
     if re.search(rf"(?i:{_HYBRID_NAME})", text) or re.fullmatch(_HYBRID, _joined(text)):
         form = r"""["']+[^"']*["']+|[MG*D+\-E|/]+"""
@@ -278,7 +278,7 @@ def _megatron(text: str, model: _Model) -> _Parts:
 
 
 def _hybrid(pattern: str, model: _Model) -> _Parts:
-    """Letters of the layers of a hybrid model, | between stages, and behind each / the layers of a prediction."""
+    """Read the layers' letters of a hybrid model, with | between stages, and / before the layers of each prediction."""
     if unknown := re.search(r"[^MG*D+\-E|/]", pattern):
         raise CapslogError(
             f"the hybrid pattern {pattern!r} cannot be read behind {pattern[: unknown.start()]!r}; Megatron's letters "
@@ -291,7 +291,7 @@ def _hybrid(pattern: str, model: _Model) -> _Parts:
         faults.append("the layers for multi-token prediction, behind each /, are not alike and without |")
     if any("*" in part and set("D+") & set(part) for part in (main, *predictions)):
         faults.append("it has attention (*) and latent attention (D or +)")
-    if len(stages) == 1 < model.ranks:  # split at run time, which Megatron will not do for long
+    if len(stages) == 1 < model.ranks:  # Megatron splits it at run time, which it plans to drop
         if len(flat) % model.ranks:
             faults.append(f"it has no |, and its {len(flat)} layers do not share evenly among {model.ranks} ranks")
         size = max(1, len(flat) // model.ranks)
@@ -317,7 +317,7 @@ def _hybrid(pattern: str, model: _Model) -> _Parts:
 
 
 def _expanded(layout: str) -> str:
-    """Write out the repetitions of a layout string: those of groups first, as Megatron does."""
+    """Write out the repetitions of a layout string, first those of groups, as Megatron does."""
     letters = layout.replace(",", "")
     for repeated in (r"\(([^()]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
         letters = re.sub(repeated, lambda hit: hit[1] * int(hit[2]), letters)
@@ -330,7 +330,7 @@ def _expanded(layout: str) -> str:
 
 
 def _numbers(text: str, model: _Model) -> _Parts:
-    """Blocks of each rank."""
+    """Read the number of blocks of each rank."""
     numbers = _setting_or_text(text, "PP_LAYER_PARTITION", _NUMBERS, "16,16,16,13")
     if not re.fullmatch(_NUMBERS, numbers.strip()):
         raise CapslogError(
@@ -344,7 +344,7 @@ def _whole_numbers(text: str) -> list[int]:
 
 
 def _primus(text: str, model: _Model) -> _Parts:
-    """List of blocks, in which a rank's virtual stages follow one another."""
+    """Read a list of numbers of blocks, ordered by rank and then by the rank's virtual stages."""
     split, ranks = _listed(text, "decoder[-_]pipeline[-_]manual[-_]split[-_]list"), model.ranks
     chunks, faults = len(split) // ranks, []
     if min(split, default=0) < 1:
@@ -355,7 +355,7 @@ def _primus(text: str, model: _Model) -> _Parts:
 
 
 def _diffusion_pipe(text: str, model: _Model) -> _Parts:
-    """Bounds in a list of an initial layer, the blocks and a final layer."""
+    """Read bounds of stages, which count an initial layer, the blocks and a final layer."""
     bounds = [0, *_listed(text, "partition_split"), model.num_blocks + 2]
     faults = [] if bounds == sorted(set(bounds)) else ["the bounds of partition_split do not rise"]
     ends = [min(max(bound - 1, 0), model.num_blocks) for bound in bounds]
@@ -363,7 +363,7 @@ def _diffusion_pipe(text: str, model: _Model) -> _Parts:
 
 
 def _ends(text: str, model: _Model) -> _Parts:
-    """Numbers of blocks of the first and the last stage; the other stages share the rest evenly."""
+    """Read the numbers of blocks of the first and the last stage; the other stages share the rest evenly."""
     names = (rf"{place}[-_]pipeline[-_](?:num[-_]layers|stage)" for place in ("first", "last"))
     sizes = (_setting(text, name, r"""["']*\d+["']*""", "7") for name in names)
     begin, end = ([] if size is None else [int(size)] for size in sizes)
@@ -379,7 +379,7 @@ def _ends(text: str, model: _Model) -> _Parts:
 
 
 def _module_lists(text: str, model: _Model) -> _Parts:
-    """Modules of each stage; blocks are the items of a list of modules."""
+    """Read the modules of each stage; names that end with a number are blocks."""
     stages = _lists(text, _MODULES_NAME)
     if stages is None:
         raise CapslogError("the text has no lists of modules; give one list for each stage, [[...], [...]]")
@@ -425,7 +425,7 @@ _MARKS = (
     (r"""(?i)\[\s*\[\s*["']?(?:embedding|decoder|mtp|loss)\b""", "megatron"),
     (rf"""{_MODULES_NAME}|\[\s*\[\s*["']?\w""", "torchtitan"),
 )
-"""Text by which a layout is recognised -> its system; the first that stands in the layout counts."""
+"""(Regular expression, system) by which a layout is recognized; the first match in the text counts."""
 
 
 def system_of(text: str) -> str:

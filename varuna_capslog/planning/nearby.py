@@ -1,8 +1,8 @@
-"""Improves the plans of a search by their simulated step: other intervals on one stage, a cut one layer further.
+"""Improves the plans of a search by their simulated step: other intervals on one stage, a cut moved by one layer.
 
-The search counts recomputation as a part of the backward, and the bytes of each stage alone. In the play, an R may run
-while its rank waits, and the fold of a rank counts fewer bytes. So the plan is changed stage by stage as long as the
-played step gets shorter. For small chains all plans are played except those that a bound rules out.
+The search counts recomputation as a part of the backward, and the bytes of each stage by itself. When simulated, an
+R may run while its rank waits, and the fold of a rank counts fewer bytes. So the plan is changed stage by stage as long
+as the simulated step gets shorter. All plans of a small chain are simulated except those that a bound rules out.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = [
 
 
 _ALL_LISTS = 500
-"""Up to this number of lists of intervals, a range has all of them examined."""
+"""Largest number of lists of intervals that are all examined for a range."""
 _ALL_PLANS = 2000
-"""Up to this number of plans, a chain has all of them weighed except those that a bound rules out."""
+"""Largest number of plans of a chain that are all evaluated, except those that a bound rules out."""
 _LEAST_WEIGHED = 24
-"""With 8, larger budgets had up to 15 % slower plans than smaller ones on the paper's models (`benchmarks/budget`)."""
+"""With 8, larger budgets had plans up to 15 % slower than smaller budgets on the paper's models (benchmarks/budget)."""
 _PARTS = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0)
-"""For longer ranges, the cheapest intervals for these multiples of the device's bytes."""
+"""For longer ranges, the cheapest intervals within these multiples of the device's bytes are examined."""
 
 Weigh = Callable[[Sequence[StageChoice]], float]
-"""Played step of a plan; infinite where it does not fit."""
+"""Stages of a plan -> its simulated step in seconds; infinite where the plan does not fit."""
 
 
 class Cheapest(Protocol):
@@ -61,13 +61,13 @@ class Cheapest(Protocol):
     def __call__(self, stage: int, first: int, end: int, size: float, in_flight: int | None = None) -> Intervals | None:
         """Return the intervals of layers first .. end-1 as this stage, within `size` bytes; None: none fit.
 
-        in_flight: calls; default: as in the schedule.
+        in_flight: most calls in flight; default: as in the schedule.
         """
         ...
 
 
 def weighings(chain: Layerwise) -> int:
-    """Number of plans that may be weighed: fewer where a play takes longer, so that all take about half a second."""
+    """Number of plans to evaluate: fewer where a simulation takes longer, so that all take about half a second."""
     assert chain.question is not None, "made by Layerwise.of_profile"
     return max(_LEAST_WEIGHED, min(2000, 2000 // (chain.question.run.microbatches * chain.stages)))
 
@@ -75,7 +75,7 @@ def weighings(chain: Layerwise) -> int:
 def improved(
     chain: Layerwise, stages: Sequence[StageChoice], step: float, weigh: Weigh, cheapest: Cheapest, most: int
 ) -> None:
-    """Weigh up to `most` plans near `stages`, which take `step` seconds, and near each new shortest plan."""
+    """Evaluate up to `most` plans near `stages`, whose step takes `step` seconds, and near each new fastest plan."""
     ways = Ways(chain, cheapest, step)
     if ways.all_plans() <= _ALL_PLANS:
         _weigh_all(chain, ways, step, weigh)
@@ -109,7 +109,7 @@ def _weigh_all(chain: Layerwise, ways: Ways, step: float, weigh: Weigh) -> None:
 
 
 def _neighbours(stages: Sequence[StageChoice], ways: Ways) -> Iterator[tuple[StageChoice, ...]]:
-    """Yield plans that differ in the intervals of one stage or in one cut, those of the slowest stages first."""
+    """Yield plans that differ in the intervals of one stage or in one cut, the slowest stages first."""
     order = sorted(range(len(stages)), key=lambda stage: -stages[stage].seconds)
     for stage in order:
         current = stages[stage]
@@ -119,7 +119,7 @@ def _neighbours(stages: Sequence[StageChoice], ways: Ways) -> Iterator[tuple[Sta
         for before, behind in ((stage - 1, stage), (stage, stage + 1)):
             if before < 0 or behind == len(stages):
                 continue
-            # the slow stage gives a layer away
+            # the slow stage loses a layer
             cut = stages[behind].first + (1 if before != stage else -1)
             if not stages[before].first < cut < stages[behind].end:
                 continue
@@ -130,10 +130,10 @@ def _neighbours(stages: Sequence[StageChoice], ways: Ways) -> Iterator[tuple[Sta
 
 @dataclass(frozen=True)
 class _Way:
-    """Intervals of a range, and the numbers that decide when a rank that holds it ends.
+    """Intervals of a range, and the numbers that decide how long its rank takes.
 
-    again: seconds of recomputation. inside: the part of them that a backward must wait for.
-    key: numbers, each better where smaller. order: ways of different `order` are not compared.
+    again: seconds of recomputation. inside: seconds of the part that a backward must wait for.
+    key: numbers that are each better if smaller. order: ways of different `order` are not compared.
     """
 
     intervals: Intervals
@@ -148,19 +148,19 @@ def _in_order(way: _Way) -> tuple[tuple[float, ...], list[tuple[int, int, str]]]
 
 
 class Ways:
-    """Intervals with which a range fits as a stage, without those that another list beats in every number.
+    """Lists of intervals with which a range fits as a stage, without lists that another list beats in every number.
 
-    longest: seconds of a step; intervals whose calls alone take as long are left out.
+    longest: seconds of a step; lists with which the stage's calls alone take as long are left out.
     """
 
     def __init__(self, chain: Layerwise, cheapest: Cheapest, longest: float) -> None:
         self._chain, self._cheapest, self.longest = chain, cheapest, longest
         self._choices: dict[tuple[int, int, int], tuple[list[StageChoice], Iterator[StageChoice]]] = {}
-        """Of each range as a stage: the choices so far, and those to come."""
+        """(stage, first, end) -> the choices computed so far, and the iterator over further choices."""
         self._in_backward: dict[tuple[int, int, Intervals], float] = {}
         offloads = any(chain.moved) and chain.host_bandwidth is not None
         self._kinds = [kind for kind in INTERVAL_KINDS if offloads or not MemoryInterval(0, 1, kind).offloads]
-        counts = [1]  # lists of intervals for so many layers
+        counts = [1]  # number of layers -> number of lists of intervals
         while counts[-1] <= _ALL_LISTS:
             counts.append(len(self._kinds) * sum(counts) + counts[-1])
         self._short = len(counts) - 2
@@ -205,11 +205,11 @@ class Ways:
         return calls * slowest
 
     def _fitting(self, stage: int, first: int, end: int, longest: float) -> Iterator[StageChoice]:
-        """Yield the choices for a range; each takes a fold. longest: as the attribute was when they were asked for."""
+        """Yield the choices for a range; each takes a fold. longest: value of the attribute at the first request."""
         chain, seconds = self._chain, self._chain.seconds(first, end)
         ways = [self._way(stage, end, intervals) for intervals in self._lists(stage, first, end)]
         kept: list[_Way] = []
-        # a way comes behind all that are no more than it in every number of the key
+        # a way comes after all ways that are no larger in any number of the key
         for way in sorted(ways, key=_in_order):
             if self._calls * (seconds + way.inside) >= longest:
                 continue
@@ -224,9 +224,9 @@ class Ways:
                 yield StageChoice(first, end, way.intervals, seconds + way.again, 0)
 
     def least_bytes(self, stage: int, first: int, end: int, intervals: Intervals) -> int:
-        """Lower bound of the rank's bytes with this stage, computed several times faster than its peak: at a forward,
-        and at the backward of another call after it, with as many calls in flight and forwards done. 0 where the
-        stage's list has no such place, or splits its backwards.
+        """Lower bound of the rank's bytes with this stage, computed several times faster than its peak: the bytes at a
+        forward and the backward of another call after it (`Turn`). 0 where the stage's list has no turn, or splits its
+        backwards.
         """
         assert self._chain.question is not None, "made by Layerwise.of_profile"
         ranges, run = self._chain.question.ranges, self._chain.question.run
@@ -257,18 +257,18 @@ class Ways:
         again = [sum(chain.forward[interval.first : interval.end]) for interval in runs]
         ahead, earlier = (again[-1], sum(again[:-1])) if again else (0.0, 0.0)
         copied = float(sum(self._copied(interval) for interval in intervals if interval.offloads))
-        # of such a call the last segment keeps its graph, and the others run in the backward
+        # in a call whose backward follows its forward, the last segment keeps its graph; the others run in the backward
         inside = earlier if runs and runs[-1].end == end else earlier + ahead
         if at_once == self._calls:
             return _Way(intervals, inside, inside, (inside, copied), False)
-        # a forward of the last layers of all may be left out where they run again
+        # the forward of the chain's last layers may be left out if these layers recompute
         left_out = ahead if runs and runs[-1].end == chain.num_layers else 0.0
         key = (earlier + ahead, earlier, ahead, -left_out, copied, *([inside] if at_once else []))
         least = min(earlier, inside) if at_once else earlier
         return _Way(intervals, earlier + ahead, least, key, self._own_order and bool(runs))
 
     def _copied(self, interval: MemoryInterval) -> int:
-        """Bytes that the play counts for the copy of one call, which are not those that leave the device."""
+        """Bytes that the simulation counts for the copies of one call; they differ from those that leave the device."""
         if interval.recomputes:
             return self._chain.entering[interval.first]
         return sum(self._chain.copied[interval.first : interval.end])
@@ -281,7 +281,7 @@ class Ways:
             intervals = self._cheapest(stage, first, end, part * self._chain.usable[stage])
             if intervals is not None:
                 lists.add(intervals)
-                for at, interval in enumerate(intervals):  # the same with one interval less, or a layer shorter
+                for at, interval in enumerate(intervals):  # without this interval, or with it one layer shorter
                     lists.add(intervals[:at] + intervals[at + 1 :])
                     if interval.end - interval.first > 1:
                         for short in (
@@ -295,7 +295,7 @@ class Ways:
 class Turn(NamedTuple):
     """Forward followed by the backward of an earlier call.
 
-    in_flight: calls, these two included. forwards: of the list so far. begun: True after an earlier backward.
+    in_flight: calls, including these two. forwards: number in the list so far. begun: True after an earlier backward.
     """
 
     in_flight: int
@@ -326,25 +326,25 @@ def _every_list(first: int, end: int, kinds: Sequence[str]) -> Iterator[Interval
         for tail in _every_list(middle, end, kinds):
             for kind in kinds:
                 yield (MemoryInterval(first, middle, kind), *tail)
-            if middle == first + 1:  # a layer that is kept
+            if middle == first + 1:  # the first layer is kept
                 yield tail
 
 
-# -- Plans beyond cuts, intervals and the limits of a schedule: limits that follow from the stages' seconds, and
-#    several stages on each device.
+# -- Plans outside the search space: limits in flight that follow from the stages' seconds, and several stages on each
+#    device.
 #
 # `limited` starts from stages of a search. The limits of `1f1b-star` allow fewer calls in flight where stages have time
-# to spare, so that less recomputes, and more where links are slow. `looped` cuts the chain into several times as many
-# stages as there are devices, which go round them (`interleaved`). Only the play tells whether such plans are faster.
+# to spare, so that fewer layers recompute, and more calls where links are slow. `looped` cuts the chain into several
+# times as many stages as there are devices (`interleaved`). Only the simulation tells if such plans are faster.
 
 
 STARRED = "1f1b-star"
-"""The schedule of `limited`."""
+"""Schedule of `limited`."""
 LOOPED = "interleaved"
-"""The schedule of `looped`."""
+"""Schedule of `looped`."""
 WIDER = (STARRED, LOOPED)
 _LIMIT_PARTS = (1.0, 0.97, 0.92, 0.85)
-"""Parts of a device for which intervals are chosen, since messages on their way need some of it too."""
+"""Parts of a device's bytes for which intervals are chosen, since messages in flight need some bytes, too."""
 
 
 def limited(
@@ -355,9 +355,9 @@ def limited(
     cheapest: Cheapest,
     link: Link | None,
 ) -> Iterator[tuple[StageChoice, ...]]:
-    """Yield the stages with limits of schedule `1f1b-star`: as they are, and with the cheapest intervals for these
-    limits; last as they are with at most the calls in flight of the chain's schedule, so that what fits there fits
-    here. Limits are computed anew for each choice of intervals, which change the seconds from which limits follow.
+    """Yield the stages with limits of schedule `1f1b-star`: with their own intervals, and with the cheapest intervals
+    for these limits; last, with their own intervals and at most the calls in flight of the chain's schedule, so that
+    a plan that fits there fits here. Limits follow from seconds, so each choice of intervals has its own limits.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
     run = replace(chain.question.run, schedule=STARRED)
@@ -388,8 +388,9 @@ def limited(
 def looped(
     chain: Layerwise, costs: StageCosts, judge: Callable[[Sequence[StageChoice]], Plan]
 ) -> Iterator[tuple[StageChoice, ...]]:
-    """Yield stages that go round the devices. Every rank keeps everything where that fits; else its stages recompute,
-    the first ones first, until it fits or all do. costs: of stages that keep everything. judge: gives the ranks' bytes.
+    """Yield stages that go round the devices. A rank that fits keeps everything; on others the stages recompute, the
+    first stages first, until the rank fits or all recompute. costs: of stages that keep everything. judge: returns the
+    plan with the bytes of its ranks.
     """
     assert chain.question is not None, "made by Layerwise.of_profile"
     devices, count = chain.stages, STAGES_PER_RANK * chain.stages

@@ -1,4 +1,4 @@
-"""Plays one step of a plan with the profile's seconds of its stages and their messages. Looks at no bytes held."""
+"""Simulates when the actions of one step of a plan run, by the profile's seconds. `simulation` adds the memory."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ __all__ = [
 
 
 def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape = DEFAULT_RUN) -> StageSeconds:
-    """Return the seconds of one call of each stage, as sums over its layers; U where the profile knows it. Copies (O
-    and L) take no time here. A call of several microbatches takes the seconds of the profile's runs of such calls, or
-    without them as long as these microbatches one after the other.
+    """Return the seconds of one call of each stage, as sums over its layers; of the update (U) where the profile has
+    its rate. Copies (O and L) take no time here. A call of several microbatches takes the seconds of the profile's runs
+    of such calls; without such runs, as long as its microbatches one after the other.
 
-    A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads the
-    outputs of the last recomputed layers before the recomputation, so the engine leaves them out where they count no
-    running statistics. Parts of layers run again inside the backward, or its input half. Raises CapslogError naming the
-    layer whose seconds the profile lacks.
+    A forward without a graph takes as long as a forward with a graph, except at the end of the chain: nothing reads the
+    outputs of the last recomputed layers before the recomputation, so the engine leaves these layers out unless they
+    count running statistics. Parts of layers are recomputed inside the backward, or inside its input half. Raises
+    CapslogError naming the layer whose seconds the profile lacks.
     """
     calls = [_call_seconds(profile, stage.grain) for stage in stages]
     inside = [stage.grain * sum(_part_seconds(profile, stage)) for stage in stages]
@@ -110,7 +110,7 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
 
 
 def _part_seconds(profile: Profile, stage: PlanStage) -> list[float]:
-    """Return the seconds in which parts of each layer run again."""
+    """Return the seconds to recompute parts of layers, for each layer of the stage that does so."""
     rows = profile.conditions.get(PART_SECONDS, [])
     known = {(layer, tuple(parts)): seconds for layer, parts, seconds in rows}
     seconds = []
@@ -139,7 +139,7 @@ def _last_with_statistics(profile: Profile) -> int:
 
 
 def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:
-    """Layers (first, end) of each part of a stage that runs again before its backward."""
+    """Ranges (first, end) of a stage's layers that are recomputed before its backward."""
     if stage.memory is None:
         return list(stage.layers) if run.recomputes else []
     return [(interval.first, interval.end) for interval in stage.memory if interval.recomputes]
@@ -185,8 +185,8 @@ def gradient_edges(sizes: Mapping[Edge, int | None], graph: StageGraph) -> list[
 def copy_seconds(
     profile: Profile, stages: Sequence[PlanStage], routes: str, bandwidth: float | None
 ) -> dict[str, list[float]]:
-    """Return the seconds of O and L of each stage, for the bytes that it offloads of one call: what the layers of an
-    interval "offload" save, the tensors with which an interval "recompute+offload" begins.
+    """Return the seconds of the copies of one call (O and L) of each stage: of the activations that an interval
+    "offload" saves, and of the input tensors of an interval "recompute+offload".
 
     bandwidth: bytes per second; None: copies take no time. Raises CapslogError where the profile lacks these bytes.
     """
@@ -235,7 +235,7 @@ def _moved_bytes(profile: Profile, interval: MemoryInterval, routes: str) -> int
     )
 
 
-# -- One step of a plan, played.
+# -- Simulation of one step of a plan.
 
 
 SAME = 1e-9
@@ -246,7 +246,7 @@ SAME = 1e-9
 class PlanPart:
     """Stages that share no rank and no microbatch with the plan's other stages.
 
-    stages: their numbers in the plan; ranks: theirs, rising; graph: both counted from 0, in this order.
+    stages, ranks: numbers in the plan; ranks rise. graph: counts both from 0, in the order of these lists.
     """
 
     stages: list[int]
@@ -256,11 +256,11 @@ class PlanPart:
 
 @dataclass(frozen=True)
 class Played:
-    """Played step of a plan.
+    """Simulated times of one step of a plan.
 
-    steps: for each part of the plan: the part, its actions, when they run, their seconds, and its stages.
-    together: seconds until all parts have done their last action and the exchange.
-    named: the schedule's name was played, not the plan's own actions.
+    steps: for each part of the plan: the part, its actions, their simulated times, seconds of its stages, the stages.
+    exchange, update: seconds. together: seconds until all parts have done their last action and the exchange.
+    named: the actions are those of a schedule, not the plan's own.
     """
 
     steps: list[tuple[PlanPart, Schedule, SimulatedStep, StageSeconds, list[PlanStage]]]
@@ -297,7 +297,7 @@ def play(
     link: Link,
     speeds: Sequence[float] | None = None,
 ) -> Played:
-    """Play one step; arguments as for `simulate_plan`."""
+    """Simulate the times of one step; arguments as for `simulate_plan`."""
     if profile.num_layers != plan.num_layers:
         raise CapslogError(
             f"the profile has {profile.num_layers} layers, the plan {plan.num_layers}; give the profile that the plan "
@@ -364,9 +364,9 @@ def play(
 
 
 def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
-    """Return the plan with its simulated step; unchanged where the microbatches, the seconds (also of parts that run
-    again) or, for direct routes, the tensors are not known. The short form counts one pipeline, without the exchange
-    between replicas.
+    """Return the plan with its simulated step; unchanged where the microbatches, the seconds (also of recomputed parts)
+    or, for direct routes, the tensors are not known. The short form counts one pipeline, without the exchange between
+    replicas.
     """
     parted = any(recomputed_parts(stage) for stage in plan.stages) and PART_SECONDS not in profile.conditions
     unknown = plan.num_microbatches is None or not profile.timed or parted
@@ -377,9 +377,9 @@ def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | 
 
 
 def even_share_seconds(profile: Profile, microbatches: int, devices: int) -> float:
-    """Return the work of a step, shared evenly, in calls of the grains with which each layer takes least: no plan of
-    any stages on these devices has a shorter step. Raises CapslogError naming the first layer whose seconds the profile
-    lacks.
+    """Return the seconds of a step's work, shared evenly among the devices: a lower bound of the step of any plan. Each
+    layer takes the grain (microbatches per call) with the fewest seconds per microbatch. Raises CapslogError naming the
+    first layer whose seconds the profile lacks.
     """
     calls = profile.call_seconds.items()
     work = sum(
@@ -390,7 +390,7 @@ def even_share_seconds(profile: Profile, microbatches: int, devices: int) -> flo
 
 
 def _conditions(profile: Profile, plan: Plan) -> list[str]:
-    """Notes on conditions under which the profile's numbers are those of another run."""
+    """Notes on differences between the run of the profile and that of the plan."""
     notes = []
     if plan.profile_digest is not None and plan.profile_digest != profile.digest:
         notes.append("the plan was made for another profile than this one")
@@ -404,8 +404,8 @@ def _conditions(profile: Profile, plan: Plan) -> list[str]:
 
 
 def _parts(profile: Profile, plan: Plan, microbatches: int | None, own_lists: bool, notes: list[str]) -> list[PlanPart]:
-    """Return the pipelines of a plan as separate parts. microbatches: of each pipeline, overriding the plan's.
-    own_lists: play the plan's action lists, which are counted over all stages and ranks.
+    """Return the independent parts of a plan, such as its pipelines. microbatches: of each pipeline, overriding the
+    plan's. own_lists: the plan is one part, since its action lists count over all stages and ranks.
     """
     graph = _graph(profile, plan, microbatches, notes)
     if own_lists:
@@ -457,16 +457,16 @@ def _graph(profile: Profile, plan: Plan, microbatches: int | None, notes: list[s
 
 
 def _known_bytes(sizes: Mapping[Edge, int | None], link: Link, notes: list[str]) -> dict[Edge, int]:
-    """Bytes of every message; 0, and a note where it matters, where the profile lacks them."""
+    """Bytes of every message; 0 where the profile lacks them, with a note if the link has a bandwidth."""
     if None in sizes.values() and (link.bandwidth, link.copy_bandwidth) != (None, None):
         notes.append("the profile has no boundary_bytes: transfers take the latency only")
     return {way: size or 0 for way, size in sizes.items()}
 
 
 def _exchange_seconds(profile: Profile, stages: Sequence[PlanStage], link: Link, notes: list[str]) -> float:
-    """Return the slowest stage's time to send its gradients to all other holders of its layers, as if each of n got all
-    of them once (the engine sends (own blocks + 1) / n of that, `engine/holders`), plus the time after the update to
-    send values, layer by layer, to replicas that keep no moments of them.
+    """Return the slowest stage's seconds to send its gradients to all other holders of its layers, as if each of n
+    holders got all gradients once (the engine sends (own blocks + 1) / n of that, `engine/holders`), plus the slowest
+    stage's seconds after the update to send values, layer by layer, to replicas that keep no moments of them.
     """
     holders = Counter(layer for stage in stages for layer in stage.numbers)
     if max(holders.values()) == 1:

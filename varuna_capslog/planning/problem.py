@@ -28,22 +28,22 @@ __all__ = ["Problem"]
 
 @dataclass(frozen=True)
 class Problem:
-    """All that decides where a model is cut, and whether that fits.
+    """Inputs that decide where a model is cut, and whether the plan fits.
 
     profile: of training or of inference. memory: name of the memory model, or "auto".
     devices: memory and speed of every device, pipeline after pipeline; capacities are known for all or none.
     run: the whole step over all pipelines, with its number of microbatches; the schedule may be open (`AUTO_SCHEDULE`).
     blocks_open: a planner may choose the number of accumulation blocks; else `run.num_blocks`.
     pipelines: equal pipelines that share the step.
-    stages_per_rank: stages of one pipeline on each device, in turn, or one number each; None: solving chooses it.
+    stages_per_rank: stages of a pipeline on each device: one number, or one for each device; None: `solve` chooses.
     link: between two devices, and to their host tiers. tier: limits of the host tiers.
     cuts, plan: first layer of each stage, or the plan to judge, where no planner chooses.
     beside: for each layer, bytes beside training (snapshots) on its device; planner joint leaves room where it can.
     shares_moments: only one of the pipelines keeps a layer's optimizer moments (`pipeline.zero`).
     members_change: devices leave and join during the run, so that blocks are fixed and replicas keep whole states.
     search_seconds: time after which a long search returns the best plan so far; None: no limit.
-    longest: seconds of a step; planner budget need not look for slower plans with replicas. None: for any that is
-        faster than its line.
+    longest: seconds of a step; planner budget skips slower plans with replicas. None: it skips only those slower than
+        its line of stages.
     """
 
     profile: Profile
@@ -76,15 +76,15 @@ class Problem:
         memory: str = AUTO,
         cuts: Sequence[int] | None = None,
     ) -> Problem:
-        """Return the problem of one pipeline on devices of its own.
+        """Return the problem of one pipeline.
 
         capacity: bytes of every device, or one number each; None: no limit.
-        run: where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device; with one
-            accumulation block their number is open.
+        run: without a number of microbatches, it gets `DEFAULT_MICROBATCHES_PER_STAGE` per device; one accumulation
+            block leaves the number of blocks open.
         link: default: transfers and copies take no time.
         speeds: of each device relative to the fastest, above 0 and at most 1; None: all 1.
 
-        Raises CapslogError for no device, and for capacities or speeds of another number of devices.
+        Raises CapslogError for fewer than one device, and for a list of capacities or speeds of another length.
         """
         devices = fields.whole(devices, "devices", minimum=1)
         ranks, shape = _ranks(devices, capacity, speeds), with_microbatches(run, devices)
@@ -146,7 +146,7 @@ class Problem:
 
     @property
     def placement(self) -> list[int]:
-        """Device of each stage of a pipeline: those of each round with a stage left; one each where open."""
+        """Device of each stage of a pipeline, round by round; where the number per device is open, one stage each."""
         count = 1 if self.stages_per_rank is None else self.stages_per_rank
         counts = (count,) * self.width if isinstance(count, int) else count
         return [rank for number in range(max(counts)) for rank in range(self.width) if number < counts[rank]]
@@ -171,13 +171,13 @@ class Problem:
 
     @property
     def even_share_seconds(self) -> float:
-        """Work of a step, divided among the devices by their speeds: no plan is faster."""
+        """Seconds of a step's work, divided among the devices by their speeds: a lower bound of every plan."""
         speeds = self.speeds or (1.0,) * self.width
         return even_share_seconds(self.profile, self.share.microbatches, 1) / sum(speeds)
 
     @property
     def share(self) -> RunShape:
-        """Part of the step of one pipeline."""
+        """Part of the step that one pipeline runs."""
         return self.run if self.pipelines == 1 else self.run.share(self.pipelines)
 
     @property

@@ -1,5 +1,5 @@
 """Table of all planners by name: texts for people, runs that each can plan, and the function that answers a `Problem`.
-The help of the command, `docs/planners.md`, `compare`, elastic runs and every refusal are made of it.
+The command's help, `docs/planners.md`, `compare`, elastic runs and error messages use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["NOT_ASKED_ANEW", "REGISTRY", "Planner", "planner_named"]
 BUDGET, RANKS, LOOPED = defaults.FASTEST, "ranks", "interleaved"
 
 NOT_ASKED_ANEW = "is not asked anew after a membership change; choose planner budget, throughput or exact"
-"""Why an elastic run refuses a planner."""
+"""Reason why an elastic run refuses a planner, for the error message."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Planner:
 
     name: as in `pipeline.planner`.
     takes, chooses, good_for, source: in words: fields of a profile, parts of a plan, its use, the publication.
-    search: "module:function" below `planning`, which makes a plan of a problem and the planner's name; imported on
-        demand, since it searches with numpy, which a command's help does not need.
-    shape: "cuts" (one stage per device), "intervals" (and memory intervals), "stages" (on any devices, of all that
-        there are), or "pipelines" (of any length).
-    elastic: may be asked again after a membership change.
-    quick_up_to: layers x devices up to which its search takes about a second at most, so that `compare` asks it and
-        `budget` weighs its answer without its being named; None: at any size; 0: never.
+    search: "module:function" below `planning`, (problem, planner's name) -> plan; imported on demand, since it needs
+        numpy, which a command's help does without.
+    shape: "cuts" (one stage per device), "intervals" (the same with memory intervals), "stages" (placed freely on all
+        devices), or "pipelines" (of any length).
+    elastic: may plan again after a membership change.
+    quick_up_to: largest layers x devices at which its search takes about a second at most, so that `compare` and
+        `budget` call the planner even if the user does not name it; None: any size; 0: never.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Planner:
     quick_up_to: int | None = None
 
     def is_quick(self, problem: Problem) -> bool:
-        """Return True where the search of this problem is short enough to be made unasked (`quick_up_to`)."""
+        """Return True where the search of this problem is short enough for an unnamed planner (`quick_up_to`)."""
         return self.quick_up_to is None or problem.profile.num_layers * problem.width <= self.quick_up_to
 
     def answer(self, problem: Problem) -> Plan:
@@ -63,7 +63,7 @@ class Planner:
         return plan
 
     def check_memory(self, memory: str) -> None:
-        """Raise CapslogError for a memory model that does not know the planner's plans."""
+        """Raise CapslogError for a memory model that cannot compute the bytes of the planner's plans."""
         plans = {
             "intervals": f"the plans of planner {self.name!r} have memory intervals",
             "stages": f"stages of planner {self.name!r} have several replicas",
@@ -124,7 +124,7 @@ class Planner:
 
 
 def planner_named(name: str) -> Planner:
-    """Return the planner of this name. Raises CapslogError for an unknown name, with the nearest one."""
+    """Return the planner of this name. Raises CapslogError for an unknown name, and suggests the nearest."""
     fields.refuse_unknown([name], list(REGISTRY), "planner")
     return REGISTRY[name]
 
@@ -225,4 +225,4 @@ _PLANNERS = (
 )
 
 REGISTRY = {planner.name: planner for planner in _PLANNERS}
-"""Every planner, in the order in which `compare` shows and `budget` weighs them."""
+"""All planners, in the order in which `compare` lists them and `budget` calls them."""

@@ -46,8 +46,8 @@ __all__ = [
 class PipelineStep:
     """Timeline and memory of one step on one pipeline.
 
-    ranks, stages: the plan's rank of each row of the timeline, and the plan's stage of each of the timeline's.
-    timeline: as of `schedules.simulate`, with the updates (U) that follow the exchange of gradients.
+    ranks: the plan's rank of each row of the timeline. stages: the plan's stage of each stage in the timeline.
+    timeline: as from `schedules.simulate`, with the updates (U) that follow the exchange of gradients.
     memory: per stage, (seconds, bytes from then on). folds: per row, the bytes of its rank (`memory/fold`). None: the
         profile lacks the runs.
     """
@@ -82,8 +82,8 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class RankStep:
-    """Step of one rank. pipeline: number of its pipeline. idle_share: of the step, 0 .. 1. in_flight: most microbatches
-    of each of its stages. peak_bytes: None where it is not known.
+    """Step of one rank. pipeline: number of its pipeline. idle_share: of the step, 0 .. 1. in_flight: for each of its
+    stages, the most microbatches in flight. peak_bytes: None where it is not known.
     """
 
     pipeline: int
@@ -133,7 +133,7 @@ class Simulation:
 
     @property
     def samples_per_second(self) -> float | None:
-        """None where the microbatch size is not known or the step takes no time."""
+        """Throughput; None where the microbatch size is not known or the step takes no time."""
         return self.samples / self.step_seconds if self.samples and self.step_seconds > 0 else None
 
     @property
@@ -235,10 +235,10 @@ def simulate_plan(
     link: Link | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Simulation:
-    """Play one step of `plan` with the profile's seconds and bytes.
+    """Simulate one step of `plan` with the profile's seconds and bytes.
 
     Args:
-        schedule, num_microbatches (of one pipeline): override the plan's; without either `varuna` and
+        schedule, num_microbatches (of one pipeline): override the plan's; if neither has them, `varuna` and
             `DEFAULT_MICROBATCHES_PER_STAGE` per stage, with a note.
         recompute: for stages whose memory the plan leaves open; default: as in the profile's conditions, else True.
         run: only its stage_inputs and k are read.
@@ -258,7 +258,7 @@ def simulate_plan(
         count = max(len(row) for row in part.graph.microbatches)
         parts = None
         if plan.routes == "relay":
-            unknown = notes if of_rank is None else []  # the courses of ranks say more
+            unknown = notes if of_rank is None else []  # the memory of ranks says more
             parts = _course_parts(profile, chosen, dataclasses.replace(run, num_microbatches=count), unknown)
         memory = None if parts is None else memory_courses(timeline.actions, actions, parts)
         folds = None if of_rank is None else [of_rank[rank] for rank in part.ranks]
@@ -285,7 +285,7 @@ def simulate_plan(
 def _course_parts(
     profile: Profile, stages: Sequence[PlanStage], run: RunShape, notes: list[str]
 ) -> list[StageMemory] | None:
-    """Return the inputs of `memory.fold` for stages that are all kept or all recomputed; else None, and a note."""
+    """Return the inputs of `memory.fold` where all stages keep or all recompute everything; else None, and a note."""
     uniform = all(
         stage.whole
         and len(stage.layers) == stage.grain == 1
@@ -308,8 +308,8 @@ def _as_lists(courses: list[Course] | None) -> list[list[list[float]]] | None:
 def _rank_folds(
     profile: Profile, plan: Plan, run: RunShape, named: bool, count: int, notes: list[str]
 ) -> list[RankFold] | None:
-    """Bytes of every rank in the played step of `count` microbatches; None where they cannot be folded. named: the
-    schedule's name is played, not the plan's own actions.
+    """Bytes of every rank in the simulated step of `count` microbatches; None where they cannot be folded. named: the
+    actions are those of the schedule, not the plan's own.
     """
     served = [block for stage in plan.stages for block in stage.blocks or ()]
     blocks = plan.units.blocks or 1 + max(served, default=0)
@@ -340,15 +340,15 @@ def _with_updates(timeline: Timeline, update: Sequence[float], begin_seconds: fl
 
 # -- Memory treatment of each stage's layers under a plan, and its cost in seconds against keeping everything.
 #
-# The second step is that of the same stages under the same schedule when they keep all that they save, whether or not
-# that fits a device. Nothing is judged here.
+# The reference step has the same stages and schedule, and keeps everything, whether or not that fits a device. Nothing
+# is judged here.
 
 
 @dataclass(frozen=True)
 class StageTreatment:
     """Layers of a stage as ranges (first, end), by their memory treatment between forward and backward.
 
-    offloaded, inputs_offloaded: layers whose saved activations, or, in `recomputed`, whose inputs go to the host tier.
+    offloaded: layers whose saved activations go to the host tier. inputs_offloaded: recomputed layers whose inputs do.
     moments_away, moments_elsewhere: layers whose optimizer moments are in the host tier, or kept by another replica.
     in_parts: intervals that recompute parts of their layers; these are not in `kept`.
     """
@@ -366,8 +366,8 @@ class StageTreatment:
 class AgainstKeeping:
     """Step of a plan beside the step that keeps everything.
 
-    stage_seconds: seconds by which each stage works longer in a step; copies beside the computation do not count.
-    moved_bytes: that each rank sends to its host tier in a step, and gets back; None where they cannot be folded.
+    stage_seconds: by which each stage's actions take longer in a step; copies beside the computation do not count.
+    moved_bytes: bytes per step that each rank sends to its host tier and gets back; None where they cannot be folded.
     """
 
     step: Simulation
@@ -408,8 +408,8 @@ def _treatment(stage: PlanStage) -> StageTreatment:
 
 
 def against_keeping(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> AgainstKeeping | None:
-    """Compare the plan's step with that of the same stages when they keep everything; None for a plan with its own
-    action lists, and where a step cannot be played with the profile. run: of the whole plan, for what it leaves open.
+    """Compare the plan's step with a step in which its stages keep everything; None for a plan with its own
+    action lists, and where the profile lacks data for a step. run: of the whole plan, for what it leaves open.
     """
     if plan.actions is not None:
         return None

@@ -1,4 +1,4 @@
-"""Solves a `Problem`: asks a planner, judges and plays its plan. Imports no torch; rehearsals, which do, are inputs."""
+"""Solves a `Problem`: calls a planner, judges and simulates its plan. Rehearsals need torch, and are passed in."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from varuna_capslog.schedules.shape import AUTO_SCHEDULE
 __all__ = ["Protection", "solve"]
 
 Rehearsal = Callable[[Plan], Sequence[int]]
-"""Plan -> peak bytes of each rank, or of each stage of the short form, found by running the rank's own program."""
+"""Plan -> peak bytes of each rank, or of each stage in the short form, from a run of every rank's program."""
 
 _HINT_SECONDS = 10.0
-"""Longest search of planner `budget` for a plan to name where another planner found none."""
+"""Limit of the search for another planner to name in a note, where a planner finds no plan that fits."""
 
 _CONTAINED = {"cuts": 64, "intervals": 128}
-"""By shape: layers x devices up to which budget weighs plans that its own search contains."""
+"""Planner shape -> largest layers x devices at which `budget` calls such planners, whose plans its search contains."""
 
 _SEARCHES = 3
 """Largest number of searches, each for devices of less memory than before."""
@@ -62,15 +62,15 @@ def solve(
 ) -> Plan:
     """Return a judged plan with its step: of the planner, or of the problem's cuts or plan. It may not fit.
 
-    Planner `budget` also weighs the answers of other planners, so that none that it asks has a faster plan that fits:
-    those that are quick (`Planner.quick_up_to`), and up to `_CONTAINED` those whose plans its own search contains.
-    Where another planner finds none that fits, a note names one that does.
+    Planner `budget` also calls quick planners (`Planner.quick_up_to`), so that none of these has a faster plan that
+    fits; planners whose plans its own search contains, only up to the sizes of `_CONTAINED`. Where another planner
+    finds no plan that fits, a note names `exact` or `budget` if that planner finds one.
 
     Args:
-        rehearsal: decides finally whether ranks fit, where the profile is an estimate or the device a CPU.
+        rehearsal: its peaks finally decide if ranks fit, where the profile is an estimate or the device a CPU.
         protection: of a run whose members change.
         weighs_others: as above; False for callers that solve many problems to compare them.
-        answers: plans of this function for this problem, by planner, which `budget` need not ask for again.
+        answers: planner -> plan that this function returned for this problem, so that `budget` does not search again.
 
     Raises CapslogError for an unknown planner, and for a problem that it cannot answer.
     """
@@ -93,7 +93,7 @@ def solve(
 def _answered(
     problem: Problem, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None = None
 ) -> Plan:
-    """Plan of one planner, or the problem's, judged and played."""
+    """Plan of one planner, or of the problem's cuts or plan, judged and simulated."""
     if problem.stages_per_rank is None:
         return _of_any_rounds(problem, entry, rehearsal, protection)
     profile, run = problem.profile, problem.run
@@ -108,9 +108,9 @@ def _answered(
     elif entry.shape == "intervals":
         plan = _with_room(problem, entry, rehearsal, protection)
     else:
-        plan = dataclasses.replace(entry.answer(problem), step_seconds=None)  # by the one player
+        plan = dataclasses.replace(entry.answer(problem), step_seconds=None)  # simulated below, as every plan
         verdict = plan if plan.short else _judged(problem, plan, rehearsal)
-        if entry.shape == "stages" or verdict.fits is not None:  # else joint's own memory model has the last word
+        if entry.shape == "stages" or verdict.fits is not None:  # else the memory model of `joint` has judged
             plan = verdict
     snapshots = [0] * len(plan.stages)
     if protection is not None:
@@ -129,7 +129,7 @@ def _answered(
 def _of_any_rounds(
     problem: Problem, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None
 ) -> Plan:
-    """Plan of one planner for 1, 2, 4, ... stages on every rank: the first with the shortest step that fits."""
+    """Best plan of one planner with 1, 2, 4, ... stages on every rank; ties are broken by fewer stages."""
     best, count = None, 1
     while best is None or count * problem.width <= problem.profile.num_layers:
         plan = _answered(dataclasses.replace(problem, stages_per_rank=count), entry, rehearsal, protection)
@@ -140,8 +140,8 @@ def _of_any_rounds(
 
 
 def _naming_another(problem: Problem, plan: Plan, planner: str) -> Plan:
-    """Return a plan that does not fit with a note that names planner `exact` or `budget`, where that has one that does:
-    a heuristic that found none does not prove that there is none.
+    """Return a plan that does not fit, with a note that names planner `exact` or `budget` if its plan fits: a heuristic
+    that finds no such plan does not prove that there is none.
     """
     limited = dataclasses.replace(problem, search_seconds=min(problem.search_seconds or _HINT_SECONDS, _HINT_SECONDS))
     for name in ("exact", BUDGET):
@@ -158,7 +158,7 @@ def _naming_another(problem: Problem, plan: Plan, planner: str) -> Plan:
 def _cut_anew(
     problem: Problem, planner: str, capacity: int | Sequence[int] | None = None, cuts: Sequence[int] | None = None
 ) -> Plan:
-    """Plan of one pipeline for another capacity, or of other cuts."""
+    """Plan of one pipeline for another capacity, or with other cuts."""
     chosen = problem.cuts if cuts is None else tuple(cuts)
     return cut_plan(dataclasses.replace(problem.with_capacity(capacity), cuts=chosen), planner)
 
@@ -171,15 +171,15 @@ def _of_smaller_stages(
     rehearsal: Rehearsal | None,
     protection: Protection | None,
 ) -> Plan | None:
-    """Return the first plan that fits with smaller stages, where a plan fits by its memory model but its ranks lack
-    memory; None where there is none. refused: the plan as judged.
+    """Cut again with lower and lower limits, for a plan that fits by its memory model but whose ranks lack memory.
+    Return the first plan that fits, or None. refused: the plan as judged by its ranks.
     """
     capacities, device = problem.capacities or [], Headroom.of(problem.profile).device
     limits = capacities
     while plan.fits:
         sizes: Sequence[int] = plan.stage_bytes or ()
         lacks = lacking(refused, capacities, Headroom.of(problem.profile)) if refused.ranks else []
-        if not any(lacks):  # of another kind than ranks' bytes
+        if not any(lacks):  # refused for another reason than bytes of ranks
             lacks, sizes = [1] * len(sizes), [max(sizes)] * len(sizes)
         rows = zip(limits, sizes, lacks, strict=True)
         limits = [min(limit, device(size) - 1) if lack else limit for limit, size, lack in rows]
@@ -201,7 +201,7 @@ def _rehearsed_stages(problem: Problem, plan: Plan, rehearsal: Rehearsal | None,
 
 
 def _judged(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
-    """Return a full-form plan with the bytes of each rank and stage, whether they fit, and what would do."""
+    """Return a full-form plan with the bytes of each rank and stage, whether they fit, and what is enough."""
     run = dataclasses.replace(problem.run, schedule=plan.schedule or problem.run.settled().schedule)
     confirm = None if rehearsal is None else lambda: rehearsal(plan)
     verdict = with_stage_bytes(judged(problem.profile, plan, run, confirm, problem.tier))
@@ -210,8 +210,8 @@ def _judged(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
 
 
 def _with_room(problem: Problem, entry: Planner, rehearsal: Rehearsal | None, protection: Protection | None) -> Plan:
-    """Return the plan of a planner that treats layers, judged. Where its ranks' programs need a little more than the
-    search counted, the search is repeated with that much less memory; if none fits, the first plan is the answer.
+    """Return the judged plan of a planner that chooses memory intervals. Where its ranks need a little more memory than
+    the search counted, the search is repeated for devices with that much less; if no plan fits, return the first.
     """
     limits, first, less = problem.capacities, None, problem
     for _ in range(_SEARCHES):
@@ -225,7 +225,7 @@ def _with_room(problem: Problem, entry: Planner, rehearsal: Rehearsal | None, pr
         if plan.fits is not False:
             return plan
         lack = [] if limits is None else lacking(plan, limits, Headroom.of(problem.profile))
-        if not searched or not any(lack):  # the search itself has found nothing that fits
+        if not searched or not any(lack):  # the search itself found nothing that fits
             break
         sizes = less.capacities or []
         less = less.with_capacity([max(1, size - more) for size, more in zip(sizes, lack, strict=True)])
@@ -236,9 +236,9 @@ def _with_room(problem: Problem, entry: Planner, rehearsal: Rehearsal | None, pr
 def _fastest(
     problem: Problem, rehearsal: Rehearsal | None, begun: float, until: float | None, answers: Mapping[str, Plan]
 ) -> Plan:
-    """Return the plan of planner `budget`, or the fastest better plan of the other planners. These are asked only while
-    the plan is slower than the work of the step shared evenly, and only where their search is quick, which depends on
-    the problem's size, not on a clock; `until` ends that.
+    """Return the plan of planner `budget`, or a better plan of another planner. Others are called while the best plan
+    is slower than a lower bound, the step's work shared evenly, and only if the problem's size makes their search
+    quick; after the time `until` none is called.
     """
     refused, best = None, None
     try:
@@ -289,7 +289,7 @@ def _fastest(
 
 
 def _confirmed(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Plan:
-    """Judge a plan that fits as far as is known by the rehearsal of its ranks as well."""
+    """Confirm a plan that fits under a capacity by the rehearsal of its ranks."""
     if plan.short:
         return _rehearsed_stages(problem, plan, rehearsal, [0] * len(plan.stages)) or plan
     if rehearsal is None or not plan.fits or problem.capacities is None:
@@ -298,7 +298,7 @@ def _confirmed(problem: Problem, plan: Plan, rehearsal: Rehearsal | None) -> Pla
 
 
 def _beats(problem: Problem, plan: Plan, best: Plan | None) -> bool:
-    """True where a plan lacks less than the best, or as much and is faster. Without a limit no plan lacks any."""
+    """True where a plan lacks fewer bytes than the best, or as many and is faster; no limit: none lacks any."""
     if best is None:
         return True
     fits = (True, None) if problem.capacities is None else (True,)

@@ -1,4 +1,4 @@
-"""Replays a recorded trace of spot machines: samples trained, time lost, and the layouts that run."""
+"""Replays a recorded trace of spot machines: samples trained, time lost, and the layouts used."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 __all__ = ["Deployment", "Pauses", "Prices", "Replanner", "Replay", "TraceEvent", "most_nodes", "read_trace", "replay"]
 
 
-# -- The replay of a trace: arithmetic over events. No process is started, and every pause is a parameter, not a
-#    measurement of an engine.
+# -- The replay of a trace: arithmetic over events. No process is started; every pause is a parameter, not measured.
 
 
 _HOUR = 3600.0
@@ -34,7 +33,7 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """At `seconds` since the trace's begin, `node` joins ("add") or leaves ("remove")."""
+    """Event of a trace: at `seconds` since its begin, `node` joins (kind "add") or leaves ("remove")."""
 
     seconds: float
     kind: str
@@ -43,7 +42,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Layout for some number of devices, such as "2 pipelines of 4 + 3 stages". Devices that hold no stage idle.
+    """Layout for a number of devices, such as "2 pipelines of 4 + 3 stages". Devices without a stage are idle.
 
     samples_per_second: of the simulated step. search_seconds: of planning, measured.
     """
@@ -57,19 +56,19 @@ class Deployment:
 _NOTHING_FITS = Deployment(0.0, 0, 0.0, "nothing fits")
 
 DeploymentOf = Callable[[int], Deployment | None]
-"""Number of devices -> layout to run on them; None where nothing fits."""
+"""Number of devices -> their layout; None where nothing fits."""
 
 
 @dataclass(frozen=True)
 class Pauses:
     """Pauses of the training when the membership changes: assumptions of a replay, in seconds.
 
-    planned: a join, or a leave that was announced at least `planned` before: state moves behind the training step.
-    crash: a leave without notice: detection, and the broken step again.
+    planned: for a join, or a leave with a notice at least `planned` seconds before: state moves during training.
+    crash: for a leave without notice: detection, and repetition of the broken step.
     restart: from no layout (too few devices) back to training. The default is what a restart under torchrun took (torch
         2.13, default timeouts, two nodes: 42 to 45 s).
-    notice: time between the announcement of a leave and the leave, which traces do not tell. The default is AWS's two
-        minutes; 0 makes every leave a crash.
+    notice: time between the notice and the leave, which traces do not contain. The default is AWS's two minutes; 0
+        makes every leave a crash.
     """
 
     planned: float = 1.0
@@ -85,8 +84,8 @@ class Pauses:
 class Prices:
     """Dollars for one device and hour.
 
-    The defaults are assumptions to replace: 3.06 is AWS's list price of p3.2xlarge (one V100, as in the p3 trace) on
-    demand in us-east-1, 0.918 the same less 70 %, a usual discount of spot machines.
+    Replace the defaults, which are assumptions: 3.06 is AWS's list price of p3.2xlarge (one V100, as in the p3 trace)
+    on demand in us-east-1; 0.918 is 70 % less, a usual discount of spot machines.
     """
 
     spot: float = 0.918
@@ -104,11 +103,11 @@ def _check_numbers(record: Pauses | Prices, noun: str, unit: str) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """Change at one moment of the trace, with all its events. The values hold from then on.
+    """Change by all events of one moment of the trace. The values hold from then on.
 
-    kind: "start", "join", "leave", "crash", "stop" (nothing fits any more) or "restart"; "none" for a join that changes
-        nothing in the layout, and where nothing has fitted before either.
-    search_seconds: measured. pause_seconds: assumed; includes the search where the change was not announced.
+    kind: "start", "join", "leave", "crash", "stop" (nothing fits any more) or "restart"; "none" for a join that does
+        not change the layout, and where nothing fits, as before.
+    search_seconds: measured. pause_seconds: assumed; includes the search after a crash and before a restart.
     """
 
     seconds: float
@@ -129,7 +128,7 @@ class Replay:
 
     samples: trained. ideal_samples: with the same layouts and no pause.
     device_hours: rented, also while pausing or stopped.
-    on_demand_samples_per_second: of `devices` machines that are never taken away; None where nothing fits them.
+    on_demand_samples_per_second: of `devices` machines that always stay; None where nothing fits them.
     """
 
     duration_seconds: float
@@ -152,7 +151,7 @@ class Replay:
 
     @property
     def share_of_ideal(self) -> float:
-        """Part of `ideal_samples`, 0 .. 1; 1 where there are none."""
+        """Samples as a part of `ideal_samples`, 0 .. 1; 1 where `ideal_samples` is 0."""
         return self.samples / self.ideal_samples if self.ideal_samples > 0 else 1.0
 
     @property
@@ -228,14 +227,14 @@ def replay(
     prices: Prices | None = None,
     duration_seconds: float | None = None,
 ) -> Replay:
-    """Replay a trace; all events of one moment are one change, answered by one new layout.
+    """Replay a trace. All events of one moment are one change, for which one new layout is planned.
 
     Time begins with the trace's first event, training with the first layout, without a pause. During a pause nothing is
-    trained; where a change comes during another's pause, both must be over. A join that changes nothing in the layout
-    costs nothing.
+    trained; if a change comes during another's pause, training continues after the later end. A join that does not
+    change the layout has no pause.
 
-    layout_of: asked at every change, and once for `devices`.
-    devices: the most that are rented at a time; further nodes wait for a place, without pay. Default: the trace's most.
+    layout_of: called at every change, and once for `devices`.
+    devices: the most that are rented at a time; further nodes wait, unpaid. Default: most nodes of the trace at a time.
     duration_seconds: default: until the trace's last event.
     """
     pauses, prices = pauses or Pauses(), prices or Prices()
@@ -274,7 +273,7 @@ def replay(
         now = moment - begin
         for event in group:
             (present.append if event.kind == "add" else present.remove)(event.node)
-        # nodes that train stay as long as they are there; free places go to the node that waits longest
+        # a rented node stays until it leaves; free places go to the node that has waited longest
         stay = [node for node in rented if node in present]
         waiting = [node for node in present if node not in stay]
         departed, new = len(rented) - len(stay), waiting[: most - len(stay)]
@@ -341,7 +340,7 @@ def _moments(events: Sequence[TraceEvent], end: float) -> Iterator[tuple[float, 
 
 
 def most_nodes(events: Sequence[TraceEvent]) -> int:
-    """Return the most nodes at a time, between two moments."""
+    """Return the largest number of nodes that a trace has between two moments."""
     count = most = 0
     for _, group in _moments(events, float("inf")):
         count += sum(1 if event.kind == "add" else -1 for event in group)
@@ -349,16 +348,15 @@ def most_nodes(events: Sequence[TraceEvent]) -> int:
     return most
 
 
-# -- Deployments on any number of equal devices: planned at the first request, and timed. The planners choose, and the
-#    step time is the simulator's.
+# -- Deployments on any number of equal devices: planned and timed at the first request. Step times are simulated.
 
 
 @dataclass(frozen=True)
 class Replanner:
     """Number of devices -> `Deployment`; None where nothing fits.
 
-    planner: for elastic runs; all but `joint` plan one pipeline of at most as many devices as layers.
-    minibatch_size: samples of a step, whatever the number of devices; a multiple of the profile's microbatch size.
+    planner: for elastic runs; all but `joint` plan one pipeline, on no more devices than layers.
+    minibatch_size: samples of a step for any number of devices; a multiple of the profile's microbatch size.
     capacity: bytes of every device; None: no limit.
     run: only its schedule, recompute and stage_inputs are read. blocks: accumulation blocks; None: the planner chooses.
     """
@@ -390,7 +388,7 @@ class Replanner:
         return size
 
     def __call__(self, devices: int) -> Deployment | None:
-        """Plan, or look up the plan of an earlier request; either is timed."""
+        """Plan, or look up the plan of an earlier request; `search_seconds` is the time of either."""
         begun = time.perf_counter()
         if devices in self._known:
             cached = self._known[devices]
@@ -417,7 +415,7 @@ class Replanner:
 
 
 def _describe(stages: Sequence[int]) -> str:
-    """`1 pipeline of 4 stages`, `3 pipelines of 8 + 8 + 7 stages`."""
+    """Return a text such as `1 pipeline of 4 stages` or `3 pipelines of 8 + 8 + 7 stages`."""
     count = len(stages)
     lengths = " + ".join(map(str, sorted(stages, reverse=True)))
     return f"{count} pipeline{'' if count == 1 else 's'} of {lengths} stage{'' if lengths == '1' else 's'}"

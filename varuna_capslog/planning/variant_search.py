@@ -1,14 +1,14 @@
-"""Chooses the variant that computes each layer: the choice whose fastest plan that fits has the shortest step.
+"""Chooses a variant (kernel choice) for each layer, such that the fastest plan that fits has the shortest step.
 
-A profile with rows of variants (`profiles/runs`) gives the profile of every choice, and planner `budget` the best
-plan of cuts and memory intervals for it; so variants, cuts and intervals are weighed by the same seconds and bytes.
+A profile with rows of variants (`profiles/runs`) contains the profile of every choice, for which planner `budget` finds
+the best cuts and memory intervals; so variants, cuts and intervals are compared by the same seconds and bytes.
 
-State: a variant for each layer. Cost: what its plan lacks, then its step, the number of layers that are not as
-configured, and its peak. Bound: no step is shorter than all forwards and backwards of its calls spread evenly over the
-devices, so a choice whose bound is no shorter than the best step is not planned for. Up to `EVERY_CHOICE` choices are
-weighed or ruled out, in the order of their bounds. Of more choices, layers whose names differ in numbers alone form a
-family with one variant, without variants that are worse in every number than another; the search then changes one
-family at a time, and at last one family on one stage of the best plan.
+State: a variant for each layer. Cost: bytes that the plan lacks, then its step, the number of layers that are not as
+configured, and its peak. Bound: all forwards and backwards of a step spread evenly over the devices; a choice is not
+planned for if its bound is no shorter than the best step. Up to `EVERY_CHOICE` choices are all planned for or ruled
+out, in the order of their bounds. If there are more, layers whose names differ only in numbers form a family with one
+variant, and variants that are worse than another in every number are left out. The search then changes one family at a
+time, and last one family on one stage of the best plan.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from varuna_capslog.profiles.runs import PLAIN, alternatives_of, under
 __all__ = ["EVERY_CHOICE", "VariantChoice", "choose_variants"]
 
 EVERY_CHOICE = 256
-"""Largest number of choices of which every one is weighed or ruled out."""
+"""Largest number of choices that are all planned for or ruled out."""
 MOST_WEIGHED = 40
-"""Of more choices, the largest number to plan for."""
+"""Largest number of choices to plan for where there are more."""
 
 PlanOf = Callable[[Profile], Plan]
-"""A profile -> the best plan for it, judged, with its step where it fits."""
+"""Profile -> the best plan for it, judged, with its step where it fits."""
 
 
 @dataclass(frozen=True)
 class VariantChoice:
-    """Best choice of variants, as layer -> variant without the layers that stay as configured.
+    """Best choice of variants, and its plan.
 
-    plain: the best plan for the layers as configured. weighed: choices planned for. every: all others were ruled out.
+    chosen: layer -> variant, without the layers that stay as configured. plain: the best plan for the layers as
+    configured. weighed: number of choices planned for. every: True if all others were ruled out by their bound.
     """
 
     chosen: Mapping[int, str]
@@ -55,7 +56,7 @@ def choose_variants(profile: Profile, devices: int, calls: int, plan_of: PlanOf)
 
 
 _Choice = tuple[str, ...]
-"""A name for each layer."""
+"""Name of the variant of each layer."""
 
 
 class _VariantSearch:
@@ -95,7 +96,7 @@ class _VariantSearch:
         return under(self._profile, {layer: name for layer, name in enumerate(choice) if name != PLAIN})
 
     def _weigh(self, choice: _Choice) -> None:
-        """Plan for a choice, unless no plan of it can be better than the best."""
+        """Plan for a choice, unless none of its plans can be better than the best."""
         if choice in self._plans:
             return
         if self._plans:
@@ -131,7 +132,7 @@ class _VariantSearch:
         )
 
     def _change(self, changes: Iterable[tuple[Sequence[int], str]]) -> None:
-        """Weigh the best choice so far with each of these changes in turn."""
+        """Apply each change, (layers, variant), to the best choice so far, and plan for the result."""
         for layers, name in changes:
             if len(self._plans) >= MOST_WEIGHED:
                 return
@@ -144,8 +145,8 @@ class _VariantSearch:
         return sum(float(getattr(self._rows[layer, name], size) or 0) for layer in layers)
 
     def _undominated(self, layers: Sequence[int]) -> list[str]:
-        """Return the variants of a family for which no other is as good in every number; of equal variants the first.
-        Joined variants always stay, since they take less beside each other than alone.
+        """Return the variants of a family that no other variant matches or beats in every number; of equal variants the
+        first. Joined variants always stay, since they take less beside each other than alone.
         """
         names, joined = self._names[layers[0]], self._profile.conditions.get(JOINED, ())
         numbers = {name: [number for layer in layers for number in _numbers(self._rows[layer, name])] for name in names}

@@ -1,4 +1,10 @@
-"""Judges memory: the bytes of every rank of a plan, whether they fit, what is missing, and what would do."""
+"""Judges memory: the bytes of the stages or ranks of a plan, whether they fit, what is missing, and what is enough.
+
+`judge` and `judge_ranks` compare given bytes of stages or ranks with capacities, `judge_plan` the bytes that the plan
+states. They return a `MemoryVerdict`; all others return the plan with its verdict. `judged` computes the bytes of every
+rank by the fold, for plans of any form. For a short-form plan that fits by the memory model of its stages, `folded`
+checks this by the fold, `rehearsed` by a rehearsal, `within_tier` its host tiers.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +52,8 @@ __all__ = [
 ]
 
 
-# -- Verdicts on stages and ranks.
-#
-# A device needs the peak of its stage and the profile's headroom (`memory.costs`). Nothing is planned, profiled or
-# rehearsed here: functions that do so are passed in.
+# -- Verdicts on stages and ranks. A device needs the peak of its stage and the profile's headroom (`memory.costs`).
+#    Nothing is planned, profiled or rehearsed here: functions that do so are passed in.
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,11 @@ class HostMemory:
         return cls(config.pipeline.host_capacity, config.pipeline.host_tier != "memory")
 
     def is_device(self, profile: Profile) -> bool:
-        """True where the tier lies in the device's own memory: in host memory, and the device is the CPU."""
+        """True where the host tier lies in the device's own memory: on a CPU, unless the tier is a folder."""
         return not self.in_files and bool(profile.observations) and profile.observations[0].device == "cpu"
 
     def lacks(self, plan: Plan, sizes: Sequence[int]) -> Plan:
-        """Return the plan, refused where the tier of a rank would hold more than the limit; sizes: bytes by rank."""
+        """Return the plan, with `fits` False where a rank's tier exceeds the limit. sizes: bytes by rank."""
         worst = max(range(len(sizes)), key=lambda rank: sizes[rank])
         if self.capacity is None or sizes[worst] <= self.capacity:
             return plan
@@ -85,9 +89,9 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class MemoryVerdict:
-    """Stages and their devices, in stage order, in bytes; or ranks, of which some hold several stages.
+    """Bytes of each stage and of its device, in stage order; or of each rank, which may hold several stages.
 
-    peaks: the most that each stage holds. needed: with the headroom. capacities: of the devices. of: "stage" or "rank".
+    peaks: without headroom. needed: peaks with headroom. capacities: of the devices. of: "stage" or "rank".
     """
 
     peaks: tuple[int, ...]
@@ -97,7 +101,7 @@ class MemoryVerdict:
 
     @property
     def margins(self) -> list[int]:
-        """Bytes that each stage leaves of its device; below 0 where it does not fit."""
+        """Bytes of its device that each stage leaves free; below 0 where the stage does not fit."""
         return [has - needed for has, needed in zip(self.capacities, self.needed, strict=True)]
 
     @property
@@ -107,7 +111,7 @@ class MemoryVerdict:
 
     @property
     def worst(self) -> int:
-        """Stage that leaves least of its device, the first of equals."""
+        """Stage with the smallest margin; the first of several."""
         margins = self.margins
         return margins.index(min(margins))
 
@@ -118,13 +122,13 @@ class MemoryVerdict:
 
     @property
     def need(self) -> str:
-        """Worst stage for people: `stage 1 needs 8 GiB of 7 GiB`."""
+        """Text on the worst stage, such as `stage 1 needs 8 GiB of 7 GiB`."""
         worst = self.worst
         return f"{self.of} {worst} needs {format_bytes(self.needed[worst])} of {format_bytes(self.capacities[worst])}"
 
     @property
     def lack(self) -> str:
-        """`need`, and by how much it is too much."""
+        """`need`, followed by the bytes that are too much."""
         peak, needed = self.peaks[self.worst], self.needed[self.worst]
         beside = f" ({format_bytes(peak)} and its headroom)" if needed != peak else ""
         return f"{self.need}, {format_bytes(self.lacking)} too much{beside}"
@@ -136,10 +140,10 @@ class MemoryVerdict:
         return Shortfall(self.worst, self.lacking, devices_that_fit)
 
     def sentence(self, devices_that_fit: int | None, why: str | None = None, way: str | None = None) -> str:
-        """Say what is missing and what would do, for a plan that does not fit.
+        """Return the text on what is missing and how many devices are enough, for a plan that does not fit.
 
-        why: reason why no number of devices would do; default: a stage has a layer.
-        way: whose plans are counted; default: those of any planner that only cuts.
+        why: reason why no number of devices is enough; default: each stage holds at least one layer.
+        way: planner for which devices are counted; default: `exact`, or if none are enough, all planners of cuts.
         """
         if devices_that_fit is None:
             why, alike = f"since {why or 'each stage holds at least one layer'}", len(set(self.capacities)) == 1
@@ -154,15 +158,15 @@ class MemoryVerdict:
 
 
 def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroom: Headroom) -> MemoryVerdict | None:
-    """Return the verdict on stages of these peaks; None where the peaks or the capacities are not known."""
+    """Compare peaks of stages with capacities of their devices, in bytes; None where either is not known."""
     if peaks is None or capacities is None:
         return None
     return MemoryVerdict(tuple(peaks), tuple(headroom.device(peak) for peak in peaks), tuple(capacities))
 
 
 def judge_plan(plan: Plan, profile: Profile, tier: HostMemory | None = None) -> MemoryVerdict | None:
-    """Return the verdict on a plan by its own bytes, those of its stages in the short form, else those of its ranks;
-    None where it has no bytes or no capacity. tier: counts against the device where it lies in its memory.
+    """Compare the bytes that a plan states with its capacities: bytes of ranks, or in the short form, of stages. None
+    where the plan has no bytes or no capacity. tier: its bytes count if the tier lies in the device's own memory.
     """
     headroom, used = Headroom.of(profile), {rank for stage in plan.stages for rank in stage.ranks}
     if plan.short or any(rank >= len(plan.ranks) or plan.ranks[rank].bytes is None for rank in used):
@@ -174,7 +178,7 @@ def judge_plan(plan: Plan, profile: Profile, tier: HostMemory | None = None) -> 
 
 
 def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryVerdict | None:
-    """Return the verdict on ranks of these bytes; None where no capacity is known."""
+    """Compare peaks of ranks with the capacities that the plan states, in bytes; None where it states none."""
     limits = [rank.capacity_bytes for rank in plan.ranks] + [None] * (len(sizes) - len(plan.ranks))
     if all(limit is None for limit in limits):
         return None
@@ -184,7 +188,7 @@ def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryV
 
 
 def predictable(profile: Profile, microbatch_size: int | None) -> list[str]:
-    """Reasons why a profile promises no bytes for microbatches of this size; empty if it does."""
+    """Reasons why a profile cannot predict bytes for microbatches of this size, in samples; empty if it can."""
     served = PURPOSE in profile.conditions
     instead = "plan in float32, or for a GPU" if served else "measure the profile instead (profile.source=measured)"
     gaps = [
@@ -203,11 +207,11 @@ def predictable(profile: Profile, microbatch_size: int | None) -> list[str]:
 def rehearsed(
     plan: Plan, peaks: Sequence[int], beside: Sequence[int], headroom: Headroom, find: Callable[..., Plan]
 ) -> Plan:
-    """Judge a plan that fits by its memory model again, by the peaks of a rehearsal of every rank's program: on a CPU
-    the stages share memory with what a schedule keeps in flight, and no sum over layers knows all of it.
+    """Judge a short-form plan that fits by its memory model again, by the peaks of a rehearsal of every rank's program:
+    on a CPU the stages share memory with what a schedule keeps in flight, which sums over layers do not fully count.
 
     peaks: rehearsed, per stage. beside: bytes on each stage's device beside training, such as snapshots.
-    find: plans the same run for another `capacity`, to say how many devices would do.
+    find: plans the same run for another `capacity`; its shortfall says how many devices are enough.
     """
     together = [peak + more for peak, more in zip(peaks, beside, strict=True)]
     verdict = judge(together, plan.capacities_of(plan.placement()), headroom)
@@ -245,22 +249,21 @@ def capacities_of_devices(capacity: int | Sequence[int] | None, devices: int) ->
     return [fields.whole(capacity, "capacity", minimum=1)] * devices
 
 
-# -- The bytes of every rank of a plan, and whether they fit: for plans that are more than one stage per rank.
-#    `memory/fold` computes them; a rehearsal, which needs torch, is passed in.
+# -- Bytes of every rank of a plan by `memory/fold`, and whether they fit. Rehearsals need torch, and are passed in.
 
 
 _CERTAIN = 0.8
-"""Up to this part of its device by the fold, a rank is not rehearsed, which may take seconds: the fold's errors are a
-few percent (`benchmarks/fold`)."""
+"""Largest part of its device that a rank may need by the fold without a rehearsal, which may take seconds: the fold's
+errors are a few percent (`benchmarks/fold`)."""
 
 
 def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
-    """Return the bytes of every rank at every position of its list.
+    """Return the bytes of every rank at every position of its list of actions.
 
-    run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
-        stages whose memory is None, whether they recompute.
+    run: for what the plan leaves to the config: schedule, microbatches and blocks of the pipeline, and recomputation
+        in stages whose memory is None.
 
-    Raises CapslogError for what schedules do not describe (splits), for unknown units, and for what the profile lacks.
+    Raises CapslogError for stages on several ranks, unknown units, and bytes that the profile lacks.
     """
     if profile.num_layers != plan.num_layers:
         raise CapslogError(
@@ -270,7 +273,7 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
     units = Units(plan.units.per_step or run.num_microbatches, None, plan.units.blocks or run.num_blocks)
     name = plan.schedule or run.schedule
     shape = dataclasses.replace(run, schedule=name, num_microbatches=units.per_step, num_blocks=units.blocks or 1)
-    ranges = RangeBytes.of_ranks(profile, shape.recomputes)  # says first what the profile lacks
+    ranges = RangeBytes.of_ranks(profile, shape.recomputes)  # first, since it names what the profile lacks
     return fold(ranges, plan.stages, units, _actions(profile, plan, units, shape), shape, plan.routes)
 
 
@@ -281,14 +284,14 @@ def judged(
     rehearse: Callable[[], Sequence[int]] | None = None,
     tier: HostMemory | None = None,
 ) -> Plan:
-    """Return the plan with the bytes of its ranks, and whether each fits its device. Where the fold cannot tell, the
-    rehearsal does; where that cannot either, `fits` is None and a note says why.
+    """Return the plan with the bytes of its ranks, and whether each fits its device. They come from the fold, or where
+    it fails, from the rehearsal; where both fail, `fits` is None and a note says why.
 
     Args:
-        rehearse: gives the peak of every rank from its own program, on fake tensors. Where there is a capacity it
-            decides finally about ranks that fit by the fold of an estimate, or of any profile of the CPU, and about all
-            ranks where the profile lacks the bytes of each action. A model that it cannot run is named in a note,
-            unless the profile itself is an estimate.
+        rehearse: returns the peak of every rank, by running its program on fake tensors. With a capacity, its peaks
+            replace those of the fold in two cases: the profile is an estimate or of the CPU, and the plan fits, but not
+            certainly (`is_certain`); or the profile lacks the bytes of each action. Its error is raised if the
+            fold of an estimate has succeeded, else it becomes a note.
         tier: limit of the host tiers; None: no limit, in memory.
         run: as for `fold_plan`.
     """
@@ -324,7 +327,7 @@ def judged(
 
 
 def is_certain(plan: Plan, headroom: Headroom) -> bool:
-    """True where every rank takes so little of its device that no error of the fold could make it too much."""
+    """True where every rank needs so little of its device that it fits whatever the error of the fold."""
     sizes = [(rank.bytes, rank.capacity_bytes) for rank in plan.ranks]
     return all(
         limit is None or (size is not None and headroom.device(size) <= _CERTAIN * limit) for size, limit in sizes
@@ -332,8 +335,8 @@ def is_certain(plan: Plan, headroom: Headroom) -> bool:
 
 
 def _by_rehearsal_alone(profile: Profile, plan: Plan, rehearse: Callable[[], Sequence[int]] | None, lack: str) -> Plan:
-    """Judge a plan without bytes from the fold, for the reason `lack`, by the rehearsal, where there is a capacity.
-    Only the fold counts bytes of the host tier, so plans that offload stay unknown.
+    """Judge by the rehearsal a plan with a capacity for which the fold failed, for the reason `lack`. Only the fold
+    counts bytes of the host tier, so plans that offload stay unknown.
     """
     limited = any(rank.capacity_bytes is not None for rank in plan.ranks)
     if rehearse is not None and limited and not any(stage.offloads for stage in plan.stages):
@@ -348,17 +351,17 @@ def _by_rehearsal_alone(profile: Profile, plan: Plan, rehearse: Callable[[], Seq
 
 
 def within_tier(profile: Profile, plan: Plan, run: RunShape, tier: HostMemory) -> Plan:
-    """Judge a plan that fits its devices by its host tiers as well."""
+    """Judge the host tiers of a plan that fits its devices. A plan for which the fold fails stays as it is."""
     if tier.capacity is None or not plan.fits:
         return plan
     try:
         return tier.lacks(plan, [rank.host_bytes for rank in fold_plan(profile, plan, run)])
-    except CapslogError:  # the profile has not the runs for the fold
+    except CapslogError:  # the profile lacks runs for the fold
         return plan
 
 
 def with_stage_bytes(plan: Plan) -> Plan:
-    """Return a judged plan with the bytes of its stages: those of their ranks, where each rank has one stage."""
+    """Return a judged plan whose stages have the bytes of their ranks; unchanged where a rank has several stages."""
     if len(plan.stages) > plan.num_ranks:
         return plan
     stages = [dataclasses.replace(stage, bytes=plan.ranks[stage.rank].bytes) for stage in plan.stages]
@@ -366,10 +369,11 @@ def with_stage_bytes(plan: Plan) -> Plan:
 
 
 def folded(profile: Profile, plan: Plan, memory: str, run: RunShape) -> Plan:
-    """Return a plan that fits by the memory model of its stages; judged by its ranks' bytes where these do not fit.
-    Models of stages are quicker, and a few percent off where a stage's order of work is not the one that they assume.
+    """Check by the fold a plan that fits by the memory model of its stages: judged by the bytes of its ranks if these
+    do not fit, else unchanged. Models of stages are faster than the fold, but a few percent off where a stage's order
+    of actions is not the one that they assume.
 
-    memory: as in `Problem`; a model other than "auto" is believed. run: as for `fold_plan`.
+    memory: as in `Problem`; only plans of "auto" are checked. run: as for `fold_plan`.
     """
     told = all(row.action_bytes is not None for row in profile.observations)
     if not plan.fits or plan.memory_model == RANKS or memory != AUTO or not told or plan.capacity_bytes is None:
@@ -381,7 +385,7 @@ def folded(profile: Profile, plan: Plan, memory: str, run: RunShape) -> Plan:
 def with_rank_bytes(
     plan: Plan, sizes: Sequence[int], host: Sequence[int], headroom: Headroom, shared: bool, how: str = ""
 ) -> Plan:
-    """Return the plan, judged by these peaks of its ranks, and the bytes of their host tiers.
+    """Return the plan with these peaks of its ranks and bytes of their host tiers, judged by them.
 
     shared: both count against the same capacity. how: source of the peaks, for the note.
     """
@@ -411,7 +415,7 @@ def with_rank_bytes(
 
 
 def _actions(profile: Profile, plan: Plan, units: Units, run: RunShape) -> Schedule:
-    """Each rank's list: the plan's own, or that of its schedule."""
+    """Actions of each rank: the plan's own, or those of its schedule."""
     if plan.actions is not None:
         return from_strings(plan.actions)
     return scheduled(run.schedule, plan.stages, stage_graph(plan.stages, units, plan.routes, profile.known_edges), run)

@@ -33,7 +33,7 @@ _BEGINNINGS = ("start", "resume", "morph")
 
 
 def change_kind(event: Event) -> str:
-    """Return the kind of a change: "lost", "left" or "joined", the gravest first; "" for any other event."""
+    """Return the most serious kind of a change: "lost", "left" or "joined"; "" for any other event."""
     causes = [str(text) for text in _listed(event.details.get("why"))]
     return next((name for name in COLOURS if any(text.endswith(f" {name}") for text in causes)), "")
 
@@ -91,13 +91,13 @@ def change_parts(run: RunRecord) -> list[Markup]:
 
 
 def event_words(event: Event) -> str:
-    """Return what an event tells in words: its reason first, then every number with its unit; zeros are left out."""
+    """Return an event's details in words: its reason first, then every number with its unit; zeros are left out."""
     reasons = [str(reason) for reason in _listed(event.details.get("why")) or [event.details.get("why")] if reason]
     return "; ".join([*reasons, *in_words({key: entry for key, entry in event.details.items() if key != "why"})])
 
 
 def _changes(events: Sequence[Event]) -> list[tuple[Event, str]]:
-    """Return every new generation, and its causes with the notices and losses since the generation before."""
+    """Return every new generation, and its causes with notices and losses since the generation before."""
     changes: list[tuple[Event, str]] = []
     reasons: dict[str, str] = {}
     for event in events:
@@ -197,7 +197,7 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Account:
-    """Seconds by kind, in the order of `KINDS`; pauses: those of them around changes of the devices."""
+    """Seconds by kind, in the order of `KINDS`; pauses: the part of these seconds in changes of the devices."""
 
     seconds: Mapping[str, float]
     pauses: Mapping[str, float]
@@ -274,7 +274,7 @@ class _Ledger:
         inside = self._events[bisect_left(self._times, begin) : bisect_right(self._times, end)]
         launches = [_time(event) for event in inside if event.kind == "launch"]
         if launches or before is None:
-            # the time of a launch that came to no step counts as its start
+            # launches that made no step count as part of the start
             launched = launches[0] if launches else begin
             stopped = max([begin, *(at for event in inside if (at := _time(event)) < launched)])
             self._found["ending"] += stopped - begin
@@ -284,7 +284,7 @@ class _Ledger:
         changes = before.generation != after.generation
         remaining_seconds = end - begin
         if changes and after.generation in self._pauses:
-            # the event's own number is the length of the pause, so that every table tells the same one
+            # the pause is as long as its event says, so that every table shows the same seconds
             remaining_seconds = min(remaining_seconds, self._pauses[after.generation])
             self._found["between steps"] += end - begin - remaining_seconds
         for kind, seconds in self._known(end, inside, before, after):
@@ -299,13 +299,13 @@ class _Ledger:
             self._in_pauses[kind] += seconds
 
     def _known(self, end: float, inside: Sequence[Event], before: StepLine, after: StepLine) -> list[tuple[str, float]]:
-        """Return the known events between two steps, as kinds with their longest possible seconds."""
+        """Return the known kinds of time between two steps, with their longest possible seconds."""
         boundary = before.step, before.generation
         parts = [("checkpointing", self._stalls.get(boundary, 0.0))]
         if before.generation != after.generation:
             parts.append(("repeated", self._broken_off.get(after.generation, 0.0)))
             waits = [_time(event) for event in inside if event.kind == "waiting"]
-            if waits:  # until a device comes that ends it; the change itself is a pause
+            if waits:  # until the last device joins; the change after that is a pause
                 comes = [at for event in inside if event.kind == "join" and (at := _time(event)) > waits[0]]
                 parts.append(("waiting", (comes[-1] if comes else end) - waits[0]))
         elif boundary in self._evaluated:

@@ -1,4 +1,4 @@
-"""Pictures from before a run, for the commands `compare`, `front` and `simulate --trace`."""
+"""Pictures that are drawn before a run, by the commands `compare`, `front` and `simulate --trace`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MARKS = {"leave": (AMBER, "leave, announced"), "crash": (ALARM, "crash"), "stop
 
 
 class FrontPoint(NamedTuple):
-    """Point of a front: bytes, the step time within them, and its lower bound, where that is known."""
+    """Point of a front: bytes, the step time within these bytes, and the lower bound of the step where it is known."""
 
     bytes: int
     step_seconds: float
@@ -88,7 +88,7 @@ def draw_front(
 
 
 def _front_points(axes: Axes, points: Sequence[FrontPoint], unit: float, second: float, label: str) -> None:
-    """Draw points that are all proven, or all not, these with a line down to their bounds."""
+    """Draw points, all proven or all not proven; points that are not proven have a line down to their bounds."""
     if not points:
         return
     look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 6, "color": BLUE, "zorder": 3}
@@ -101,7 +101,7 @@ def _front_points(axes: Axes, points: Sequence[FrontPoint], unit: float, second:
 
 
 def draw_comparison(path: Path, title: str, rows: Sequence[Row], usable: Sequence[int] | None = None) -> None:
-    """Draw three bar charts beside each other; planners with the same plan share a row, those without one read "none".
+    """Draw three bar charts beside each other; planners with the same plan share a row, a missing plan reads "none".
 
     usable: bytes of each device's capacity less the headroom; a line for each size.
     """
@@ -122,7 +122,7 @@ def draw_comparison(path: Path, title: str, rows: Sequence[Row], usable: Sequenc
 
 
 _NAME_CHARACTERS = 26
-"""Characters of a line of planners' names."""
+"""Most characters in a line of planners' names."""
 
 
 def _lines_of_names(names: Sequence[str]) -> str:
@@ -145,7 +145,7 @@ def _same_plans(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _texts(rows: Sequence[Row], values: Sequence[float | None], divisor: float) -> list[str]:
-    """Return the number behind each bar; a planner without a plan has none, and a plan's may be unknown."""
+    """Return the text after each bar: its number, "none" for a planner without a plan, or "unknown"."""
     return [
         significant(value / divisor) if value is not None else "none" if row.plan is None else "unknown"
         for row, value in zip(rows, values, strict=True)
@@ -169,7 +169,7 @@ def _peak_bars(axes: Axes, rows: Sequence[Row], usable: Sequence[int] | None) ->
 
 
 def _search_bars(axes: Axes, groups: Sequence[Sequence[Row]]) -> None:
-    """Draw the search times on a logarithmic axis; a group's bar is of its longest search, its text of both ends."""
+    """Draw search times on a logarithmic axis: a bar for a group's longest search, with its range as text."""
     times = [[row.search_seconds for row in group if row.search_seconds is not None] for group in groups]
     longest = [max(searched, default=None) for searched in times]
     texts = []
@@ -183,7 +183,7 @@ def _search_bars(axes: Axes, groups: Sequence[Sequence[Row]]) -> None:
     low = 10.0**first
     axes.set_xscale("log")
     _bars(axes, longest, texts, 1.0, GREY, low)
-    share = min(0.6, 0.03 + 0.028 * max(map(len, texts)))  # of the axis, for the text behind the longest bar
+    share = min(0.6, 0.03 + 0.028 * max(map(len, texts)))  # of the axis, for the text after the longest bar
     axes.set_xlim(low, low * (high / low) ** (1 / (1 - share)))
     axes.xaxis.set_major_locator(FixedLocator([10.0**power for power in powers[:: -(-len(powers) // 4)]]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: _power(seconds)))

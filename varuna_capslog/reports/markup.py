@@ -57,7 +57,7 @@ def escape(text: str) -> str:
 
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Nothing is loaded and nothing is sent: not by the page, by plotly.js, or by a text that was taken for markup."""
+"""Content security policy: the page, plotly.js and text mistaken for markup can neither load nor send anything."""
 _DRAW = """\
 const draw = (place) => {
   const figure = JSON.parse(place.nextElementSibling.textContent);
@@ -72,7 +72,7 @@ const shown = new IntersectionObserver((entries) => entries.forEach((entry) => {
 }), {rootMargin: "100000px 0px"});
 document.querySelectorAll(".plot").forEach((place) => shown.observe(place));
 """
-"""Hands every figure to plotly.js once it has a width: those in a folded part when it is opened."""
+"""Passes every figure to plotly.js once it has a width; in a folded part, when the part is opened."""
 
 
 def page(title: str, subtitle: str, sections: Sequence[Markup]) -> Markup:
@@ -94,7 +94,7 @@ def page(title: str, subtitle: str, sections: Sequence[Markup]) -> Markup:
 
 
 def section(name: str, heading: str, parts: Sequence[Markup], folded: bool = False) -> Markup:
-    """Return a part of the page; `name` is its anchor. folded: the reader opens it."""
+    """Return a part of the page; `name` is its anchor. folded: closed until the reader opens it."""
     head, content = f"<h2>{escape(heading)}</h2>\n", "\n".join(parts)
     if folded:
         return Markup(f'<section id="{escape(name)}">\n{_folded(head, content)}\n</section>\n')
@@ -102,7 +102,7 @@ def section(name: str, heading: str, parts: Sequence[Markup], folded: bool = Fal
 
 
 def folded(heading: str, parts: Sequence[Markup]) -> Markup:
-    """Return parts of a section that the reader opens."""
+    """Return parts of a section that stay closed until the reader opens them."""
     return _folded(escape(heading), "\n".join(parts))
 
 
@@ -142,7 +142,7 @@ def figure(drawn: Plot, description: str, caption: str) -> Markup:
 
 
 def script_json(value: object) -> str:
-    """Return JSON that no text in it can end: no character of a tag or a comment, and ASCII alone."""
+    """Return JSON for a script element, in ASCII and without characters by which a text could end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -210,8 +210,8 @@ def facts(name: str, rows: Mapping[str, str]) -> Markup:
 def table(
     name: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), most_beside: int = 4
 ) -> Markup:
-    """Return a table of numbers, set to the right; the columns in `left` hold text. On a narrow screen, a row of more
-    than `most_beside` cells is a block, with a line and its heading for each cell.
+    """Return a table of numbers, aligned to the right; the columns in `left` hold text. On a narrow screen, a row of
+    more than `most_beside` cells becomes a block with one line, heading and value, for each cell.
     """
 
     def cells(tag: str, row: Sequence[str]) -> str:
@@ -336,7 +336,7 @@ UNKNOWN = "\N{EN DASH}"
 
 
 def duration(seconds: float | None, digits: int = 3) -> str:
-    """Return seconds in the unit that people use: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
+    """Return seconds in the usual unit for their size: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
     if seconds is None:
         return UNKNOWN
     if seconds < 60:
@@ -349,7 +349,7 @@ def duration(seconds: float | None, digits: int = 3) -> str:
 
 
 def second_unit(seconds: float) -> tuple[float, str]:
-    """Return units in a second, and the name, of the largest of s, ms and µs that keeps the seconds at 1 or above."""
+    """Return (units per second, name) of the largest unit, s, ms or µs, in which the seconds are at least 1."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 
@@ -359,7 +359,7 @@ def percent(share: float) -> str:
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """Return a number with this many significant digits, without an exponent where people do not use one."""
+    """Return a number with this many significant digits; with an exponent below 0.001 and from a million on."""
     if value is None:
         return UNKNOWN
     if value and not 1e-3 <= abs(value) < 10**6:
@@ -380,8 +380,8 @@ def plain(value: object) -> str:
 
 
 def in_words(details: Mapping[str, Any], longest: int = 200) -> list[str]:
-    """Return a text such as "step time 12.3 ms" for each entry of a JSON object, with the unit that its key names; of
-    what is longer than `longest` characters its length. Zeros and what is empty are left out.
+    """Return a text such as "step time 12.3 ms" for each entry of a JSON object, with the unit that its key names. A
+    list longer than `longest` characters becomes its length, a longer text is cut. Zeros and empty entries are omitted.
     """
     words = []
     for key, entry in details.items():
@@ -414,5 +414,5 @@ def moment(seconds: float | None) -> str:
     """Return a time since 1970 as date and time of day in UTC."""
     try:
         return UNKNOWN if seconds is None else f"{datetime.fromtimestamp(seconds, tz=timezone.utc):%Y-%m-%d %H:%M:%S}"
-    except (OverflowError, OSError, ValueError):  # no calendar has it
+    except (OverflowError, OSError, ValueError):  # outside the calendar
         return UNKNOWN

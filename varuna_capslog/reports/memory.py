@@ -54,7 +54,7 @@ __all__ = [
 MOST_GENERATIONS = 16
 """Largest number of generations that can be read beside each other."""
 COLOURS = {"lost": plots.ALARM, "left": plots.AMBER, "joined": plots.GREEN}
-"""Colour of a change's line, by the kind of change, the gravest kind first."""
+"""Kind of change -> colour of its line, the most serious kind first."""
 
 
 def shows_capacity(capacity: Sequence[int] | None, peaks: Sequence[int]) -> bool:
@@ -134,8 +134,8 @@ def _draw_cuts(axes: Axes, cuts: Sequence[int], num_layers: int) -> None:
 class GenerationPeaks:
     """Generation and its peaks.
 
-    steps: the first and the last step that it made; None where no step is known.
-    why: its cause, in few words. change: "lost", "left", "joined", or anything else for another reason.
+    steps: the generation's first and last step; None where no step is known.
+    why: the generation's cause, in few words. change: "lost", "left" or "joined"; other text for other causes.
     predicted, measured: bytes of each stage; None if unknown.
     capacity: of each stage's device in bytes, or None.
     """
@@ -183,9 +183,9 @@ def _heading(generation: GenerationPeaks) -> str:
 
 # -- The section on the peak memory of each stage: the plan's prediction beside the run's measurement.
 #
-# Errors are shares of the measured peak; where a comparison would mislead, it gives the reason and
-# no error. A plan predicts the peak for the largest input that a run can meet; a peak is measured on the inputs that
-# came. Where these differ, the caller's function predicts the peaks again for the measured sizes.
+# Errors are shares of the measured peak; where a comparison would mislead, the section gives the reason instead of an
+# error. A plan predicts the peak for the largest input that a run can meet; a peak is measured on the inputs that the
+# run met. Where these differ, the caller's function predicts the peaks again for the measured sizes.
 
 
 Rehearsal = Callable[[Config, Plan, Mapping[str, Sequence[int]]], list[int]]
@@ -200,7 +200,7 @@ def peak_parts(run: RunRecord, rehearse: Rehearsal | None) -> list[Markup]:
     ranks = plan.placement()
     predicted: Sequence[int] | None = plan.stage_bytes
     if predicted is None and plan.ranks:
-        of_ranks = [plan.ranks[rank].bytes for rank in ranks]  # as a shared rank's measured peak stands at each stage
+        of_ranks = [plan.ranks[rank].bytes for rank in ranks]  # each stage shows its rank's peak, as measured
         predicted = None if None in of_ranks else [size for size in of_ranks if size is not None]
     measured = None if peaks_found is None else peaks_found.bytes
     notes = []
@@ -297,7 +297,7 @@ def _capacity_text(capacity: list[int]) -> str:
 
 
 def _predicted_input(run: RunRecord) -> Shapes | None:
-    """Return the shapes for which the plan's predictions hold, those of its profile; None where it has none."""
+    """Return the shapes for which the plan's predictions hold, from the profile; None where it has none."""
     return None if run.profile is None else shapes_of(dict(run.profile.conditions).get("input"))
 
 
@@ -306,8 +306,8 @@ def _peaks_at_measured_sizes(
 ) -> list[int] | None:
     """Return the peaks of a rehearsal at the measured sizes, by stage.
 
-    None where the plan's own predictions hold for these sizes, and where the sizes of either are not known (older
-    runs). Raises CapslogError or OSError where nothing can be predicted for the measured sizes.
+    None where the plan's own predictions hold for these sizes, and where either the planned or the measured sizes are
+    not known (older runs). Raises CapslogError or OSError where nothing can be predicted for the measured sizes.
     """
     largest = _predicted_input(run)
     others = [shapes for shapes in measured.inputs if shapes is not None and shapes != largest]

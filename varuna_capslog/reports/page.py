@@ -40,7 +40,7 @@ __all__ = ["write_comparison", "write_report"]
 _PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 4, "bf16-weights": 2}
 """Bytes of one parameter by the profile's dtype; bfloat16 and float16 mean autocast, with parameters of float32."""
 _MOST_NAMES = 40
-"""Names of layers per stage that the table lists in full; of more it lists the first and the last."""
+"""Most names of layers per stage that the table lists in full; of more names it lists the first and the last."""
 _MOST_CHARACTERS = 80
 """Limit for a condition of the profile; of a longer list, such as the histogram of input sizes, the length is shown."""
 _MUCH_WAITING = 0.1
@@ -115,7 +115,7 @@ def _parameters(profile: Profile) -> str | None:
     total = sum(size for size in sizes if size is not None) - again
     width = _PARAMETER_WIDTH.get(str(profile.conditions.get("dtype")).removeprefix("torch."))
     if "weights" in profile.conditions:
-        width = None  # frozen ones have 16 bits, those with masters 32
+        width = None  # frozen parameters have 16 bits, those with masters 32
     return format_bytes(total) if width is None else f"{total // width:,} ({format_bytes(total)})"
 
 
@@ -127,7 +127,7 @@ def _placement(run: RunRecord) -> dict[str, str]:
         rows["Devices x replicas"] = f"{pipeline.devices} x {pipeline.replicas} ({config.device})"
         schedule = (plan and plan.schedule) or pipeline.schedule
         again = pipeline.recompute or schedule == "varuna"
-        if plan is not None:  # what its stages say of themselves counts
+        if plan is not None:  # the memory that its stages state counts
             kept = [stage.memory for stage in plan.stages]
             again = any(again if memory is None else any(part.recomputes for part in memory) for memory in kept)
         recompute = "activation checkpointing" if again else "no activation checkpointing"
@@ -217,11 +217,11 @@ def write_report(run: RunRecord | Path, rehearse: Rehearsal | None = None) -> Pa
 
     Args:
         run: a record that was read, or its folder.
-        rehearse: predicts the peaks of a plan for given input shapes (`reporting.peaks_of_stages`), for a run whose
-            peaks were measured at other sizes than the plan's predictions hold for; None: these are not compared then.
+        rehearse: predicts the peaks of a plan for given input shapes (`api.training.peaks_of_stages`), for a run whose
+            peaks were measured at other sizes than the plan predicts; None: peaks of such a run are not compared.
 
     Raises:
-        CapslogError: no such folder, nothing in it that a run writes, or the report cannot be written.
+        CapslogError: no such folder, no file of a run in it, or the report cannot be written.
     """
     run = run if isinstance(run, RunRecord) else read_run(run)
     results: tuple[_Section, ...] = (

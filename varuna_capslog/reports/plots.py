@@ -1,5 +1,5 @@
 """Interactive pictures of a report, as the JSON that plotly.js draws in the reader's browser: values under the pointer,
-zoom by a box, curves on and off by their names. The colours of text and grids are the page's style sheet.
+zoom by a box, curves on and off by their names. The page's style sheet has the colours of text and grids.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BLUE, SKY, AMBER, ALARM, GREEN, GREY = "#3b7fc0", "#8fbfe6", "#d9962b", "#cf5340
 LINES = (BLUE, AMBER, GREEN, "#b065a0", "#7c8fd6", "#9a7b4f")
 """Colours of up to six curves in one plot."""
 _MOST_POINTS = 1000
-"""Points of a curve; of a longer one, each point is the mean of several steps."""
+"""Most points of a curve; in a longer run, each point is the mean of several steps."""
 _CLEAR = "rgba(0,0,0,0)"
 
 
@@ -140,7 +140,7 @@ def _vertical(x: float, colour: str) -> dict[str, Any]:
 
 
 def thinned(x: Sequence[int], y: Sequence[float | None]) -> tuple[list[float], list[float | None], int]:
-    """Return about `_MOST_POINTS` means of equally many steps, and that number; None for a point without a value."""
+    """Return x, y and the steps per point: means, `_MOST_POINTS` at most; y is None for a point without a value."""
     size = -(-len(x) // _MOST_POINTS)
     if size <= 1:
         return list(x), list(y), 1
@@ -162,8 +162,8 @@ def bars(
 ) -> Plot:
     """Return a plot of bars, one of each group per name.
 
-    names: of the places on the axis; or two equally long lists of them, the outer and the inner ones.
-    groups: (name, values, colour). limits: a dashed line over each place. cuts: places before which a line stands.
+    names: of the places on the axis; or two equally long lists, outer names and inner names.
+    groups: (name, values, colour). limits: a level line at each place. cuts: places before which a line stands.
     """
     text = "%{y:.3~g}" if numbers else ""
     traces: list[dict[str, Any]] = [
@@ -190,7 +190,7 @@ def bars(
     made = plot(traces, "", axis, 320, **layout)
     if isinstance(names[0], list):
         made["layout"]["xaxis"]["type"] = "multicategory"
-    else:  # a few bars stay bars
+    else:  # a few bars stay narrow
         beside = 0.5 + max(0, 4 - len(names)) / 2
         made["layout"]["xaxis"] |= {"type": "category", "range": [-beside, len(names) - 1 + beside]}
     return made
@@ -205,7 +205,7 @@ def row_boxes(
     """Return a plot of boxes over time in rows, the first row on top.
 
     kinds: (name, colour, boxes); a box is (row, start, length, text inside, text under the pointer). A box of no length
-    is a small triangle. end: of the time.
+    is a small triangle. end: of the time axis.
     """
     idle = {"type": "bar", "orientation": "h", "name": "idle", "y": list(rows), "x": [end] * len(rows)}
     traces: list[dict[str, Any]] = [idle | {"marker": {"color": GREY, "opacity": 0.18}, "hoverinfo": "skip"}]

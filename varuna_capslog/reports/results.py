@@ -1,6 +1,6 @@
-"""The results of a run, which a report shows first: curves over its steps, scores, and what the trained model answers.
+"""The results of a run, which a report shows first: curves over its steps, scores, and the model's predictions.
 
-Curves of several runs are laid over one another, where a comparison asks for it.
+`compared_curves` draws the curves of several runs over one another.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _STEP = "optimizer step"
 _LOGARITHMIC = frozenset({"loss", "loss parts", "other parts", "gradient norm"})
 _MOST_MARKS = 100
 _QUIET = frozenset({"checkpoint", "notice", "join", "launch", "start", "stop"})
-"""Kinds of events that get no line through the curves: they change nothing, or their change has one."""
+"""Kinds of events that get no line through the curves: they change nothing, or their change has its own line."""
 
 
 # -- Curves of the training
 
 
 def training_parts(run: RunRecord) -> list[Markup]:
-    """Return the curve of the loss, and folded those of its parts, the gradient norm and the learning rate."""
+    """Return the curve of the loss, and folded the curves of its parts, the gradient norm and the learning rate."""
     if not run.steps:
         return [missing(run, "curves", "metrics.jsonl", "step")]
     marks = [mark for event in run.events if (mark := _mark(event, run.steps[-1].step)) is not None][-_MOST_MARKS:]
@@ -71,8 +71,8 @@ def training_parts(run: RunRecord) -> list[Markup]:
 
 
 def main_parts(steps: Sequence[StepLine]) -> tuple[list[str], list[str]]:
-    """Return the loss parts with a colour, at most as many as there are colours, and the others. A name that ends in a
-    number (`loss_bbox_3`, the auxiliary losses of DETR) is one of the others if the name without it is there.
+    """Return the names of the loss parts that get a colour, at most as many as there are colours, and the other names.
+    A name that ends in a number (`loss_bbox_3`, the auxiliary losses of DETR) gets none if the bare name exists, too.
     """
     names = list(dict.fromkeys(name for line in steps for name in line.parts))
     main = [name for name in names if (bare := re.sub(r"[._]\d+$", "", name)) == name or bare not in names]
@@ -93,7 +93,7 @@ def _mean_text(steps: Sequence[StepLine]) -> str:
 
 
 def _loss_curves(steps: Sequence[StepLine]) -> list[Curve]:
-    """Return the loss of each step, and behind it, for a long run, the mean of a fiftieth of the run."""
+    """Return the loss of each step, and for a long run also its mean over a window of a fiftieth of the run."""
     each = _curve(steps, "loss", lambda line: line.loss, BLUE)
     half = len(each.x) // 100
     if half < 2 or None in each.y:
@@ -101,7 +101,7 @@ def _loss_curves(steps: Sequence[StepLine]) -> list[Curve]:
     values = [value for value in each.y if value is not None]
     smooth = []
     for place in range(len(values)):
-        # windows shrink towards both ends so that they stay centred: a falling loss is not lifted
+        # windows shrink towards both ends so that they stay centred, and do not raise a falling loss there
         reach = min(place, len(values) - 1 - place, half)
         smooth.append(statistics.fmean(values[place - reach : place + reach + 1]))
     mean = Curve(
@@ -114,7 +114,7 @@ def _loss_curves(steps: Sequence[StepLine]) -> list[Curve]:
 
 
 def _more_curves(run: RunRecord) -> list[tuple[str, list[Curve]]]:
-    """Return the plots beside that of the loss: (name of the y axis, curves)."""
+    """Return the plots besides the loss: (name of the y axis, curves)."""
     steps = run.steps
     main, others = main_parts(steps)
     losses = [name for name in main if name.startswith("loss")] or main
@@ -143,11 +143,11 @@ def _curve_figure(name: str, lines: Sequence[Curve], marks: Sequence[Mark] = ())
 
 
 def _mark(event: Event, last_step: int) -> Mark | None:
-    """Return an event's line, a change of devices before its first step; None where it has none."""
+    """Return an event's line through the curves; None where it has none."""
     if event.step is None or event.step > last_step or event.kind in _QUIET:
         return None
     colours = {"morph": COLOURS.get(change_kind(event), GREY), "error": ALARM, "lost": ALARM}
-    # a change of devices stands before its first step, its cause after the last one
+    # a change of devices stands before its first step, its cause after the step before
     place = event.step + {"morph": -0.5, "lost": 0.5}.get(event.kind, 0)
     return Mark(place, colours.get(event.kind, GREY), f"{event.kind}: {event_words(event)}")
 
@@ -179,7 +179,7 @@ def evaluation_parts(run: RunRecord) -> list[Markup]:
 
 
 def score_text(value: float | None) -> str:
-    """Return a score with three digits behind the point."""
+    """Return a score with three digits after the point."""
     return UNKNOWN if value is None else f"{value:.3f}"
 
 
@@ -251,7 +251,7 @@ def _precision_plot(record: DetectionCurves, known: Mapping[str, Sequence[float]
     )
 
 
-# -- What the trained model answers
+# -- Predictions of the trained model
 
 
 _MOST_PICTURES = 24
@@ -294,7 +294,7 @@ def prediction_parts(run: RunRecord) -> list[Markup]:
 
 
 def _embedded(path: Path) -> Sample | None:
-    """Return a picture that is drawn already, made small enough for the page; None where it is no picture."""
+    """Return a picture file, made small enough for the page; None where the file holds no picture."""
     from PIL import Image
 
     try:

@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 # -- Records that a detector's run leaves for its report: samples with the detected boxes, and the curves of its last
-# evaluation. The files may be a stranger's: what is not as a run writes it is refused.
+# evaluation. The files may come from strangers: content in another form than a run writes is refused.
 
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ CURVES_FILE = "detection-curves.json"
 """File of a detector's last evaluation; see `DetectionCurves`."""
 _MOST_RECORD_BYTES = 8 << 20
 MOST_CONFUSED = 100
-"""Classes of the largest matrix of confusion that a run writes and a page can show."""
+"""Largest number of classes of a confusion matrix that a run writes and a page can show."""
 _Bounded = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-1e6, le=1e6)]
 _Share = Annotated[float, AllowInfNan(False), Field(ge=0, le=1)]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
@@ -94,7 +94,7 @@ class Sample:
 class Confusion:
     """Pairs of (true class, detected class) among detections of at least `score` that overlap by at least `overlap`.
 
-    counts: a row per true class and one for nothing, a column per detected class and one for missed objects.
+    counts: a row per true class and a last row for nothing, a column per detected class and a last for missed objects.
     """
 
     classes: Annotated[tuple[str, ...], Field(max_length=MOST_CONFUSED)]
@@ -105,8 +105,8 @@ class Confusion:
 
 @checked_dataclass(frozen=True)
 class DetectionCurves:
-    """Precision of each class by recall, at IoU 0.5, and the confusion, of an evaluation that had this AP; no confusion
-    where there are more than `MOST_CONFUSED` classes.
+    """Precision of each class by recall, at IoU 0.5, and the confusion, of the evaluation with this AP; the confusion
+    is None for more than `MOST_CONFUSED` classes.
     """
 
     recall: tuple[_Share, ...]
@@ -127,8 +127,8 @@ SAME_OBJECT = 0.4
 
 
 def one_box_per_object(detections: Sequence[Detection]) -> list[Detection]:
-    """Return the detections without those that overlap a surer one, of whatever class (non-maximum suppression). At
-    every threshold of the score, those of the answer that reach it are the suppressed list of that threshold.
+    """Return the detections without those that overlap a detection of a higher score, of any class (non-maximum
+    suppression). The result above any score equals the suppression of only the detections above that score.
     """
     kept: list[Detection] = []
     for detection in sorted(detections, key=lambda detection: -detection.score):
@@ -151,7 +151,7 @@ _LONGEST_SIDE = 640
 
 
 def for_page(picture: Image.Image) -> tuple[Image.Image, str]:
-    """Return a picture in RGB, made smaller where it is larger than a page shows, and its JPEG in base64."""
+    """Return a picture in RGB, at most as large as a page shows, and its JPEG in base64."""
     shown = picture.convert("RGB")
     shown.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
     buffer = io.BytesIO()
@@ -160,7 +160,7 @@ def for_page(picture: Image.Image) -> tuple[Image.Image, str]:
 
 
 def read_sample(path: Path) -> Sample:
-    """Return the record of a sample. Raises CapslogError where the file is none."""
+    """Return the record of a sample. Raises CapslogError where the file holds none."""
     record = _validated(TypeAdapter(Sample), path)
     return dataclasses.replace(record, name=path.name.removesuffix(".boxes.json"))
 
@@ -284,7 +284,7 @@ class Evaluation:
 
     @property
     def value(self) -> float:
-        """Value by which `best` is chosen: the first score, negative where less is better; -inf where there is none."""
+        """Value by which `best` is chosen: the first score, negated where lower is better; -inf without scores."""
         return next((goodness(name, value) for name, value in self.scores.items()), -math.inf)
 
 
@@ -303,12 +303,12 @@ class Event:
 class RunRecord:
     """Content of a run directory.
 
-    plans: by generation. plan: the newest one, and its generation.
-    steps, evaluations: rising in step, the last line of a step counts. last_step: the step of the last line.
+    plans: by generation. plan, generation: the newest plan and its generation.
+    steps, evaluations: by rising step, the last line of each step. last_step: the step of the last line in the file.
     every_step: all lines of steps as they were written, including steps that were repeated later.
-    samples, predictions, texts: the trained model's output on samples, as pictures with their detections, as drawn
-        pictures where there are no such records, and as text.
-    curves: precision by recall of the last evaluation; None where it wrote none.
+    samples, predictions, texts: the trained model's output on samples: pictures with detections, drawn pictures without
+        such a record, and texts.
+    curves: precision by recall of the last evaluation; None where there is no such file.
     problems: by file name, the reason why the file cannot be used (not written, not readable), or the part left out.
     """
 
@@ -381,7 +381,7 @@ class RunRecord:
         return statistics.median(rates) if rates else None
 
     def reason(self, name: str) -> str:
-        """Return why the file whose name begins with `name` cannot be used, as a clause without full stop."""
+        """Return the reason why a file, given by the begin of its name, cannot be used: a clause without full stop."""
         for file, problem in self.problems.items():
             if file.startswith(name):
                 return problem.rstrip(".")
@@ -510,15 +510,15 @@ def _detailed(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_of_each_step(lines: list[R]) -> tuple[R, ...]:
-    """Return the last line of each step. A resumed run repeats the steps after its checkpoint, and its last line for a
-    step belongs to its weights.
+    """Return the last line of each step. A resumed run repeats the steps after its checkpoint, and the last line of a
+    step belongs to the run's weights.
     """
     by_step = {line.step: line for line in lines}
     return tuple(by_step[step] for step in sorted(by_step))
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key that puts sample-10 behind sample-9."""
+    """Sort key that puts sample-10 after sample-9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 

@@ -1,7 +1,7 @@
 """The section on one step: the schedule's picture, its bubbles, and the simulated step time beside the measured one.
 
-The times come from the profile; where it has none, every forward pass counts 1 and every backward 2, and the section
-says so.
+The times come from the profile; without times in the profile, every forward pass counts 1 and every backward 2, and the
+section says so.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ __all__ = [
     "trace_events",
 ]
 
-# -- Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time
-#    below.
+# -- Pictures of one step: a row per rank, a box per action with its microbatch's number; memory over time below.
 #
 # `step_parts` draws a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate` whole simulations.
 
@@ -86,7 +85,7 @@ _MARKS = {"O": "^", "L": "v"}
 """Marks for the begin of a copy that takes no time of its rank, at the upper edge of the row."""
 _MARK_COLOUR = "#7a4f96"
 _SMALLEST, _LARGEST = 4.0, 8.5
-"""Points of the numbers in the boxes; where not even the smallest fits, boxes stay empty."""
+"""Font sizes of the numbers in boxes, in points; where not even the smallest fits, boxes stay empty."""
 
 
 _PLOT_COLOURS = {
@@ -94,12 +93,12 @@ _PLOT_COLOURS = {
     "U": plots.GREY,
 }  # fmt: skip
 _MOST_BOXES = 3000
-"""Actions of a step that are drawn: more would make the page too large, and could not be told apart."""
+"""Most actions of a step that are drawn: with more, the page is too large and the boxes are too narrow."""
 
 
 def plot_schedule(timeline: Timeline, in_seconds: bool) -> Plot | None:
     """Return the timeline as rows of boxes with the numbers of the microbatches, `stage.microbatch` where a rank runs
-    several stages; None for too many actions. in_seconds: False where the times are units of one forward pass.
+    several stages; None for more than `_MOST_BOXES` actions. in_seconds: False where times count forward passes.
     """
     rows = timeline.actions
     if sum(map(len, rows)) > _MOST_BOXES:
@@ -124,7 +123,7 @@ def plot_schedule(timeline: Timeline, in_seconds: bool) -> Plot | None:
 
 
 class Limits(NamedTuple):
-    """Bytes of the device of each row of a simulation, and the part that the row's peak may take."""
+    """Bytes of each row's device in a simulation, and the bytes of it that the row's peak may take."""
 
     capacity: Sequence[int]
     usable: Sequence[int]
@@ -138,7 +137,7 @@ class Limits(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The capacity in words, with its size where all devices have the same."""
+        """Text on the capacity, with its bytes where all devices have the same capacity."""
         alike = len(set(self.capacity)) == 1
         words = f"capacity {format_bytes(self.capacity[0])}" if alike else "capacity of the device"
         if self.usable == self.capacity:
@@ -157,12 +156,11 @@ def simulation_title(simulation: Simulation, plan: Plan, profile: Profile | None
 def draw_simulation(
     path: Path, title: str, simulation: Simulation, limits: Limits | None = None, vector: bool = True
 ) -> bool:
-    """Draw all pipelines' ranks and, where known, each rank's memory over time; return as `draw_schedule`.
+    """Draw all pipelines' ranks and, where known, each rank's memory over time; return True where every box has its
+    number. Writes `path` (PNG) and, with `vector`, the same picture as SVG beside it.
 
-    Writes `path` (PNG) and, with `vector`, the same picture as SVG beside it. The memory of a rank is that of its list
-    of actions, or, where that cannot be computed, the sum of its stages'.
-
-    limits: of each row; drawn as lines where they are not far above the peaks, else named.
+    The memory of a rank is computed along its list of actions; if that fails, it is the sum of its stages' memory.
+    limits: of each row; drawn as lines where they are not far above the peaks, else named in the legend.
     """
     rows = [row for pipeline in simulation.pipelines for row in pipeline.timeline.actions]
     labels = _labels(simulation)
@@ -203,7 +201,7 @@ def _draw_boxes(
             spans = [(timed.start_seconds / unit, (timed.end_seconds - timed.start_seconds) / unit) for timed in boxes]
             axes.broken_barh(spans, (rank - 0.41, 0.82), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.6)
             texts = [_label(timed, several) for timed in boxes]
-            # one size for a row's boxes of a kind, and all of them or none: gaps would look like a meaning
+            # all boxes of a kind in a row have numbers of one size, or none has: gaps would seem to mean something
             widths = [1.3 if text == "U" else len(text) for text in texts]
             room = [points * span[1] * unit / width for span, width in zip(spans, widths, strict=True)]
             size = min([_LARGEST, 72 * height * 0.8, *(1.45 * width for width in room)])
@@ -384,7 +382,7 @@ def step_parts(run: RunRecord) -> list[Markup]:
 
 
 def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
-    """Return the actions of a step (in the short form those of one pipeline), their schedule's name, and the stages."""
+    """Return the actions of a step (in the short form of one pipeline), their schedule's name, and the stages."""
     pipeline = None if run.config is None else run.config.pipeline
     name = plan.schedule or (None if pipeline is None else pipeline.schedule)
     if plan.actions is not None:
@@ -436,7 +434,7 @@ def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None
 
 
 def _other_conditions(run: RunRecord) -> list[str]:
-    """Return the differences between the profile's microbatches and the run's that make the seconds invalid."""
+    """Return a sentence where the profile has other microbatches than the run, which makes the seconds invalid."""
     profiled = run.profile.conditions.get("microbatch_size") if run.profile is not None else None
     ran = run.plan.microbatch_size if run.plan is not None else None
     if isinstance(profiled, int) and ran is not None and profiled != ran:
@@ -444,8 +442,7 @@ def _other_conditions(run: RunRecord) -> list[str]:
     return []
 
 
-# -- The section on the work of each rank: the seconds that the plan's profile predicts beside those that were
-#    measured.
+# -- The section on the work of each rank: seconds predicted by the plan's profile beside measured seconds.
 #
 # Work is forwards, recomputations and backwards, without waiting, copies and the optimizer's update.
 
@@ -510,7 +507,7 @@ COPY_THREAD = 1_000_000
 
 _MICROSECONDS = 1e6
 _INSIDE = 1e-3
-"""Microseconds that an arrow begins before its action's end: it belongs to the slice that it lies in."""
+"""Microseconds by which an arrow begins before its action's end, since it belongs to the slice in which it begins."""
 
 
 def trace_events(simulation: Simulation) -> dict[str, Any]:

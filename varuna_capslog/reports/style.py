@@ -54,9 +54,9 @@ LINES = ("#2a5f8f", "#d98c1f", "#3a9b84", "#a8588f", "#7fb2dd", "#6b5b3e")
 """Colours of up to six curves in one plot; neighbours differ in lightness."""
 
 MOST_ABOVE = 2.5
-"""A capacity higher than this many times the largest number is not drawn: all else would shrink to nothing."""
+"""Factor on the largest number of a picture: a higher capacity is not drawn, since all else would become tiny."""
 WIDTH = 10.0
-"""Inches of every picture, so that type has the same size in all of them."""
+"""Width of every picture in inches, so that type has the same size in all pictures."""
 
 _SETTINGS: dict[Any, Any] = {
     "figure.dpi": 160,
@@ -110,7 +110,7 @@ def picture(path: Path, height: float, vector: bool = False) -> Iterator[Figure]
 
 _TITLE: dict[str, Any] = {"size": 10, "weight": "bold"}
 _TITLE_CHARACTERS = 110
-"""Characters of a title's line, which are as wide as the picture at most."""
+"""Most characters in a line of a title, so that no line is wider than the picture."""
 
 
 def title_picture(figure: Figure, title: str, apart: float | None = None) -> None:
@@ -153,7 +153,7 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def name_axis(axes: Axes, names: Sequence[str], width: float) -> None:
-    """Write names under positions 0, 1, ... without overlaps: level, upright, smaller, not all. width: inches."""
+    """Write names under positions 0, 1, ... without overlaps: level or upright, smaller, not all. width: inches."""
     room = 72 * width / max(1, len(names))  # points for one name
     size = max(5.0, min(8.5, 0.72 * room))
     spacing = max(1, -(-round(1.15 * size * len(names)) // round(72 * width)))
@@ -164,7 +164,7 @@ def name_axis(axes: Axes, names: Sequence[str], width: float) -> None:
     axes.set_xticklabels(texts, rotation=0 if level else 90, fontsize=size)
 
 
-# -- Titles of pictures: the model, the devices and the schedule, as far as they are known, in one line of text.
+# -- Titles of pictures: model, devices and schedule in one line of text; what is not known is left out.
 
 
 def title_of(what: str, model: str | None, devices: str, *more: str | None) -> str:
@@ -179,7 +179,7 @@ def title_of(what: str, model: str | None, devices: str, *more: str | None) -> s
 def device_kind(conditions: Mapping[str, Any], speeds: Sequence[float | None] | None = None) -> str:
     """Return the kind of device that a profile is for in parentheses, such as " (cuda:t4)"; "" where it is not known.
 
-    speeds: of the devices; where they differ, the kinds do, and the profile has only the fastest.
+    speeds: of the devices; where they differ, so do the kinds, and the profile has only the fastest kind.
     """
     device, gpu = conditions.get("device"), conditions.get("gpu")
     if not device or len(set(speeds or ())) > 1:
@@ -192,7 +192,7 @@ def plan_title(what: str, plan: Plan, profile: Profile | None, *more: str | None
     model = plan.model or (None if profile is None else profile.model)
     kind = "" if profile is None else device_kind(profile.conditions, [rank.speed for rank in plan.ranks])
     count = plural(plan.num_ranks, "device")
-    # the short form does not tell how many such pipelines a run has
+    # the short form does not say how many such pipelines a run has
     devices = f"a pipeline of {count}" if plan.short and plan.num_ranks > 1 else count
     planner = None if plan.planner is None else f"planner {plan.planner}"
     return title_of(what, model, f"{devices}{kind}", planner, *more)

@@ -34,7 +34,7 @@ _DEGREES = (1, 2, 4, 8, 16)
 _MUCH = 0.5
 """Share of the devices' time in a step above which a note is made."""
 _MOST_CALLS = 2_000
-"""Most calls of all stages in a step that is simulated, which takes at most a second; larger steps get no note."""
+"""Largest number of calls in a step to simulate, which takes a second at most; larger steps get no note."""
 
 
 def idle_notes(plan: Plan, profile: Profile) -> list[str]:
@@ -54,13 +54,13 @@ def idle_notes(plan: Plan, profile: Profile) -> list[str]:
 
 
 def _what_helps(plan: Plan, profile: Profile) -> list[str]:
-    """Return the fewest microbatches, and the most devices (each with equally many neighbouring stages of the plan),
-    that idle at most half of the step. Microbatches are only doubled, and devices only halved.
+    """Return texts on the fewest microbatches, and on the most devices (each with equally many neighbouring stages of
+    the plan), with which at most half of the step is idle. Only doubled microbatches and halved devices are tried.
     """
     assert plan.num_microbatches is not None
     assert plan.cuts is not None
     helps, count, cuts = [], 2 * plan.num_microbatches, plan.cuts[::2]
-    # with more than eight for each device they wait for a stage that is too long
+    # beyond eight per device, devices idle because one stage is too long
     while count <= 8 * len(plan.cuts) and count * len(plan.cuts) <= _MOST_CALLS:
         if (share := _idle(plan, profile, count=count)) <= _MUCH:
             helps.append(f"{100 * share:.0f} % with {count} microbatches per step")
@@ -86,7 +86,7 @@ def _idle(
 ) -> float:
     """Return the share of all ranks' time until the update in which they do not compute.
 
-    step_seconds: of the step, where they are known more exactly than without links.
+    step_seconds: of the step as planned, with links; the simulation here has none.
     count: microbatches, if not the plan's. recompute: for stages whose memory the plan leaves open; None: as in the
         profile.
     """
@@ -112,12 +112,12 @@ def _said_of_bound(plan: Plan, step: float, bound: float) -> str:
 def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) -> Table:
     """Return a table of the stages: layers (the first and the last also by name where a profile has it), predicted
     peak, headroom and margin, which together are the capacity of the device; the blocks where stages share them out;
-    with `memory` the plan's memory intervals. Lines below describe the run that the plan is for.
+    with `memory` the plan's memory intervals. Notes below describe the run that the plan is for.
     """
     count = f"{len(plan.stages)} stage{'s' * (len(plan.stages) != 1)}"
     title = f"{plan.planner or 'given cuts'}: {count} of {plan.num_layers} layers"
     ranks, sizes, rows = plan.placement(), plan.stage_bytes, []
-    if sizes is None and len(set(ranks)) == len(ranks) <= len(plan.ranks):  # the bytes of a rank are its stage's
+    if sizes is None and len(set(ranks)) == len(ranks) <= len(plan.ranks):  # a rank's bytes are those of its only stage
         known_sizes = [size for rank in ranks if (size := plan.ranks[rank].bytes) is not None]
         sizes = tuple(known_sizes) if len(known_sizes) == len(ranks) else None
     headroom = Headroom() if profile is None else Headroom.of(profile)
@@ -165,7 +165,7 @@ def plan_table(plan: Plan, profile: Profile | None = None, memory: bool = True) 
 
 
 def _forward_notes(plan: Plan, profile: Profile) -> list[str]:
-    """Return a line for each kind of forward of a served model: seconds of the slowest stage, and of all together."""
+    """Return a line for each kind of forward of a served model: seconds of the slowest stage, and of all stages."""
     if plan.purpose == "training":
         return []
     size, told = plan.microbatch_size or 1, profile.conditions
@@ -209,7 +209,7 @@ _SCHEDULES = {
     "zb-h1": "one forward, one backward in two halves",
     "varuna": "every forward runs again before its backward",
 }
-"""The schedules in words."""
+"""Order of actions of each schedule in words."""
 
 
 def _purpose(plan: Plan, profile: Profile | None) -> list[str]:
@@ -236,7 +236,7 @@ def _purpose(plan: Plan, profile: Profile | None) -> list[str]:
 
 
 def _device_notes(verdict: MemoryVerdict, profile: Profile) -> list[str]:
-    """Return the bytes of the stage with the smallest margin, as the three counters show them; nothing for a CPU."""
+    """Return a line on the stage with the smallest margin: bytes allocated, reserved, on its device; none for a CPU."""
     headroom = Headroom.of(profile)
     if not headroom.fixed_bytes:
         return []
@@ -320,7 +320,7 @@ def _median(rows: Sequence[Sequence[float | None]]) -> float:
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:
-    """Describe the largest microbatch, for which the bytes hold, and the median of those in training."""
+    """Describe the largest microbatch, for which the bytes hold, and the median microbatch of training."""
 
     def text(shapes: Mapping[str, list[int]]) -> str:
         name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))

@@ -37,12 +37,12 @@ __all__ = [
 
 
 def block_counts(names: ModelNames, line: StageLine, system: str, pattern: str | None = None) -> list[int]:
-    """Return stage -> number of its repeated blocks; the embedding is then in the first stage, the head in the last.
+    """Return stage -> number of its repeated blocks. The first stage must hold the embedding, the last one the head.
 
     pattern: the blocks' names, with one `*` for their number, such as `transformer.h.*`; it may leave out the
         beginning. None: found among the names.
 
-    Raises CapslogError where the names do not tell the blocks, and where a border between two stages lies in a block,
+    Raises CapslogError where the names do not show the blocks, and where a border between two stages lies in a block,
     in the embedding or in the head.
     """
     pattern = block_pattern(names.layers, pattern)
@@ -69,11 +69,11 @@ def block_counts(names: ModelNames, line: StageLine, system: str, pattern: str |
 
 
 def block_pattern(layers: Sequence[str], pattern: str | None = None) -> str:
-    """Return the whole pattern of the repeated blocks' names: completed from `pattern`, or of the only list of modules.
+    """Return the full pattern of the repeated blocks' names: `pattern` completed, or that of the only list of modules.
 
-    A list's items are the first whole numbers in names (`encoder.layer.3`); only where there are none, numbers behind
-    an underscore (`encoder_layer_3`). Raises CapslogError where `pattern` names no layer, and where there is not
-    exactly one list.
+    An item's number is the first part of a name that is a number (`encoder.layer.3`); if no name has such a part, the
+    number after an underscore (`encoder_layer_3`). Raises CapslogError where `pattern` names no layer, and where the
+    names do not show exactly one list.
     """
     if pattern is not None:
         if pattern.count("*") != 1:
@@ -111,7 +111,7 @@ def _expression(pattern: str) -> str:
 
 
 def blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
-    """Return layer -> the numbers of the blocks of which it holds a part."""
+    """Return layer -> the numbers of the blocks that lie in the layer, wholly or in part."""
     blocks, reached, last, expression = [], -1, "", _expression(pattern)
     for layer, name in enumerate(names.layers):
         modules = (name, *names.joined.get(name, ())) if names.held is None else names.held[layer].modules
@@ -237,8 +237,8 @@ def _layout(line: StageLine, names: ModelNames, pattern: str | None, system: str
 
 
 def _hybrid_pattern(line: StageLine, names: ModelNames, pattern: str) -> str:
-    """Return the letters of each stage, and behind a / those of each layer for multi-token prediction, which is a block
-    like the last one.
+    """Return the letters of each stage, and after a / those of each layer for multi-token prediction, which are the
+    letters of the last block.
     """
     _check_predictions(names, line, "a hybrid model of Megatron")
     blocks = blocks_of_layers(names, pattern)
@@ -256,8 +256,8 @@ def _hybrid_pattern(line: StageLine, names: ModelNames, pattern: str) -> str:
 def _check_parts(
     recomputed: Mapping[int, tuple[str, ...]], names: ModelNames, pattern: str | None, system: str
 ) -> None:
-    """Raise CapslogError unless the same parts of all blocks run again, and none of other layers. recomputed: layer ->
-    its parts.
+    """Raise CapslogError unless the plan recomputes the same parts of all blocks, and nothing of other layers.
+    recomputed: layer -> its parts.
     """
     blocks = blocks_of_layers(names, block_pattern(names.layers, pattern))
     first = next(iter(recomputed.values()))
@@ -289,13 +289,13 @@ def vllm(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
 
 
 def sglang(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
-    """Return the same for SGLang: `SGLANG_PP_LAYER_PARTITION=11,13`."""
+    """Return the environment variable of `vllm` for SGLang: `SGLANG_PP_LAYER_PARTITION=11,13`."""
     return f"SGLANG_PP_LAYER_PARTITION={_partition(plan, names, pattern, 'SGLang')}\n"
 
 
 def vllm_ascend(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
-    """Return the part of vllm-ascend's `--kv-transfer-config` that tells decode nodes the layers of the prefill nodes,
-    as JSON. The prefill nodes themselves take the variable of `vllm`.
+    """Return, as JSON, the part of vllm-ascend's `--kv-transfer-config` by which decode nodes know the layers of
+    prefill nodes. The prefill nodes themselves take the variable of `vllm`.
     """
     partition = _partition(plan, names, pattern, "vllm-ascend")
     prefill = {"pp_size": partition.count(",") + 1, "pp_layer_partition": partition}
@@ -313,7 +313,7 @@ def _filled_counts(plan: Plan, names: ModelNames, pattern: str | None, system: s
     counts = block_counts(names, line, system, pattern)
     _check_predictions(names, line, system)
     if 0 in counts:
-        # get_pp_indices itself takes a 0; whether a worker without a KV cache runs is nowhere said
+        # get_pp_indices itself takes a 0, but no source says that a worker without a KV cache runs
         raise CapslogError(
             f"stage {counts.index(0)} holds no decoder block, and no rule of {system} says that a rank may have none; "
             "move a block there"
@@ -324,7 +324,7 @@ def _filled_counts(plan: Plan, names: ModelNames, pattern: str | None, system: s
 def verl(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     """Return the options of verl's Megatron engine with the decoder layers of the first and the last stage.
 
-    Raises CapslogError for a plan whose other stages have not equal numbers. names, pattern: as for `block_counts`.
+    Raises CapslogError for a plan whose other stages have unequal numbers. names, pattern: as for `block_counts`.
     """
     first, last = _ends(plan, names, pattern, "verl")
     key = "++actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_{}_pipeline_stage={}\n"
@@ -332,13 +332,13 @@ def verl(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
 
 
 def slime(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
-    """Return the same as the options of Megatron that slime passes on."""
+    """Return Megatron's options with the decoder layers of the first and the last stage, which slime passes on."""
     first, last = _ends(plan, names, pattern, "slime")
     return f"--decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers {last}\n"
 
 
 def _ends(plan: Plan, names: ModelNames, pattern: str | None, system: str) -> tuple[int, int]:
-    """Decoder layers of the first and the last stage, where all between have equal numbers."""
+    """Decoder layers of the first and the last stage. Raises CapslogError where the others have unequal numbers."""
     counts = _filled_counts(plan, names, pattern, system)
     if len(counts) == 1:
         raise CapslogError(f"the plan has 1 stage, of which {system} needs no numbers of layers; plan for more devices")
@@ -354,9 +354,9 @@ def _ends(plan: Plan, names: ModelNames, pattern: str | None, system: str) -> tu
 def diffusion_pipe(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
     """Return diffusion-pipe's settings of the stages, as TOML.
 
-    It counts the entries of a list of its own: the model's part before the blocks, each block, and the part behind
-    them. Raises CapslogError for a plan that it cannot express, and for a model with blocks of several kinds, between
-    which most of its lists have one more entry. names, pattern: as for `block_counts`.
+    It counts the entries of its own list: the model's part before the blocks, each block, and the part after
+    them. Raises CapslogError for a plan that it cannot express, and for a model with blocks of several kinds, since
+    most of its lists have one more entry between these. names, pattern: as for `block_counts`.
     """
     system = "diffusion-pipe"
     counts = _filled_counts(plan, names, pattern, system)
@@ -372,7 +372,7 @@ def diffusion_pipe(plan: Plan, names: ModelNames, pattern: str | None = None) ->
 
 
 def primus(plan: Plan, run: RunShape, names: ModelNames, pattern: str | None = None) -> str:
-    """Return Megatron's layout as Primus takes it and the numbers of the recomputed decoder layers, as YAML.
+    """Return Primus's YAML with Megatron's layout and the numbers of the recomputed decoder layers.
 
     A part that the plan recomputes and Primus does not, such as the embedding, is named in a comment.
     run: for stages whose memory the plan leaves open. names, pattern: as for `block_counts`.
@@ -398,7 +398,7 @@ def primus(plan: Plan, run: RunShape, names: ModelNames, pattern: str | None = N
 def _recomputed_blocks(
     plan: Plan, line: StageLine, run: RunShape, names: ModelNames, pattern: str | None
 ) -> tuple[list[int], list[str]]:
-    """Numbers of the blocks that are recomputed, and the names of the other layers that are."""
+    """Numbers of the recomputed blocks, and names of the other recomputed layers."""
     again: set[int] = set()
     for interval in (part for memory in memory_of_stages(plan, line, run) for part in memory):
         if interval.kind != "recompute":

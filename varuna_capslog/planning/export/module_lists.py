@@ -46,9 +46,9 @@ _TORCHTITAN_NAMES: Mapping[str, str] = {
 def torchtitan(plan: Plan, names: ModelNames) -> str:
     """Return torchtitan's `parallelism.module_fqns_per_model_part` as JSON, one line per stage.
 
-    The modules of a Hugging Face decoder get torchtitan's names; other models keep theirs. A module without parameters
-    whose results several layers read (rotary position embeddings) is in every part, since there each part computes its
-    own.
+    The modules of a Hugging Face decoder get torchtitan's names; other models keep their names. A module without
+    parameters whose results several layers read (rotary position embeddings) is in every part, since in torchtitan each
+    part computes it.
 
     names: of a captured model. Raises CapslogError for a plan that the list cannot express, and for a border inside a
     module that torchtitan keeps whole.
@@ -122,7 +122,7 @@ def _parts(
                     (everywhere if path in names.copied else part)[module] = None
         parts.append(part)
     listed = [module for part in parts for module in part]
-    for part in parts:  # a module that only holds others of the list is kept with them
+    for part in parts:  # a module that only holds other listed modules is kept with them
         for module in [name for name in part if any(inner.startswith(f"{name}.") for inner in listed)]:
             del part[module]
     for number, part in enumerate(parts):
@@ -164,8 +164,8 @@ def _text(parts: Sequence[Sequence[str]]) -> str:
 def device_map(plan: Plan, names: ModelNames) -> str:
     """Return the device map as JSON: module name -> number of the rank, one line each, in order of use.
 
-    Of several equal pipelines it is the first one's. A module is named as a whole where all of it is on one device; a
-    list of modules is named item by item. Tensors that no layer uses are not in the map; accelerate asks for them.
+    Of several equal pipelines, the map describes the first. A module is named as a whole where all of it is on one
+    device; a list of modules is named item by item. Tensors that no layer uses are left out; accelerate reports them.
 
     names: of a captured model. Raises CapslogError for a plan or a model that a device map cannot express.
     """
@@ -228,8 +228,8 @@ def _name_modules(module: str, tensors: dict[str, int], rank_of_module: dict[str
 # -- A plan as a small Python file for DeepSpeed: a `PipelineModule` whose stages are the plan's.
 #
 # DeepSpeed 0.19 has no option for a list of cuts: `partition_method` knows uniform, by parameters, and by type
-# (`deepspeed/runtime/pipe/module.py`). `PipelineModule._partition_layers` is the one place where it decides, so that
-# the exported class overrides it. The user's own list of layers must have an entry for each layer of the chain.
+# (`deepspeed/runtime/pipe/module.py`). Only `PipelineModule._partition_layers` decides the cuts, so the exported class
+# overrides it. The user's own list of layers must have an entry for each layer of the chain.
 
 
 _FILE = '''"""The stages of a plan of varuna-capslog for DeepSpeed. Written by `capslog export --to deepspeed`.
@@ -262,7 +262,7 @@ class PlannedPipelineModule(PipelineModule):
         self._set_bounds(start=PARTS[stage], stop=PARTS[stage + 1])
 '''
 
-# DeepSpeed's default function, the reentrant one, gives no gradient to a first stage whose inputs are token numbers.
+# DeepSpeed's default function is reentrant, and gives no gradient to a first stage whose inputs are token numbers.
 _RECOMPUTING = """        options.setdefault("activation_checkpoint_interval", {interval})
         options.setdefault("activation_checkpoint_func", non_reentrant_checkpoint)
 """
@@ -309,7 +309,7 @@ def _in_docstring(name: str) -> str:
 
 
 def _checkpoint_interval(plan: Plan, line: StageLine, run: RunShape) -> int:
-    """Layers recomputed together, counted from the first of each stage; 0: none. DeepSpeed has one number for all."""
+    """Number of layers recomputed together, from the first of each stage on; 0: none. All stages have one number."""
     memory = memory_of_stages(plan, line, run)
     if not any(memory):
         return 0

@@ -1,6 +1,6 @@
 """A plan as other systems see it: one pipeline of consecutive stages, and equal copies of it.
 
-All exporters except that of torch's schedules start here. Fields that no other system has are refused by name.
+All exporters except `torch_csv` start here. Errors name the fields of a plan that other systems do not have.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = [
 class StageLine:
     """Pipeline of a plan, and the number of its equal replicas.
 
-    stages: (first layer, layer behind the last one) of each stage, which follow one another; equal for a place where
-        its rank has no stage of the plan.
+    stages: (first layer, layer after the last) of each stage, in the order of layers; the two are equal for a turn in
+        which a rank has no stage of the plan.
     ranks: of this pipeline in the plan; stage s runs on ranks[s % len(ranks)].
     """
 
@@ -54,12 +54,12 @@ def stage_line(
     empty: bool = False,
     parts: bool = False,
 ) -> StageLine:
-    """Return the pipeline that a plan is. Raises CapslogError for a plan that is anything else than equal pipelines
-    whose stages go round their ranks.
+    """Return the pipeline of a plan. Raises CapslogError unless the plan is equal pipelines whose stages go round their
+    ranks.
 
-    system: for messages. one_stage_per_rank: it has no several stages on a rank.
-    intervals: the exporter itself writes, or refuses, the memory intervals of whole layers; parts: those of parts.
-    empty: it has stages without layers, so that ranks may have unequal numbers of stages in the plan.
+    system: name for messages. one_stage_per_rank: the system runs one stage per rank.
+    intervals: the exporter itself writes, or refuses, memory intervals of whole layers; parts: of parts of layers.
+    empty: the system takes stages without layers, so that ranks may have unequal numbers of stages in the plan.
     """
     _refuse_fields(plan, system, intervals, parts)
     paths = plan.paths()

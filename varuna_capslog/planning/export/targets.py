@@ -30,7 +30,7 @@ from varuna_capslog.schedules import KINDS, RunShape, from_strings, to_strings
 __all__ = ["TARGETS", "Request", "names_in", "notes", "torch_csv", "written"]
 
 
-# -- A plan's order of work as `torch.distributed.pipelining` reads it.
+# -- A plan's order of actions as `torch.distributed.pipelining` reads it.
 
 
 _TORCH_KINDS = "FBIW"
@@ -43,7 +43,7 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
     run, edges: as in `Request`; routes "direct" need the edges.
 
     Raises CapslogError where the microbatches are not known, and for what torch's schedules do not have: several paths
-    through the stages, stages that send to others than the next one, recomputation and offloading as actions.
+    through the stages, stages that send past the next stage, recomputation and offloading as actions.
     """
     if len(plan.paths()) > 1:
         raise CapslogError(
@@ -85,11 +85,11 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
 
 @dataclass(frozen=True)
 class Request:
-    """Plan to export, and what is known beside it.
+    """Plan to export, with facts about its run and its model.
 
     run: for what the plan leaves to the config.
     edges: (layer that writes a tensor, layer that reads it), where known. names: of the layers, where known.
-    pattern: the names of the repeated blocks, such as `transformer.h.*`; None: found.
+    pattern: the names of the repeated blocks, such as `transformer.h.*`; None: found among the names.
     """
 
     plan: Plan
@@ -117,10 +117,10 @@ class Target:
     needs: "layers": the names of the layers; "modules": also the modules that they hold; "comments": names where a
         profile or a given model has them; "": nothing.
     settings: settings that the system also needs; {ranks} stands for the ranks of a pipeline.
-    order: the order of work: "own" (the system's), "csv" (torch's, which `torch-csv` exports), "none" (no training), ""
-        (the form is the order).
+    order: the order of actions: "own" (the system's), "csv" (torch's, which `torch-csv` exports), "none" (no training),
+        "" (this form contains the plan's).
     parallel: returns the settings of the system for the plan's `parallel`; None: it has none, or they are not known.
-    use: for which models and how the text is given, where that needs a sentence.
+    use: text on the models that the form is for, and on how the system takes it; "": none is needed.
     hybrid: in place of `use` for a hybrid model; "": the same.
     intervals: True where the text says what is recomputed.
     parts: returns the settings of the system for parts that the plan recomputes in every block; None: it has none.
@@ -139,8 +139,8 @@ class Target:
 
 
 def _megatron_flags(divisors: Divisors) -> str:
-    """Flags of Megatron; experts are not divided by the tensor size there either, as --expert-tensor-parallel-size 1
-    says.
+    """Flags of Megatron; with --expert-tensor-parallel-size 1 it does not divide experts by the tensor size, as in our
+    plans.
     """
     flags = [f"--tensor-model-parallel-size {divisors.tensor}"] if divisors.tensor > 1 else []
     flags += ["--sequence-parallel"] if divisors.tensor > 1 else []
@@ -153,7 +153,7 @@ def _megatron_flags(divisors: Divisors) -> str:
 
 
 def _torchtitan_keys(divisors: Divisors) -> str:
-    """Keys of torchtitan; it shares nothing, or weights as well."""
+    """Keys of torchtitan, which replicates everything or shards weights as well."""
     sizes = {name: getattr(divisors, name) for name in ("tensor", "context", "expert")}
     keys = [f"{name}_parallel_degree={size}" for name, size in sizes.items() if size > 1]
     keys.append(f"data_parallel_{'shard' if divisors.zero else 'replicate'}_degree={divisors.data}")
@@ -241,7 +241,7 @@ TARGETS: Mapping[str, Target] = {
         "none",
     ),
 }
-"""The name of the option `--to` -> the form."""
+"""Value of the option `--to` -> its form."""
 
 
 def written(target: str, request: Request) -> str:
@@ -257,7 +257,7 @@ def written(target: str, request: Request) -> str:
 
 
 def names_in(profile: Profile) -> ModelNames:
-    """Return the names that a profile knows."""
+    """Return the names of layers and parameters in a profile."""
     return ModelNames(
         tuple(layer.name for layer in profile.layers),
         tuple((parameter.name, parameter.layers) for parameter in profile.shared),
@@ -327,7 +327,7 @@ def notes(target: str, request: Request) -> list[str]:
 
 
 def _own_order(plan: Plan, stages_per_rank: int) -> str | None:
-    """Name of the plan's order of work where it is not plain (or interleaved) 1F1B; else None."""
+    """Name of the plan's order of actions where it is not plain (or interleaved) 1F1B; else None."""
     if plan.actions is not None:
         return "list of actions"
     limited = [number for number, stage in enumerate(plan.stages) if stage.in_flight is not None]

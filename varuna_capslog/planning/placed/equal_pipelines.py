@@ -26,16 +26,16 @@ from varuna_capslog.schedules import RunShape
 __all__ = ["equal_pipelines_plan", "lacking", "shared_round", "with_shared_moments"]
 
 
-# -- Distribution of the optimizer's moments of layers over replicas: about as many bytes on each.
+# -- Distribution of optimizer states (moments) over replicas: about as many bytes on each.
 #
-# `replicated` asks it for plans that do not fit where every replica keeps all of them, a run with `pipeline.zero` for
-# all.
+# `replicated` uses it for plans that do not fit if every replica keeps all moments, a run with `pipeline.zero` for all
+# plans.
 
 
 def with_shared_moments(profile: Profile, plan: Plan) -> Plan | None:
-    """Return the plan where only one holder keeps the moments of each layer: the holder with the fewest bytes of them
-    so far, the largest layers first. None where no layer with several holders has known moments. Layers that share
-    parameters keep theirs everywhere, as the engine requires.
+    """Return the plan where only one holder keeps the moments of each layer: from the largest layer on, the holder that
+    keeps the fewest bytes so far. None where no layer with several holders has known moments. Layers that share
+    parameters keep their moments on all holders, as the engine requires.
     """
     sizes, apart = moment_bytes(profile), {layer for parameter in profile.shared for layer in parameter.layers}
     holders = defaultdict[int, list[int]](list)
@@ -70,15 +70,15 @@ def _leaving(stage: PlanStage, layers: set[int]) -> PlanStage:
 
 
 _ROUNDS = 4
-"""Searches, each with less memory than the one before, until the pipelines fit together."""
+"""Largest number of searches, each with less memory than before, until all pipelines fit."""
 
 
 def equal_pipelines_plan(problem: Problem) -> Plan:
     """Return the plan of planner `budget` for the problem's equal pipelines, not judged yet.
 
-    A stage keeps to the smallest of its devices and is as fast as the slowest. The pipelines share the optimizer's
-    moments of every layer where the problem says so; else where nothing fits otherwise, if that helps and the members
-    do not change.
+    A stage has the capacity of its smallest device and the speed of its slowest. The pipelines share the optimizer's
+    moments of every layer where the problem requires it; else only if no plan fits otherwise, and the members do not
+    change.
 
     Raises CapslogError as `layerwise_plan`, and for accumulation blocks that cannot be shared evenly.
     """
@@ -113,7 +113,7 @@ class _EqualPipelines:
 
     def plan(self, shares: bool) -> Plan:
         """Return the plan; its step is None where nothing fits. shares: each pipeline keeps an equal part of the
-        moments, as far as layers can be distributed so.
+        moments, as far as whole layers allow.
         """
         begun, problem, replicas, run = time.perf_counter(), self._problem, self._replicas, self._run
         profile, share = problem.profile, problem.share
@@ -125,7 +125,7 @@ class _EqualPipelines:
             single = Problem.of(held, self._width, usable, share, problem.link, speeds=self._slowest)
             single = dataclasses.replace(single, tier=problem.tier, search_seconds=remaining)
             single_plan = layerwise_plan(single, BUDGET)
-            if shares and any(stage.moments for stage in single_plan.stages):  # which wait in the host tier
+            if shares and any(stage.moments for stage in single_plan.stages):  # moments are in the host tier
                 single_plan = dataclasses.replace(single_plan, step_seconds=None)
             plan = self._together(single_plan)
             if shares and (single_plan.step_seconds is not None or problem.shares_moments):
@@ -141,7 +141,7 @@ class _EqualPipelines:
         return dataclasses.replace(plan, search_seconds=time.perf_counter() - begun)
 
     def _with_step(self, plan: Plan, single_plan: Plan, shares: bool) -> Plan:
-        """Return the plan with its own step, and the bound of one pipeline, which holds for all."""
+        """Return the plan with its own step, and with the bound of a single pipeline, which all pipelines share."""
         plan = with_step_seconds(self._problem.profile, plan, self._run, self._problem.link)
         if shares and not self._problem.shares_moments:
             note = "replicas share the optimizer's moments (stages[].moments), which do not fit otherwise"
@@ -178,8 +178,8 @@ def _by_stage(devices: Sequence[PlanRank], width: int) -> list[int | None]:
 
 
 def _held(problem: Problem, shares: bool) -> Profile:
-    """Return the profile with what each layer holds on a device of several pipelines. shares: they share the moments
-    evenly.
+    """Return the profile with the bytes that several pipelines add to each layer. shares: the pipelines share the
+    moments evenly.
     """
     profile, replicas = problem.profile, problem.pipelines
     beside = _waiting_bytes(profile, problem.run, problem.share)
@@ -197,14 +197,14 @@ def shared_round(problem: Problem, planner: str) -> Plan:
 
 
 def _waiting_bytes(profile: Profile, run: RunShape, share: RunShape) -> list[int]:
-    """Bytes of each layer's gradients that one of several pipelines keeps, beyond a single one of as many blocks."""
+    """Bytes of each layer's gradients on one of several pipelines, beyond those on a single pipeline."""
     many = waiting_blocks(profile, share.num_blocks, run.num_blocks)
     more = many - waiting_blocks(profile, share.num_blocks, share.num_blocks)
     return [more * (layer.parameter_bytes or 0) for layer in profile.layers]
 
 
 def lacking(plan: Plan, limits: Sequence[int | None], headroom: Headroom) -> list[int]:
-    """Bytes that the fullest device of each stage lacks in a judged plan; 0 where it fits, or lacks something else.
+    """Bytes that the fullest device of each stage lacks in a judged plan; 0 where the device has enough.
     limits: bytes of the devices of one pipeline.
     """
     if plan.fits is not False:

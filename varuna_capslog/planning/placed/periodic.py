@@ -1,8 +1,8 @@
-"""Plan of planner `madpipe`: a rank may have several stages, and the lists are those of a periodic schedule.
+"""Plan of planner `madpipe`: a rank may have several stages, and the action lists are those of a periodic schedule.
 
 The pattern fills and drains within a step, so that one version of the weights is enough. Each way to count the special
-processor gives its own stages, beside stages without one; of those that fit by the fold, the shortest played step is
-taken.
+processor, the rank with several stages, gives its own allocation; another has no such rank. Of the allocations that fit
+by the fold, the one with the shortest simulated step is the plan.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ MOST_LAYERS = 64
 """In longer chains, neighbouring layers are merged before the search, those of the fewest seconds first."""
 
 _SEARCH_SECONDS = 30.0
-"""Time after which the search ends with its best plan, where `Problem.search_seconds` says none."""
+"""Time after which the search ends with its best plan, where `Problem.search_seconds` is None."""
 
 _PROGRAM_SECONDS = 20.0, 0.5
-"""Most and least time of the linear program of one allocation; most take well under a second."""
+"""Largest and smallest time limit of one allocation's linear program; most programs take well under a second."""
 
 _SHORT = 7
-"""Layers up to which all allocations are played where none of the chain's sums fits."""
+"""Largest number of layers of which all allocations are simulated, where no allocation by the chain's sums fits."""
 
 _ATTEMPTS = 7
-"""Allocations to try for each counting, each for another number of bytes."""
+"""Largest number of allocations for each counting, each for another number of bytes."""
 
 _FINE = 1e-3
-"""Relative difference of bytes at which the search for the plan that holds the least ends."""
+"""Relative difference of bytes at which `weigh_smallest` ends."""
 
 _MORE = 1.5
-"""Factor by which the bytes of the chain's sums may grow in the next attempt, while the fold finds that they fit."""
+"""Factor on the bytes of the chain's sums for the next attempt, as long as plans fit by the fold."""
 
 
 def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
-    """Return MadPipe's plan, not judged yet. The smallest capacity counts for every device. Whatever the run's schedule
-    and recomputation, the lists are the pattern's, and everything is kept.
+    """Return MadPipe's plan, not judged yet. Every device is taken to have the smallest capacity. For every run the
+    action lists are those of the pattern, and everything is kept.
 
     Raises CapslogError for more devices than layers, and for seconds or bytes that the profile lacks.
     """
@@ -92,8 +92,8 @@ def periodic_plan(problem: Problem, planner: str = MADPIPE) -> Plan:
 
 
 def two_versions_note(problem: Problem) -> str | None:
-    """Say what MadPipe promises as printed: the period without filling and draining, with two versions of the weights
-    (PipeDream-2BW). None where the profile lacks data. No plan is made of it.
+    """Return a text on the period that MadPipe promises in its paper: without filling and draining, and with two
+    versions of the weights (PipeDream-2BW). None where the profile lacks data. No plan is made with this period.
     """
     least = None if problem.usable is None else min(problem.usable)
     try:
@@ -110,10 +110,10 @@ def two_versions_note(problem: Problem) -> str | None:
 
 
 class _Periodic:
-    """Best of the weighed plans.
+    """Search that keeps the best of the plans that it evaluates.
 
-    bounds: first layer in the profile of each layer of the searched chain, and L.
-    free: the shortest period of any stages without a limit.
+    bounds: for each layer of the searched chain, its first layer in the profile; last, the number of layers.
+    free: seconds of the shortest period without a limit of memory.
     """
 
     def __init__(self, problem: Problem, bounds: Sequence[int], free: float) -> None:
@@ -134,9 +134,9 @@ class _Periodic:
         return self.best is None or self.best[0][0] > 0
 
     def weigh(self, costs: ChainCosts, counting: str, allocation: Allocation | None) -> None:
-        """Play the plan of an allocation, and of others that hold more or less: the chain's sums differ from the
-        fold's, so the bytes up to which plans fit are bisected. allocation: for these costs by `counting`; None: there
-        is none.
+        """Simulate the plan of an allocation, and of allocations for other limits: the bytes by the chain's sums differ
+        from those of the fold, so the limit up to which plans fit is bisected. allocation: for these costs by
+        `counting`; None: there is none.
         """
         low, high, less = 0.0, math.inf, 0.0
         for _ in range(_ATTEMPTS):
@@ -171,8 +171,8 @@ class _Periodic:
         return max(least, min(most, self.ends - time.perf_counter()))
 
     def weigh_smallest(self, costs: ChainCosts) -> None:
-        """Play the plans of one microbatch after the other, which hold the least, for fewer and fewer bytes of the
-        chain's sums until none is left, or one fits; of a short chain, then those of all allocations.
+        """Simulate plans that run one microbatch after the other, which hold the fewest bytes. The limit of the chain's
+        sums is bisected, to `_FINE`, until a plan fits. If none does, all allocations of a short chain are simulated.
         """
         low, high, tried = 0.0, _MORE * (costs.usable or 0.0), set[object]()
         long = costs.of("seconds", 0, costs.num_layers) + sum(map(costs.delay, range(1, costs.num_layers)))
@@ -193,7 +193,7 @@ class _Periodic:
     def _add(self, allocation: Allocation, rows: Sequence[Sequence[str]]) -> float:
         """Keep the plan of these lists if it is the best. Return the bytes that it lacks."""
         plan, lack = self._plan(allocation, rows), 0.0
-        if self.limited and self.profile.observations:  # without them the fold has no bytes
+        if self.limited and self.profile.observations:  # without observations the fold has no bytes
             verdict = judged(self.profile, plan, self.run)
             lack = float(verdict.shortfall.bytes) if verdict.shortfall is not None else float(verdict.fits is False)
         played = with_step_seconds(self.profile, plan, self.run, self.link)
@@ -223,7 +223,7 @@ class _Periodic:
 
 
 def _all_parts(first: int, end: int, alone: int) -> Iterator[list[tuple[int, int, bool]]]:
-    """Yield all stages of layers first .. end-1, as (first, end, special), with at most `alone` ranks of one stage."""
+    """Yield all divisions of layers first .. end-1 into (first, end, special), with at most `alone` not special."""
     if first == end:
         yield []
     for border in range(first + 1, end + 1):
@@ -244,7 +244,7 @@ def _one_after_the_other(allocation: Allocation, microbatches: int) -> list[list
 
 
 def _in_flight(actions: Sequence[Sequence[str]], stages: int) -> list[int]:
-    """The most calls of each stage between the begin of a forward and the end of its backward."""
+    """Most calls of each stage between the begin of a forward and the end of its backward."""
     most, now = [0] * stages, [0] * stages
     for text in (text for row in actions for text in row):
         kind = "F" if "F" in text else "B"

@@ -1,8 +1,8 @@
-"""Plan of a planner that gives stages replicas, and perhaps branches: `pipedream`, `piper`, `graphpipe`, `capture`.
+"""Plans of planners that choose replicas of stages, and perhaps branches: `pipedream`, `piper`, `graphpipe`, `capture`.
 
-Each replica takes every r-th accumulation block, so that replicas work at the same time. Plans of a graph that is no
-line have direct routes; those of `pipedream` relay everything from stage to stage. Several answers of a planner are
-played; of those that fit, the shortest step is taken.
+Each of r replicas takes every r-th accumulation block, so that replicas run at the same time. Plans of a graph with
+branches have direct routes; those of `pipedream` relay all tensors from stage to stage. Several results of a planner
+are simulated; of those that fit, the result with the shortest step is the plan.
 """
 
 from __future__ import annotations
@@ -62,34 +62,34 @@ __all__ = [
 # -- Memory intervals for stages that may have replicas, or hold pieces of several branches: the cheapest that fit.
 #
 # `planners/intervals` finds the cheapest intervals of one piece of a stage within a budget. Only the fold of the plan
-# tells the other bytes of a rank: the next search reserves as many of the stage's bytes, until the ranks of all stages
-# fit. The bytes that a stage of several pieces has to save are divided among the pieces at the least cost.
+# counts all bytes of a rank: the next search reduces the stage's budget by the bytes that the rank lacks, until all
+# ranks fit. The bytes that a stage of several pieces must save are divided among the pieces at the least cost.
 
 
 _MOST_PEAKS = 200
-"""Placements that planner `capture` plays beyond those of its sums, at most."""
+"""Largest number of placements that are simulated for planner `capture` beyond those by its sums."""
 _CHOOSES_LIMITS = ("graphpipe", BUDGET)
 """Planners that choose the limits in flight for the shortest step."""
 _WIDER, _WORTH = (2, 3, 4, 8), 0.01
-"""Times the limits of 1F1B that are tried, and the least part of a step that they must save."""
+"""Factors on the limits of 1F1B that are tried, and the least part of a step that a change must save."""
 _CHOOSES_CALLS = ("graphpipe",)
-"""Planners that choose the microbatches of a call of each stage, and groups of k calls (kFkB)."""
+"""Planners that choose each stage's microbatches per call, and groups of k calls (kFkB)."""
 _GRAINS, _GROUPS = (2, 4), (2, 4)
-"""Microbatches of a call that are tried beside 1, and k."""
+"""Microbatches per call that are tried besides 1, and values of k."""
 _MOST_PLAYED = 1 << 14
-"""Microbatches times stages, at most, of all plays of that choice: some seconds."""
+"""Limit of microbatches times stages in all simulations by `with_larger_calls`: some seconds."""
 _MOST_CALLS = 256
-"""Microbatches times stages up to which limits are chosen by the step; above, they are those of the table."""
+"""Largest microbatches times stages at which limits are chosen by the simulated step; above, by `stage_limits`."""
 _ROUNDS = 6
-"""Searches, at most, each with more bytes reserved."""
+"""Largest number of searches, each with smaller budgets."""
 _LABELS, _PLACES = 32, 48
 """Choices kept per cut of a piece of more than `EXACT_LAYERS` layers, and places where intervals may begin or end."""
 _PARTS = 8
-"""Parts in which the bytes to save of a stage are divided among its pieces."""
+"""Number of equal parts in which the bytes that a stage must save are divided among its pieces."""
 _KINDS = tuple(kind for kind in INTERVAL_KINDS if not MemoryInterval(0, 1, kind).offloads)
 
 Judge = Callable[[Plan], Plan]
-"""The plan with the bytes of its ranks, and whether it fits."""
+"""Plan -> the plan with the bytes of its ranks, and whether it fits."""
 
 
 class PlacedIntervals:
@@ -105,9 +105,9 @@ class PlacedIntervals:
         self._fronts: dict[tuple[int, int, tuple[int, ...], Handling], IntervalSearch] = {}
 
     def treated(self, plan: Plan, verdict: Plan, judge: Judge, redone: Callable[[Plan], Plan]) -> Plan | None:
-        """Return the plan with intervals with which it fits; None where none were found.
+        """Return the plan with intervals with which it fits; None where the search finds none.
 
-        plan: its stages keep everything. verdict: the same, judged.
+        plan: its stages keep everything. verdict: the plan, judged.
         redone: returns the plan with the lists of actions that stages with such intervals need.
         """
         first, calls = plan, self._calls(plan)
@@ -116,7 +116,7 @@ class PlacedIntervals:
         for _ in range(_ROUNDS):
             lacks = self._lacks(verdict)
             if not any(lacks.values()):
-                return None  # not the device's memory is short
+                return None  # the plan lacks something else
             spare = [lacks[stage.rank] for stage in plan.stages]
             for layers in {stage.layers for stage in plan.stages}:  # replicas are treated alike
                 numbers = [number for number, stage in enumerate(plan.stages) if stage.layers == layers]
@@ -156,14 +156,14 @@ class PlacedIntervals:
     def _with_less(
         self, plan: Plan, stage: PlanStage, calls: tuple[int, Handling], kept: Sequence[int], less: int
     ) -> PlanStage:
-        """Return the stage with the cheapest intervals that save `less` bytes of `kept`; else with those that take
-        least.
+        """Return the stage with the cheapest intervals that save `less` bytes of `kept`; if there are none, with the
+        intervals that save most.
         """
         if not less:
             return dataclasses.replace(stage, memory=())
         count, handling = calls
         pieces, parts = list(zip(stage.layers, kept, strict=True)), 1 if len(kept) == 1 else _PARTS
-        # parts of `less` that the pieces so far save -> seconds that run again for it, and the intervals
+        # number of parts of `less` that the pieces so far save -> seconds of recomputation, intervals
         ways: dict[int, tuple[float, tuple[MemoryInterval, ...]]] = {0: (0.0, ())}
         for (first, end), size in pieces:
             fronts, behind = self._fronts_of(plan, stage, first, end, handling), dict[int, tuple[float, Any]]()
@@ -180,7 +180,7 @@ class PlacedIntervals:
         return dataclasses.replace(stage, memory=ways[max(ways)][1])
 
     def _calls(self, plan: Plan) -> list[tuple[int, Handling]]:
-        """Calls that each stage has in flight, and how its list handles them."""
+        """For each stage, its most calls in flight, and how its action list handles calls."""
         units, blocks, stage_calls = plan.units, plan.units.blocks or 1, []
         alike, rows = Counter(stage.layers for stage in plan.stages), self._rows(plan)
         for stage in plan.stages:
@@ -195,7 +195,7 @@ class PlacedIntervals:
         return stage_calls
 
     def _rows(self, plan: Plan) -> Schedule:
-        """Lists of a plan whose stages keep everything."""
+        """Action lists of a plan if its stages keep everything."""
         if plan.actions is not None:
             return from_strings(plan.actions)
         stages = [dataclasses.replace(stage, memory=()) for stage in plan.stages]
@@ -230,8 +230,8 @@ class PlacedIntervals:
 
 
 def replicated_plan(problem: Problem, planner: str) -> Plan:
-    """Return the plan of a planner of `REPLICATED`, not judged yet. The planners take the smallest capacity for that of
-    every device. Whatever the run's schedule and recomputation, they plan 1f1b and keep everything.
+    """Return the plan of a planner of `REPLICATED`, not judged yet. The planners assume the smallest capacity on every
+    device, and schedule 1f1b without recomputation for every run.
 
     Raises CapslogError for what the profile lacks, and for a graph that the planner cannot search.
     """
@@ -260,7 +260,7 @@ def replicated_plan(problem: Problem, planner: str) -> Plan:
 
 @dataclass(frozen=True)
 class PlayedPlan:
-    """Plan, the bytes that it lacks (0: it fits, as far as is known), its step, and its peak where that is compared."""
+    """Simulated plan, the bytes that it lacks (0: none are known), its step, and its peak where peaks are compared."""
 
     lack: int
     step: float
@@ -268,13 +268,13 @@ class PlayedPlan:
     peak: int = 0
 
     def beats(self, rival: PlayedPlan) -> bool:
-        """True where this plan lacks less, or has a smaller peak, or is faster."""
+        """True where this plan lacks fewer bytes, or as many with a smaller peak, or with an equal peak is faster."""
         key = (self.lack, self.peak, self.step * (1 + SAME))
         return key < (rival.lack, rival.peak, rival.step)
 
 
 def frame_of(problem: Problem, run: RunShape, planner: str, routes: str) -> Plan:
-    """Return a plan whose stages are to be replaced by those that are weighed."""
+    """Return a plan whose stages are replaced by those of each candidate."""
     profile = problem.profile
     return Plan(
         profile.num_layers,
@@ -290,9 +290,9 @@ def frame_of(problem: Problem, run: RunShape, planner: str, routes: str) -> Plan
 
 
 class StagesPlayed:
-    """Best of the plans that were weighed.
+    """Search that keeps the best of the plans that it evaluates.
 
-    frame: of `frame_of`. intervals: of stages that do not fit as they are; None: such stages do not fit.
+    frame: from `frame_of`. intervals: for stages that do not fit without intervals; None: these stages do not fit.
     may_share: replicas share the optimizer's moments where nothing fits otherwise.
     """
 
@@ -311,14 +311,14 @@ class StagesPlayed:
         self.best: PlayedPlan | None = None
 
     def beat(self, plan: Plan, longest: float | None = None) -> None:
-        """Accept only plans that are faster than this one, if it has a step, and as fast as `longest` (seconds)."""
+        """Accept only plans that are faster than this plan, if it has a step, and take at most `longest` seconds."""
         steps = [] if plan.step_seconds is None else [plan.step_seconds]
-        steps += [] if longest is None else [longest * (1 + 4 * SAME)]  # as fast: not yet the same
+        steps += [] if longest is None else [longest * (1 + 4 * SAME)]  # plans of `longest` seconds are accepted, too
         if steps:
             self.best = PlayedPlan(0, min(steps), plan)
 
     def bound(self, stages: Sequence[ReplicatedStage], routes: str = "direct") -> float:
-        """Lower bound in seconds of the stages' step: the work of a device, and one microbatch's way there and back."""
+        """Lower bound in seconds of the stages' step: a device's work, and one microbatch on the stages before it."""
         costs = self.costs
         stage_of = {layer: number for number, stage in enumerate(stages) for layer in stage.layers}
         links = {(stage_of[writer], stage_of[reader]) for writer, reader in self.profile.edges}
@@ -332,7 +332,7 @@ class StagesPlayed:
         return longest
 
     def weigh(self, stages: Sequence[ReplicatedStage]) -> None:
-        """Play the stages with as many blocks as keep replicas busy and as few as they can have, and keep the best."""
+        """Simulate the stages with several numbers of blocks (two, if memory has no limit), and keep the best plan."""
         best = self.best
         if best is not None and not best.lack and not self.by_peak and self.bound(stages) >= best.step * (1 - SAME):
             return
@@ -341,16 +341,16 @@ class StagesPlayed:
         counts = [count for count in range(most, microbatches + 1) if microbatches % count == 0] if most > 1 else [1]
         counts = [self.costs.blocks] if self.costs.blocks else counts
         limited = self.costs.usable is not None or self.by_peak
-        rising = limited and self._intervals is not None  # a plan that does not fit with few blocks does not with more
+        rising = limited and self._intervals is not None  # what lacks memory with few blocks lacks it with more
         first_tried = (counts[0], counts[-1]) if self.frame.planner == BUDGET else (counts[-1], counts[0])
         tried = counts[:: 1 if rising else -1] if limited else list(dict.fromkeys(first_tried))
         for blocks in tried:
             fits, lacks = self._weigh_in_blocks(stages, blocks)
             if limited and (lacks and not fits if rising else fits and not self.by_peak):
-                return  # where they fall: fewer blocks fit as well, and are not faster
+                return  # where the numbers fall: fewer blocks fit as well, and are not faster
 
     def _weigh_in_blocks(self, stages: Sequence[ReplicatedStage], blocks: int) -> tuple[bool, bool]:
-        """Play the stages with so many blocks over each kind of routes; return whether some fit, and some do not."""
+        """Simulate the stages with so many blocks for each kind of routes. Return (some fit, some do not fit)."""
         fits = lacks = False
         for routes in self.routes_of(stages):
             if fits and self.best is not None and self.bound(stages, routes) >= self.best.step * (1 - SAME):
@@ -365,9 +365,9 @@ class StagesPlayed:
         return fits, lacks
 
     def weigh_smaller(self) -> None:
-        """Play placements by rising bound of their peak, until the bound reaches the best peak or `_MOST_PEAKS` were
-        played: the sums that planner `capture` compares leave out what the fold counts. Nothing is done where the
-        profile does not tell the bytes of ranges.
+        """Simulate placements by rising bound of their peak, until the bound reaches the best peak, `_MOST_PEAKS` at
+        most: the sums that planner `capture` compares leave out bytes that the fold counts. Does nothing where the
+        profile lacks the bytes of ranges.
         """
         try:
             ranges = RangeBytes.of_ranks(self.profile, self.run.recomputes)
@@ -381,11 +381,11 @@ class StagesPlayed:
 
     @property
     def by_peak(self) -> bool:
-        """True where the smallest peak is wanted, not the shortest step."""
+        """True where the planner looks for the smallest peak, not the shortest step."""
         return self.frame.planner in COMPARES_PEAKS
 
     def routes_of(self, stages: Sequence[ReplicatedStage]) -> tuple[str, ...]:
-        """Routes to try: a line of ranges may also relay, which sends gradients of several readers at once."""
+        """Routes to try: a line of ranges may also relay, which sends the gradients of several readers together."""
         if any(stage.devices for stage in stages):
             return ("direct",)
         routes = self.frame.routes
@@ -393,16 +393,16 @@ class StagesPlayed:
         return (routes, "relay") if routes == "direct" and line and self.frame.planner != "piper" else (routes,)
 
     def _weighed(self, plan: Plan) -> PlayedPlan | None:
-        """Play the plan, and count what it lacks; None where it is no better than the best, whatever it holds."""
+        """Simulate the plan, and count the bytes that it lacks; None where the best plan fits and is as fast."""
         first, played = plan, self._played(plan)
         best, lack, peak = self.best, 0, 0
         if best is not None and not best.lack and not self.by_peak and not played.beats(best):
             return None
-        told = bool(self.profile.observations)  # without them the fold has no bytes
+        told = bool(self.profile.observations)  # without observations the fold has no bytes
         if told and (self.costs.usable is not None or self.by_peak):
             verdict = self._judged(plan)
             lack = _lack(verdict)
-            if lack and not self.by_peak:  # which minimises the peak under the limits of the schedule
+            if lack and not self.by_peak:  # peaks are compared under the limits of the schedule
                 plan = with_least_limits(self.profile, played.plan, self.run, self.link)
                 verdict = self._judged(plan)
                 lack = _lack(verdict)
@@ -428,9 +428,9 @@ class StagesPlayed:
         return judged(self.profile, plan, self.run)
 
     def settle(self) -> None:
-        """Give the best plan the least limits in flight that keep its step, or shorten it where the planner chooses
-        them and the calls, unless the plan then lacks more bytes; messages that wait may take some. Before, it may have
-        lacked some.
+        """Give the best plan the least limits in flight that keep its step; where the planner chooses limits and calls,
+        also those that shorten its step. Changes by which the plan lacks more bytes than before, such as for messages
+        that wait, are not made.
         """
         best = self.best
         assert best is not None, "without a limit some stages always fit"
@@ -450,7 +450,7 @@ class StagesPlayed:
         self.best = best
 
     def _take(self, best: PlayedPlan, plan: Plan) -> PlayedPlan:
-        """Return the plan if it lacks no more bytes, and has no larger peak where that counts; else the best so far."""
+        """Return the plan if it lacks no more bytes, and has no larger peak where peaks count; else the best so far."""
         lack = peak = 0
         if self.profile.observations and (self.costs.usable is not None or self.by_peak):
             verdict = self._judged(plan)
@@ -459,7 +459,7 @@ class StagesPlayed:
         return best if worse else PlayedPlan(lack, plan.step_seconds or best.step, plan, peak)
 
     def answer(self) -> Plan:
-        """Return the best plan; that of `graphpipe` with a bound."""
+        """Return the best plan, for `graphpipe` with a bound."""
         self.settle()
         assert self.best is not None, "without a limit some stages always fit"
         plan, step = self.best.plan, self.best.step
@@ -482,8 +482,8 @@ def _lack(verdict: Plan) -> int:
 def plan_of_stages(
     frame: Plan, stages: Sequence[ReplicatedStage], blocks: int, edges: Sequence[tuple[int, int]] | None
 ) -> Plan:
-    """Return the plan with these stages in place of its own. Ranks are counted stage by stage; replica k of r takes the
-    blocks k, k + r, k + 2 r, ... edges: of the graph of the layers, for direct routes.
+    """Return the frame's plan with these stages. Ranks are counted stage by stage; replica k of r takes the blocks k,
+    k + r, k + 2 r, ... edges: of the graph of the layers, for direct routes.
     """
     units, rows, rank = dataclasses.replace(frame.units, blocks=blocks), list[PlanStage](), 0
     limits = stage_limits(stages, units, frame.routes, edges)
@@ -504,8 +504,8 @@ def plan_of_stages(
 
 
 def with_lists(plan: Plan) -> Plan:
-    """Return the plan with the list of every rank where some stages have replicas or are shared, else with those of its
-    schedule.
+    """Return the plan with an action list of every rank if some stages have replicas or share a rank; else without
+    lists, so that its schedule makes them.
     """
     numbers = dict[int, list[int]]()
     for number, stage in enumerate(plan.stages):
@@ -517,10 +517,10 @@ def with_lists(plan: Plan) -> Plan:
 
 
 def _one_by_one(numbers: Sequence[int], stage: PlanStage, units: Units) -> tuple[str, ...]:
-    """Return the list of a rank under 1F1B: as many forwards as it may have in flight, then a backward and a forward
-    in turn, with recomputation directly before its backward. Schedules assume that all calls take equally long; those
-    of replicas take longer, by as much as there are more. numbers: of its stages, of which `stage` is the first; a call
-    goes through all of them, and its backward in reverse.
+    """Return the action list of a rank under 1F1B: as many forwards as may be in flight, then a backward and a forward
+    in turn, with recomputation directly before its backward. Lists of a schedule assume that all calls take equally
+    long, but calls of a stage with more replicas take longer. numbers: of the rank's stages, of which `stage` is the
+    first; a call passes all of them, and its backward in reverse.
     """
     blocks = units.blocks if stage.blocks is None else len(stage.blocks)
     calls = (blocks or 1) * units.of_block // stage.grain
@@ -536,10 +536,11 @@ def _one_by_one(numbers: Sequence[int], stage: PlanStage, units: Units) -> tuple
 
 
 def with_least_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None) -> Plan:
-    """Return a played plan with the fewest calls in flight that make its step no longer, one limit for all replicas.
+    """Return a simulated plan with the fewest calls in flight that make its step no longer, one limit for all replicas.
 
-    `stage_limits` takes all calls for equally long and messages for free. Here each limit is bisected by the step, from
-    the last stage to the first: what a stage needs depends on those behind it. Without limits the plan stays.
+    `stage_limits` assumes that all calls are equally long and messages take no time. Here each limit is bisected by the
+    simulated step, from the last stage to the first, since the calls that a stage needs depend on the stages after it.
+    A plan without limits is unchanged.
     """
     shared = len({stage.rank for stage in plan.stages}) < len(plan.stages)
     if shared or all(stage.in_flight is None for stage in plan.stages) or _is_long(plan):
@@ -552,7 +553,7 @@ def with_least_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
             limit = (too_few + enough) // 2
             try:
                 limited = with_step_seconds(profile, _with_limit(plan, stage.layers, limit), run, link)
-            except CapslogError:  # with so few, the lists wait for ever
+            except CapslogError:  # with so few calls the lists deadlock
                 too_few = limit
                 continue
             if limited.step_seconds is not None and limited.step_seconds <= step * (1 + SAME):
@@ -563,10 +564,10 @@ def with_least_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
 
 
 def with_wider_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None) -> Plan:
-    """Return a played plan with more calls in flight if that makes its step shorter by `_WORTH`; else the plan itself.
+    """Return a simulated plan with more calls in flight if its step gets shorter by `_WORTH`; else the plan itself.
 
-    GraphPipe's kFkB has k times the calls of 1F1B in flight, which hides messages. 1F1B with other limits needs fewer
-    calls for a step as short (`benchmarks/graphpipe`): k times its limits, then the least that keep that step.
+    GraphPipe's kFkB has k times the calls of 1F1B in flight, which hides messages. 1F1B with larger limits needs fewer
+    calls for a step as short (`benchmarks/graphpipe`): k times the limits of 1F1B, then the least that keep the step.
     """
     if plan.step_seconds is None or _is_long(plan):
         return plan
@@ -578,7 +579,7 @@ def with_wider_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
         try:
             wider = with_lists(dataclasses.replace(plan, stages=tuple(stages), actions=None))
             rows.append(with_step_seconds(profile, wider, run, link))
-        except CapslogError:  # with these limits the lists wait for ever
+        except CapslogError:  # with these limits the lists deadlock
             continue
     best = min(rows, key=lambda wider: wider.step_seconds or 0.0, default=plan)
     if (best.step_seconds or 0.0) > plan.step_seconds * (1 - _WORTH):
@@ -589,17 +590,17 @@ def with_wider_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | 
 def with_larger_calls(
     profile: Profile, plan: Plan, run: RunShape, link: Link | None, fits: Callable[[Plan], bool] = lambda plan: True
 ) -> Plan:
-    """Return a played plan whose stages take several microbatches in a call, or whose ranks do k calls of a kind in a
-    row (kFkB), if that makes its step shorter by `_WORTH`; else the plan itself.
+    """Return a simulated plan whose stages take several microbatches in a call, or whose ranks run k calls of a kind in
+    a row (kFkB), if its step gets shorter by `_WORTH`; else the plan itself.
 
-    GraphPipe, thesis Sec. 3: a stage has its own microbatch size and its own k; here k is one for all. Only stages of
-    layers that take several (`ONE_MICROBATCH` names the others) have a larger grain, of those whose seconds the profile
-    has.
+    GraphPipe, thesis Sec. 3: a stage has its own microbatch size and its own k; here all stages have one k. A grain
+    above 1 must be one for which the profile has seconds, and all layers of its stage must take several microbatches
+    (`ONE_MICROBATCH` names those that do not).
 
-    state: the grain of each stage, and the order of its calls: 1F1B with a multiple of its limits, or kFkB with k
-    starts: one grain for all stages that may have it, in the best order for it, the shortest step first
-    moves: from the last stage to the first its best grain, then the best order, until none makes the step shorter;
-        no more than `_MOST_PLAYED` calls are played
+    state: the grain of each stage, and the order of calls: 1F1B with a multiple of its limits, or kFkB with k
+    starts: one grain for all stages that may have it, with its best order; the start with the shortest step first
+    moves: the best grain of each stage, from the last stage to the first, then the best order, until no move makes the
+        step shorter; no more than `_MOST_PLAYED` calls are simulated
     """
     if plan.step_seconds is None or _is_long(plan):
         return plan
@@ -618,7 +619,7 @@ def with_larger_calls(
         try:
             larger = _with_calls(profile, plan, dict(zip(kinds, grains, strict=True)), order, run)
             larger = with_step_seconds(profile, larger, run, link)
-        except CapslogError:  # grains that do not divide, lists that wait for ever
+        except CapslogError:  # grains that do not divide, lists that deadlock
             return None
         return None if seconds_of(larger) < seconds_of(plan) and not fits(larger) else larger
 
@@ -668,7 +669,7 @@ def _with_calls(
         rows = to_strings(scheduled(name, stages, graph, dataclasses.replace(run, k=times)))
         return dataclasses.replace(larger, schedule=name, actions=tuple(map(tuple, rows)))
     limits = in_flight_microbatches(graph)
-    if plan.actions is not None:  # of replicas, which the table takes for one call of all
+    if plan.actions is not None:  # with replicas, whose calls the table counts as one
         limits = [stage.in_flight or limit for stage, limit in zip(plan.stages, limits, strict=True)]
     limits = [times * -(-limit // stage.grain) for limit, stage in zip(limits, stages, strict=True)]
     most = [min(limit, len(calls)) for limit, calls in zip(limits, graph.calls, strict=True)]
@@ -677,12 +678,12 @@ def _with_calls(
 
 
 def _is_long(plan: Plan) -> bool:
-    """Return True where a step has so many calls that playing it for each limit would take seconds."""
+    """Return True where a step has so many calls that simulating it for each limit would take seconds."""
     return (plan.num_microbatches or 0) * len({stage.layers for stage in plan.stages}) > _MOST_CALLS
 
 
 def _with_limit(plan: Plan, layers: tuple[tuple[int, int], ...], limit: int) -> Plan:
-    """Return the plan whose replicas of the stage with these layers have so many calls in flight at most."""
+    """Return the plan with at most `limit` calls in flight on each replica of the stage with these layers."""
     rows = [dataclasses.replace(stage, in_flight=limit) if stage.layers == layers else stage for stage in plan.stages]
     return with_lists(dataclasses.replace(plan, stages=tuple(rows), actions=None))
 
@@ -690,9 +691,9 @@ def _with_limit(plan: Plan, layers: tuple[tuple[int, int], ...], limit: int) -> 
 def stage_limits(
     stages: Sequence[ReplicatedStage], units: Units, routes: str, edges: Sequence[tuple[int, int]] | None
 ) -> list[int | None]:
-    """Calls that each replica of a stage may have in flight, so that no later stage waits; None: the schedule's limits,
-    where no stage has replicas. A stage of r replicas takes a block on each of them at a time; Table 3.2 takes that for
-    one call of all.
+    """Calls that each replica of a stage may have in flight, such that no later stage waits; None: the schedule's
+    limits, where no stage has replicas. The replicas of a stage run one block each at a time; Table 3.2 counts these
+    blocks as one call.
     """
     if all(stage.replicas == 1 and not stage.devices for stage in stages):
         return [None] * len(stages)

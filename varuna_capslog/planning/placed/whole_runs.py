@@ -1,4 +1,4 @@
-"""Plans of planners that distribute all devices themselves: `budget`, beyond one line of stages, and `joint`."""
+"""Plans of planners that divide all devices into pipelines and replicas themselves: `budget` and `joint`."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ __all__ = ["GRAPH_SCHEDULES", "budget_plan", "faster_plan"]
 
 # -- Planner `budget` beyond one line of stages: branches side by side, and replicas of single stages.
 #
-# The stages are those that `graphpipe` finds, or in long lines of layers those of `pipedream`. Both keep what their
-# forwards save. Under a capacity they are asked for layers that save less as well, and stages that do not fit as they
-# are get memory intervals (`replicated`).
+# The stages are those of planner `graphpipe`, or in long lines of layers those of `pipedream`. Both assume that all
+# activations are kept. Under a capacity they are also called for layers that save fewer bytes, and stages that do not
+# fit get memory intervals (`replicated`).
 
 
 GRAPH_SCHEDULES = (AUTO_SCHEDULE, "1f1b")
-"""Run schedules with which such stages are weighed: their lists are those of 1f1b."""
+"""Schedules of a run for which such stages are evaluated: their action lists are those of 1f1b."""
 
 _BRANCHES = 0.9
-"""Branches are weighed where the longest way through a model takes less than this part of its seconds."""
+"""Branches are evaluated where the longest path through the layers takes at most this part of their seconds."""
 _QUICK = 128
-"""Layers times devices for which `graphpipe` takes a tenth of a second at most where all layers are one line."""
+"""Largest layers x devices at which `graphpipe` takes a tenth of a second at most for a line of layers."""
 _SAVED = (1.0, 0.4, 0.0)
-"""Under a capacity, stages are searched for layers that save these parts of their bytes."""
+"""Parts of their bytes that layers save, for each of which stages are searched under a capacity."""
 
 
 def faster_plan(problem: Problem, line: Plan, until: float | None = None) -> Plan:
     """Return a plan with branches or replicas that is faster than `line`, or fits where that does not; else `line`.
-    Replicas share the accumulation blocks of the step; where devices leave and join, none leaves moments to another.
+    Replicas share the accumulation blocks of the step; where devices leave and join, each keeps all its moments.
 
     line: of planner `budget`; without `step_seconds` where nothing fits. until: end of the search, time.perf_counter().
     """
@@ -64,7 +64,7 @@ def faster_plan(problem: Problem, line: Plan, until: float | None = None) -> Pla
         least = None if usable is None else min(usable)
         costs = GraphCosts.of_profile(profile, devices, shape.microbatches, least, count, problem.link)
         intervals = None if usable is None else PlacedIntervals(profile, shape)
-    except CapslogError:  # the profile tells what a line needs, and not what travels or is exchanged
+    except CapslogError:  # the profile has what a line needs, but lacks bytes of messages or gradients
         return line
     line_of_layers = profile.edges == [(layer, layer + 1) for layer in range(profile.num_layers - 1)]
     routes = "direct" if planner in NEEDS_TENSORS and not line_of_layers else "relay"
@@ -89,13 +89,13 @@ def faster_plan(problem: Problem, line: Plan, until: float | None = None) -> Pla
 
 
 def _asked_for_stages(profile: Profile, devices: int) -> str:
-    """Planner of the weighed stages: `graphpipe` where branches are worth its search or it is quick, or `pipedream`."""
+    """Planner of the stages: `graphpipe` where branches are worth its search or it is quick, else `pipedream`."""
     quick = profile.num_layers * devices <= _QUICK
     return "graphpipe" if profile.tensors and (quick or _longest_way(profile) <= _BRANCHES) else "pipedream"
 
 
 def _answers(costs: GraphCosts, planner: str) -> Iterator[list[ReplicatedStage]]:
-    """Yield the stages to weigh: those that keep everything, then those of layers that save less."""
+    """Yield the stages to evaluate: of layers that keep everything, then of layers that save fewer bytes."""
     find, seen = REPLICATED[planner], list[list[ReplicatedStage]]()
     for part in _SAVED if costs.usable is not None else _SAVED[:1]:
         try:
@@ -109,12 +109,12 @@ def _answers(costs: GraphCosts, planner: str) -> Iterator[list[ReplicatedStage]]
 
 
 def _longest_way(profile: Profile) -> float:
-    """Part of a model's seconds that its longest way through the layers takes; 1 where no branches are known."""
+    """Part of a model's seconds that the longest path through its layers takes; 1 where no branches are known."""
     if not profile.timed or not profile.tensors:
         return 1.0
     pairs = zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
     seconds = [float(forward + backward) for forward, backward in pairs]
-    way = list(seconds)  # the longest one that ends with each layer
+    way = list(seconds)  # of the longest path that ends with each layer
     for writer, reader in profile.edges:
         way[reader] = max(way[reader], way[writer] + seconds[reader])
     return max(way) / sum(seconds) if any(seconds) else 1.0
@@ -134,7 +134,7 @@ def budget_plan(problem: Problem, planner: str = BUDGET) -> Plan:
 
 def joint_plan(problem: Problem, planner: str = JOINT) -> Plan:
     """Return pipelines of any length, if possible with room for the bytes beside training; where none fits, the
-    smallest-peak pipeline, which says what it lacks.
+    pipeline with the smallest peak, which states what it lacks.
     """
     profile, run, memory, link = problem.profile, problem.run.settled(), problem.memory, problem.link
     devices = [Device(device.capacity_bytes, device.speed or 1.0) for device in problem.devices]
@@ -150,14 +150,14 @@ def joint_plan(problem: Problem, planner: str = JOINT) -> Plan:
 
 
 def _smallest_peak(problem: Problem, fleet: NoFleet) -> Plan:
-    """Smallest-peak pipeline over as many devices as there are layers, and what it lacks."""
+    """Pipeline with the smallest peak on at most as many devices as layers, and what it lacks."""
     profile, blocks = problem.profile, fleet.run.num_blocks
     used = sorted(fleet.devices, key=lambda device: device.capacity or NEVER, reverse=True)[: profile.num_layers]
     sizes = [device.capacity or NEVER - 1 for device in used]
     single = Problem.of(profile, len(used), sizes, fleet.run, problem.link, memory=fleet.memory)
     plan = cut_plan(single, "exact")
     if plan.fits:
-        # it lacks the gradients of a second block, which the planner of one pipeline does not know
+        # planner `exact` does not count the gradients of a second block
         usable = [NEVER if device.capacity is None else Headroom.of(profile).usable(device.capacity) for device in used]
         verdict = judge(fleet.stage_bytes(plan.cut_list), usable, Headroom())
         assert verdict is not None
