@@ -146,7 +146,7 @@ def phases(shape: DecoderShape, batch: int, degree: int, shard: str) -> list[flo
         return []
     if shard == HEADS:
         slices = _shares(batch * shape.width, degree)
-        # each slice goes to the rank that sums it, and from there to all; sums of sent and received bytes are equal
+        # a slice goes to the rank that sums it, then the sum to all: a rank's sent and received bytes change places
         most = max(max(sum(slices) - size, (degree - 1) * size) for size in slices)
         return [float(most * shape.itemsize)] * 4
     query, pair = shape.queries * shape.itemsize, 2 * shape.keys * shape.itemsize / degree

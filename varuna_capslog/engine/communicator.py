@@ -277,9 +277,9 @@ class Pending:
 class Communicator:
     """Point-to-point messages, small exact sums and gathers over the ranks of one generation.
 
-    Tensors of an accelerator are staged through host memory (pinned where possible), so ranks may share one GPU; not
-    after `open_pair_groups` with NCCL. `group` is gloo's, None for a single rank; the rank that serves `store` keeps
-    the store alive with the group. Built by `connect` or `connect_group`.
+    Tensors of an accelerator are staged through host memory (pinned where possible), so ranks may share one GPU, unless
+    `open_pair_groups` was called. `group` is gloo's, None for a single rank. The rank that serves `store` keeps it
+    alive as long as the group. Built by `connect` or `connect_group`.
     """
 
     def __init__(
@@ -458,7 +458,7 @@ class Communicator:
         """Call `work`, which may be slow and differ between ranks; return its result when all ranks have theirs.
 
         The ranks vote while they wait, so that no timeout takes a slow rank for lost. Raises the error of this rank's
-        `work` unchanged, and PeerLost where that of another rank failed.
+        `work` unchanged, and PeerLost where another rank's `work` failed.
         """
         if self.world_size == 1:
             return work()

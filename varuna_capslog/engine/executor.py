@@ -34,7 +34,7 @@ __all__ = ["Executor", "Observer", "Stopwatch"]
 
 
 class Stopwatch:
-    """Context manager that sums the seconds of the actions around which it is entered, on one device.
+    """Context manager around each action, which sums the seconds of all actions on one device.
 
     On a CPU these are wall seconds, which other programs lengthen. On an accelerator they are the seconds between
     events on the current stream, which is not synchronized before `take`.
@@ -128,7 +128,7 @@ class Executor:
         self._program = lowered.programs[communicator.rank]
         self._routes, self._graph = routes, lowered.graph
         counts = [max(len(self._graph.calls[stage]) for stage in edge) for edge in self._graph.edges]
-        # number of the first message over each edge in one direction, when all edges are counted through
+        # number of the first message over each edge; the messages of one direction are numbered edge by edge
         self._first_message = dict(zip(self._graph.edges, accumulate([0, *counts]), strict=False))
         self._observer, self._joining = observer, joining or Joining({})
         self._device = next(iter(stages.values())).device
@@ -361,7 +361,7 @@ class _Transfers:
             self._confirmed[peer] = self._confirmed.get(peer, 0) + 1
 
     def send(self, instruction: SendInstruction, tensors: Mapping[Any, Tensor]) -> None:
-        """Begin to send a message's tensors, in the layout of their specs. Raises CapslogError for another shape."""
+        """Begin to send a message's tensors in their specs' layout. Raises CapslogError for another dtype or shape."""
         message, peer = instruction.message, instruction.peer
         tag = self._tag(message)
         sends = []
@@ -379,6 +379,6 @@ class _Transfers:
         self._under_way.setdefault(instruction.peer, deque()).append(sends)
 
     def finish(self) -> None:
-        """Wait for all messages that are still under way."""
+        """Wait for all pending sends."""
         for peer, queue in self._under_way.items():
             self._release(peer, self._confirmed.get(peer, 0) + len(queue))

@@ -130,7 +130,7 @@ class _Graph:
     def __init__(self, outputs: Iterable[tuple[GradientEdge, Tensor]], leaves: Iterable[Any]) -> None:
         wanted = {id(leaf) for leaf in leaves}
         self.entries: dict[int, Node] = {}
-        self.next: dict[Node, list[Node]] = {}  # successors; in reverse topological order: each node after its own
+        self.next: dict[Node, list[Node]] = {}  # successors by node; a node comes after its successors
         self.outputs = [edge.node for edge, _ in outputs]
         stack: list[tuple[Node, list[Node] | None]] = [(node, None) for node in self.outputs]
         while stack:

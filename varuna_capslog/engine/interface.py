@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
 
-if TYPE_CHECKING:  # the module that names the engines imports this one, and no torch
+if TYPE_CHECKING:  # `start`, which names the engines, imports this module without torch
     import torch
     from torch import Tensor
 
@@ -92,7 +92,7 @@ Example: TypeAlias = "Callable[[], tuple[Mapping[str, Tensor], Any, Mapping[str,
 class Engine(Protocol):
     """Engine of one rank of a training run. A step is `compute`, `vote`, `apply`; `step.train_step` calls all three.
 
-    layers: those of this rank's stages, in layer order. optimizer: of their parameters.
+    layers: all layers of this rank's stages, in layer order. optimizer: steps their parameters.
     """
 
     chain: Chain

@@ -429,7 +429,7 @@ class EngineLayer:
 
     @property
     def builds_graph(self) -> bool:
-        """True where every forward builds a graph: compiled code needs it, Python code that runs whole may use it."""
+        """True where every forward builds a graph: compiled code needs it, and so may a module that runs as a whole."""
         return self._python or self.compiles
 
     @property

@@ -2,7 +2,7 @@
 
 `compute` calls `executor.Executor.run`, which calls the methods of each `stage.Stage`; then it sums the gradients
 (`replicated`). `vote` calls `step.Poll.hold`, `apply` calls `optimizer.StageOptimizer.step`. Commit rule: the model
-changes only after every rank knows that the whole step is finite. It knows plans, but neither planners nor files.
+changes only after every rank knows that the whole step is finite. The engine knows plans, but no planners or files.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PipelineEngine:
         chain, loss: as for `EngineParts`; the engine takes only the layers of its stages.
         communicator: connects at least `layout.world_size` ranks. Further ranks are idle: they only vote.
 
-    Raises CapslogError for a layout that fits neither chain, options nor ranks; `compute`, for an impossible schedule.
+    Raises CapslogError for a layout that does not fit chain, options or ranks; `compute`, for an impossible schedule.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class PipelineEngine:
         return context
 
     def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> tuple[LateSpecs, Reach]:
-        """Specs of all values for these inputs, and the gradients that come back."""
+        """Specs of all values for these inputs, and the values for which a backward computes gradients."""
         key = tuple(sorted(inputs.items()))
         cached = self._specs.get(key)
         if cached is None:
@@ -342,9 +342,9 @@ class PipelineEngine:
                     specs.settle()  # raises one sentence where a layer does not accept the sizes of its inputs
 
     def forget(self) -> None:
-        """Drop all traces of a broken-off step."""
+        """Drop all traces of an interrupted step."""
         if self.communicator.aborted:
-            accelerator.synchronize(self.device)  # operations under way still write into tensors of this step
+            accelerator.synchronize(self.device)  # pending operations still write into tensors of this step
         if self._executor is not None:
             self._executor.stopwatch.reset()
         for stage in self.stages.values():

@@ -88,7 +88,7 @@ class Muon(torch.optim.Optimizer):
 
 
 _BLOCK, _LEAST = 256, 4096
-"""Elements that share a scale, and elements from which a state has 8 bits (bitsandbytes 0.50.2, optim/optimizer.py)."""
+"""Elements per scale, and fewest elements that are kept in 8 bits (bitsandbytes 0.50.2, `optim/optimizer.py`)."""
 
 
 class AdamW8bit(torch.optim.Optimizer):

@@ -346,8 +346,8 @@ def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, T
 
 # -- Layers whose optimizer moments only one replica keeps: it updates the parameters and sends their values.
 #
-# The other replicas drop the layer's gradients after the vote and receive the parameters bit for bit, the only messages
-# of a step after its vote. If a rank is lost meanwhile, the others end with `PeerLost`, and an ordinary run continues
+# The other replicas drop the layer's gradients after the vote and receive the parameters bit for bit. A step has no
+# other messages after its vote. If a rank is lost meanwhile, the others end with `PeerLost`; an ordinary run continues
 # from its checkpoint. Elastic runs refuse such plans, since the moments would be lost with the member.
 
 

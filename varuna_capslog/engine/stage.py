@@ -28,7 +28,7 @@ from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of, wit
 __all__ = ["LossFunction", "MicrobatchContext", "SegmentState", "Stage"]
 
 
-# -- Segments: consecutive layers of a stage of which the same is kept from the forward to the backward.
+# -- Segments: consecutive layers of a stage, for which the same is kept from the forward to the backward.
 #
 # The segment's kind states what is kept of a microbatch: the autograd graphs ("keep"), the segment's inputs
 # ("recompute"), or either of them in the host tier ("offload", "recompute+offload"). Where an interval recomputes parts
@@ -60,10 +60,10 @@ class MicrobatchContext:
 
 
 class LateSpecs(Mapping[Value, TensorSpec]):
-    """Specs of all values; the chain is traced when a spec is read that is not one of the inputs'.
+    """Specs of all values. The chain is traced at the first read of a spec that is not an input's.
 
-    A rank with all layers of a plain chain reads none: its tensors themselves show which carry a gradient. Its process
-    then never imports the modules that fake tensors need.
+    A rank with all layers of a plain chain reads no such spec: its tensors themselves show which carry a gradient. Its
+    process then never imports the modules that fake tensors need.
 
     Args:
         inputs: specs of the chain's inputs, by name.
@@ -563,7 +563,7 @@ class Stage:
         return {value: values[value] for value in self.ports.leaves}, outputs
 
     def forget(self) -> None:
-        """Drop all traces of a broken-off step, gradients included."""
+        """Drop all traces of an interrupted step, also its gradients."""
         for held in self._held.values():
             if held.call is not None:
                 held.call.end()

@@ -1,4 +1,4 @@
-"""`train_step`, the order of a training step for any engine, and `Poll`, the vote that ends it; engines call `Poll`.
+"""`train_step`, the order of a training step for any engine; and `Poll`, the vote, called by `PipelineEngine.vote`.
 
 The vote is one exact sum over all ranks, before anything changes: a float64 vector of loss parts by microbatch, squared
 gradient norms by layer, requests to stop, ranks with a ballot, seconds and, in float16, the loss scale. Every slot has

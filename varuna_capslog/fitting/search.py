@@ -118,7 +118,7 @@ def _taken(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 class _Again:
-    """State of generators before the Python code of modules runs, from which it is recomputed."""
+    """State of random generators before the first run of the modules' Python code, for its recomputation."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._parts = {

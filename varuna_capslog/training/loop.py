@@ -71,7 +71,7 @@ class Boundaries:
         self._counts_alike = not (base and self._setup.config.elastic.enabled)
 
     def end(self) -> None:
-        """End the generation and give up a checkpoint in progress, which the next generation makes anew."""
+        """End the generation and give up a checkpoint in progress; the next generation writes its own."""
         if self._saving is not None:
             self._saving.give_up()
             self._saving, self._broken_off = None, True
@@ -89,12 +89,12 @@ class Boundaries:
 
     @property
     def is_stuck(self) -> bool:
-        """True where `train.stop_after_evaluations` evaluations have not improved on the best one."""
+        """True where the last `train.stop_after_evaluations` evaluations did not improve on the best one."""
         limit = self._setup.config.train.stop_after_evaluations
         return limit is not None and self._counts_alike and len(self._without_better) >= limit
 
     def why_stuck(self) -> str:
-        """Sentence for the user, why a run that `is_stuck` ends."""
+        """Sentence that tells the user why a run that `is_stuck` ends."""
         count = len(self._without_better)
         last = "evaluation" if count == 1 else f"{count} evaluations"
         best = "" if self._best is None else f", which is that of step {self._best[1]}"
