@@ -119,8 +119,7 @@ class DealtCache:
     """Share of one rank in the keys and values of all requests.
 
     Args:
-        dealt: True: requests and positions are distributed over ranks. False (heads are divided): this rank is home to
-            all requests and keeps all their positions.
+        dealt: False (heads are divided): this rank is home to all requests and keeps all their positions.
         lengths: tokens of each request's prompt. room: most tokens of a request, prompt and answer.
     """
 
@@ -220,9 +219,7 @@ class DealtCache:
         return (self.lengths[request] + request) % self._degree
 
     def _send_queries(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[tuple[list[int], Tensor, Tensor]]]:
-        """Exchange queries, new keys and values. Return all queries [B, H, D], and (requests, keys, values) from each
-        rank, of the positions that this rank keeps, with keys and values [requests, K, D].
-        """
+        """Return all queries [B, H, D], and of the positions that this rank keeps (requests, keys, values) by rank."""
         outgoing, wanted, kept = {}, {}, {}
         for rank in range(self._degree):
             sent = [place for place, request in enumerate(self.own) if self._keeper(request) == rank]

@@ -159,7 +159,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Arguments of `EngineKind.build`. chain: whole, on the CPU, equal on every rank; timeout_seconds: per message."""
+    """Arguments of `EngineKind.build`. chain: whole, on the CPU, alike on all ranks. timeout_seconds: per message."""
 
     chain: Chain
     loss: LossFunction

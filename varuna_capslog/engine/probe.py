@@ -45,7 +45,7 @@ def peak_source(device_type: str) -> str:
 
 
 class PeakProbe:
-    """Context manager that measures the peak of a block, in bytes; not reusable, and not inside a torch profiler.
+    """Context manager that measures the peak of a block, in bytes; not reusable, nor nested in itself or a profiler.
 
     On an accelerator: the allocator's own maximum of allocated (not reserved) bytes, over all threads.
 

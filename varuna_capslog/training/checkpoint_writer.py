@@ -1,6 +1,6 @@
 """Writes the checkpoint of one step together with all ranks, at a boundary or during the following steps.
 
-In the second case training stops only while the state is copied; a thread of each rank writes the copy. When all ranks
+During the steps, training stops only while the state is copied; a thread of each rank writes the copy. When all ranks
 have written, the checkpoint is completed at the next boundary. `loop.Boundaries` calls this module.
 """
 

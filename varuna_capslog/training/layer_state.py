@@ -206,8 +206,7 @@ class StateFollower(abc.ABC):
     def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
         """Apply a step with the verdict's scale; 0: skip its update.
 
-        update: the owner's, such as `PipelineEngine.update_of`; uses up its gradients. Raises CapslogError for
-            another layer's update.
+        update: the owner's (`PipelineEngine.update_of`); uses up its gradients. Raises CapslogError for another layer.
         """
         self._take_update(update)
         self._step(step, scale)
@@ -286,7 +285,7 @@ class Follower(StateFollower):
 
 
 def apply_together(due: Iterable[tuple[Follower, Mapping[str, Tensor], int, float]]) -> None:
-    """Apply each (follower, update, step, scale), all of one engine's layers, in fewer kernel calls than separately."""
+    """Apply each (follower, update, step, scale), all of one recipe, in fewer kernel calls than `Follower.apply`."""
     alike: dict[tuple[int, float], list[Follower]] = {}
     for follower, update, step, scale in due:
         follower._take_update(update)
