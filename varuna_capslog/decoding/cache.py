@@ -219,7 +219,7 @@ class DealtCache:
         return (self.lengths[request] + request) % self._degree
 
     def _send_queries(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[tuple[list[int], Tensor, Tensor]]]:
-        """Return all queries [B, H, D]; by rank, the requests, keys and values [requests, K, D] that this rank keeps."""
+        """Return all queries [B, H, D]; by rank, the requests, keys and values [requests, K, D] that are kept here."""
         outgoing, wanted, kept = {}, {}, {}
         for rank in range(self._degree):
             sent = [place for place, request in enumerate(self.own) if self._keeper(request) == rank]
